@@ -27,7 +27,7 @@ from report import Limits, heading
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.granted import PIECES_IN_FLIGHT
+from pdmesh.kv.lane import PIECES_IN_FLIGHT
 from pdmesh.transport.ucx import UcxTransport
 
 #: A piece that gets through does so in less.

@@ -29,10 +29,10 @@ from report import heading
 from pdmesh.config import TransferConfig
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.exchange import PieceExchange
+from pdmesh.kv.exchange import KvExchange
+from pdmesh.kv.gate import Urgent, Wakeup
 from pdmesh.kv.mover import KvMover
-from pdmesh.kv.outgoing import Blocks
-from pdmesh.kv.presence import Urgent, Wakeup
+from pdmesh.kv.pages import Blocks
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.policy.pacing import ChunkPace
 from pdmesh.transport.ucx import UcxTransport
@@ -68,7 +68,7 @@ class Side(NamedTuple):
     cpu_s: float
 
 
-def publish(exchange: PieceExchange, load: Load) -> None:
+def publish(exchange: KvExchange, load: Load) -> None:
     """On a thread, as an engine does."""
     chunk_blocks = load.chunk_tokens // LAYOUT.block_size
     for first in range(0, load.num_blocks, chunk_blocks):
@@ -107,7 +107,7 @@ async def take_part(pipe: Connection, number: int, load: Load) -> None:
                 await anyio.to_thread.run_sync(pipe.recv)
             else:
                 for layer in range(LAYOUT.num_layers):
-                    await anyio.to_thread.run_sync(exchange.presence.wait, layer, load.num_blocks, NEVER, 1)
+                    await anyio.to_thread.run_sync(exchange.gate.wait, layer, load.num_blocks, NEVER, 1)
                 ended_s = time.monotonic()
             pipe.send(Side(began_s, ended_s, time.process_time() - cpu_s))
             mover.cancel(REQUEST, Epoch(epoch))

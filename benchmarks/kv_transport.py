@@ -34,10 +34,11 @@ from report import heading
 from pdmesh.config import TransferConfig
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.granted import PIECES_IN_FLIGHT, KvDestination
+from pdmesh.kv.lane import PIECES_IN_FLIGHT
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.testing.kv import EVERYTHING
 from pdmesh.transport.ucx import UcxTransport

@@ -92,7 +92,7 @@ async def test_a_member_that_stopped_keeps_nobody_else_from_being_welcomed(monke
             await anyio.wait_all_tasks_blocked()
         late.compute(0, 5)
         await anyio.wait_all_tasks_blocked()
-        assert all(first.exchange.presence.has(layer, 5) for layer in range(NUM_LAYERS))
+        assert all(first.exchange.ledger.has_first(layer, 5) for layer in range(NUM_LAYERS))
         for member in members:
             member.free()
 
@@ -111,13 +111,13 @@ async def test_every_page_comes_to_every_member_once(maker: TransportMaker) -> N
             assert member.content(8, 8) == members[2].content(8, 8)
             assert member.mover.counters().dropped == {}
             assert member.outcomes == []
-        landed = sorted(
+        new = sorted(
             (layer, block)
-            for blocks in members[0].landed
+            for blocks in members[0].new
             for layer in range(blocks.layer, blocks.end_layer)
             for block in range(blocks.first_block, blocks.end)
         )
-        assert landed == [(layer, block) for layer in range(NUM_LAYERS) for block in (*range(5), *range(8, 16))]
+        assert new == [(layer, block) for layer in range(NUM_LAYERS) for block in range(16)]
         for member in members:
             member.free()
 
@@ -252,13 +252,13 @@ async def test_a_damaged_piece_is_asked_for_again(
             counters = member.mover.counters()
             assert counters.num_asked_again == counters.dropped["checksum"] > 0
             assert counters.dropped.keys() <= {"checksum", "unknown", "range"}  # greetings that came too early
-        landed = [
+        new = [
             (layer, block)
-            for blocks in leader.landed
+            for blocks in leader.new
             for layer in range(blocks.layer, blocks.end_layer)
             for block in range(blocks.first_block, blocks.end)
         ]
-        assert len(landed) == len(set(landed)) == NUM_LAYERS * 12
+        assert len(new) == len(set(new)) == NUM_LAYERS * 16
         for member in members:
             member.free()
 
@@ -384,9 +384,9 @@ async def test_a_member_whose_pieces_are_all_damaged_ends_the_exchange_and_touch
         with anyio.fail_after(20):
             while not leader.outcomes:
                 await anyio.lowlevel.checkpoint()
-        reason = leader.exchange.presence.aborted
+        reason = leader.exchange.gate.aborted
         assert reason is not None
-        assert f"{FREE_PIECES + 1} pieces of member 1 were damaged on the way" in reason
+        assert f"member 1: {FREE_PIECES + 1} pieces were damaged on the way" in reason
         assert leader.outcomes == [FailedExchange(request_id=REQUEST, epoch=EPOCH, reason=reason)]
         assert bytes(leader.store.data) == before
         assert leader.mover.counters().num_asked_again == FREE_PIECES
@@ -460,7 +460,7 @@ async def test_a_member_that_cannot_be_reached_is_left_out(maker: TransportMaker
         helper.compute(8, 8)
         for member in (leader, helper):
             await member.until_here(NUM_BLOCKS)
-            assert member.exchange.presence.aborted is None
+            assert member.exchange.gate.aborted is None
             assert member.outcomes == []
             member.free()
 
@@ -479,7 +479,7 @@ async def test_what_came_from_a_lost_member_is_sent_on_by_the_leader(maker: Tran
         leader.compute(5, 3)
         await leader.until_here(8)
         await anyio.wait_all_tasks_blocked()
-        assert not helper.exchange.presence.has(0, 1)
+        assert not helper.exchange.ledger.has_first(0, 1)
         for member in (leader, helper):
             addresses = [leader.transport.address, helper.transport.address, b""]
             member.mover.groups.set_members(REQUEST, EPOCH, members.index(member), addresses)

@@ -24,11 +24,11 @@ import psutil
 import pytest
 
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
 from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, introduce
 from pdmesh.transport import local

@@ -12,7 +12,7 @@ import anyio.to_thread
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import MAX_WINDOWS, PeerReadWriter, ReadWindow
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import FREE_PIECES
@@ -184,7 +184,7 @@ async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: Trans
         lost.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
         await helper.until_dropped("window closed")
         assert loop_called.is_set()
-        assert not any(helper.exchange.presence.has(layer, 1) for layer in range(NUM_LAYERS))
+        assert not any(helper.exchange.ledger.has_first(layer, 1) for layer in range(NUM_LAYERS))
         reader.before = lambda: None
         for member in (leader, helper):
             member.tell(members, lost=[lost])
@@ -205,7 +205,7 @@ async def test_what_is_copied_in_vain_does_not_lie_where_good_pages_do(maker: Tr
         assert helper.exchange.begin(0, 5)
         helper.exchange.publish(Blocks(0, 0, 0, 5))
         await anyio.wait_all_tasks_blocked()
-        helper.exchange.abandon(0, 5)
+        helper.exchange.ledger.abandon(0, 5)
         computed = helper.content(0, 5)[:5]
 
         def end_read() -> None:
@@ -216,7 +216,7 @@ async def test_what_is_copied_in_vain_does_not_lie_where_good_pages_do(maker: Tr
         store_of(helper).before = end_read
         owner.exchange.publish(Blocks(0, 0, 0, 5, NUM_LAYERS), ChunkPace.AT_ONCE)
         await helper.until_dropped("window closed")
-        assert helper.exchange.presence.has(0, 5)
+        assert helper.exchange.ledger.has_first(0, 5)
         assert helper.content(0, 5)[:5] == computed
         for member in members:
             member.free()
@@ -332,7 +332,7 @@ async def test_a_peer_read_that_is_none_is_dropped(maker: TransportMaker, name: 
         note = good._replace(**changes).pack()  # type: ignore[arg-type]
         await helper.say(leader, replace(a_piece(PieceKind.PEER_READ, len(note)), **header), note)  # type: ignore[arg-type]
         await leader.until_dropped(name.partition(":")[0])
-        assert not leader.exchange.presence.has(0, 1)
+        assert not leader.exchange.ledger.has_first(0, 1)
         helper.compute(0, 8)
         await leader.until_here(NUM_BLOCKS)
         assert leader.content(0, 8) == helper.content(0, 8)

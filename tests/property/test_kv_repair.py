@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.kv.incoming import UNREADABLE
+from pdmesh.kv.outbox import Outgoing
+from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.receiver import KvReceiver
@@ -92,6 +97,13 @@ def test_every_page_may_be_refused_once_and_nothing_for_ever(num_pages: int, win
     assert num_refused <= 2 * num_pages
 
 
+class NoWriter:
+    """Nothing is sent: lanes do not run."""
+
+    def pages_a_piece(self, address: bytes) -> int:
+        return 1
+
+
 @given(parts(), st.data(), st.booleans())
 def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
     pieces: list[KvPart], data: st.DataObject, is_move: bool
@@ -106,7 +118,14 @@ def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
         source_addresses=(b"source",),
         destination=0,
         layout=SMALL_LAYOUT,
+        writer=cast(PieceWriter, NoWriter()),
     )
+    (lane,) = receiver.lanes
+
+    def ask(header: PieceHeader, fault: str) -> None:
+        receiver.release(header)
+        assert lane.ask_again(header, fault) is None
+
     headers = [a_piece(part, is_lent=data.draw(st.booleans())) for part in pieces]
     unread, placed = list[PieceHeader](), set[KvPart]()
     to_come, num_damaged, committed = list(headers), 0, False
@@ -121,15 +140,15 @@ def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
             header = unread.pop(data.draw(st.integers(0, len(unread) - 1)))
             if header.kind is PieceKind.PEER_READ and data.draw(st.booleans()):
                 if data.draw(st.booleans()):
-                    assert receiver.refuse_read(header) is None
-                    assert receiver.to_ask.pop() == (PieceKind.NO_PEER_READS, header)
-                else:  # it was over
-                    receiver.await_again(header)
+                    ask(header, UNREADABLE)
+                    assert lane._outbox._said.pop() == Outgoing(Blocks.of(header), kind=PieceKind.NO_PEER_READS)
+                else:  # the window was closed
+                    receiver.release(header)
                 to_come.append(a_piece(header.part, is_lent=False))
             elif num_damaged < FREE_PIECES and data.draw(st.booleans()):
                 num_damaged += 1
-                assert receiver.take_damaged(header) is None
-                assert receiver.to_ask.pop() == (PieceKind.AGAIN, header)
+                ask(header, "checksum")
+                assert lane._outbox._said.pop() == Outgoing(Blocks.of(header), kind=PieceKind.AGAIN)
                 to_come.append(header)
             else:
                 receiver.place(header)
@@ -138,7 +157,7 @@ def test_a_receiver_lands_once_every_page_came_sound_whatever_was_damaged(
             committed = data.draw(st.booleans())
             if committed:
                 assert receiver.commit(A_COMMIT) is None
-        receiver.check_integrity()
+        receiver.ledger.check_integrity()
     if not committed:
         assert not receiver.complete
         assert receiver.commit(A_COMMIT) is None

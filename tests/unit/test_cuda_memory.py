@@ -15,10 +15,10 @@ from pdmesh.engine.cuda.kv_store import DeviceKvStore, block_runs
 from pdmesh.engine.cuda.page_tables import NUM_ROWS, PageTables, write_pages
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId, num_blocks_for
 from pdmesh.testing.cuda import FakeStreams
 from pdmesh.testing.kv import EVERYTHING, SMALL_TRANSFER, ByteStore, TransportMaker

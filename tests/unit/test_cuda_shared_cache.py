@@ -22,9 +22,9 @@ from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.shared_cache import HANDLE_BYTES, CudaDriver, CudaSharedCache
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
-from pdmesh.kv.outgoing import Blocks
-from pdmesh.kv.presence import Wakeup
+from pdmesh.kv.pages import Blocks
 from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
 from pdmesh.testing.cuda import FakeDriver, FakeHost, FakeStreams
 from pdmesh.testing.kv import SMALL_TRANSFER, TransportMaker
@@ -183,13 +183,13 @@ async def test_members_pass_each_other_kv_from_device_to_device(
         for layer in range(LAYOUT.num_layers):
             helper.publish(Blocks(0, layer, 0, 8))
         await anyio.sleep(0.02)
-        assert not leader.presence.has(0, 1)
+        assert not leader.ledger.has_first(0, 1)
         for written in processes[1].store.layers:
             written[:8] += 1  # the device writes it only now
         for event in processes[1].streams.events:
             event.complete()
         with anyio.fail_after(20):
-            while leader.presence.num_complete_blocks < 8:
+            while leader.ledger.num_complete_blocks < 8:
                 await anyio.lowlevel.checkpoint()
         for ours, theirs in zip(processes[0].store.layers, processes[1].store.layers, strict=True):
             assert torch.equal(ours[SHUFFLED], theirs[:8])

@@ -9,10 +9,12 @@ from typing import cast
 
 import pytest
 
-from pdmesh.kv.exchange import PieceExchange
-from pdmesh.kv.outgoing import Blocks, PieceWriter, marked, runs
+from pdmesh.kv.exchange import KvExchange
+from pdmesh.kv.gate import KvGate, Wakeup
+from pdmesh.kv.ledger import PageLedger
+from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.pages import Blocks, marked, runs
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.presence import KvPresence, Wakeup
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.policy.pacing import ChunkPace
@@ -27,40 +29,44 @@ ADDRESSES = tuple(f"member {number}".encode() for number in range(4))
 
 
 class NoWriter:
-    """Nothing is sent: `PieceExchange.run` does not run."""
+    """Nothing is sent: lanes do not run."""
 
     max_pages = 1 << 20
+
+    def pages_a_piece(self, address: bytes) -> int:
+        return self.max_pages
 
     def close(self) -> None:
         """Nothing is read."""
 
 
-def a_leader(num_blocks: int) -> PieceExchange:
+def a_leader(num_blocks: int) -> KvExchange:
     """Alone in its group yet."""
     exchange = a_member(num_blocks)
     assert exchange.set_members(0, ADDRESSES[:1]) is None
     return exchange
 
 
-def a_member(num_blocks: int) -> PieceExchange:
+def a_member(num_blocks: int) -> KvExchange:
     store: KvStore = ByteStore(LAYOUT, 1)
-    return PieceExchange(
+    ledger = PageLedger(LAYOUT.num_layers, num_blocks)
+    return KvExchange(
         RequestId("request"),
         Epoch(0),
         capability=1,
         block_ids=range(num_blocks),
-        presence=KvPresence(
-            Wakeup(), num_layers=LAYOUT.num_layers, num_blocks=num_blocks, no_progress_s=1, clock=lambda: 0.0
-        ),
+        ledger=ledger,
+        gate=KvGate(Wakeup(), ledger, no_progress_s=1, clock=lambda: 0.0),
         store=store,
         writer=cast(PieceWriter, NoWriter()),
         call_soon=lambda callback: callback(),
-        on_landed=None,
+        start=lambda run: None,
+        on_new=lambda blocks: None,
         on_failed=lambda exchange, reason: None,
     )
 
 
-def land(exchange: PieceExchange, source: int, layer: int, blocks: IndexRange, *, num_members: int) -> None:
+def land(exchange: KvExchange, source: int, layer: int, blocks: IndexRange, *, num_members: int) -> None:
     part = KvPart(blocks, IndexRange(layer, layer + 1), HEADS)
     header = PieceHeader(
         kind=PieceKind.KV,
@@ -72,8 +78,8 @@ def land(exchange: PieceExchange, source: int, layer: int, blocks: IndexRange, *
         part=part,
         payload_bytes=part.num_pages * LAYOUT.block_bytes,
     )
-    assert exchange.claim(header, [header.part], header.payload_bytes) is None
-    exchange.place(header)
+    assert exchange.claim(header, header.payload_bytes) == [Blocks.of(header)]
+    exchange.place(header, Blocks.of(header))
 
 
 def calls_of_a_group(num_blocks: int) -> Sequence[int]:
@@ -88,8 +94,8 @@ def calls_of_a_group(num_blocks: int) -> Sequence[int]:
         land(leader, 1, layer, IndexRange(half, num_blocks), num_members=2)
     later = num_calls(lambda: leader.set_members(0, ADDRESSES[:3]), of_c=True)
     loss = num_calls(lambda: leader.set_members(0, (ADDRESSES[0], b"", ADDRESSES[2])), of_c=True)
-    assert leader.presence.num_complete_blocks == num_blocks
-    leader.close()
+    assert leader.ledger.num_complete_blocks == num_blocks
+    leader.end("over")
     return join, later, loss
 
 
@@ -98,11 +104,11 @@ async def test_a_join_and_a_loss_cost_the_same_whatever_the_length_of_the_prompt
     assert calls_of_a_group(8192) == calls_of_a_group(32)
 
 
-def layers_sent(exchange: PieceExchange, pace: ChunkPace, number: int) -> list[int]:
+def layers_sent(exchange: KvExchange, pace: ChunkPace, number: int) -> list[int]:
     """Of a chunk that is computed here, to this member: how many layers each piece has."""
     for layer in range(LAYOUT.num_layers):
         exchange.publish(Blocks(0, layer, 0, 2), pace)
-    return [item.blocks.num_layers for item in exchange._peers[number].outbox._waiting]
+    return [item.blocks.num_layers for item in exchange._peers[number].lane._outbox._due]
 
 
 @pytest.mark.parametrize(
@@ -124,14 +130,14 @@ async def test_members_of_a_parallel_step_are_sent_as_many_layers_as_they_are_be
         exchange = a_member(8)
         assert exchange.set_members(own, ADDRESSES) is None
         assert layers_sent(exchange, pace, number) == sizes
-        exchange.close()
+        exchange.end("over")
 
 
 async def test_a_lost_member_of_a_parallel_step_counts_no_more() -> None:
     exchange = a_member(8)
     assert exchange.set_members(1, (ADDRESSES[0], ADDRESSES[1], b"", b"")) is None
     assert layers_sent(exchange, ChunkPace.IN_PARALLEL, 0) == [4, 4], "of two, one is four layers behind"
-    exchange.close()
+    exchange.end("over")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from pdmesh.kv.context import KvContext, mismatch
-from pdmesh.kv.incoming import UNREADABLE, WINDOW_CLOSED, PieceReader
+from pdmesh.kv.incoming import WINDOW_CLOSED, PieceReader
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.receiver import KvReceiver
@@ -57,7 +57,9 @@ class KvArrivals:
             source_addresses=source_addresses,
             destination=destination,
             layout=self._context.store.layout,
+            writer=self._context.writer(),
         )
+        self.cancel(request_id, epoch)
         self._receivers[receiver.key] = receiver
         for address in source_addresses:
             self._context.admit(address)
@@ -69,7 +71,7 @@ class KvArrivals:
         key = request_key(request_id)
         receiver = self._receivers.get(key)
         if receiver is not None and receiver.epoch <= epoch:
-            del self._receivers[key]
+            self._forget(receiver)
 
     def take_abort(self, header: PieceHeader) -> bool:
         """A peer has given a transfer up. Whether it is one that is expected here."""
@@ -114,7 +116,7 @@ class KvArrivals:
 
     def check_integrity(self) -> None:
         for receiver in self._receivers.values():
-            receiver.check_integrity()
+            receiver.ledger.check_integrity()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -132,7 +134,7 @@ class KvArrivals:
         if fault is not None:
             self._context.dropped[fault] += 1
             if self._receivers.get(receiver.key) is receiver:
-                self._take_useless(receiver, header, fault)
+                self._ask_again(receiver, header, fault)
             return
         num_bytes = header.part.num_pages * self._context.store.layout.block_bytes
         self.num_pieces += 1
@@ -141,42 +143,27 @@ class KvArrivals:
         receiver.place(header)
         self._check_landed(receiver)
 
-    def _take_useless(self, receiver: KvReceiver, header: PieceHeader, fault: str) -> None:
-        """Release a claimed piece that could not be copied, and ask for its pages again or give up."""
-        if (
-            fault == WINDOW_CLOSED
-        ):  # so is the transfer, at its sender: who ended it says so, if that is not the scheduler
-            receiver.await_again(header)
+    def _ask_again(self, receiver: KvReceiver, header: PieceHeader, fault: str) -> None:
+        """A claimed piece was of no use: its pages are to come again."""
+        receiver.release(header)
+        if fault == WINDOW_CLOSED:  # so is the transfer, at its sender, which says so
             return
-        if reason := receiver.refuse_read(header) if fault == UNREADABLE else receiver.take_damaged(header):
+        lane = receiver.lanes[header.source]
+        if reason := lane.ask_again(header, fault):
             self._give_up(receiver, reason)
             return
         self._context.num_asked_again += 1
         if not receiver.is_asking:
             receiver.is_asking = True
-            self._context.tasks.start_soon(self._ask_again, receiver)
-
-    async def _ask_again(self, receiver: KvReceiver) -> None:
-        """One after the other: sources that take nothing hold one buffer here."""
-        while receiver.to_ask and self._receivers.get(receiver.key) is receiver:
-            kind, header = receiver.to_ask.popleft()
-            await self._context.tell(
-                kind,
-                receiver,
-                receiver.source_addresses[header.source],
-                destination=receiver.destination,
-                source=header.source,
-                chunk=header.chunk,
-                part=header.part,
-            )
-        receiver.is_asking = False
+            for lane in receiver.lanes:
+                self._context.tasks.start_soon(lane.run)
 
     def _check_landed(self, receiver: KvReceiver) -> None:
         if not receiver.complete or self._receivers.get(receiver.key) is not receiver:
             return
         assert receiver.first_token is not None
         assert receiver.first_piece_s is not None
-        del self._receivers[receiver.key]
+        self._forget(receiver)
         self._context.tasks.start_soon(self._tell_sources, PieceKind.LANDED, receiver)
         self._context.on_outcome(
             LandedTransfer(
@@ -193,10 +180,15 @@ class KvArrivals:
     def _give_up(self, receiver: KvReceiver, reason: str, *, tell: bool = True) -> None:
         if self._receivers.get(receiver.key) is not receiver:
             return  # cancelled, or failed before
-        del self._receivers[receiver.key]
+        self._forget(receiver)
         if tell:
             self._context.tasks.start_soon(self._tell_sources, PieceKind.ABORT, receiver)
         self._context.failed(receiver, reason, sending=False)
+
+    def _forget(self, receiver: KvReceiver) -> None:
+        del self._receivers[receiver.key]
+        for lane in receiver.lanes:
+            lane.close()
 
     async def _tell_sources(self, kind: PieceKind, receiver: KvReceiver) -> None:
         for address in receiver.source_addresses:

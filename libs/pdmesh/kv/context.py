@@ -55,17 +55,10 @@ class KvContext:
     dropped: Counter[str] = field(default_factory=Counter[str])  # pieces, by the reason
     num_asked_again: int = 0  # of those damaged
 
-    @property
-    def max_pages(self) -> int:
-        """Maximum number of pages in one piece or window."""
-        if self.peer_reads is not None:
-            return self.peer_reads.max_pages
-        return self.transport.max_payload_bytes // self.store.layout.block_bytes
-
-    def writer(self, block_ids: Sequence[int]) -> PieceWriter:
-        """Return a writer of a request's pieces; until closed, peers that can may read its blocks."""
+    def writer(self, block_ids: Sequence[int] = ()) -> PieceWriter:
+        """Return a writer of a request's pieces; until closed, peers that can may read its blocks, if there are any."""
         means = Means(store=self.store, transport=self.transport, key=self.key, copies=self.copies)
-        peer_reads = self.peer_reads
+        peer_reads = self.peer_reads if block_ids else None
         window = None if peer_reads is None else peer_reads.begin()
         if peer_reads is None or window is None:
             return PieceWriter(block_ids, **means)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.context import KvContext, mismatch
-from pdmesh.kv.granted import GrantedTransfer, KvDestination
 from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.outcome import PausedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
-from pdmesh.kv.push import KvPush
-from pdmesh.kv.sender import KvSender
+from pdmesh.kv.sender import KvPush, KvSender
+from pdmesh.kv.transfer import GrantedTransfer, KvDestination
 from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.transport.base import ReceivedPiece
 
@@ -62,7 +61,6 @@ class KvDepartures:
             source=source,
             blocks=blocks,
             store=context.store,
-            pages_a_piece=context.max_pages,
             call_soon=context.call_soon,
             clock=context.clock,
         )

@@ -1,8 +1,8 @@
 """What the members of a prefill group pass each other of one request's KV: each its own pages to all others.
 
 **Who sends a page to whom.** Whoever computed it, to all members that it knew of then; that number is the page's
-*audience*, and travels with it. A member that joins later gets older pages from the group's leader, which passes on
-what it holds to everyone beyond a page's audience. So each page comes to each member once, whoever learns of it when,
+*sent_to*, and travels with it. A member that joins later gets older pages from the group's leader, which passes on what
+it holds to everyone beyond a page's *sent_to*. So each page comes to each member once, whoever learns of it when,
 and whichever helper leaves early.
 
 **Who may be sent to.** The scheduler tells members of each other at different times, and a piece that comes before its
@@ -23,98 +23,54 @@ whomever, with other boundaries perhaps, and with the same bits: a page may come
 A member that cannot be sent to is left out, and it is the scheduler who says what that means.
 
 **When a piece is damaged.** Its receiver says AGAIN to whoever sent it, who holds these pages yet, and sends them again
-before anything else that waits to go there, to the same audience. Up to a limit: then the receiver cannot go on.
+before anything else that waits to go there, with the same *sent_to*. Up to a limit: then the receiver cannot go on.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import anyio
-import anyio.abc
 import structlog
 
-from pdmesh.errors import KvTransferError
-from pdmesh.kv.outbox import Outbox, Outgoing
-from pdmesh.kv.outgoing import Blocks, PieceWriter
-from pdmesh.kv.pages import PageBooks
+from pdmesh.kv.gate import KvGate
+from pdmesh.kv.incoming import WINDOW_CLOSED
+from pdmesh.kv.lane import Lane
+from pdmesh.kv.ledger import PageLedger, PageState
+from pdmesh.kv.outbox import Outgoing
+from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.presence import KvPresence
-from pdmesh.kv.repair import DamageLimit, RefusalLimit
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
+from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
 from pdmesh.plans import MAX_GROUP_MEMBERS
 from pdmesh.policy.pacing import ChunkPace, layers_a_piece
 
 log = structlog.get_logger()
 
-#: Pieces under way to one member at once: one is copied and checked while another travels.
-PIECES_IN_FLIGHT = 2
-
 #: Of the leader, among a group's members.
 LEADER = 0
 
 
-class KvExchange(Protocol):
-    """How a member's step hands its new KV to the other members, and waits for theirs."""
-
-    @property
-    def presence(self) -> KvPresence: ...
-
-    @property
-    def leads(self) -> bool: ...
-
-    @property
-    def num_lost(self) -> int:
-        """Members that were lost, as the scheduler says."""
-        ...
-
-    def begin(self, first_block: int, num_blocks: int) -> bool:
-        """A chunk that fills these blocks is about to be computed here. Event loop.
-
-        False if another one was, here or elsewhere; unless a member was lost.
-        """
-        ...
-
-    def abandon(self, first_block: int, num_blocks: int) -> None:
-        """A chunk that was begun has ended without having filled them in all layers. Event loop."""
-        ...
-
-    def publish(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
-        """Announce blocks computed in this layer; ``pace`` says when others need them. Engine thread; cheap."""
-        ...
-
-    def add_computed(self, first_block: int, num_blocks: int) -> None:
-        """Announce blocks computed in all layers by a step that began before the group existed. Event loop."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """Another member, and what is to be sent there."""
+    """Another member, and what goes there: pages once it said that it is ready."""
 
     number: int
-    address: bytes
-    outbox: Outbox
-    refusals: RefusalLimit
-    ready: anyio.Event = field(default_factory=anyio.Event)
-    greeted: anyio.Event = field(default_factory=anyio.Event)  # it said HELLO
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # of sending there; cancelled for good
+    lane: Lane
     last_block: int = -1  # where the last chunk began that something came of
-    received: DamageLimit = field(default_factory=lambda: DamageLimit(sends=False))
-    sent: DamageLimit = field(default_factory=lambda: DamageLimit(sends=True))
+    is_welcomed: bool = False
 
 
-class PieceExchange:
-    """`KvExchange` over pieces: one member's side, for one epoch of a request.
+class KvExchange:
+    """One member's side of what its group exchanges, for one epoch of a request.
 
-    Made by `pdmesh.kv.groups.KvGroups.open`, which also runs it and brings it the pieces. Everything but `publish`
-    belongs to the event loop. ``on_landed`` is told of blocks of a layer that others computed and that are in place.
-    Nothing of its pages is read once it has ended.
+    Made by `pdmesh.kv.groups.KvGroups.open`, which also brings it the pieces. Everything but `publish` belongs to the
+    event loop. ``on_new`` is told of blocks that are new in the ledger, whoever computed them. Nothing of its pages is
+    read once it has ended.
     """
 
     def __init__(
@@ -124,33 +80,35 @@ class PieceExchange:
         *,
         capability: int,
         block_ids: Sequence[int],
-        presence: KvPresence,
+        ledger: PageLedger,
+        gate: KvGate,
         store: KvStore,
         writer: PieceWriter,
         call_soon: Callable[[Callable[[], object]], object],
-        on_landed: Callable[[Blocks], object] | None,
-        on_failed: Callable[[PieceExchange, str], object],
+        start: Callable[[Callable[[], Coroutine[Any, Any, None]]], object],
+        on_new: Callable[[Blocks], object],
+        on_failed: Callable[[KvExchange, str], object],
     ) -> None:
+        """``start`` runs a task as long as the instance does."""
         self.request_id = request_id
         self.epoch = epoch
         self.key = exchange_key(request_id)
         self.capability = capability
-        self.presence: KvPresence = presence
-        self.num_bytes_received = 0
-        self.scope = anyio.CancelScope()
+        self.ledger = ledger
+        self.gate = gate  # where steps wait for KV
         self._number: int | None = None  # until the members are known
         self._block_ids = block_ids
         self._layout: KvLayout = store.layout
         self._store = store
         self._writer = writer
         self._call_soon = call_soon
-        self._on_landed = on_landed
+        self._start = start
+        self._on_new = on_new
         self._on_failed = on_failed
-        self.pages = PageBooks(self._layout.num_layers, len(block_ids))
         self._addresses: tuple[bytes, ...] = ()
         self._peers: dict[int, _Peer] = {}
         self._lost: set[int] = set()
-        self._joined_in, self._joined_out = anyio.create_memory_object_stream[_Peer](MAX_GROUP_MEMBERS)
+        self._after_reads: list[Callable[[], object]] = []
 
     @property
     def num_bytes_sent(self) -> int:
@@ -162,31 +120,27 @@ class PieceExchange:
 
     @property
     def num_lost(self) -> int:
+        """Members that were lost, as the scheduler says."""
         return len(self._lost)
 
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def begin(self, first_block: int, num_blocks: int) -> bool:
-        return self._number is not None and self.pages.begin(first_block, num_blocks, again=bool(self._lost))
+        """A chunk that fills these blocks is about to be computed here.
 
-    def abandon(self, first_block: int, num_blocks: int) -> None:
-        self.pages.abandon(first_block, num_blocks)
+        False if another one was, here or elsewhere, unless a member was lost.
+        """
+        return self._number is not None and self.ledger.begin(first_block, num_blocks, again=bool(self._lost))
 
     def publish(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
-        self.presence.add(blocks.layer, blocks.first_block, blocks.num_blocks)
+        """Announce blocks computed in this layer; ``pace`` says when others need them. Engine thread; cheap."""
+        self.ledger.write(blocks)
         self._store.when_written(lambda: self._call_soon(lambda: self._push(blocks, pace)))
 
     def add_computed(self, first_block: int, num_blocks: int) -> None:
-        if num_blocks == 0:
-            return
-        self.reserve(first_block, num_blocks)
-        self._push(Blocks(0, 0, first_block, num_blocks, self._layout.num_layers))
-        for layer in range(self._layout.num_layers):
-            self.presence.add(layer, first_block, num_blocks)
-
-    def reserve(self, first_block: int, num_blocks: int) -> None:
-        """Refuse other members' copies of blocks that a step begun before the group existed is computing here."""
-        self.pages.reserve(first_block, num_blocks)
+        """Announce blocks computed in all layers by a step that began before the group existed."""
+        if num_blocks:
+            self._push(Blocks(0, 0, first_block, num_blocks, self._layout.num_layers))
 
     # --- for the mover ------------------------------------------------------------------------------------------------
 
@@ -213,143 +167,113 @@ class PieceExchange:
                 self._lose(other)
         return None
 
-    async def run(self) -> None:
-        """Send what is to be sent, until cancelled."""
-        with self.scope:
-            async with anyio.create_task_group() as tasks:
-                async for peer in self._joined_out:
-                    tasks.start_soon(self._serve, peer)
-
     def end(self, reason: str) -> None:
         """Stop sending and receiving, and wake every step that waits for KV. Idempotent."""
         self._writer.close()
-        self.scope.cancel()
-        self.presence.abort(reason)
-
-    def close(self) -> None:
-        """Release the wake-up channels; to be called after `run`."""
-        self._writer.close()
-        self._joined_in.close()
-        self._joined_out.close()
+        for peer in self._peers.values():
+            peer.lane.cut_off()
+        self.gate.abort(reason)
 
     def take_greeting(self, header: PieceHeader) -> str | None:
         """A HELLO or a WELCOME; or say why it must be dropped."""
         peer = self._peers.get(header.source)
         if peer is None or header.destination != self._number:
             return "range"
-        peer.ready.set()
-        if header.kind is PieceKind.HELLO:
-            peer.greeted.set()
+        peer.lane.resume()
+        if header.kind is PieceKind.HELLO and not peer.is_welcomed:
+            peer.is_welcomed = True
+            peer.lane.say(PieceKind.WELCOME)
         return None
 
     def address_of(self, header: PieceHeader) -> bytes:
         """Return the data address of the member that sent a claimed piece."""
-        return self._peers[header.source].address
+        return self._peers[header.source].lane.address
 
     def block_ids_of(self, header: PieceHeader) -> list[int]:
         return list(self._block_ids[header.part.blocks.start : header.part.blocks.stop])
 
-    def claim(self, header: PieceHeader, parts: Sequence[KvPart], payload_bytes: int) -> str | None:
-        """Accept these parts of a piece of KV or a window, or say why it must be dropped."""
-        if header.kind is PieceKind.PEER_READ:
-            expected_bytes = note_bytes(header.part.blocks.size)
-        else:
-            expected_bytes = header.part.num_pages * self._layout.block_bytes
-        if not self._names_pages(header) or not expected_bytes == header.payload_bytes == payload_bytes:
+    def waits_for_read(self, header: PieceHeader, take: Callable[[], object]) -> bool:
+        """Whether a peer's cache is being copied to some of a piece's pages: ``take`` is called after that."""
+        waits = self._names_pages(header) and self.ledger.is_read(Blocks.of(header))
+        if waits:
+            self._after_reads.append(take)  # pieces, of which there are as many as buffers
+        return waits
+
+    def claim(self, header: PieceHeader, payload_bytes: int) -> list[Blocks] | str:
+        """Return what to copy of a piece of KV or a peer read, now claimed; or say why it must be dropped.
+
+        Of a peer read that is what is neither here nor on its way: what is copied too late means nothing, and must not
+        lie where good pages do.
+        """
+        is_read = header.kind is PieceKind.PEER_READ
+        if not self._names_pages(header):
             return "range"
-        claimed = [self.pages.claim(part, header.source) for part in parts]
-        if not any(claimed):
+        blocks = Blocks.of(header)
+        expected_bytes = note_bytes(blocks.num_blocks) if is_read else blocks.num_pages * self._layout.block_bytes
+        if not expected_bytes == header.payload_bytes == payload_bytes:
+            return "range"
+        parts = self.ledger.missing(blocks) if is_read else [blocks]
+        if not self.ledger.claim(blocks, header.source, PageState.READING if is_read else PageState.COPYING):
             return "duplicate"
         peer = self._peers[header.source]
-        peer.ready.set()
-        peer.last_block = max(peer.last_block, header.part.blocks.start)
-        return None
+        peer.lane.resume()
+        peer.last_block = max(peer.last_block, blocks.first_block)
+        return parts
 
-    def missing(self, header: PieceHeader) -> list[KvPart]:
-        """Return the parts of a peer read that are neither here nor on their way; empty if it cannot be claimed.
-
-        Only this is copied: what was copied too late means nothing, and must not lie where good pages do.
-        """
-        return self.pages.missing(header.part) if self._names_pages(header) else []
-
-    def unclaim(self, header: PieceHeader, parts: Sequence[KvPart]) -> None:
-        """Take back claims of this piece that were not copied, so that the pages may come again."""
-        for part in parts:
-            self.pages.unclaim(part, header.source)
-
-    def place(self, header: PieceHeader) -> None:
-        """A claimed piece has been copied into its blocks."""
-        blocks = Blocks.of(header)
-        self.num_bytes_received += blocks.num_pages * self._layout.block_bytes
+    def place(self, header: PieceHeader, blocks: Blocks) -> None:
+        """Pages that were claimed of a piece are in place."""
         if header.source in self._peers:
-            self._peers[header.source].received.add_sound()
-        self.pages.set_audience(blocks, header.num_members)
+            self._peers[header.source].lane.add_sound()
+        self.ledger.set_sent_to(blocks, header.num_members)
+        for new in self.ledger.place(blocks):
+            self._on_new(new)
         if self.leads and header.source in self._lost:
-            self._send_again(blocks)
+            self._send_to_all(blocks)
         elif self.leads:
             for number in range(header.num_members, len(self._addresses)):
                 if number in self._peers:
                     self._pass_on(self._peers[number], blocks)
-        if self._on_landed is not None:
-            self._on_landed(blocks)
-        for layer in range(*header.part.layers):
-            self.presence.add(layer, blocks.first_block, blocks.num_blocks)
 
-    def take_damaged(self, header: PieceHeader, parts: Sequence[KvPart], *, asks: PieceKind = PieceKind.AGAIN) -> bool:
-        """A piece was damaged on the way, or cannot be read here. Whether all of it is asked for again, and how.
+    def release(self, header: PieceHeader, fault: str) -> bool:
+        """A claimed piece was of no use: its pages may come again. Whether they are asked for.
 
-        Not that of a member that was lost since: what is missing of its chunks is computed again.
+        Not those of a member that was lost since: what is missing of its chunks is computed again.
         """
-        self.unclaim(header, parts)
-        blocks = Blocks.of(header)
+        self.ledger.release(Blocks.of(header), header.source)
         peer = self._peers.get(header.source)
-        if peer is None:
+        if fault == WINDOW_CLOSED or peer is None:
             return False
-        if asks is PieceKind.NO_PEER_READS:
-            if not peer.refusals.add(blocks.num_pages):
-                self.fail(f"member {peer.number} offers again and again what cannot be read here")
-                return False
-        elif not peer.received.add_damaged():
-            self.fail(
-                f"{peer.received.num_damaged + 1} pieces of member {peer.number} were damaged on the way, "
-                f"this one of layer {blocks.layer}"
-            )
-            return False
-        peer.outbox.put_first(Outgoing(blocks, header.num_members, asks))
-        return True
+        if reason := peer.lane.ask_again(header, fault):
+            self.fail(f"member {peer.number}: {reason}")
+        return not reason
+
+    def end_read(self) -> None:
+        """A peer's cache is copied no more to some pages: take the pieces that waited for that."""
+        after, self._after_reads = self._after_reads, []
+        for take in after:
+            take()
 
     def send_again(self, header: PieceHeader) -> str | None:
-        """Another member asks for pages that came damaged, or cannot be read there; or say why that must be dropped."""
-        if not self._names_pages(header) or header.part.num_pages > self._writer.max_pages:
+        """Another member asks for pages that came to nothing there. Or say why that must be dropped."""
+        if (
+            not self._names_pages(header)
+            or header.part.num_pages > self._writer.max_pages
+            or not self.ledger.has(Blocks.of(header))  # not here, so it was not sent
+        ):
             return "range"
-        if not self.pages.has(header.part):
-            return "range"  # not here, so it was not sent
-        peer = self._peers[header.source]
-        if header.kind is PieceKind.NO_PEER_READS:
-            is_allowed = self._writer.refused(peer.address, header.part.num_pages)
-        else:
-            is_allowed = peer.sent.add_damaged()
-        if not is_allowed:
-            return "limit"
-        peer.outbox.put_first(Outgoing(Blocks.of(header), header.num_members))
-        return None
+        return self._peers[header.source].lane.send_again(header)
 
     def fail(self, reason: str) -> None:
         """Give this member's part up; the first reason is reported."""
-        if self.presence.aborted is None:
-            self.presence.abort(reason)
+        if self.gate.aborted is None:
+            self.gate.abort(reason)
             self._on_failed(self, reason)
 
     def cut_off(self, address: bytes) -> None:
         """Stop sending to this address. The scheduler decides what that means for the request."""
         for peer in self._peers.values():
-            if peer.address == address:
-                peer.scope.cancel()
-
-    def check_integrity(self) -> None:
-        """Check that no page computed here was also taken from another member, unless a member was lost."""
-        if not self._lost:
-            self.pages.check_one_writer()
+            if peer.lane.address == address:
+                peer.lane.cut_off()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -366,35 +290,56 @@ class PieceExchange:
         )
 
     def _join(self, number: int, address: bytes) -> None:
-        outbox = Outbox(num_layers=self._layout.num_layers, max_pages=self._writer.max_pages)
-        refusals = RefusalLimit(len(self._block_ids) * self._layout.num_layers)
-        peer = self._peers[number] = _Peer(number, address, outbox, refusals)
+        assert self._number is not None, "it comes with the members"
+        about = PieceHeader(
+            kind=PieceKind.KV,
+            request_key=self.key,
+            epoch=self.epoch,
+            capability=self.capability,
+            source=self._number,
+            destination=number,
+        )
+        lane = Lane(
+            address,
+            about,
+            self._writer,
+            num_layers=self._layout.num_layers,
+            num_pages=len(self._block_ids) * self._layout.num_layers,
+            on_failed=lambda reason: log.warning(
+                "a member takes no KV", request_id=self.request_id, epoch=self.epoch, member=number, reason=reason
+            ),
+        )
+        peer = self._peers[number] = _Peer(number, lane)
+        lane.pause()
+        lane.say(PieceKind.HELLO)
         if self.leads:
-            self._pass_on(peer, Blocks(0, 0, 0, len(self._block_ids), self._layout.num_layers))
-        self._joined_in.send_nowait(peer)
+            self._pass_on(peer, self.ledger.everything)
+        self._start(lane.run)
 
     def _lose(self, number: int) -> None:
         self._lost.add(number)
         peer = self._peers.pop(number, None)
         if peer is not None:
-            peer.scope.cancel()
+            peer.lane.cut_off()
         if self.leads:
-            for blocks in self.pages.taken_from(number):
-                self._send_again(blocks)
+            for blocks in self.ledger.taken_from(number):
+                self._send_to_all(blocks)
 
-    def _send_again(self, blocks: Blocks) -> None:
+    def _send_to_all(self, blocks: Blocks) -> None:
         """Send blocks to every member, because the member that computed them may not have reached all."""
-        self.pages.set_audience(blocks, len(self._addresses))
+        self.ledger.set_sent_to(blocks, len(self._addresses))
         for peer in self._peers.values():
-            peer.outbox.put(Outgoing(blocks, len(self._addresses)))
+            peer.lane.put(Outgoing(blocks, len(self._addresses)))
 
     def _push(self, blocks: Blocks, pace: ChunkPace = ChunkPace.IN_TURN) -> None:
         """Send blocks that were computed here to all members that there are."""
+        for new in self.ledger.place(blocks):
+            self._on_new(new)
         num_members = max(1, len(self._addresses))
-        self.pages.set_audience(blocks, num_members)
+        self.ledger.set_sent_to(blocks, num_members)
         for behind, peer in self._in_turn(blocks) if pace is ChunkPace.IN_TURN else self._in_parallel():
             num_layers = layers_a_piece(pace, self._layout.num_layers, 1 + len(self._peers), behind)
-            peer.outbox.put(Outgoing(blocks, num_members), num_layers)
+            peer.lane.put(Outgoing(blocks, num_members), num_layers)
 
     def _in_turn(self, blocks: Blocks) -> Iterable[tuple[int, _Peer]]:
         """The others, and how many turns they are behind."""
@@ -412,61 +357,10 @@ class PieceExchange:
 
     def _pass_on(self, peer: _Peer, blocks: Blocks) -> None:
         """Send of ``blocks`` what is here and was not meant for this member."""
-        for passed in self.pages.not_sent_to(peer.number, blocks):
-            self.pages.set_audience(passed, peer.number + 1)
-            peer.outbox.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)
-        peer.outbox.flush()
-
-    def _header(self, kind: PieceKind, peer: _Peer) -> PieceHeader:
-        assert self._number is not None, "there are peers, so the members are known"
-        return PieceHeader(
-            kind=kind,
-            request_key=self.key,
-            epoch=self.epoch,
-            capability=self.capability,
-            source=self._number,
-            destination=peer.number,
-        )
-
-    async def _welcome(self, peer: _Peer) -> None:
-        """Answer its HELLO, once."""
-        await peer.greeted.wait()
-        await self._tell(PieceKind.WELCOME, peer)
-
-    async def _tell(self, kind: PieceKind, peer: _Peer) -> None:
-        try:
-            await self._writer.tell(peer.address, self._header(kind, peer))
-        except KvTransferError as error:  # it has not heard of us yet, and will greet us; or it is gone
-            log.info("member not told", request_id=self.request_id, epoch=self.epoch, kind=kind.name, reason=str(error))
-
-    async def _serve(self, peer: _Peer) -> None:
-        """Send what is to be sent there, as long as that can be done."""
-        with peer.scope:
-            async with anyio.create_task_group() as lanes:
-                lanes.start_soon(self._tell, PieceKind.HELLO, peer)
-                lanes.start_soon(self._welcome, peer)
-                for _ in range(PIECES_IN_FLIGHT):
-                    lanes.start_soon(self._send_to, peer)
-
-    async def _send_to(self, peer: _Peer) -> None:
-        await peer.ready.wait()
-        try:
-            while True:
-                blocks, num_members, kind = await peer.outbox.take()
-                about = replace(self._header(kind, peer), num_members=num_members)
-                if kind is PieceKind.KV:
-                    peer.sent.add_sound(await self._writer.send(peer.address, blocks, about))
-                else:
-                    await self._writer.ask(peer.address, blocks, about)
-        except KvTransferError as error:
-            log.warning(
-                "a member takes no KV",
-                request_id=self.request_id,
-                epoch=self.epoch,
-                member=peer.number,
-                reason=str(error),
-            )
-            peer.scope.cancel()
+        for passed in self.ledger.not_sent_to(peer.number, blocks):
+            self.ledger.set_sent_to(passed, peer.number + 1)
+            peer.lane.put(Outgoing(passed, peer.number + 1), self._layout.num_layers)
+        peer.lane.flush()
 
 
 def exchange_key(request_id: RequestId) -> bytes:

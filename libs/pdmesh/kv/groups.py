@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import structlog
 
 from pdmesh.kv.context import KvContext, mismatch
-from pdmesh.kv.exchange import PieceExchange, exchange_key
-from pdmesh.kv.incoming import UNREADABLE, WINDOW_CLOSED, PieceReader
+from pdmesh.kv.exchange import KvExchange, exchange_key
+from pdmesh.kv.gate import KvGate, Wakeup
+from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outcome import FailedExchange
-from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.presence import KvPresence, Wakeup
-from pdmesh.model import Epoch, KvPart, RequestId
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.base import ReceivedPiece
 
 log = structlog.get_logger()
@@ -27,7 +27,7 @@ class KvGroups:
     def __init__(self, context: KvContext, *, reader: PieceReader) -> None:
         self._context = context
         self._reader = reader
-        self._exchanges: dict[bytes, PieceExchange] = {}
+        self._exchanges: dict[bytes, KvExchange] = {}
         self.num_bytes_received = 0
         self.num_bytes_peer_read = 0  # of these
         self._num_bytes_sent = 0  # by those that have ended
@@ -50,34 +50,32 @@ class KvGroups:
         capability: int,
         block_ids: Sequence[int],
         wakeup: Wakeup,
-        on_landed: Callable[[Blocks], object] | None = None,
-    ) -> PieceExchange:
+        ledger: PageLedger | None = None,
+        on_new: Callable[[Blocks], object] | None = None,
+    ) -> KvExchange:
         """Pass KV of the request on to the other members of its group, and take theirs, into all of ``block_ids``.
 
-        `set_members` says who they are. ``wakeup`` wakes whoever waits for their KV. An older epoch is ended.
+        `set_members` says who they are. ``wakeup`` wakes whoever waits for their KV. ``ledger`` is
+        the request's, if it has one, and ``on_new`` is told what is new there. An older epoch is ended.
         """
-        presence = KvPresence(
-            wakeup,
-            num_layers=self._context.store.layout.num_layers,
-            num_blocks=len(block_ids),
-            no_progress_s=self._context.config.group_no_progress_s,
-            clock=self._context.clock,
-        )
-        exchange = PieceExchange(
+        context = self._context
+        ledger = ledger or PageLedger(context.store.layout.num_layers, len(block_ids))
+        exchange = KvExchange(
             request_id,
             epoch,
             capability=capability,
             block_ids=block_ids,
-            presence=presence,
-            store=self._context.store,
-            writer=self._context.writer(block_ids),
-            call_soon=self._context.call_soon,
-            on_landed=on_landed,
+            ledger=ledger,
+            gate=KvGate(wakeup, ledger, no_progress_s=context.config.group_no_progress_s, clock=context.clock),
+            store=context.store,
+            writer=context.writer(block_ids),
+            call_soon=context.call_soon,
+            start=context.tasks.start_soon,
+            on_new=on_new or (lambda blocks: None),
             on_failed=self._failed,
         )
         self.end(request_id, epoch, "a newer epoch began")
         self._exchanges[exchange.key] = exchange
-        self._context.tasks.start_soon(self._run, exchange)
         return exchange
 
     def set_members(self, request_id: RequestId, epoch: Epoch, number: int, addresses: Sequence[bytes]) -> None:
@@ -99,6 +97,12 @@ class KvGroups:
         if exchange is not None and exchange.epoch <= epoch:
             del self._exchanges[exchange.key]
             exchange.end(reason)
+            self._num_bytes_sent += exchange.num_bytes_sent
+
+    def clear(self) -> None:
+        """End all exchanges."""
+        for exchange in list(self._exchanges.values()):
+            self.end(exchange.request_id, exchange.epoch, "the instance is stopping")
 
     def forget(self, address: bytes) -> None:
         """The instance at this data address is gone. What becomes of its groups is for the scheduler to say."""
@@ -130,21 +134,18 @@ class KvGroups:
 
     def check_integrity(self) -> None:
         for exchange in self._exchanges.values():
-            exchange.check_integrity()
+            exchange.ledger.check_integrity()
 
-    def _take_pages(self, exchange: PieceExchange, header: PieceHeader, piece: ReceivedPiece) -> None:
+    def _take_pages(self, exchange: KvExchange, header: PieceHeader, piece: ReceivedPiece) -> None:
         if self._exchanges.get(exchange.key) is not exchange:
             self._context.drop(piece, "unknown")
             return
-        if exchange.pages.waits_for_read(header.part, partial(self._take_pages, exchange, header, piece)):
+        if exchange.waits_for_read(header, partial(self._take_pages, exchange, header, piece)):
             return
-        is_read = header.kind is PieceKind.PEER_READ
-        parts = exchange.missing(header) if is_read else [header.part]
-        if fault := exchange.claim(header, parts, len(piece.payload)):
-            self._context.drop(piece, fault)
+        parts = exchange.claim(header, len(piece.payload))
+        if isinstance(parts, str):
+            self._context.drop(piece, parts)
             return
-        if is_read:
-            exchange.pages.begin_read(header.part)
         self._reader.read(
             header,
             piece,
@@ -155,33 +156,22 @@ class KvGroups:
             parts=parts,
         )
 
-    def _read(self, exchange: PieceExchange, header: PieceHeader, parts: Sequence[KvPart], fault: str | None) -> None:
-        """What was missing of a piece has been copied, or could not be."""
+    def _read(self, exchange: KvExchange, header: PieceHeader, parts: Sequence[Blocks], fault: str | None) -> None:
+        """What was claimed of a piece has been copied, or could not be."""
         is_wanted = self._exchanges.get(exchange.key) is exchange
         if fault is None:
-            num_bytes = sum(part.num_pages for part in parts) * self._context.store.layout.block_bytes
+            num_bytes = sum(blocks.num_pages for blocks in parts) * self._context.store.layout.block_bytes
             self.num_bytes_received += num_bytes
             self.num_bytes_peer_read += num_bytes if header.kind is PieceKind.PEER_READ else 0
-            for part in parts if is_wanted else ():
-                exchange.place(replace(header, part=part))
+            for blocks in parts if is_wanted else ():
+                exchange.place(header, blocks)
         else:
             self._context.dropped[fault] += 1
-            if is_wanted and fault == WINDOW_CLOSED:
-                exchange.unclaim(header, parts)
-            elif is_wanted:
-                asks = PieceKind.NO_PEER_READS if fault == UNREADABLE else PieceKind.AGAIN
-                self._context.num_asked_again += exchange.take_damaged(header, parts, asks=asks)
+            self._context.num_asked_again += is_wanted and exchange.release(header, fault)
         if header.kind is PieceKind.PEER_READ:
-            exchange.pages.end_read(header.part)
+            exchange.end_read()
 
-    def _failed(self, exchange: PieceExchange, reason: str) -> None:
+    def _failed(self, exchange: KvExchange, reason: str) -> None:
         log.warning("kv exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)
         self.end(exchange.request_id, exchange.epoch, reason)
         self._context.on_outcome(FailedExchange(request_id=exchange.request_id, epoch=exchange.epoch, reason=reason))
-
-    async def _run(self, exchange: PieceExchange) -> None:
-        try:
-            await exchange.run()
-        finally:
-            exchange.close()
-            self._num_bytes_sent += exchange.num_bytes_sent

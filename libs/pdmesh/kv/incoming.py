@@ -15,10 +15,11 @@ import structlog
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import CacheOwner, Copies, PeerReads, ReadNote
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import KvStore
-from pdmesh.model import KvPart
+from pdmesh.model import IndexRange
 from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.seal import MeshKey
 
@@ -70,7 +71,7 @@ class PieceReader:
         address: bytes,
         is_wanted: Callable[[], bool],
         on_read: Callable[[str | None], None],
-        parts: Sequence[KvPart] | None = None,
+        parts: Sequence[Blocks] = (),
     ) -> None:
         """Copy a piece of KV or a peer read, and release it; ``on_read`` hears why it was dropped, or None. Event loop.
 
@@ -84,7 +85,7 @@ class PieceReader:
             is_there = owner is not None
             is_inline = is_inline and self._peer_reads is not None and self._peer_reads.copies_inline
             fetch: Callable[[], str | None] = partial(
-                self._read_peer, header, piece, block_ids, parts or (header.part,), owner
+                self._read_peer, header, piece, block_ids, parts or (Blocks.of(header),), owner
             )
         else:
             fetch = partial(self._scatter, header, piece, block_ids)
@@ -142,7 +143,7 @@ class PieceReader:
         header: PieceHeader,
         piece: ReceivedPiece,
         block_ids: Sequence[int],
-        parts: Sequence[KvPart],
+        parts: Sequence[Blocks],
         owner: CacheOwner | None,
     ) -> str | None:
         """Copy the ``parts`` from where they lie. If the window was closed meanwhile that means nothing."""
@@ -150,9 +151,9 @@ class PieceReader:
             return UNREADABLE
         note, first_block = ReadNote.unpack(piece.payload), header.part.blocks.start
         copies = [
-            Copies(part.layers, note.block_ids[blocks], block_ids[blocks])
+            Copies(IndexRange(part.layer, part.end_layer), note.block_ids[blocks], block_ids[blocks])
             for part in parts
-            for blocks in [slice(part.blocks.start - first_block, part.blocks.stop - first_block)]
+            for blocks in [slice(part.first_block - first_block, part.end - first_block)]
         ]
         try:
             is_good = self._peer_reads.read(owner, note, copies)

@@ -154,6 +154,7 @@ class KvMover:
     ) -> None:
         self._tasks.cancel_scope.cancel()
         self.departures.clear()
+        self.groups.clear()
         await self._stack.__aexit__(kind, error, trace)
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:

@@ -1,82 +1,119 @@
-"""What waits to be sent to one member of a prefill group: layers of a chunk that wait together go as one piece."""
+"""What waits to be sent to one peer: layers of the same blocks that wait together go as one piece."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import anyio
 
-from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceKind
+
+NO_BLOCKS = Blocks(0, 0, 0, 0, 0)
 
 
 class Outgoing(NamedTuple):
-    """Blocks, and how many members are sent them by who computed them."""
+    """Blocks, and how many members of a group are sent them by who computed them."""
 
     blocks: Blocks
-    num_members: int
-    kind: PieceKind = PieceKind.KV  # or AGAIN: they are to be sent here
+    num_members: int = 0
+    kind: PieceKind = PieceKind.KV  # another one is said of these blocks, in a header alone
+    is_again: bool = False  # the peer asked for it
 
 
 class Outbox:
-    """First in, first out; what follows the last of them, in its layers, joins it while it is held back.
+    """First in, first out, but for layers that are held back until more of the same blocks are joined to them.
 
-    It is held back until it has as many layers as were wanted when it was last added to, or nothing more can join it:
-    because it goes up to the model's last layer, fills a piece of ``max_pages``, or something else came after it.
-    Bounded by its user, who adds each page once. Event loop only.
+    They are held until they are as many as was wanted when the last one came, or nothing more can join them: because
+    they go up to the model's last layer, fill a piece, or something else came of these blocks. What is said in a
+    header alone overtakes pages, and leaves while pages are paused. Bounded by its user, who adds each page once.
+    Event loop only.
     """
 
-    def __init__(self, *, num_layers: int, max_pages: int) -> None:
+    def __init__(self, *, num_layers: int, max_pages: Callable[[], int]) -> None:
+        """``max_pages`` is what a piece holds now."""
         self._num_layers = num_layers
         self._max_pages = max_pages
-        self._waiting: deque[Outgoing] = deque()
-        self._holds_last = False
-        self._due = anyio.Event()
+        self._said: deque[Outgoing] = deque()
+        self._due: deque[Outgoing] = deque()
+        self._held: dict[int, Outgoing] = {}  # by their first block
+        self._is_paused = self.is_closed = False
+        self._news = anyio.Event()
 
     def put(self, item: Outgoing, layers_a_piece: int = 1) -> None:
         """Add blocks, and hold them back until so many of their layers are together."""
         blocks = item.blocks
-        if self._holds_last and self._follows(item):
-            last = self._waiting.pop().blocks
-            blocks = last._replace(num_layers=last.num_layers + blocks.num_layers)
-        self._waiting.append(item._replace(blocks=blocks))
-        self._holds_last = (
+        held = self._held.pop(blocks.first_block, None)
+        if held is not None and self._follows(held, item):
+            blocks = held.blocks._replace(num_layers=held.blocks.num_layers + blocks.num_layers)
+            item = item._replace(blocks=blocks)
+        elif held is not None:
+            self._due.append(held)
+        if (
             blocks.num_layers < layers_a_piece
             and blocks.end_layer < self._num_layers
-            and blocks.num_pages + blocks.num_blocks <= self._max_pages
-        )
-        if not self._holds_last or len(self._waiting) > 1:
-            self._due.set()
+            and blocks.num_pages + blocks.num_blocks <= self._max_pages()
+        ):
+            self._held[blocks.first_block] = item
+        else:
+            self._due.append(item)
+        self._wake()
 
     def put_first(self, item: Outgoing) -> None:
-        """Add what somebody has been waiting for longer than for all that waits here."""
-        self._waiting.appendleft(item)
-        self._due.set()
+        """Add pages that the peer has been waiting for longer than for all that waits here."""
+        self._due.appendleft(item)
+        self._wake()
+
+    def say(self, item: Outgoing) -> None:
+        """Add a header that overtakes all pages."""
+        self._said.append(item)
+        self._wake()
 
     def flush(self) -> None:
         """Hold nothing back of what is here."""
-        self._holds_last = False
-        self._due.set()
+        self._due.extend(self._held.values())
+        self._held.clear()
+        self._wake()
 
-    async def take(self) -> Outgoing:
-        """The next that is due, or as much of it as fits into a piece. Several tasks may wait for it."""
-        while len(self._waiting) <= self._holds_last:
-            if self._due.is_set():  # else somebody waits for this one
-                self._due = anyio.Event()
-            await self._due.wait()
-        item = self._waiting.popleft()
-        piece, left = item.blocks.split(self._max_pages)
-        if left:
-            self._waiting.extendleft(item._replace(blocks=blocks) for blocks in reversed(left))
-            self._due.set()
+    def pause(self) -> None:
+        """Let no page leave until `resume`."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Let pages leave."""
+        self._is_paused = False
+        self._wake()
+
+    def close(self) -> None:
+        """Let nothing more leave: `take` returns None."""
+        self.is_closed = True
+        self._wake()
+
+    async def take(self) -> Outgoing | None:
+        """Return the next that is due, or as much of it as fits into a piece. Several tasks may wait for it."""
+        while not self.is_closed:
+            if self._said:
+                return self._said.popleft()
+            if self._due and not self._is_paused:
+                return self._piece(self._due.popleft())
+            await self._news.wait()
+        return None
+
+    def _piece(self, item: Outgoing) -> Outgoing:
+        piece, left = item.blocks.split(self._max_pages())
+        self._due.extendleft(item._replace(blocks=blocks) for blocks in reversed(left))
         return item._replace(blocks=piece)
 
-    def _follows(self, item: Outgoing) -> bool:
-        last, blocks = self._waiting[-1].blocks, item.blocks
+    def _follows(self, held: Outgoing, item: Outgoing) -> bool:
+        last, blocks = held.blocks, item.blocks
         return (
-            self._waiting[-1].num_members == item.num_members
-            and (last.chunk, last.first_block, last.num_blocks) == (blocks.chunk, blocks.first_block, blocks.num_blocks)
-            and last.end_layer == blocks.layer
-            and last.num_pages + blocks.num_pages <= self._max_pages
+            held.num_members == item.num_members
+            and (last.chunk, last.num_blocks, last.end_layer) == (blocks.chunk, blocks.num_blocks, blocks.layer)
+            and last.num_pages + blocks.num_pages <= self._max_pages()
         )
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = anyio.Event()

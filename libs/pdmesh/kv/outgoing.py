@@ -2,88 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
 from pdmesh.errors import KvTransferError
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import NO_PART, PieceHeader, pack_header
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.seal import MeshKey
-
-
-class Blocks(NamedTuple):
-    """Neighbouring complete blocks of a request's block table, in one layer or the same ones in several."""
-
-    chunk: int
-    layer: int  # the first
-    first_block: int
-    num_blocks: int
-    num_layers: int = 1
-
-    @classmethod
-    def of(cls, header: PieceHeader) -> Blocks:
-        """Return the blocks that a piece holds, or asks for."""
-        blocks, layers, _ = header.part
-        return cls(header.chunk, layers.start, blocks.start, blocks.size, layers.size)
-
-    @property
-    def end(self) -> int:
-        return self.first_block + self.num_blocks
-
-    @property
-    def end_layer(self) -> int:
-        return self.layer + self.num_layers
-
-    @property
-    def num_pages(self) -> int:
-        return self.num_layers * self.num_blocks
-
-    def split(self, size: int, max_blocks: int | None = None) -> tuple[Blocks, list[Blocks]]:
-        """A first piece of at most so many pages, of whole layers where one fits; and what is left, in order.
-
-        Of at most ``max_blocks`` blocks of each layer, too.
-        """
-        num_blocks = min(size, self.num_blocks, max_blocks or self.num_blocks)
-        num_layers = min(size // num_blocks, self.num_layers)
-        piece = self._replace(num_blocks=num_blocks, num_layers=num_layers)
-        beside = piece._replace(first_block=piece.end, num_blocks=self.num_blocks - num_blocks)
-        below = self._replace(layer=piece.end_layer, num_layers=self.num_layers - num_layers)
-        return piece, [left for left in (beside, below) if left.num_pages]
-
-    def cut(self, size: int, max_blocks: int | None = None) -> Iterator[Blocks]:
-        """Yield pieces as `split` makes them; nothing if there are no pages."""
-        left: list[Blocks] = [self] if self.num_pages else []
-        while left:
-            piece, rest = left.pop().split(size, max_blocks)
-            left += reversed(rest)
-            yield piece
-
-
-@functools.cache
-def marked(*values: int) -> bytes:
-    """A table for `bytes.translate` that makes these values 1, and all others 0."""
-    return bytes(value in values for value in range(256))
-
-
-def runs(marks: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Yield each run of neighbouring ones among zeros as (first, count).
-
-    A context may have a million pages, and this is called on the event loop: it costs something for each run only.
-    """
-    end = 0
-    while (first := marks.find(1, end)) >= 0:
-        end = marks.find(0, first)
-        if end < 0:
-            end = len(marks)
-        yield first, end - first
 
 
 class Means(TypedDict):

@@ -34,7 +34,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Unpack
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.outgoing import Blocks, Means, PieceWriter
+from pdmesh.kv.outgoing import Means, PieceWriter
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.sharing import PeerCache, SharedCache
 from pdmesh.model import IndexRange, KvLayout

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pdmesh.kv.lane import Lane
+from pdmesh.kv.ledger import PageLedger
+from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
-from pdmesh.kv.repair import DamageLimit, RefusalLimit
 from pdmesh.kv.transcript import is_complete
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
 
 #: Of a move's transcript, beside its tokens: how they are drawn, and for whom.
 MAX_TRANSCRIPT_HEAD_BYTES = 1 << 20
-
-#: Of a page, in the books: a piece for it was accepted; or accepted and of no use, and another one is to come.
-_CLAIMED, _AWAITED = 1, 2
 
 
 class FirstToken(NamedTuple):
@@ -27,11 +26,10 @@ class FirstToken(NamedTuple):
 
 
 class KvReceiver:
-    """A destination's side of a transfer: its books. `pdmesh.kv.arrivals.KvArrivals` does the work.
+    """A destination's side of a transfer: its ledger, and a lane to each source to ask for pages again.
 
-    A page, that is a (layer, block), is *claimed* when a piece for it has been accepted and *placed* when it has been
-    copied in. One whose piece was of no use (damaged, or not to be read here) stays claimed, by the piece that is
-    to come again. Every source ends with a commit that says what it sent; together they must have sent all pages. A
+    `pdmesh.kv.arrivals.KvArrivals` does the work. Every source ends with a commit that says what it sent; together they
+    must have sent all pages. A page whose piece was of no use counts as sent, by the piece that is to come again. A
     move's commit may overtake the last of its pieces and of its transcript.
     """
 
@@ -46,6 +44,7 @@ class KvReceiver:
         source_addresses: tuple[bytes, ...],
         destination: int,
         layout: KvLayout,
+        writer: PieceWriter,
     ) -> None:
         """``num_context_tokens`` is None for a move: as many as the blocks hold at most, which the commit tells."""
         most_tokens = len(block_ids) * layout.block_size
@@ -63,9 +62,8 @@ class KvReceiver:
         self.first_token: FirstToken | None = None
         self.num_bytes = 0
         self.transcript = bytearray()
-        #: Of no use, and not yet asked for again, as AGAIN or NO_PEER_READS; bounded by their limits.
-        self.to_ask: deque[tuple[PieceKind, PieceHeader]] = deque()
-        self.is_asking = False
+        self.is_asking = False  # its lanes run
+        self.ledger = PageLedger(layout.num_layers, num_blocks)
         self._block_ids = list(block_ids[:num_blocks])
         self._is_move = num_context_tokens is None
         self._num_context_tokens = num_context_tokens
@@ -73,18 +71,31 @@ class KvReceiver:
         self._part = KvPart(
             IndexRange(0, num_blocks), IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
         )
-        self._claimed = [bytearray(num_blocks) for _ in range(layout.num_layers)]
-        self._num_claimed_of = [0] * len(source_addresses)
-        self._limits = [DamageLimit(sends=False) for _ in source_addresses]
+        self.lanes = [
+            Lane(
+                address,
+                PieceHeader(
+                    kind=PieceKind.AGAIN,
+                    request_key=self.key,
+                    epoch=epoch,
+                    capability=capability,
+                    source=source,
+                    destination=destination,
+                ),
+                writer,
+                num_layers=layout.num_layers,
+                num_pages=self._part.num_pages,
+                max_in_flight=1,  # a source that takes nothing holds one buffer here
+            )
+            for source, address in enumerate(source_addresses)
+        ]
         self._uncommitted = set(range(len(source_addresses)))
-        self._num_unclaimed = self._num_unplaced = self._part.num_pages
-        self._refusals = RefusalLimit(self._part.num_pages)
 
     def block_ids_of(self, header: PieceHeader) -> list[int]:
         return self._block_ids[header.part.blocks.start : header.part.blocks.stop]
 
     def claim(self, header: PieceHeader, payload_bytes: int) -> str | None:
-        """Accept a piece of KV or a window, or say why it must be dropped."""
+        """Accept a piece of KV or a peer read, or say why it must be dropped."""
         blocks, layers, heads = part = header.part
         is_read = header.kind is PieceKind.PEER_READ
         if (
@@ -97,37 +108,15 @@ class KvReceiver:
             or header.payload_bytes != payload_bytes
         ):
             return "range"
-        claimed, pages = self._claimed[layers.start : layers.stop], slice(*blocks)
-        if any(_CLAIMED in layer[pages] for layer in claimed):
+        pages = Blocks.of(header)
+        if self.ledger.missing(pages) != [pages]:
             return "duplicate"
-        num_new = sum(layer[pages].count(0) for layer in claimed)
-        for layer in claimed:
-            layer[pages] = bytes([_CLAIMED]) * blocks.size
-        self._num_claimed_of[header.source] += num_new
-        self._num_unclaimed -= num_new
+        self.ledger.claim(pages, header.source)
         return None
 
-    def take_damaged(self, header: PieceHeader) -> str | None:
-        """A claimed piece was damaged on the way: it is to come again. Or say why the transfer has failed."""
-        limit, layer = self._limits[header.source], header.part.layers.start
-        if not limit.add_damaged():
-            return f"{limit.num_damaged + 1} pieces were damaged on the way, this one of layer {layer}"
-        self.await_again(header)
-        self.to_ask.append((PieceKind.AGAIN, header))
-        return None
-
-    def refuse_read(self, header: PieceHeader) -> str | None:
-        """A claimed peer read cannot be made: its pages are to come as bytes. Or say why the transfer has failed."""
-        if not self._refusals.add(header.part.num_pages):
-            return "the sender offers again and again what cannot be read here"
-        self.await_again(header)
-        self.to_ask.append((PieceKind.NO_PEER_READS, header))
-        return None
-
-    def await_again(self, header: PieceHeader) -> None:
+    def release(self, header: PieceHeader) -> None:
         """Await the pages of a claimed piece again, because nothing that counts was copied of it."""
-        for layer in self._claimed[slice(*header.part.layers)]:
-            layer[slice(*header.part.blocks)] = bytes([_AWAITED]) * header.part.blocks.size
+        self.ledger.release(Blocks.of(header), header.source)
 
     def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
         """Take the next bytes of a move's transcript, or say why they must be dropped."""
@@ -142,8 +131,8 @@ class KvReceiver:
 
     def place(self, header: PieceHeader) -> None:
         """A claimed piece has been copied into its blocks."""
-        self._limits[header.source].add_sound()
-        self._num_unplaced -= header.part.num_pages
+        self.lanes[header.source].add_sound()
+        self.ledger.place(Blocks.of(header))
         self.num_bytes += self._bytes_of(header.part)
 
     def commit(self, header: PieceHeader) -> str | None:
@@ -157,14 +146,16 @@ class KvReceiver:
             return reason
         if header.num_context_tokens != self._num_context_tokens:
             return f"the sender moved {header.num_context_tokens} tokens, {self._num_context_tokens} were expected"
-        num_missing = header.part.num_pages - self._num_claimed_of[header.source]
+        num_missing = header.part.num_pages - self.ledger.num_pages_of(header.source)
         if num_missing and not self._is_move:
             return f"{num_missing} blocks of source {header.source} are missing"
         if header.has_token:
             self.first_token = FirstToken(header.token_id, header.token_index)
         self._uncommitted.discard(header.source)
-        if not self._uncommitted and self._num_unclaimed and not self._is_move:
-            return f"{self._num_unclaimed} blocks are missing"
+        if not self._uncommitted and not self._is_move:
+            num_unclaimed = self.ledger.num_unclaimed(self.ledger.everything)
+            if num_unclaimed:
+                return f"{num_unclaimed} blocks are missing"
         if not self._uncommitted and self.first_token is None:
             return "no source drew the first token"
         return None
@@ -176,18 +167,19 @@ class KvReceiver:
         part = self._part._replace(blocks=IndexRange(0, num_blocks))
         if not 0 < num_blocks <= self._part.blocks.size or header.part != part:
             return f"a commit of {num_tokens} tokens in {header.part}"
-        if any(any(claimed[num_blocks:]) for claimed in self._claimed):
+        beyond = self.ledger.everything._replace(first_block=num_blocks, num_blocks=self._part.blocks.size - num_blocks)
+        if self.ledger.num_unclaimed(beyond) != beyond.num_pages:
             return "more blocks came than the commit names"
-        num_beyond = self._part.num_pages - part.num_pages
-        self._num_unclaimed -= num_beyond
-        self._num_unplaced -= num_beyond
         self._part, self._num_context_tokens = part, num_tokens
-        self._claimed = [claimed[:num_blocks] for claimed in self._claimed]
         return None
 
     @property
     def complete(self) -> bool:
-        return not self._uncommitted and self._num_unplaced == 0 and (not self._is_move or self._has_transcript)
+        return (
+            not self._uncommitted
+            and self.ledger.num_present == self._part.num_pages
+            and (not self._is_move or self._has_transcript)
+        )
 
     @property
     def _has_transcript(self) -> bool:
@@ -195,13 +187,3 @@ class KvReceiver:
 
     def _bytes_of(self, part: KvPart) -> int:
         return part.num_pages * self._layout.block_bytes
-
-    def check_integrity(self) -> None:
-        """AssertionError names the numbers that do not balance."""
-        num_claimed = sum(len(layer) - layer.count(0) for layer in self._claimed)
-        total = self._part.num_pages
-        assert num_claimed + self._num_unclaimed == total, f"{num_claimed} + {self._num_unclaimed} != {total}"
-        assert sum(self._num_claimed_of) == num_claimed, f"{self._num_claimed_of} do not sum to {num_claimed}"
-        assert self._num_unclaimed <= self._num_unplaced, (
-            f"{self._num_unclaimed} unclaimed, {self._num_unplaced} unplaced"
-        )

@@ -1,19 +1,26 @@
-"""One request's KV on its way out: a source's side of its transfers.
+"""One request's KV on its way out: a source's side of its hand-over.
 
-What is computed is noted here once. A transfer pushes it, layer by layer as it is computed (`pdmesh.kv.push.KvPush`).
-If its receiver fails, all of it is here for the next one.
+What is here of it is in the ledger. A transfer pushes it, layer by layer as it is computed. If its receiver fails, all
+of it is here for the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import ceil
 
 import anyio
 
-from pdmesh.kv.outgoing import Blocks, marked, runs
-from pdmesh.kv.piece import request_key
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.ledger import PageLedger
+from pdmesh.kv.outbox import Outgoing
+from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.pages import Blocks
+from pdmesh.kv.piece import PieceKind, request_key
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
+from pdmesh.kv.transfer import GrantedTransfer, KvDestination
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
 
 #: What is computed of a chunk is sent in so many steps at least, as far as a piece holds more than a layer of it.
@@ -21,9 +28,6 @@ STEPS_A_CHUNK = 4
 
 #: Decode waits for the last of a context, which is sent in smaller and smaller steps, as long as they are as large.
 TAIL_BYTES = 4 << 20
-
-#: Of pages that were named, or not: the others.
-_NOT_YET = marked(0)
 
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]
@@ -42,7 +46,6 @@ class KvSender:
         source: int,
         blocks: IndexRange | None,
         store: KvStore,
-        pages_a_piece: int,
         call_soon: CallSoon,
         clock: Callable[[], float],
     ) -> None:
@@ -57,19 +60,14 @@ class KvSender:
         self.block_ids = list(block_ids[:num_blocks])
         own = IndexRange(0, num_blocks) if blocks is None else blocks.common(IndexRange(0, num_blocks))
         self.part = KvPart(own, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
-        self.ready: list[Blocks] = []  # in the order in which they were computed
+        self.layout = layout
+        self.ledger = PageLedger(layout.num_layers, num_blocks)
         self.committed_s: float | None = None  # when all was computed that this source computes
         self.first_token: FirstToken | None = None  # if it drew it
-        self.pages_a_piece = pages_a_piece  # so many wait for each other at most; a transfer sets it as it sends
+        self.push: KvPush | None = None  # under way
         self._store = store
         self._call_soon = call_soon
         self._clock = clock
-        self._num_awaited = self.part.num_pages  # not yet computed
-        self._named = [bytearray(num_blocks) for _ in range(layout.num_layers)]  # pages that are in ``ready``
-        self._held: dict[int, Blocks] = {}  # layers of chunks that more will join, by their first block
-        self._news = anyio.Event()
-
-    # --- called by the worker runtime ---------------------------------------------------------------------------------
 
     def blocks_ready(self, *, chunk: int, layer: int, first_block: int, num_blocks: int) -> None:
         """Blocks ``first_block`` … of the request's block table are complete in this layer. The engine's thread; cheap.
@@ -79,11 +77,13 @@ class KvSender:
         """
         if num_blocks > 0:
             blocks = Blocks(chunk, layer, first_block, num_blocks)
-            self._store.when_written(lambda: self._call_soon(lambda: self._gather(blocks)))
+            self._store.when_written(lambda: self._call_soon(lambda: self._computed(blocks)))
 
-    def blocks_landed(self, blocks: Blocks) -> None:
-        """The same of blocks that another instance computed, and that are in place here now. Event loop only."""
-        self._gather(blocks)
+    def add(self, blocks: Blocks) -> None:
+        """Send blocks that are new in the ledger, whoever computed them. Event loop only."""
+        assert self.part.blocks.holds(IndexRange(blocks.first_block, blocks.end)), f"{blocks} of {self.part.blocks}"
+        if self.push is not None:
+            self.push.add(blocks)
 
     def commit(self, first_token: FirstToken | None) -> None:
         """All that this source computes is computed; ``first_token`` if it drew it. Event loop only.
@@ -92,79 +92,140 @@ class KvSender:
         """
         self.committed_s = self._clock()
         self.first_token = first_token
-        while self._held:  # of chunks that ended before their last layer, and that were computed again
-            self._add_ready(self._held.popitem()[1])
-        self._tell()
-
-    # --- called by its pushes -----------------------------------------------------------------------------------------
+        if self.push is not None:
+            self.push.flush()
 
     @property
     def has_all(self) -> bool:
-        """Whether `ready` is complete."""
-        return self._num_awaited == 0
+        """Whether all is here that this source sends."""
+        return self.ledger.num_present == self.part.num_pages
 
-    def has(self, part: KvPart) -> bool:
-        """Whether these pages are this source's to send, and computed."""
-        return (
-            self.part.blocks.holds(part.blocks)
-            and self.part.layers.holds(part.layers)
-            and self.part.heads == part.heads
-            and all(all(named[slice(*part.blocks)]) for named in self._named[slice(*part.layers)])
+    def _computed(self, blocks: Blocks) -> None:
+        for new in self.ledger.place(blocks):
+            self.add(new)
+
+
+class KvPush(GrantedTransfer):
+    """A granted transfer. Each destination gets what it and ``sender`` have in common."""
+
+    def __init__(
+        self,
+        sender: KvSender,
+        destinations: Sequence[KvDestination],
+        capability: int,
+        *,
+        writer: PieceWriter,
+        deadline_s: float,
+        clock: Callable[[], float],
+        on_paused: Callable[[KvPush], None],
+    ) -> None:
+        super().__init__(
+            sender.request_id,
+            sender.epoch,
+            capability=capability,
+            destinations=destinations,
+            ledger=sender.ledger,
+            layout=sender.layout,
+            writer=writer,
+            clock=clock,
+            source=sender.source,
         )
+        self.sender = sender
+        self._deadline_s = deadline_s
+        self._on_paused = on_paused
+        self._is_paused = False
+        self._is_pausing = False  # asked to stop, with pieces under way
+        sender.push = self
+        for blocks in sender.ledger.present():
+            self.add(blocks)
+        self.flush()
 
-    async def news(self) -> None:
-        """Wait until there is more in `ready`, or all is computed."""
-        await self._news.wait()
+    # --- called by the sender -----------------------------------------------------------------------------------------
 
-    async def committed(self) -> float:
-        """Wait until all is computed that this source computes; when that was."""
-        while self.committed_s is None:
-            await self.news()
-        return self.committed_s
+    def add(self, blocks: Blocks) -> None:
+        """Send blocks that are here now."""
+        for lane, destination in zip(self._lanes, self.destinations, strict=True):
+            wanted = blocks.within(destination.part)
+            if wanted.num_pages:
+                lane.put(Outgoing(wanted), self._layers_a_piece(blocks))
+        if self.sender.committed_s is not None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hold nothing back."""
+        for lane in self._lanes:
+            lane.flush()
+        self._note()
+
+    # --- called by the departures -------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Begin no piece until granted again. Ignored if it is paused, or has all it waits for."""
+        if not self._is_paused and self.sender.committed_s is None:
+            self._is_paused = self._is_pausing = True
+            for lane in self._lanes:
+                lane.pause()
+            self._note()
+
+    def grant_again(self) -> None:
+        self._is_paused = False
+        for lane in self._lanes:
+            lane.resume()
+        self._note()
+
+    def close(self) -> None:
+        super().close()
+        if self.sender.push is self:
+            self.sender.push = None
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _gather(self, blocks: Blocks) -> None:
-        """Join blocks with those of the next layers as long as they fit into one piece."""
-        held = self._held.pop(blocks.first_block, None)
-        if held is not None and blocks == held._replace(layer=held.end_layer, num_layers=blocks.num_layers):
-            blocks = held._replace(num_layers=held.num_layers + blocks.num_layers)
-        elif held is not None:
-            self._add_ready(held)
-        layout = self._store.layout
-        num_left = layout.num_layers - blocks.end_layer
-        is_tail = blocks.end == self.part.blocks.stop and blocks.num_pages * layout.block_bytes >= TAIL_BYTES
-        if (
-            blocks.num_layers * STEPS_A_CHUNK < layout.num_layers
-            and num_left > (blocks.num_layers if is_tail else 0)
-            and blocks.num_pages + blocks.num_blocks <= self.pages_a_piece
-        ):
-            self._held[blocks.first_block] = blocks
-        else:
-            self._add_ready(blocks)
+    def _layers_a_piece(self, blocks: Blocks) -> int:
+        num_layers = self._layout.num_layers
+        num_wanted = ceil(num_layers / STEPS_A_CHUNK)
+        if blocks.end == self.sender.part.blocks.stop:
+            num_tail_layers = ceil(TAIL_BYTES / (blocks.num_blocks * self._layout.block_bytes))
+            num_wanted = min(num_wanted, max(num_layers - blocks.end_layer, num_tail_layers))
+        return num_wanted
 
-    def _add_ready(self, blocks: Blocks) -> None:
-        assert blocks.end_layer <= self._store.layout.num_layers, f"layer {blocks.layer}"
-        own = self.part.blocks
-        assert own.holds(IndexRange(blocks.first_block, blocks.end)), f"{blocks} of {own}"
-        pages = slice(blocks.first_block, blocks.end)
-        layers = self._named[blocks.layer : blocks.end_layer]
-        if any(any(named[pages]) for named in layers):
-            for new in self._unnamed(blocks):
-                self._add_ready(new)
-            return
-        for named in layers:
-            named[pages] = b"\1" * blocks.num_blocks
-        self._num_awaited -= blocks.num_pages
-        self.ready.append(blocks)
-        self._tell()
+    def _note(self) -> None:
+        if self._is_pausing and not any(lane.num_under_way for lane in self._lanes):
+            self._is_pausing = False
+            self._on_paused(self)
+        super()._note()
 
-    def _unnamed(self, blocks: Blocks) -> Iterator[Blocks]:
-        for layer in range(blocks.layer, blocks.end_layer):
-            named = self._named[layer][blocks.first_block : blocks.end]
-            for first, count in runs(named.translate(_NOT_YET)):
-                yield Blocks(blocks.chunk, layer, blocks.first_block + first, count)
+    async def _send(self) -> None:
+        """The lanes send; the commits follow.
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = anyio.Event()
+        The deadline runs once the whole KV is there: until then it waits for the computation, which may be long or
+        preempted. A piece under way has the transport's no-progress limit.
+        """
+        await self._until(lambda: self.sender.committed_s is not None and not self._is_paused)
+        self._work.deadline = anyio.current_time() + self._deadline_s
+        await self._until(lambda: self.sender.has_all and all(lane.is_done for lane in self._lanes))
+        try:
+            for index, destination in enumerate(self.destinations):
+                await self._send_commit(index, destination)
+        except KvTransferError as error:
+            self.fail(str(error))
+
+    async def _send_commit(self, index: int, destination: KvDestination) -> None:
+        token = self.sender.first_token
+        header = replace(
+            self._about,
+            kind=PieceKind.COMMIT,
+            destination=index,
+            part=self.sender.part.common(destination.part),
+            num_context_tokens=self.sender.num_context_tokens,
+            has_token=token is not None,
+            token_id=0 if token is None else token.token_id,
+            token_index=0 if token is None else token.token_index,
+        )
+        await self._writer.tell(destination.address, header)
+
+    def _exposed_since_s(self) -> float:
+        assert self.sender.committed_s is not None
+        return self.sender.committed_s
+
+    def _why_late(self) -> str:
+        return f"the KV did not land within {self._deadline_s:g} s"

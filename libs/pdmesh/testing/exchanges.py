@@ -11,12 +11,12 @@ import anyio.lowlevel
 
 from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.exchange import PieceExchange, exchange_key
+from pdmesh.kv.exchange import KvExchange, exchange_key
+from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
-from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
-from pdmesh.kv.presence import Wakeup
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
@@ -38,9 +38,9 @@ class Member:
     pool: BlockPool
     mover: KvMover
     outcomes: list[TransferOutcome]
-    landed: list[Blocks] = field(default_factory=list[Blocks])
+    new: list[Blocks] = field(default_factory=list[Blocks])
     table: list[int] = field(default_factory=list[int])
-    exchange: PieceExchange = field(init=False)
+    exchange: KvExchange = field(init=False)
 
     def join(self, members: Sequence[Member], *, epoch: Epoch = EPOCH, capability: int = CAPABILITY) -> None:
         self.table = self.table or self.pool.allocate(NUM_BLOCKS)
@@ -50,7 +50,7 @@ class Member:
             capability=capability,
             block_ids=self.table,
             wakeup=Wakeup(),
-            on_landed=self.landed.append,
+            on_new=self.new.append,
         )
         self.tell(members, epoch=epoch)
 
@@ -71,7 +71,7 @@ class Member:
     async def until_here(self, num_blocks: int) -> None:
         """All layers of so many first blocks."""
         with anyio.fail_after(20):
-            while not all(self.exchange.presence.has(layer, num_blocks) for layer in range(NUM_LAYERS)):
+            while not all(self.exchange.ledger.has_first(layer, num_blocks) for layer in range(NUM_LAYERS)):
                 await anyio.lowlevel.checkpoint()
 
     async def until_received(self, num_blocks: int) -> None:

@@ -10,10 +10,10 @@ import anyio
 
 from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.sender import KvSender
+from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.kv.exchange import KvExchange
-from pdmesh.kv.outgoing import Blocks
+from pdmesh.kv.pages import Blocks
 from pdmesh.model import num_blocks_for
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.pacing import ChunkPace
@@ -96,9 +96,9 @@ class Batch:
                 if chunk in ended:
                     continue
                 hold, number = chunk.hold, chunk.number
-                if chunk.exchange is not None and not chunk.plan.is_last:
+                if chunk.exchange is not None and not chunk.plan.is_last:  # which tells the sender, too
                     chunk.exchange.publish(Blocks(number, layer, first, count), pace)
-                if hold.sender is not None:
+                elif hold.sender is not None:
                     hold.sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)
 
         return layer_done

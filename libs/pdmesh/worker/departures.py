@@ -11,8 +11,8 @@ import structlog
 from pdmesh.core.commands import KeepKv, WithdrawTransfer
 from pdmesh.core.events import TransferFailed, TransferPaused, TransferSent
 from pdmesh.errors import PdmeshError, ProtocolError
-from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.outcome import SentTransfer
+from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import InstanceId, TransferId
 from pdmesh.wire.messages import Grant
 from pdmesh.worker.context import InstanceContext

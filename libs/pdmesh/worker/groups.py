@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.exchange import KvExchange
-from pdmesh.kv.presence import Wakeup
+from pdmesh.kv.gate import Wakeup
 from pdmesh.model import num_blocks_for
 from pdmesh.plans import MAX_GROUP_MEMBERS, PrefillGroup
 from pdmesh.wire.messages import Admit, Regroup
@@ -66,9 +66,9 @@ class PrefillGroups:
 
     def _go_on_without(self, hold: Hold, exchange: KvExchange, newest_plan_id: int) -> None:
         """A member was lost: what was planned ends where it would wait, and the leader says what it has."""
-        exchange.presence.give_up(newest_plan_id)
+        exchange.gate.give_up(newest_plan_id)
         if exchange.leads:
-            num_tokens = exchange.presence.num_complete_blocks * self._context.block_size
+            num_tokens = exchange.ledger.num_complete_blocks * self._context.block_size
             self._context.report(
                 GroupPrefix(self._context.instance_id, hold.request_id, hold.epoch, num_tokens, exchange.num_lost)
             )
@@ -97,8 +97,9 @@ class PrefillGroups:
             capability=group.capability,
             block_ids=hold.sequence.block_table[:num_blocks],
             wakeup=self._wakeup,
-            on_landed=None if hold.sender is None else hold.sender.blocks_landed,
+            ledger=None if hold.sender is None else hold.sender.ledger,
+            on_new=None if hold.sender is None else hold.sender.add,
         )
-        exchange.reserve(0, num_blocks_for(hold.num_begun_tokens, hold.block_size))
+        exchange.ledger.reserve(0, num_blocks_for(hold.num_begun_tokens, hold.block_size))
         exchange.add_computed(0, hold.num_computed_tokens // hold.block_size)
         return exchange

@@ -34,6 +34,7 @@ from pdmesh.core.commands import (
 from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import (
     FailedExchange,
@@ -43,7 +44,6 @@ from pdmesh.kv.outcome import (
     SentTransfer,
     TransferOutcome,
 )
-from pdmesh.kv.presence import Wakeup
 from pdmesh.model import InstanceId, Resident, Role, TransferPurpose
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import Admit, ExpectKv, ExpectMove, Grant, PeerGone, Regroup

@@ -14,10 +14,10 @@ from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode
 from pdmesh.core.events import DecodeReserved, MoveFailed, MoveSent
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError, ProtocolError
-from pdmesh.kv.granted import KvDestination
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transcript import pack_transcript, unpack_transcript
+from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import GatewayId, InstanceId, SamplingParams, TransferId
 from pdmesh.wire.messages import ExpectMove, Generation, Grant, pack_token_ids
 from pdmesh.worker.context import InstanceContext

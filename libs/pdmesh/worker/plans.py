@@ -15,7 +15,7 @@ import structlog
 
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
-from pdmesh.kv.presence import Wakeup
+from pdmesh.kv.gate import Wakeup
 from pdmesh.model import NO_TRANSFER, InstanceId
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.worker.batch import Batch, BatchChunk

@@ -53,10 +53,10 @@ class Results:
         for chunk in ended:
             if chunk.exchange is None or chunk.hold.doomed:
                 continue
-            if chunk.exchange.presence.aborted is not None:
-                self._context.endings.drop(chunk.hold, chunk.exchange.presence.aborted)
+            if chunk.exchange.gate.aborted is not None:
+                self._context.endings.drop(chunk.hold, chunk.exchange.gate.aborted)
             else:  # a member was lost, and what it waited for is planned anew
-                chunk.exchange.abandon(*chunk.begun_blocks(self._context.block_size))
+                chunk.exchange.ledger.abandon(*chunk.begun_blocks(self._context.block_size))
         self._tell_of_step(batch, time, ended)
         for chunk, result in zip(batch.chunks, results, strict=False):
             if result is not None and result.prompt_logprobs:  # also of a helper that was freed in its last layer

@@ -247,7 +247,7 @@ class Sequences:
         """End what the engine's thread waits for."""
         for hold in self:
             if hold.exchange is not None:
-                hold.exchange.presence.abort(reason)
+                hold.exchange.gate.abort(reason)
 
     async def settled(self) -> None:
         """Wait until every released hold's blocks are free."""

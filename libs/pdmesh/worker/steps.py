@@ -20,7 +20,7 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pdmesh.engine.base import Engine, SequenceSlice, SliceResult
-from pdmesh.kv.presence import Urgent
+from pdmesh.kv.gate import Urgent
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.plans import MAX_QUEUED_PLANS, Plans
@@ -109,10 +109,10 @@ class _Step:
         for chunk in list(self._waiting):
             assert chunk.exchange is not None
             num_blocks = chunk.plan.start // self._block_size
-            if not chunk.exchange.presence.wait(layer, num_blocks, self._urgent, plan_id):
+            if not chunk.exchange.gate.wait(layer, num_blocks, self._urgent, plan_id):
                 self._waiting.remove(chunk)
                 self._aborted.append(chunk)
-                given_up = given_up or chunk.exchange.presence.aborted is None
+                given_up = given_up or chunk.exchange.gate.aborted is None
         self._waited_s += time.perf_counter() - began_s - (self._nested_s - nested_s)
         if given_up or (len(self._aborted) == len(self._batch.chunks) and not self._batch.decodes):
             raise _EndsEarly

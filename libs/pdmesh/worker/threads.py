@@ -13,7 +13,7 @@ from anyio import from_thread, to_thread
 from anyio.lowlevel import current_token
 
 from pdmesh.host import num_usable_cores
-from pdmesh.kv.presence import Wakeup
+from pdmesh.kv.gate import Wakeup
 
 T = TypeVar("T")
 

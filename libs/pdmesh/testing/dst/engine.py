@@ -14,7 +14,7 @@ import anyio
 
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, FakeKvStore
-from pdmesh.kv.presence import Wakeup
+from pdmesh.kv.gate import Wakeup
 from pdmesh.testing.dst.process import running_process
 from pdmesh.worker.threads import EngineThread
 

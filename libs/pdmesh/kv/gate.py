@@ -1,8 +1,8 @@
-"""Which of a request's KV is in this instance's cache, where several instances compute its prompt in turn.
+"""Where a step waits, before a layer's attention, for the KV that other instances compute of the same prompt.
 
-The engine's thread writes pages and, before a layer's attention, waits for those that others compute; the event loop
-notes what has landed, and aborts. All that a waiting thread waits for is changed, or told of by `Wakeup.ring`, under
-the wakeup's lock, and the thread looks again under that lock before it sleeps: so no wake-up is lost.
+The engine's thread waits; it and the event loop bring pages (`pdmesh.kv.ledger`), and the event loop aborts. Whoever
+changes what a waiting thread looks at calls `Wakeup.ring` afterwards, and the thread looks under the wakeup's lock
+before it sleeps: so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
+
+from pdmesh.kv.ledger import PageLedger
 
 
 class Wakeup:
@@ -21,7 +23,7 @@ class Wakeup:
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """Return the lock to hold while changing what a waiting thread looks at."""
+        """Return the lock that a thread holds from its last look until it sleeps."""
         return self._condition
 
     def ring(self) -> None:
@@ -42,47 +44,28 @@ class Urgent(NamedTuple):
     run: Callable[[], object]
 
 
-class KvPresence:
-    """The pages, that is (layer, block), of one request's context that are here.
+class KvGate:
+    """Lets a step pass once the first blocks of a request are in a ledger.
 
-    A thread that waits is told of by every abort, and by every page that completes what it waits for. When nothing has
-    been added for ``no_progress_s``, waiting itself aborts.
+    A waiting thread is woken by every abort, and by every page that completes what it waits for. When nothing has come
+    for ``no_progress_s``, waiting itself aborts.
     """
 
-    def __init__(
-        self,
-        wakeup: Wakeup,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        no_progress_s: float,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, wakeup: Wakeup, ledger: PageLedger, *, no_progress_s: float, clock: Callable[[], float]) -> None:
         self._wakeup = wakeup
-        self._here = [bytearray(num_blocks) for _ in range(num_layers)]
-        self._num_first = [0] * num_layers  # so many blocks from the context's beginning, without a gap
+        self._ledger = ledger
         self._no_progress_s = no_progress_s
         self._clock = clock
         self._progress_s = clock()
         self._aborted: str | None = None
         self._given_up_plan_id = -1  # plans up to this one do not wait
         self._awaited: tuple[int, int] | None = None  # a layer, and how many of its first blocks
+        ledger.on_here = self._here
 
     @property
     def aborted(self) -> str | None:
         """Why nothing is waited for any more."""
         return self._aborted
-
-    def add(self, layer: int, first_block: int, num_blocks: int) -> None:
-        """Mark pages as present: written here, or landed. Any thread."""
-        with self._wakeup.lock:
-            here = self._here[layer]
-            here[first_block : first_block + num_blocks] = b"\1" * num_blocks
-            missing = here.find(0, self._num_first[layer])
-            self._num_first[layer] = len(here) if missing < 0 else missing
-            self._progress_s = self._clock()
-            if self._awaited is not None and self._awaited[0] == layer and self.has(*self._awaited):
-                self._wakeup.ring()
 
     def abort(self, reason: str) -> None:
         """End every wait, now and later, because nothing more will come. Any thread; the first reason counts."""
@@ -97,15 +80,6 @@ class KvPresence:
             self._given_up_plan_id = max(self._given_up_plan_id, plan_id)
             self._wakeup.ring()
 
-    @property
-    def num_complete_blocks(self) -> int:
-        """Number of the context's first blocks that are present in all layers."""
-        return min(self._num_first)
-
-    def has(self, layer: int, num_blocks: int) -> bool:
-        """Whether the context's first ``num_blocks`` blocks are all here in this layer."""
-        return self._num_first[layer] >= num_blocks
-
     def wait(self, layer: int, num_blocks: int, urgent: Urgent, plan_id: int = 0) -> bool:
         """Wait until the context's first ``num_blocks`` blocks are here in this layer. The engine's thread.
 
@@ -113,11 +87,14 @@ class KvPresence:
         will not come.
         """
 
+        def is_here() -> bool:
+            return self._ledger.has_first(layer, num_blocks)
+
         def is_over() -> bool:
-            return self._aborted is not None or (plan_id <= self._given_up_plan_id and not self.has(layer, num_blocks))
+            return self._aborted is not None or (plan_id <= self._given_up_plan_id and not is_here())
 
         def can_go_on() -> bool:
-            return is_over() or self.has(layer, num_blocks) or urgent.waits()
+            return is_over() or is_here() or urgent.waits()
 
         since_s = self._clock()
         while True:
@@ -127,7 +104,7 @@ class KvPresence:
                 self._awaited = None
                 if is_over():
                     return False
-                if self.has(layer, num_blocks):
+                if is_here():
                     return True
                 is_urgent = urgent.waits()
                 if not is_urgent and self._left_s(since_s) <= 0:
@@ -135,6 +112,12 @@ class KvPresence:
             if is_urgent:
                 urgent.run()
                 since_s = self._clock()
+
+    def _here(self, layers: range) -> None:
+        self._progress_s = self._clock()
+        awaited = self._awaited
+        if awaited is not None and awaited[0] in layers and self._ledger.has_first(*awaited):
+            self._wakeup.ring()
 
     def _left_s(self, since_s: float) -> float:
         return max(since_s, self._progress_s) + self._no_progress_s - self._clock()

@@ -1,0 +1,144 @@
+"""What goes to one peer about one request's KV: the same for hand-over, moves and members of a prefill group.
+
+Pages wait in an outbox and leave as pieces, or are read where they lie; a few are under way at once. Either side of a
+lane may have it: a source for its pages, a receiver to ask for what came to nothing, a member of a group for both.
+
+**What comes to nothing** is asked for again: AGAIN, if it was damaged, and NO_PEER_READS, if it cannot be read where it
+lies, name its pages. The sender has them until the receiver has everything, and sends them before anything else. Both
+sides bound that (`pdmesh.kv.repair`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import anyio
+import anyio.abc
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.incoming import UNREADABLE
+from pdmesh.kv.outbox import NO_BLOCKS, Outbox, Outgoing
+from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.pages import Blocks
+from pdmesh.kv.piece import PieceHeader, PieceKind
+from pdmesh.kv.repair import DamageLimit, RefusalLimit
+
+#: Pieces under way to one peer at once: one is copied and checked while others travel.
+PIECES_IN_FLIGHT = 4
+
+
+class Lane:
+    """What goes to one peer; ``about`` is what every header says. Event loop only.
+
+    ``on_taken`` is called each time that the peer took a piece, and ``on_failed``, once, when it takes none.
+    """
+
+    def __init__(
+        self,
+        address: bytes,
+        about: PieceHeader,
+        writer: PieceWriter,
+        *,
+        num_layers: int,
+        num_pages: int = 0,
+        max_in_flight: int = PIECES_IN_FLIGHT,
+        on_taken: Callable[[], object] = lambda: None,
+        on_failed: Callable[[str], object] = lambda reason: None,
+    ) -> None:
+        """``num_pages`` is how many may come from the peer to be read where they lie."""
+        self.address = address
+        self.num_under_way = 0
+        self._num_left = 0  # pages that were put and not taken yet
+        self._max_in_flight = max_in_flight
+        self._about = about
+        self._writer = writer
+        self._outbox = Outbox(num_layers=num_layers, max_pages=lambda: writer.pages_a_piece(address))
+        self._on_taken = on_taken
+        self._on_failed = on_failed
+        self._scope: anyio.CancelScope | None = None  # of `run`
+        self._sent = DamageLimit(sends=True)
+        self._received = DamageLimit(sends=False)
+        self._refusals = RefusalLimit(num_pages)
+        self.flush, self.pause, self.resume = self._outbox.flush, self._outbox.pause, self._outbox.resume
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the peer took everything, but for what it asked for again."""
+        return not self._num_left
+
+    def put(self, item: Outgoing, layers_a_piece: int = 1) -> None:
+        """Send pages, as soon as so many of their layers are together (`pdmesh.kv.outbox`)."""
+        self._num_left += item.blocks.num_pages
+        self._outbox.put(item, layers_a_piece)
+
+    async def run(self) -> None:
+        """Send what there is to send, until closed or cut off, or a send fails."""
+        with anyio.CancelScope() as self._scope:
+            async with anyio.create_task_group() as senders:
+                for _ in range(self._max_in_flight):
+                    senders.start_soon(self._send)
+
+    def close(self) -> None:
+        """Begin nothing more: `run` returns when what is under way was taken."""
+        self._outbox.close()
+
+    def cut_off(self) -> None:
+        """End what is under way, too."""
+        self.close()
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def say(self, kind: PieceKind) -> None:
+        """Send a header alone. One that the peer does not take fails nothing: it has not heard of us yet."""
+        self._outbox.say(Outgoing(NO_BLOCKS, kind=kind))
+
+    # --- what came to nothing -----------------------------------------------------------------------------------------
+
+    def add_sound(self) -> None:
+        """Count a piece that came undamaged."""
+        self._received.add_sound()
+
+    def ask_again(self, header: PieceHeader, fault: str) -> str | None:
+        """Ask for a piece that was of no use here. Or say why it is one too many."""
+        kind = PieceKind.NO_PEER_READS if fault == UNREADABLE else PieceKind.AGAIN
+        if kind is PieceKind.NO_PEER_READS:
+            if not self._refusals.add(header.part.num_pages):
+                return "the sender offers again and again what cannot be read here"
+        elif not self._received.add_damaged():
+            num_damaged, layer = self._received.num_damaged + 1, header.part.layers.start
+            return f"{num_damaged} pieces were damaged on the way, this one of layer {layer}"
+        self._outbox.say(Outgoing(Blocks.of(header), header.num_members, kind))
+        return None
+
+    def send_again(self, header: PieceHeader) -> str | None:
+        """Send pages that the peer asks for, and that are here. Or say why that must be dropped."""
+        if header.kind is PieceKind.NO_PEER_READS:
+            is_allowed = self._writer.refused(self.address, header.part.num_pages)
+        else:
+            is_allowed = self._sent.add_damaged()
+        if not is_allowed:
+            return "limit"
+        self._outbox.put_first(Outgoing(Blocks.of(header), header.num_members, is_again=True))
+        return None
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def _send(self) -> None:
+        while (item := await self._outbox.take()) is not None:
+            self.num_under_way += 1
+            about = replace(self._about, kind=item.kind, num_members=item.num_members)
+            try:
+                if item.kind is PieceKind.KV:
+                    self._sent.add_sound(await self._writer.send(self.address, item.blocks, about))
+                    self._num_left -= 0 if item.is_again else item.blocks.num_pages
+                else:
+                    await self._writer.ask(self.address, item.blocks, about)
+            except KvTransferError as error:
+                if (
+                    item.blocks.num_pages and not self._outbox.is_closed
+                ):  # else it took no greeting, or is cut off
+                    self.cut_off()
+                    self._on_failed(str(error))
+            self.num_under_way -= 1
+            self._on_taken()
