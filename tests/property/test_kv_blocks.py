@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 
 import pytest
@@ -28,10 +29,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def pinned(self) -> set[int]:
         return {block for blocks, _ in self.pins for block in blocks}
 
+    def held_blocks(self) -> set[int]:
+        return {block for blocks in self.held for block in blocks}
+
     def free_blocks(self) -> set[int]:
-        held = {block for blocks in self.held for block in blocks}
         freed = {block for blocks in self.releasing for block in blocks}
-        return set(range(NUM_BLOCKS)) - held - (freed & self.pinned())
+        return set(range(NUM_BLOCKS)) - self.held_blocks() - (freed & self.pinned())
 
     @rule(num_blocks=st.integers(0, NUM_BLOCKS + 1))
     def allocate(self, num_blocks: int) -> None:
@@ -53,9 +56,27 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         blocks = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        self.releasing.append(blocks)
-        self.pool.free(blocks, on_released=lambda: self.releasing.remove(blocks))
-        assert (blocks in self.releasing and bool(blocks)) == bool(set(blocks) & self.pinned())
+        unheld = [block for block in blocks if block not in self.held_blocks()]
+        released: list[int] = []
+        self.releasing.append(unheld)
+
+        def on_released() -> None:
+            assert not released, "released twice"
+            released.extend(unheld)
+            self.releasing = [blocks for blocks in self.releasing if blocks is not unheld]
+
+        self.pool.free(blocks, on_released=on_released)
+        is_released = all(blocks is not unheld for blocks in self.releasing)
+        assert is_released != bool(set(unheld) & self.pinned())
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """Another table begins with the blocks of one, or of a part of it."""
+        blocks = data.draw(st.sampled_from(self.held))
+        shared = blocks[: data.draw(st.integers(0, len(blocks)))]
+        self.pool.share(shared)
+        self.held.append(shared)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -75,7 +96,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @invariant()
     def balance(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.num_held == sum(map(len, self.held))
+        assert self.pool.references == Counter(block for blocks in self.held for block in blocks)
+        assert self.pool.num_held == len(self.held_blocks())
         assert self.pool.num_free == len(self.free_blocks())
         assert self.pool.num_free + self.pool.num_held + self.pool.num_quarantined == NUM_BLOCKS
         for blocks in self.releasing:
@@ -100,6 +122,8 @@ def test_a_block_cannot_be_freed_twice() -> None:
     pool.free(block_ids)
     with pytest.raises(AssertionError, match="not held"):
         pool.free(block_ids)
-    with pytest.raises(AssertionError, match="twice"):
+    with pytest.raises(AssertionError, match="named twice"):
         pool.free([0, 0])
+    with pytest.raises(AssertionError, match="not held"):
+        pool.share(block_ids)
     pool.check_integrity()

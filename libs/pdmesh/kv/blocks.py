@@ -1,10 +1,10 @@
-"""The books of an instance's KV blocks: free, held, or quarantined while a copy may still touch them."""
+"""An instance's KV blocks: free, in one or more block tables, or quarantined while a copy may still touch them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from pdmesh.errors import PdmeshError
@@ -17,14 +17,15 @@ class OutOfBlocks(PdmeshError):
 class BlockPool:
     """Hands out the ids of ``num_blocks`` blocks, in contiguous runs where it can. Used from one thread.
 
-    `pinned` marks blocks that a copy on another thread touches; blocks freed meanwhile are quarantined until it ends.
+    A block may be in several tables: it is held until each of them has freed it. `pinned` marks blocks that a copy on
+    another thread touches; blocks freed meanwhile are quarantined until it ends.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._num_free = num_blocks
         self._runs = [(0, num_blocks)] if num_blocks else []  # free runs (start, end), ascending, never adjacent
-        self._held: set[int] = set()
+        self._references: dict[int, int] = {}  # of held blocks: in how many tables each is
         self._quarantined: dict[int, _Release] = {}
         self._pins: Counter[int] = Counter()
 
@@ -38,14 +39,19 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self._references)
+
+    @property
+    def references(self) -> Mapping[int, int]:
+        """In how many tables each held block is."""
+        return self._references
 
     @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Ascending ids: the smallest free run that holds them all, else the largest runs.
+        """Return ascending ids, for one table: the smallest free run that holds them all, else the largest runs.
 
         Raises `OutOfBlocks`, and changes nothing, if there are too few.
         """
@@ -66,21 +72,31 @@ class BlockPool:
             self._runs[index : index + 1] = [(start + taken, end)] if taken < end - start else []
         block_ids.sort()
         self._num_free -= num_blocks
-        self._held.update(block_ids)
+        self._references.update(dict.fromkeys(block_ids, 1))
         return block_ids
 
-    def free(self, block_ids: Sequence[int], *, on_released: Callable[[], None] | None = None) -> None:
-        """Give held blocks back. ``on_released`` is called when the last is free: at once, unless one is pinned."""
-        assert len(set(block_ids)) == len(block_ids), "a block is freed twice in one call"
-        unheld = [block_id for block_id in block_ids if block_id not in self._held]
-        assert not unheld, f"blocks {unheld} are freed but not held"
-        self._held.difference_update(block_ids)
-        pinned = [block_id for block_id in block_ids if block_id in self._pins]
-        release = _Release(len(pinned), on_released)
-        for block_id in pinned:
-            self._quarantined[block_id] = release
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Put held blocks into one more table."""
+        self._check_held(block_ids)
         for block_id in block_ids:
-            if block_id not in self._quarantined:
+            self._references[block_id] += 1
+
+    def free(self, block_ids: Sequence[int], *, on_released: Callable[[], None] | None = None) -> None:
+        """Take held blocks out of one table; those that were in no other are given back.
+
+        ``on_released`` is called when the last of these is free: at once, unless one is pinned.
+        """
+        self._check_held(block_ids)
+        release = _Release(on_released)
+        for block_id in block_ids:
+            self._references[block_id] -= 1
+            if self._references[block_id]:
+                continue
+            del self._references[block_id]
+            if block_id in self._pins:
+                self._quarantined[block_id] = release
+                release.num_pinned += 1
+            else:
                 self._add_free(block_id)
         release.settle()
 
@@ -100,14 +116,20 @@ class BlockPool:
         numbers = f"{num_free} free + {self.num_held} held + {self.num_quarantined} quarantined of {self._num_blocks}"
         assert num_free == self._num_free, f"blocks: {numbers}, but {self._num_free} counted free"
         assert num_free + self.num_held + self.num_quarantined == self._num_blocks, f"blocks: {numbers}"
-        assert not self._held & self._quarantined.keys(), f"blocks both held and quarantined: {numbers}"
+        assert all(count > 0 for count in self._references.values()), f"blocks are held for no table: {numbers}"
+        assert not self._references.keys() & self._quarantined.keys(), f"blocks both held and quarantined: {numbers}"
         assert all(block_id in self._pins for block_id in self._quarantined), f"quarantined without a copy: {numbers}"
         ends = [end for _, end in self._runs]
         starts = [start for start, _ in self._runs]
         assert all(end < start for end, start in zip(ends, starts[1:], strict=False)), f"free runs touch: {numbers}"
         free = {block_id for start, end in self._runs for block_id in range(start, end)}
-        assert not free & (self._held | self._quarantined.keys()), f"blocks both free and used: {numbers}"
+        assert not free & (self._references.keys() | self._quarantined.keys()), f"blocks both free and used: {numbers}"
         assert not free & self._pins.keys(), f"blocks are free while a copy touches them: {numbers}"
+
+    def _check_held(self, block_ids: Sequence[int]) -> None:
+        assert len(set(block_ids)) == len(block_ids), "a block is named twice in one call"
+        unheld = [block_id for block_id in block_ids if block_id not in self._references]
+        assert not unheld, f"blocks {unheld} are named but not held"
 
     def _unpin(self, block_id: int) -> None:
         self._pins[block_id] -= 1
@@ -134,8 +156,8 @@ class BlockPool:
 class _Release:
     """Blocks freed together, some of which are still pinned."""
 
-    def __init__(self, num_pinned: int, on_released: Callable[[], None] | None) -> None:
-        self.num_pinned = num_pinned
+    def __init__(self, on_released: Callable[[], None] | None) -> None:
+        self.num_pinned = 0
         self._on_released = on_released
 
     def settle(self) -> None:

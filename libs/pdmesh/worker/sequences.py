@@ -6,6 +6,7 @@ the scheduler is told. While a step uses the blocks, or a copy still touches the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -260,13 +261,13 @@ class Sequences:
             await self._released.wait()
 
     def check_integrity(self) -> None:
-        """The holds' blocks are the pool's held blocks, each of them once."""
+        """Check that each block is in as many of the holds' tables as the pool counts references."""
         self._pool.check_integrity()
-        tables = [block for hold in self for block in hold.sequence.block_table]
-        assert len(tables) == len(set(tables)), f"{len(tables) - len(set(tables))} blocks are in two tables"
+        held, tables = self._pool.references, Counter(block for hold in self for block in hold.sequence.block_table)
+        wrong = {block: number for block, number in tables.items() if held.get(block, 0) < number}
+        assert not wrong, f"blocks in more tables than the pool counts: {wrong}"
         if not self._leaving:
-            num_held = self._pool.num_held
-            assert len(tables) == num_held, f"{len(tables)} blocks in tables, {num_held} held in the pool"
+            assert tables == held, f"{tables.total()} blocks in tables, {sum(held.values())} references in the pool"
 
     def _free(self, hold: Hold) -> None:
         self._pool.free(hold.sequence.block_table, on_released=lambda: self._freed(hold))
