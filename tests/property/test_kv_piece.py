@@ -17,6 +17,7 @@ from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import MeshKey
 
 KEY = MeshKey("the mesh's")
+COPY_BYTES = 100
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 
@@ -72,12 +73,18 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
         unpack_header(data, KEY)
 
 
-@given(headers, st.integers(0, 95), st.integers(1, 255))
-def test_a_changed_byte_is_noticed(header: PieceHeader, position: int, change: int) -> None:
-    data = packed(header)
-    data[position] ^= change
+@given(headers, st.integers(0, COPY_BYTES - 1), st.integers(0, COPY_BYTES - 1), st.integers(1, 255))
+def test_a_byte_changed_in_one_copy_is_harmless_and_in_both_is_noticed(
+    header: PieceHeader, position: int, other: int, change: int
+) -> None:
+    first, second, both = packed(header), packed(header), packed(header)
+    for data in (first, both):
+        data[position] ^= change
+    for data in (second, both):
+        data[COPY_BYTES + other] ^= change
+    assert unpack_header(bytes(first), KEY) == unpack_header(bytes(second), KEY) == header
     with pytest.raises(ProtocolError):
-        unpack_header(bytes(data), KEY)
+        unpack_header(bytes(both), KEY)
 
 
 @given(headers, st.text())
@@ -94,7 +101,7 @@ def test_a_checksum_needs_the_key(payload: bytes) -> None:
     assert KEY.checksum(view) not in {MeshKey("").checksum(view), xxhash.xxh3_64_intdigest(view)}
 
 
-@given(headers, st.integers(0, 95))
+@given(headers, st.integers(0, 2 * COPY_BYTES - 1))
 def test_a_header_cut_short_is_noticed(header: PieceHeader, length: int) -> None:
     with pytest.raises(ProtocolError):
         unpack_header(bytes(packed(header)[:length]), KEY)
@@ -127,7 +134,7 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
         token_index=13,
     )
     assert packed(header)[:84].hex() == (
-        "70644b360101100001000000000102030405060708090a0b0c0d0e0f0200000000000000"
+        "70644b370101100001000000000102030405060708090a0b0c0d0e0f0200000000000000"
         "0e000f00030000000400000005000000060010000900"
         "0a000700000008000000000000000b0000000c0000000d000000"
     )

@@ -1,8 +1,8 @@
 """The fixed header of a piece, and the checks that come before anything else is believed of it.
 
-Little-endian, 100 of `HEADER_BYTES` bytes used; the last sixteen are a seal that only services of the mesh can make
-(`pdmesh.transport.seal`), so that a damaged or foreign header is told apart from a wrong one. The payload has a
-checksum of its own, of the same secret, which the header holds.
+Little-endian, 100 bytes; the last sixteen are a seal that only services of the mesh can make (`pdmesh.transport.seal`),
+so that a damaged or foreign header is told apart from a wrong one. It is sent twice: nobody could ask again for a piece
+whose header is not believed. The payload has a checksum of its own, of the same secret, which the header holds.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import SEAL_BYTES, MeshKey
 
-_MAGIC = b"pdK6"  # the digit is the version
+_MAGIC = b"pdK7"  # the digit is the version
 _FIELDS = struct.Struct("<4sB?HI16sQ2HI2I4HIQ3I")
-_USED = _FIELDS.size + SEAL_BYTES
-assert _USED <= HEADER_BYTES
+_COPY_BYTES = _FIELDS.size + SEAL_BYTES
+assert 2 * _COPY_BYTES <= HEADER_BYTES
 
 
 NO_PART = KvPart(IndexRange(0, 0), IndexRange(0, 0), IndexRange(0, 0))
@@ -92,18 +92,22 @@ def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
         header.token_id,
         header.token_index,
     )
-    out[_FIELDS.size : _USED] = key.seal(out[: _FIELDS.size])
+    out[_FIELDS.size : _COPY_BYTES] = key.seal(out[: _FIELDS.size])
+    out[_COPY_BYTES : 2 * _COPY_BYTES] = out[:_COPY_BYTES]
 
 
 def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
     """Inverse of `pack_header`. Raises ProtocolError, and nothing else, for anything else."""
-    if len(data) < _USED:
+    if len(data) < 2 * _COPY_BYTES:
         raise ProtocolError(f"a piece header of {len(data)} bytes")
-    magic, kind, has_token, num_members, epoch, request, capability, *numbers = _FIELDS.unpack_from(data)
+    for copy in (data[:_COPY_BYTES], data[_COPY_BYTES : 2 * _COPY_BYTES]):
+        if key.opens(copy[: _FIELDS.size], copy[_FIELDS.size :]):
+            break
+    else:
+        raise ProtocolError("a damaged piece header, or another mesh's")
+    magic, kind, has_token, num_members, epoch, request, capability, *numbers = _FIELDS.unpack_from(copy)
     if magic != _MAGIC:
         raise ProtocolError("not a piece of this version")
-    if not key.opens(data[: _FIELDS.size], data[_FIELDS.size : _USED]):
-        raise ProtocolError("a damaged piece header, or another mesh's")
     if kind not in _KINDS:
         raise ProtocolError(f"a piece of unknown kind {kind}")
     source, destination, chunk, *spans = numbers[:9]
