@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import anyio
+import anyio.lowlevel
 
 from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
@@ -32,6 +33,12 @@ class DataSide:
     mover: KvMover
     outcomes: list[TransferOutcome] = field(default_factory=list[TransferOutcome])
     told: anyio.Event = field(default_factory=anyio.Event)
+
+    async def copied(self) -> None:
+        """Wait for copies on threads, which blocks that were freed stay quarantined for."""
+        with anyio.fail_after(20):
+            while self.pool.num_quarantined:
+                await anyio.lowlevel.checkpoint()
 
     async def outcome(self) -> TransferOutcome:
         """The next outcome."""
@@ -134,5 +141,6 @@ async def open_pair(
             yield Pair(a, b)
         for side in (a, b):
             assert side.outcomes == []
+            await side.copied()
             assert side.pool.num_free == NUM_BLOCKS, "blocks are left over"
             assert side.mover.counters()[-2:] == (0, 0)
