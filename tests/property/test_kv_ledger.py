@@ -87,7 +87,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def claim(self, blocks: Blocks, source: int, state: PageState) -> None:
         missing = [page for page in pages_of(blocks) if self.pages[page] is EMPTY]
         assert flat(self.ledger.missing(blocks)) == missing
-        assert self.ledger.claim(blocks, source, state) == bool(missing)
+        assert flat(self.ledger.claim(blocks, source, state)) == missing
         self.change(missing, {EMPTY}, state)
         self.sources |= dict.fromkeys(missing, source)
 

@@ -78,7 +78,8 @@ def land(exchange: KvExchange, source: int, layer: int, blocks: IndexRange, *, n
         part=part,
         payload_bytes=part.num_pages * LAYOUT.block_bytes,
     )
-    assert exchange.claim(header, header.payload_bytes) == [Blocks.of(header)]
+    assert exchange.expects(header)
+    assert exchange.ledger.claim(Blocks.of(header), source) == [Blocks.of(header)]
     exchange.place(header, Blocks.of(header))
 
 

@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.abc
 import pytest
 
+from pdmesh.config import TransferConfig
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.context import KvContext
 from pdmesh.kv.incoming import UNREADABLE, PieceReader
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
@@ -48,6 +52,21 @@ class Noting(HostKvStore):
         self.copied_by.append(threading.get_ident())
 
 
+def a_context(store: Noting, tasks: anyio.abc.TaskGroup) -> KvContext:
+    transport = MemoryTransport(TransferConfig(), MemoryFabric())
+    return KvContext(
+        transport=transport,
+        store=store,
+        config=TransferConfig(),
+        key=KEY,
+        copies=anyio.CapacityLimiter(1),
+        tasks=tasks,
+        call_soon=lambda callback: callback(),
+        clock=lambda: 0.0,
+        on_outcome=lambda outcome: None,
+    )
+
+
 async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
     """The pieces that come in its place do, on a thread."""
     store, pool = Noting(1 << 16), BlockPool(1 << 16)
@@ -55,7 +74,7 @@ async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
     part = KvPart(IndexRange(0, 2), IndexRange(0, 1), IndexRange(0, 1))
     faults: list[str | None] = []
     async with anyio.create_task_group() as tasks:
-        reader = PieceReader(store=store, pool=pool, key=KEY, copies=anyio.CapacityLimiter(1), tasks=tasks)
+        reader = PieceReader(a_context(store, tasks), pool)
         for kind, num_bytes in (
             (PieceKind.PEER_READ, note_bytes(2)),
             (PieceKind.KV, part.num_pages * LAYOUT.block_bytes),
@@ -86,7 +105,7 @@ async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committe
     pool.allocate(16)
     found: list[bool] = []
     async with anyio.create_task_group() as tasks:
-        reader = PieceReader(store=store, pool=pool, key=KEY, copies=anyio.CapacityLimiter(1), tasks=tasks)
+        reader = PieceReader(a_context(store, tasks), pool)
         for layers, blocks in (
             *(((0, 2), [0, 1]), ((0, 2), [1, 0]), ((1, 3), [0, 1]), ((0, 3), [1])),
             *(((0, 1), [9]), ((0, 1), [5])),  # of two requests, of which the second one's KV comes first

@@ -6,10 +6,10 @@ Part of `pdmesh.kv.mover`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from pdmesh.kv.context import KvContext, mismatch
-from pdmesh.kv.incoming import WINDOW_CLOSED, PieceReader
+from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.inlet import PageIntake
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.receiver import KvReceiver
@@ -20,12 +20,10 @@ from pdmesh.transport.base import ReceivedPiece
 class KvArrivals:
     """Tracks the transfers that are expected here and how far each has come. Event loop only."""
 
-    def __init__(self, context: KvContext, *, reader: PieceReader) -> None:
+    def __init__(self, context: KvContext, reader: PieceReader) -> None:
         self._context = context
-        self._reader = reader
         self._receivers: dict[bytes, KvReceiver] = {}
-        self.num_pieces = self.num_bytes = 0  # that came, of all of them
-        self.num_bytes_peer_read = 0  # of these
+        self.pages = PageIntake(context, reader)
 
     def __len__(self) -> int:
         return len(self._receivers)
@@ -58,8 +56,12 @@ class KvArrivals:
             destination=destination,
             layout=self._context.store.layout,
             writer=self._context.writer(),
+            on_placed=self._check_landed,
+            on_failed=self._give_up,
+            start=self._context.tasks.start_soon,
         )
-        self.cancel(request_id, epoch)
+        if (older := self._receivers.get(receiver.key)) is not None:
+            self._forget(older)
         self._receivers[receiver.key] = receiver
         for address in source_addresses:
             self._context.admit(address)
@@ -82,7 +84,7 @@ class KvArrivals:
         return True
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A piece of KV, a window, a piece of a transcript, or a commit."""
+        """A piece of KV, a peer read, a piece of a transcript, or a commit."""
         context, receiver = self._context, self._receivers.get(header.request_key)
         if receiver is None:
             context.drop(piece, "unknown")
@@ -100,19 +102,10 @@ class KvArrivals:
                 self._check_landed(receiver)
         elif header.kind is PieceKind.TRANSCRIPT:
             self._take_transcript(receiver, header, piece)
-        elif header.kind not in (PieceKind.KV, PieceKind.PEER_READ):
-            context.drop(piece, "kind")
-        elif reason := receiver.claim(header, len(piece.payload)):
-            context.drop(piece, reason)
+        elif header.kind in (PieceKind.KV, PieceKind.PEER_READ):
+            self.pages.take(receiver, header, piece)
         else:
-            self._reader.read(
-                header,
-                piece,
-                receiver.block_ids_of(header),
-                address=receiver.source_addresses[header.source],
-                is_wanted=lambda: self._receivers.get(receiver.key) is receiver,
-                on_read=partial(self._read, receiver, header),
-            )
+            context.drop(piece, "kind")
 
     def check_integrity(self) -> None:
         for receiver in self._receivers.values():
@@ -130,36 +123,8 @@ class KvArrivals:
             piece.release()
             self._check_landed(receiver)
 
-    def _read(self, receiver: KvReceiver, header: PieceHeader, fault: str | None) -> None:
-        if fault is not None:
-            self._context.dropped[fault] += 1
-            if self._receivers.get(receiver.key) is receiver:
-                self._ask_again(receiver, header, fault)
-            return
-        num_bytes = header.part.num_pages * self._context.store.layout.block_bytes
-        self.num_pieces += 1
-        self.num_bytes += num_bytes
-        self.num_bytes_peer_read += num_bytes if header.kind is PieceKind.PEER_READ else 0
-        receiver.place(header)
-        self._check_landed(receiver)
-
-    def _ask_again(self, receiver: KvReceiver, header: PieceHeader, fault: str) -> None:
-        """A claimed piece was of no use: its pages are to come again."""
-        receiver.release(header)
-        if fault == WINDOW_CLOSED:  # so is the transfer, at its sender, which says so
-            return
-        lane = receiver.lanes[header.source]
-        if reason := lane.ask_again(header, fault):
-            self._give_up(receiver, reason)
-            return
-        self._context.num_asked_again += 1
-        if not receiver.is_asking:
-            receiver.is_asking = True
-            for lane in receiver.lanes:
-                self._context.tasks.start_soon(lane.run)
-
     def _check_landed(self, receiver: KvReceiver) -> None:
-        if not receiver.complete or self._receivers.get(receiver.key) is not receiver:
+        if not receiver.complete or receiver.is_over:
             return
         assert receiver.first_token is not None
         assert receiver.first_piece_s is not None
@@ -178,7 +143,7 @@ class KvArrivals:
         )
 
     def _give_up(self, receiver: KvReceiver, reason: str, *, tell: bool = True) -> None:
-        if self._receivers.get(receiver.key) is not receiver:
+        if receiver.is_over:
             return  # cancelled, or failed before
         self._forget(receiver)
         if tell:
@@ -187,9 +152,10 @@ class KvArrivals:
 
     def _forget(self, receiver: KvReceiver) -> None:
         del self._receivers[receiver.key]
+        receiver.is_over = True
         for lane in receiver.lanes:
             lane.close()
 
     async def _tell_sources(self, kind: PieceKind, receiver: KvReceiver) -> None:
-        for address in receiver.source_addresses:
-            await self._context.tell(kind, receiver, address, destination=receiver.destination)
+        for lane in receiver.lanes:
+            await self._context.tell(kind, receiver, lane.address, destination=receiver.destination)

@@ -16,9 +16,9 @@ from pdmesh.errors import KvTransferError
 from pdmesh.kv.outcome import FailedTransfer, OnOutcome
 from pdmesh.kv.outgoing import Means, PieceWriter
 from pdmesh.kv.peer_reads import PeerReads, PeerReadWriter
-from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, pack_header
+from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, KvPart, RequestId
+from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.base import KvTransport, ReceivedPiece
 from pdmesh.transport.seal import MeshKey
 
@@ -86,40 +86,20 @@ class KvContext:
         except KvTransferError as error:  # then nothing comes from there, and sending there fails
             log.warning("the scheduler named a peer that cannot be", reason=str(error))
 
-    async def tell(
-        self,
-        kind: PieceKind,
-        transfer: TransferSide,
-        address: bytes,
-        *,
-        destination: int,
-        source: int = 0,
-        chunk: int = 0,
-        part: KvPart = NO_PART,
-    ) -> None:
+    async def tell(self, kind: PieceKind, transfer: TransferSide, address: bytes, *, destination: int) -> None:
         """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""
+        request_id, epoch = transfer.request_id, transfer.epoch
         header = PieceHeader(
             kind=kind,
             request_key=transfer.key,
-            epoch=transfer.epoch,
+            epoch=epoch,
             capability=transfer.capability,
             destination=destination,
-            source=source,
-            chunk=chunk,
-            part=part,
         )
         try:
-            async with self.transport.lend() as buffer:
-                pack_header(header, buffer.header, self.key)
-                await self.transport.send(address, buffer, 0)
+            await self.writer().tell(address, header)
         except KvTransferError as error:
-            log.warning(
-                "peer not told",
-                request_id=transfer.request_id,
-                epoch=transfer.epoch,
-                kind=kind.name,
-                reason=str(error),
-            )
+            log.warning("peer not told", request_id=request_id, epoch=epoch, kind=kind.name, reason=str(error))
 
 
 def mismatch(transfer: TransferSide, header: PieceHeader) -> str | None:

@@ -155,32 +155,23 @@ class KvDepartures:
         for transfer in self._granted.values():
             transfer.close()
 
-    def take_landed(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A receiver has acknowledged all of a transfer."""
+    def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        """A receiver has acknowledged all of a transfer, or asks for pages that came to nothing there."""
         granted = self._granted.get(header.request_key)
-        if granted is None:
-            self._context.drop(piece, "unknown")
-        elif reason := mismatch(granted, header):
-            self._context.drop(piece, reason)
-        else:
-            piece.release()
+        fault = "unknown" if granted is None else mismatch(granted, header)
+        if granted is None or fault is not None:
+            self._context.drop(piece, fault or "unknown")
+            return
+        if header.kind is PieceKind.LANDED:
             granted.landed(header.destination)
-
-    def take_again(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A piece was damaged on its way to a receiver, or cannot be read there."""
-        granted = self._granted.get(header.request_key)
-        if granted is None:
-            self._context.drop(piece, "unknown")
-            return
-        if reason := mismatch(granted, header):
-            self._context.drop(piece, reason)
-            return
-        if header.kind is PieceKind.NO_PEER_READS and header.destination < len(granted.destinations):
-            self._context.decline(granted.destinations[header.destination].address)
-        if reason := granted.send_again(header):
-            self._context.drop(piece, reason)
         else:
+            if header.kind is PieceKind.NO_PEER_READS and header.destination < len(granted.destinations):
+                self._context.decline(granted.destinations[header.destination].address)
+            fault = granted.send_again(header)
+        if fault is None:
             piece.release()
+        else:
+            self._context.drop(piece, fault)
 
     def take_abort(self, header: PieceHeader) -> bool:
         """A peer has given a transfer up. Whether it is one that is sent here."""

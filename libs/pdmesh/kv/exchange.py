@@ -29,20 +29,17 @@ before anything else that waits to go there, with the same *sent_to*. Up to a li
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
 from pdmesh.kv.gate import KvGate
-from pdmesh.kv.incoming import WINDOW_CLOSED
-from pdmesh.kv.lane import Lane
-from pdmesh.kv.ledger import PageLedger, PageState
+from pdmesh.kv.lane import Lane, StartTask
+from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outbox import Outgoing
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
-from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
@@ -85,11 +82,10 @@ class KvExchange:
         store: KvStore,
         writer: PieceWriter,
         call_soon: Callable[[Callable[[], object]], object],
-        start: Callable[[Callable[[], Coroutine[Any, Any, None]]], object],
+        start: StartTask,
         on_new: Callable[[Blocks], object],
         on_failed: Callable[[KvExchange, str], object],
     ) -> None:
-        """``start`` runs a task as long as the instance does."""
         self.request_id = request_id
         self.epoch = epoch
         self.key = exchange_key(request_id)
@@ -97,7 +93,7 @@ class KvExchange:
         self.ledger = ledger
         self.gate = gate  # where steps wait for KV
         self._number: int | None = None  # until the members are known
-        self._block_ids = block_ids
+        self.block_ids = block_ids
         self._layout: KvLayout = store.layout
         self._store = store
         self._writer = writer
@@ -108,7 +104,7 @@ class KvExchange:
         self._addresses: tuple[bytes, ...] = ()
         self._peers: dict[int, _Peer] = {}
         self._lost: set[int] = set()
-        self._after_reads: list[Callable[[], object]] = []
+        self.is_over = False
 
     @property
     def num_bytes_sent(self) -> int:
@@ -169,6 +165,7 @@ class KvExchange:
 
     def end(self, reason: str) -> None:
         """Stop sending and receiving, and wake every step that waits for KV. Idempotent."""
+        self.is_over = True
         self._writer.close()
         for peer in self._peers.values():
             peer.lane.cut_off()
@@ -185,45 +182,24 @@ class KvExchange:
             peer.lane.say(PieceKind.WELCOME)
         return None
 
-    def address_of(self, header: PieceHeader) -> bytes:
-        """Return the data address of the member that sent a claimed piece."""
-        return self._peers[header.source].lane.address
+    def lane_from(self, source: int) -> Lane | None:
+        return self._peers[source].lane if source in self._peers else None
 
-    def block_ids_of(self, header: PieceHeader) -> list[int]:
-        return list(self._block_ids[header.part.blocks.start : header.part.blocks.stop])
-
-    def waits_for_read(self, header: PieceHeader, take: Callable[[], object]) -> bool:
-        """Whether a peer's cache is being copied to some of a piece's pages: ``take`` is called after that."""
-        waits = self._names_pages(header) and self.ledger.is_read(Blocks.of(header))
-        if waits:
-            self._after_reads.append(take)  # pieces, of which there are as many as buffers
-        return waits
-
-    def claim(self, header: PieceHeader, payload_bytes: int) -> list[Blocks] | str:
-        """Return what to copy of a piece of KV or a peer read, now claimed; or say why it must be dropped.
-
-        Of a peer read that is what is neither here nor on its way: what is copied too late means nothing, and must not
-        lie where good pages do.
-        """
-        is_read = header.kind is PieceKind.PEER_READ
-        if not self._names_pages(header):
-            return "range"
-        blocks = Blocks.of(header)
-        expected_bytes = note_bytes(blocks.num_blocks) if is_read else blocks.num_pages * self._layout.block_bytes
-        if not expected_bytes == header.payload_bytes == payload_bytes:
-            return "range"
-        parts = self.ledger.missing(blocks) if is_read else [blocks]
-        if not self.ledger.claim(blocks, header.source, PageState.READING if is_read else PageState.COPYING):
-            return "duplicate"
-        peer = self._peers[header.source]
-        peer.lane.resume()
-        peer.last_block = max(peer.last_block, blocks.first_block)
-        return parts
+    def expects(self, header: PieceHeader) -> bool:
+        blocks, layers, heads = header.part
+        return (
+            header.source in self._peers
+            and header.destination == self._number
+            and 0 < header.num_members <= MAX_GROUP_MEMBERS
+            and IndexRange(0, self._layout.num_layers).holds(layers)
+            and IndexRange(0, len(self.block_ids)).holds(blocks)
+            and heads == IndexRange(0, self._layout.num_kv_heads)
+        )
 
     def place(self, header: PieceHeader, blocks: Blocks) -> None:
-        """Pages that were claimed of a piece are in place."""
         if header.source in self._peers:
-            self._peers[header.source].lane.add_sound()
+            peer = self._peers[header.source]
+            peer.last_block = max(peer.last_block, blocks.first_block)
         self.ledger.set_sent_to(blocks, header.num_members)
         for new in self.ledger.place(blocks):
             self._on_new(new)
@@ -234,36 +210,17 @@ class KvExchange:
                 if number in self._peers:
                     self._pass_on(self._peers[number], blocks)
 
-    def release(self, header: PieceHeader, fault: str) -> bool:
-        """A claimed piece was of no use: its pages may come again. Whether they are asked for.
-
-        Not those of a member that was lost since: what is missing of its chunks is computed again.
-        """
-        self.ledger.release(Blocks.of(header), header.source)
-        peer = self._peers.get(header.source)
-        if fault == WINDOW_CLOSED or peer is None:
-            return False
-        if reason := peer.lane.ask_again(header, fault):
-            self.fail(f"member {peer.number}: {reason}")
-        return not reason
-
-    def end_read(self) -> None:
-        """A peer's cache is copied no more to some pages: take the pieces that waited for that."""
-        after, self._after_reads = self._after_reads, []
-        for take in after:
-            take()
-
     def send_again(self, header: PieceHeader) -> str | None:
         """Another member asks for pages that came to nothing there. Or say why that must be dropped."""
         if (
-            not self._names_pages(header)
+            not self.expects(header)
             or header.part.num_pages > self._writer.max_pages
             or not self.ledger.has(Blocks.of(header))  # not here, so it was not sent
         ):
             return "range"
         return self._peers[header.source].lane.send_again(header)
 
-    def fail(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Give this member's part up; the first reason is reported."""
         if self.gate.aborted is None:
             self.gate.abort(reason)
@@ -276,18 +233,6 @@ class KvExchange:
                 peer.lane.cut_off()
 
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _names_pages(self, header: PieceHeader) -> bool:
-        """Whether it is about pages that there can be, between another member and this one."""
-        blocks, layers, heads = header.part
-        return (
-            header.source in self._peers
-            and header.destination == self._number
-            and 0 < header.num_members <= MAX_GROUP_MEMBERS
-            and IndexRange(0, self._layout.num_layers).holds(layers)
-            and IndexRange(0, len(self._block_ids)).holds(blocks)
-            and heads == IndexRange(0, self._layout.num_kv_heads)
-        )
 
     def _join(self, number: int, address: bytes) -> None:
         assert self._number is not None, "it comes with the members"
@@ -304,7 +249,8 @@ class KvExchange:
             about,
             self._writer,
             num_layers=self._layout.num_layers,
-            num_pages=len(self._block_ids) * self._layout.num_layers,
+            num_pages=len(self.block_ids) * self._layout.num_layers,
+            start=self._start,
             on_failed=lambda reason: log.warning(
                 "a member takes no KV", request_id=self.request_id, epoch=self.epoch, member=number, reason=reason
             ),
@@ -314,7 +260,6 @@ class KvExchange:
         lane.say(PieceKind.HELLO)
         if self.leads:
             self._pass_on(peer, self.ledger.everything)
-        self._start(lane.run)
 
     def _lose(self, number: int) -> None:
         self._lost.add(number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import structlog
 
@@ -11,6 +10,7 @@ from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.exchange import KvExchange, exchange_key
 from pdmesh.kv.gate import KvGate, Wakeup
 from pdmesh.kv.incoming import PieceReader
+from pdmesh.kv.inlet import PageIntake
 from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.pages import Blocks
@@ -24,12 +24,10 @@ log = structlog.get_logger()
 class KvGroups:
     """What this instance exchanges with members of prefill groups. Event loop only."""
 
-    def __init__(self, context: KvContext, *, reader: PieceReader) -> None:
+    def __init__(self, context: KvContext, reader: PieceReader) -> None:
         self._context = context
-        self._reader = reader
+        self.pages = PageIntake(context, reader)
         self._exchanges: dict[bytes, KvExchange] = {}
-        self.num_bytes_received = 0
-        self.num_bytes_peer_read = 0  # of these
         self._num_bytes_sent = 0  # by those that have ended
 
     def __len__(self) -> int:
@@ -89,7 +87,7 @@ class KvGroups:
             for address in filter(None, addresses):
                 self._context.admit(address)
             if fault := exchange.set_members(number, addresses):
-                exchange.fail(fault)
+                exchange.give_up(fault)
 
     def end(self, request_id: RequestId, epoch: Epoch, reason: str) -> None:
         """Stop this epoch's and older exchanges of the request, without an outcome. Idempotent."""
@@ -115,7 +113,7 @@ class KvGroups:
         if fault := mismatch(exchange, header):
             self._context.drop(piece, fault)
         elif header.kind in (PieceKind.KV, PieceKind.PEER_READ):
-            self._take_pages(exchange, header, piece)
+            self.pages.take(exchange, header, piece)
         elif header.kind in (PieceKind.HELLO, PieceKind.WELCOME):
             if fault := exchange.take_greeting(header):
                 self._context.drop(piece, fault)
@@ -123,8 +121,9 @@ class KvGroups:
                 piece.release()
         elif header.kind in (PieceKind.AGAIN, PieceKind.NO_PEER_READS):
             fault = exchange.send_again(header)
-            if fault != "range" and header.kind is PieceKind.NO_PEER_READS:
-                self._context.decline(exchange.address_of(header))
+            lane = exchange.lane_from(header.source)
+            if fault != "range" and header.kind is PieceKind.NO_PEER_READS and lane is not None:
+                self._context.decline(lane.address)
             if fault:
                 self._context.drop(piece, fault)
             else:
@@ -135,41 +134,6 @@ class KvGroups:
     def check_integrity(self) -> None:
         for exchange in self._exchanges.values():
             exchange.ledger.check_integrity()
-
-    def _take_pages(self, exchange: KvExchange, header: PieceHeader, piece: ReceivedPiece) -> None:
-        if self._exchanges.get(exchange.key) is not exchange:
-            self._context.drop(piece, "unknown")
-            return
-        if exchange.waits_for_read(header, partial(self._take_pages, exchange, header, piece)):
-            return
-        parts = exchange.claim(header, len(piece.payload))
-        if isinstance(parts, str):
-            self._context.drop(piece, parts)
-            return
-        self._reader.read(
-            header,
-            piece,
-            exchange.block_ids_of(header),
-            address=exchange.address_of(header),
-            is_wanted=lambda: self._exchanges.get(exchange.key) is exchange,
-            on_read=partial(self._read, exchange, header, parts),
-            parts=parts,
-        )
-
-    def _read(self, exchange: KvExchange, header: PieceHeader, parts: Sequence[Blocks], fault: str | None) -> None:
-        """What was claimed of a piece has been copied, or could not be."""
-        is_wanted = self._exchanges.get(exchange.key) is exchange
-        if fault is None:
-            num_bytes = sum(blocks.num_pages for blocks in parts) * self._context.store.layout.block_bytes
-            self.num_bytes_received += num_bytes
-            self.num_bytes_peer_read += num_bytes if header.kind is PieceKind.PEER_READ else 0
-            for blocks in parts if is_wanted else ():
-                exchange.place(header, blocks)
-        else:
-            self._context.dropped[fault] += 1
-            self._context.num_asked_again += is_wanted and exchange.release(header, fault)
-        if header.kind is PieceKind.PEER_READ:
-            exchange.end_read()
 
     def _failed(self, exchange: KvExchange, reason: str) -> None:
         log.warning("kv exchange failed", request_id=exchange.request_id, epoch=exchange.epoch, reason=reason)

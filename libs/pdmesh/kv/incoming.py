@@ -15,13 +15,12 @@ import structlog
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.context import KvContext
 from pdmesh.kv.pages import Blocks
-from pdmesh.kv.peer_reads import CacheOwner, Copies, PeerReads, ReadNote
+from pdmesh.kv.peer_reads import CacheOwner, Copies, ReadNote
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange
 from pdmesh.transport.base import ReceivedPiece
-from pdmesh.transport.seal import MeshKey
 
 log = structlog.get_logger()
 
@@ -40,23 +39,11 @@ class PieceReader:
     piece of each page.
     """
 
-    def __init__(
-        self,
-        *,
-        store: KvStore,
-        pool: BlockPool,
-        key: MeshKey,
-        copies: anyio.CapacityLimiter,
-        tasks: anyio.abc.TaskGroup,
-        peer_reads: PeerReads | None = None,
-    ) -> None:
-        """Read pieces only; with ``peer_reads``, make those too."""
-        self._peer_reads = peer_reads
-        self._store = store
+    def __init__(self, context: KvContext, pool: BlockPool) -> None:
+        self._context = context
+        self._peer_reads = context.peer_reads
+        self._store = store = context.store
         self._pool = pool
-        self._key = key
-        self._copies = copies
-        self._tasks = tasks
         layout = store.layout
         is_large = store.num_blocks * layout.block_bytes * layout.num_layers > _LARGE_CACHE_BYTES
         #: By layer, 1 for each page that pieces have come for. Nothing of a small cache.
@@ -96,7 +83,7 @@ class PieceReader:
             on_read(fault)
         else:
             # As many of these at once as there are receive buffers.
-            self._tasks.start_soon(self._read_on_thread, piece, block_ids, copy, is_wanted, on_read)
+            self._context.tasks.start_soon(self._read_on_thread, piece, block_ids, copy, is_wanted, on_read)
 
     def _is_first(self, header: PieceHeader, block_ids: Sequence[int]) -> bool:
         """Whether a piece is the first for one of its pages; it counts as having come."""
@@ -120,14 +107,14 @@ class PieceReader:
         try:
             if is_wanted():
                 with self._pool.pinned(block_ids):
-                    fault = await anyio.to_thread.run_sync(copy, limiter=self._copies)
+                    fault = await anyio.to_thread.run_sync(copy, limiter=self._context.copies)
         finally:
             piece.release()
         on_read(fault)
 
     def _copy(self, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]) -> str | None:
         """Check the payload, then copy with ``fetch``; return the fault, or None if the copy counts."""
-        if self._key.checksum(piece.payload) != header.checksum:
+        if self._context.key.checksum(piece.payload) != header.checksum:
             return "checksum"
         return fetch()
 

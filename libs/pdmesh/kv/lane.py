@@ -10,8 +10,9 @@ sides bound that (`pdmesh.kv.repair`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -26,6 +27,9 @@ from pdmesh.kv.repair import DamageLimit, RefusalLimit
 
 #: Pieces under way to one peer at once: one is copied and checked while others travel.
 PIECES_IN_FLIGHT = 4
+
+#: Runs a task as long as the instance does.
+StartTask = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 
 
 class Lane:
@@ -43,10 +47,14 @@ class Lane:
         num_layers: int,
         num_pages: int = 0,
         max_in_flight: int = PIECES_IN_FLIGHT,
+        start: StartTask | None = None,
         on_taken: Callable[[], object] = lambda: None,
         on_failed: Callable[[str], object] = lambda reason: None,
     ) -> None:
-        """``num_pages`` is how many may come from the peer to be read where they lie."""
+        """``num_pages`` may come from the peer, to be read where they lie.
+
+        ``start`` runs the lane once a header is to be said; without it the owner does.
+        """
         self.address = address
         self.num_under_way = 0
         self._num_left = 0  # pages that were put and not taken yet
@@ -54,6 +62,7 @@ class Lane:
         self._about = about
         self._writer = writer
         self._outbox = Outbox(num_layers=num_layers, max_pages=lambda: writer.pages_a_piece(address))
+        self._start = start
         self._on_taken = on_taken
         self._on_failed = on_failed
         self._scope: anyio.CancelScope | None = None  # of `run`
@@ -91,7 +100,7 @@ class Lane:
 
     def say(self, kind: PieceKind) -> None:
         """Send a header alone. One that the peer does not take fails nothing: it has not heard of us yet."""
-        self._outbox.say(Outgoing(NO_BLOCKS, kind=kind))
+        self._say(Outgoing(NO_BLOCKS, kind=kind))
 
     # --- what came to nothing -----------------------------------------------------------------------------------------
 
@@ -108,7 +117,7 @@ class Lane:
         elif not self._received.add_damaged():
             num_damaged, layer = self._received.num_damaged + 1, header.part.layers.start
             return f"{num_damaged} pieces were damaged on the way, this one of layer {layer}"
-        self._outbox.say(Outgoing(Blocks.of(header), header.num_members, kind))
+        self._say(Outgoing(Blocks.of(header), header.num_members, kind))
         return None
 
     def send_again(self, header: PieceHeader) -> str | None:
@@ -124,6 +133,12 @@ class Lane:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _say(self, item: Outgoing) -> None:
+        self._outbox.say(item)
+        if self._start is not None:
+            self._start(self.run)
+            self._start = None
+
     async def _send(self) -> None:
         while (item := await self._outbox.take()) is not None:
             self.num_under_way += 1
@@ -135,9 +150,7 @@ class Lane:
                 else:
                     await self._writer.ask(self.address, item.blocks, about)
             except KvTransferError as error:
-                if (
-                    item.blocks.num_pages and not self._outbox.is_closed
-                ):  # else it took no greeting, or is cut off
+                if item.blocks.num_pages and not self._outbox.is_closed:  # else it took no greeting, or is cut off
                     self.cut_off()
                     self._on_failed(str(error))
             self.num_under_way -= 1

@@ -34,6 +34,11 @@ class PageState(IntEnum):
     READING = 4
     PRESENT = 5
 
+    @classmethod
+    def of(cls, *, is_read: bool) -> PageState:
+        """Return what a page is while a peer's cache is copied to it, or a piece."""
+        return cls.READING if is_read else cls.COPYING
+
 
 _EMPTY, _COMPUTING, _WRITTEN, _COPYING, _READING, _PRESENT = PageState
 
@@ -123,8 +128,8 @@ class PageLedger:
         """Whether a peer's cache is being copied to one of these."""
         return any(_READING in states for states in self._slices(blocks))
 
-    def claim(self, blocks: Blocks, source: int, state: PageState = PageState.COPYING) -> bool:
-        """Pages are about to be copied in from a source; False, with nothing claimed, if none of these is missing.
+    def claim(self, blocks: Blocks, source: int, state: PageState = PageState.COPYING) -> list[Blocks]:
+        """Pages are about to be copied in from a source. Return those of them that were missing, and are claimed now.
 
         What another source was first with stays that one's.
         """
@@ -135,7 +140,7 @@ class PageLedger:
                     pages = slice(part.first_block, part.end)
                     self._states[layer][pages] = bytes([state]) * part.num_blocks
                     self._sources[layer][pages] = bytes([source + 1]) * part.num_blocks
-        return bool(missing)
+        return missing
 
     def release(self, blocks: Blocks, source: int) -> None:
         """Take back a source's claim of pages of which nothing that counts was copied: they are to come again."""

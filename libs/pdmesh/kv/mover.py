@@ -134,18 +134,11 @@ class KvMover:
             on_outcome=self._on_outcome,
             peer_reads=peer_reads,
         )
-        reader = PieceReader(
-            store=self._store,
-            pool=self._pool,
-            key=self._key,
-            copies=context.copies,
-            tasks=self._tasks,
-            peer_reads=peer_reads,
-        )
+        reader = PieceReader(context, self._pool)
         self.departures = KvDepartures(context)
-        self.arrivals = KvArrivals(context, reader=reader)
+        self.arrivals = KvArrivals(context, reader)
         #: What members of prefill groups exchange.
-        self.groups = KvGroups(context, reader=reader)
+        self.groups = KvGroups(context, reader)
         self._tasks.start_soon(self._receive)
         return self
 
@@ -174,10 +167,10 @@ class KvMover:
         return TransferCounters(
             num_pieces_sent=self.departures.num_pieces,
             num_bytes_sent=self.departures.num_bytes,
-            num_pieces_received=self.arrivals.num_pieces,
-            num_bytes_received=self.arrivals.num_bytes,
-            num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.num_bytes_received),
-            num_bytes_peer_read=self.arrivals.num_bytes_peer_read + self.groups.num_bytes_peer_read,
+            num_pieces_received=self.arrivals.pages.num_pieces,
+            num_bytes_received=self.arrivals.pages.num_bytes,
+            num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.pages.num_bytes),
+            num_bytes_peer_read=self.arrivals.pages.num_bytes_peer_read + self.groups.pages.num_bytes_peer_read,
             dropped=dict(self._context.dropped),
             num_asked_again=self._context.num_asked_again,
             num_exchanging=len(self.groups),
@@ -204,10 +197,8 @@ class KvMover:
                 continue
             if header.request_key in self.groups:
                 self.groups.take(header, piece)
-            elif header.kind is PieceKind.LANDED:
-                self.departures.take_landed(header, piece)
-            elif header.kind in (PieceKind.AGAIN, PieceKind.NO_PEER_READS):
-                self.departures.take_again(header, piece)
+            elif header.kind in (PieceKind.LANDED, PieceKind.AGAIN, PieceKind.NO_PEER_READS):
+                self.departures.take(header, piece)
             elif header.kind is not PieceKind.ABORT:
                 self.arrivals.take(header, piece)
             elif self.departures.take_abort(header) or self.arrivals.take_abort(header):

@@ -98,7 +98,7 @@ class MoveSender(GrantedTransfer):
         self._work.deadline = anyio.current_time() + FREEZE_LIMIT_S
         self._name(num_blocks_for(num_kv_tokens, self._layout.block_size))
         self._tasks.start_soon(self._tell, tail, len(self._transcript))
-        self._tasks.start_soon(self._send_commit, self._commit(num_kv_tokens, next_token))
+        self._tasks.start_soon(self._send_commit, self._commit(self._named_part, num_kv_tokens, next_token))
 
     # --- called by the departures -------------------------------------------------------------------------------------
 
@@ -117,26 +117,17 @@ class MoveSender(GrantedTransfer):
             self._ledger.place(blocks)
             self._lanes[0].put(Outgoing(blocks))
 
+    @property
+    def _named_part(self) -> KvPart:
+        layout = self._layout
+        return KvPart(
+            IndexRange(0, self._num_named), IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
+        )
+
     def _note(self) -> None:
         super()._note()
         if self.has_caught_up and self._frozen_s is None:
             self._on_caught_up()  # which may freeze it
-
-    def _commit(self, num_kv_tokens: int, next_token: FirstToken) -> PieceHeader:
-        layout = self._layout
-        return replace(
-            self._about,
-            kind=PieceKind.COMMIT,
-            part=KvPart(
-                IndexRange(0, num_blocks_for(num_kv_tokens, layout.block_size)),
-                IndexRange(0, layout.num_layers),
-                IndexRange(0, layout.num_kv_heads),
-            ),
-            num_context_tokens=num_kv_tokens,
-            has_token=True,
-            token_id=next_token.token_id,
-            token_index=next_token.token_index,
-        )
 
     async def _send(self) -> None:
         """Send the transcript as it is when the move begins; `advance` and `freeze` have the rest sent."""

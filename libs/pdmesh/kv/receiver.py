@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pdmesh.kv.lane import Lane
+from pdmesh.kv.lane import Lane, StartTask
 from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
-from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.transcript import is_complete
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blocks_for
@@ -45,6 +44,9 @@ class KvReceiver:
         destination: int,
         layout: KvLayout,
         writer: PieceWriter,
+        on_placed: Callable[[KvReceiver], object],
+        on_failed: Callable[[KvReceiver, str], object],
+        start: StartTask,
     ) -> None:
         """``num_context_tokens`` is None for a move: as many as the blocks hold at most, which the commit tells."""
         most_tokens = len(block_ids) * layout.block_size
@@ -56,15 +58,15 @@ class KvReceiver:
         self.epoch = epoch
         self.key = request_key(request_id)
         self.capability = capability
-        self.source_addresses = source_addresses
         self.destination = destination
         self.first_piece_s: float | None = None
         self.first_token: FirstToken | None = None
         self.num_bytes = 0
         self.transcript = bytearray()
-        self.is_asking = False  # its lanes run
         self.ledger = PageLedger(layout.num_layers, num_blocks)
-        self._block_ids = list(block_ids[:num_blocks])
+        self.block_ids = list(block_ids[:num_blocks])
+        self.is_over = False
+        self._on_placed, self._on_failed = on_placed, on_failed
         self._is_move = num_context_tokens is None
         self._num_context_tokens = num_context_tokens
         self._layout = layout
@@ -86,37 +88,22 @@ class KvReceiver:
                 num_layers=layout.num_layers,
                 num_pages=self._part.num_pages,
                 max_in_flight=1,  # a source that takes nothing holds one buffer here
+                start=start,
             )
             for source, address in enumerate(source_addresses)
         ]
         self._uncommitted = set(range(len(source_addresses)))
 
-    def block_ids_of(self, header: PieceHeader) -> list[int]:
-        return self._block_ids[header.part.blocks.start : header.part.blocks.stop]
+    def lane_from(self, source: int) -> Lane | None:
+        return self.lanes[source] if source < len(self.lanes) else None
 
-    def claim(self, header: PieceHeader, payload_bytes: int) -> str | None:
-        """Accept a piece of KV or a peer read, or say why it must be dropped."""
-        blocks, layers, heads = part = header.part
-        is_read = header.kind is PieceKind.PEER_READ
-        if (
-            header.source >= len(self.source_addresses)
-            or header.destination != self.destination
-            or not self._part.layers.holds(layers)
-            or not self._part.blocks.holds(blocks)
-            or heads != self._part.heads
-            or header.payload_bytes != (note_bytes(blocks.size) if is_read else self._bytes_of(part))
-            or header.payload_bytes != payload_bytes
-        ):
-            return "range"
-        pages = Blocks.of(header)
-        if self.ledger.missing(pages) != [pages]:
-            return "duplicate"
-        self.ledger.claim(pages, header.source)
-        return None
-
-    def release(self, header: PieceHeader) -> None:
-        """Await the pages of a claimed piece again, because nothing that counts was copied of it."""
-        self.ledger.release(Blocks.of(header), header.source)
+    def expects(self, header: PieceHeader) -> bool:
+        return (
+            header.destination == self.destination
+            and header.part.heads == self._part.heads
+            and self._part.layers.holds(header.part.layers)
+            and self._part.blocks.holds(header.part.blocks)
+        )
 
     def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
         """Take the next bytes of a move's transcript, or say why they must be dropped."""
@@ -129,18 +116,20 @@ class KvReceiver:
         self.transcript += payload
         return None
 
-    def place(self, header: PieceHeader) -> None:
-        """A claimed piece has been copied into its blocks."""
-        self.lanes[header.source].add_sound()
-        self.ledger.place(Blocks.of(header))
-        self.num_bytes += self._bytes_of(header.part)
+    def place(self, header: PieceHeader, blocks: Blocks) -> None:
+        self.ledger.place(blocks)
+        self.num_bytes += blocks.num_pages * self._layout.block_bytes
+        self._on_placed(self)
+
+    def give_up(self, reason: str) -> None:
+        self._on_failed(self, reason)
 
     def commit(self, header: PieceHeader) -> str | None:
         """Take a source's commit, or say why the transfer has failed.
 
         It sends it after all of its KV was taken; that of a move is sent with the last of it.
         """
-        if header.source >= len(self.source_addresses) or header.destination != self.destination:
+        if header.source >= len(self.lanes) or header.destination != self.destination:
             return f"a commit of source {header.source} for destination {header.destination}"
         if self._num_context_tokens is None and (reason := self._end_move(header)):
             return reason
@@ -184,6 +173,3 @@ class KvReceiver:
     @property
     def _has_transcript(self) -> bool:
         return self._num_context_tokens is not None and is_complete(self.transcript, self._num_context_tokens)
-
-    def _bytes_of(self, part: KvPart) -> int:
-        return part.num_pages * self._layout.block_bytes

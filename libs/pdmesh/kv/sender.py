@@ -17,7 +17,7 @@ from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outbox import Outgoing
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
-from pdmesh.kv.piece import PieceKind, request_key
+from pdmesh.kv.piece import request_key
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
 from pdmesh.kv.transfer import GrantedTransfer, KvDestination
@@ -204,24 +204,12 @@ class KvPush(GrantedTransfer):
         self._work.deadline = anyio.current_time() + self._deadline_s
         await self._until(lambda: self.sender.has_all and all(lane.is_done for lane in self._lanes))
         try:
-            for index, destination in enumerate(self.destinations):
-                await self._send_commit(index, destination)
+            for index, (address, part) in enumerate(self.destinations):
+                sender, common = self.sender, self.sender.part.common(part)
+                header = self._commit(common, sender.num_context_tokens, sender.first_token)
+                await self._writer.tell(address, replace(header, destination=index))
         except KvTransferError as error:
             self.fail(str(error))
-
-    async def _send_commit(self, index: int, destination: KvDestination) -> None:
-        token = self.sender.first_token
-        header = replace(
-            self._about,
-            kind=PieceKind.COMMIT,
-            destination=index,
-            part=self.sender.part.common(destination.part),
-            num_context_tokens=self.sender.num_context_tokens,
-            has_token=token is not None,
-            token_id=0 if token is None else token.token_id,
-            token_index=0 if token is None else token.token_index,
-        )
-        await self._writer.tell(destination.address, header)
 
     def _exposed_since_s(self) -> float:
         assert self.sender.committed_s is not None

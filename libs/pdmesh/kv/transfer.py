@@ -20,6 +20,7 @@ from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
+from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 
 
@@ -151,6 +152,18 @@ class GrantedTransfer(ABC):
     @abstractmethod
     def _why_late(self) -> str:
         """Return the reason of a failure by the clock."""
+
+    def _commit(self, part: KvPart, num_tokens: int, token: FirstToken | None) -> PieceHeader:
+        """Return the header that says that all of ``part`` was sent; ``token`` if this source drew it."""
+        return replace(
+            self._about,
+            kind=PieceKind.COMMIT,
+            part=part,
+            num_context_tokens=num_tokens,
+            has_token=token is not None,
+            token_id=0 if token is None else token.token_id,
+            token_index=0 if token is None else token.token_index,
+        )
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
