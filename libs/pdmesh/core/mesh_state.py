@@ -349,9 +349,10 @@ class MeshState:
             self.queue.remove(state)
         self.awaiting_decode.discard(key)
         self.recovering.pop(key, None)
-        for instance_id in state.prefill_ids:
-            if instance_id in self.instances:
-                self.instances[instance_id].drop_prefill(state)
+        if state.is_in_prefill or state.chunks_in_flight:
+            for instance_id in state.prefill_ids:
+                if instance_id in self.instances:
+                    self.instances[instance_id].drop_prefill(state)
         if state.transfer is not None:
             self.broker.withdraw(state.transfer)
         held_by = state.prefill_ids + state.decode_ids + state.asked_ids

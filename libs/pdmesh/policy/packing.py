@@ -8,12 +8,18 @@ from math import ceil, inf
 
 from pdmesh.model import Request, Role
 from pdmesh.policy.batching_theory import StepLimit
-from pdmesh.policy.latency import LinearLatencyModel, StepShape
+from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.prediction import Prediction
 from pdmesh.policy.views import InstanceView, PartialStep
 
 #: Adaptive chunks are multiples of this, but for a prompt's last. A step with no chunk yet takes one in any case.
 CHUNK_UNIT_TOKENS = 32
+
+#: So much more than a budget is a rounding error.
+ROUNDING_S = 1e-9
+
+#: The first chunk of a prompt, as small as it can be.
+_A_UNIT = (ChunkShape(CHUNK_UNIT_TOKENS, 0),)
 
 #: A step with nothing in it.
 NOTHING = StepShape((), 0, 0)
@@ -58,7 +64,7 @@ class ChunkSizer:
         """Return the size of the largest chunk at ``start`` that fits ``beside``; 0 if not even a unit fits."""
 
         step_s = self.model.with_chunk_s(beside, start)
-        limit_s = budget_s + 1e-9  # nanoseconds are rounding errors
+        limit_s = budget_s + ROUNDING_S
         if num_left <= self.max_tokens and step_s(num_left) <= limit_s:
             return num_left
         low, high = 0, min(num_left, self.max_tokens) // CHUNK_UNIT_TOKENS + 1
@@ -106,8 +112,9 @@ class AdaptiveChunks:
 
     def takes_local(self, instance: InstanceView) -> bool:
         budget_s = self.local_step_share * self._tpot_s(instance)
-        decodes = StepShape((), instance.num_decoding, instance.num_resident_tokens)
-        return self._sizer(instance).largest(decodes, 0, CHUNK_UNIT_TOKENS, budget_s) > 0
+        step = StepShape(_A_UNIT, instance.num_decoding, instance.num_resident_tokens)
+        sizer = self._sizer(instance)
+        return sizer.max_tokens >= CHUNK_UNIT_TOKENS and sizer.model.step_s(step) <= budget_s + ROUNDING_S
 
     def local_s(self, instance: InstanceView, num_prompt_tokens: int) -> float:
         budget_s = self.local_step_share * self._tpot_s(instance)

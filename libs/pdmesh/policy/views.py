@@ -10,7 +10,7 @@ from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class InstanceView:
     """An instance as the core's state have it. Not to be changed, and not frozen, which would triple its cost.
 
@@ -38,6 +38,51 @@ class InstanceView:
     slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
     number: int = 0  # its place among those that joined, from 1 on; that of one that was lost is taken again
     device_class: str = ""  # instances of one are equally fast
+
+    # Written out because mypyc leaves the one of a dataclass to the interpreter.
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        role: Role,
+        num_blocks: int,
+        num_free_blocks: int,
+        num_virtual_blocks: int,
+        num_seats_taken: int,
+        max_num_seqs: int,
+        num_prefilling: int,
+        num_decoding: int,
+        num_queued_tokens: int,
+        draining: bool,
+        reachable: bool = True,
+        suspected: bool = False,
+        num_resident_tokens: int = 0,
+        num_long_prefilling: int = 0,
+        num_long_decoding: int = 0,
+        shortest_long_prefill_tokens: int | None = None,
+        slo_tpots_s: frozenset[float | None] = frozenset(),
+        number: int = 0,
+        device_class: str = "",
+    ) -> None:
+        self.instance_id = instance_id
+        self.role = role
+        self.num_blocks = num_blocks
+        self.num_free_blocks = num_free_blocks
+        self.num_virtual_blocks = num_virtual_blocks
+        self.num_seats_taken = num_seats_taken
+        self.max_num_seqs = max_num_seqs
+        self.num_prefilling = num_prefilling
+        self.num_decoding = num_decoding
+        self.num_queued_tokens = num_queued_tokens
+        self.draining = draining
+        self.reachable = reachable
+        self.suspected = suspected
+        self.num_resident_tokens = num_resident_tokens
+        self.num_long_prefilling = num_long_prefilling
+        self.num_long_decoding = num_long_decoding
+        self.shortest_long_prefill_tokens = shortest_long_prefill_tokens
+        self.slo_tpots_s = slo_tpots_s
+        self.number = number
+        self.device_class = device_class
 
 
 @dataclass(slots=True)

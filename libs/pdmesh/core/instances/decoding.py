@@ -46,7 +46,7 @@ class DecodingSums:
         """Note that an instance changed; None if it is gone."""
         if self._rule is None:
             return
-        if instance is None or instance.role.can_decode or instance_id in self._known:
+        if instance is None or instance.role_decodes or instance_id in self._known:
             self._changed[instance_id] = instance
         else:
             self._changed.pop(instance_id, None)  # perhaps of the process before it
@@ -72,7 +72,7 @@ class DecodingSums:
         for instance_id, instance in self._changed.items():
             if (known := self._known.pop(instance_id, None)) is not None:
                 self._forget(instance_id, *known)
-            if rule is not None and instance is not None and instance.role.can_decode and instance.takes_new:
+            if rule is not None and instance is not None and instance.role_decodes and instance.takes_new:
                 self._learn(instance, rule)
         self._changed.clear()
 

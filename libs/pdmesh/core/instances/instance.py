@@ -49,7 +49,7 @@ class InstanceState:
         self.profile = profile
         self.number = number
         self.instance_id = profile.instance_id
-        self.role = profile.role
+        self._set_role(profile.role)
         self.block_size = profile.kv_layout.block_size
         self.device_class = device_class_of(profile)  # instances of one device class are equally fast
         self.switches = SwitchTimes()
@@ -82,6 +82,11 @@ class InstanceState:
         self._knows_room = False
         self._changed = changed
         self._change()
+
+    def _set_role(self, role: Role) -> None:
+        self.role = role
+        # Looked up at each event, and a property of an enumeration's member takes ten times as long.
+        self.role_prefills, self.role_decodes = role.can_prefill, role.can_decode
 
     def _change(self) -> None:
         self._view = None
@@ -241,7 +246,7 @@ class InstanceState:
             if self.takes_decodes:
                 longest = self.profile.max_model_len - 1
                 self._decode_tokens = room if room < longest else longest
-            if self.role.can_prefill:
+            if self.role_prefills:
                 self._prompt_tokens = room
 
     @property
@@ -254,7 +259,7 @@ class InstanceState:
     @property
     def takes_decodes(self) -> bool:
         """Whether it has a seat for one more, whatever the memory."""
-        return self.takes_new and self.role.can_decode and self.allocated.num_seats_taken < self.profile.max_num_seqs
+        return self.takes_new and self.role_decodes and self.allocated.num_seats_taken < self.profile.max_num_seqs
 
     @property
     def room(self) -> Room:
@@ -331,7 +336,7 @@ class InstanceState:
     @property
     def takes_prompts(self) -> bool:
         """Whether prompts are placed on it, to compute them here."""
-        return self.takes_new and self.role.can_prefill
+        return self.takes_new and self.role_prefills
 
     @property
     def has_long(self) -> bool:
@@ -373,7 +378,7 @@ class InstanceState:
     def could_prefill(self, request: Request) -> bool:
         """Whether the prompt fits this instance when it is empty."""
         return (
-            self.role.can_prefill
+            self.role_prefills
             and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
             and self.num_prefill_blocks(request) <= self.profile.num_blocks
         )
@@ -381,7 +386,7 @@ class InstanceState:
     def could_decode(self, request: Request) -> bool:
         """Whether prompt and output fit this instance when it is empty."""
         return (
-            self.role.can_decode
+            self.role_decodes
             and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
             and self.num_decode_blocks(request) <= self.profile.num_blocks
         )
@@ -424,7 +429,7 @@ class InstanceState:
         self._change()
 
     def set_role(self, role: Role) -> None:
-        self.role = role
+        self._set_role(role)
         self._change()
 
     @property

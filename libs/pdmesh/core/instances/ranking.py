@@ -111,7 +111,7 @@ class Decoders:
 
     def look_at(self, instance_id: InstanceId, instance: InstanceState | None) -> None:
         """Note that an instance changed; None if it is gone."""
-        if instance is None or instance.role.can_decode or instance_id in self._group_of:
+        if instance is None or instance.role_decodes or instance_id in self._group_of:
             self._changed[instance_id] = instance
         else:
             self._changed.pop(instance_id, None)  # perhaps of the process before it

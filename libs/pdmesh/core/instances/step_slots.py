@@ -68,6 +68,12 @@ class StepSlots:
         """Look again at the instances that have changed; at all of them under another bundle."""
         if bundle is not self._bundle:
             self._reset(bundle)
+        if self._mesh.changed:
+            self._look_at_changed()
+        if self._mesh.queue.has_line:
+            self.decoders.catch_up()
+
+    def _look_at_changed(self) -> None:
         for instance_id in self._mesh.changed:
             instance = self._mesh.instances.get(instance_id)
             self._note(instance_id, instance)
@@ -92,8 +98,6 @@ class StepSlots:
             elif instance_id in self._takers.members:
                 self._takers.discard(instance_id)
         self._mesh.changed.clear()
-        if self._mesh.queue.has_line:
-            self.decoders.catch_up()
 
     def refresh(self, instances: Iterable[InstanceState]) -> None:
         """Look at the room of instances that changed. Whether they have a step slot is left to `update`."""
@@ -131,7 +135,7 @@ class StepSlots:
             among = None
             if instance.prefills:
                 among = self._computing
-            elif instance.role.can_prefill:
+            elif instance.role_prefills:
                 among = self._idle
             elif self._bundle.local_prefill is not None and instance.num_decode_tokens:
                 among = self._perhaps_spare

@@ -113,6 +113,8 @@ class Operations:
     @property
     def leaving(self) -> list[InstanceId]:
         """Instances that everything leaves that decodes there."""
+        if not self._running and not self._drains:
+            return []
         running = [name for name, operation in self._running.items() if self._empties(operation)]
         return list(dict.fromkeys((*self._drains, *running)))
 
@@ -130,8 +132,9 @@ class Operations:
 
     @property
     def next_deadline_s(self) -> float:
-        running = (*self._running.values(), *self._moving.values())
-        return min((operation.deadline_s for operation in running), default=inf)
+        if not self._running and not self._moving:
+            return inf
+        return min([operation.deadline_s for operation in (*self._running.values(), *self._moving.values())])
 
     def find(self, operation_id: OperationId) -> OperationView | None:
         operation = self._operations.get(operation_id)
@@ -234,6 +237,8 @@ class Operations:
 
     def advance(self, now_s: float) -> None:
         """Look what has left the instances since; after any event."""
+        if not self._running and not self._moving:
+            return
         for operation in list(self._moving.values()):
             self._look_at_move(operation, now_s)
         for operation in list(self._running.values()):

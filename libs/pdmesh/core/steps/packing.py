@@ -155,7 +155,7 @@ class Round:
 
     def _open(self, instance: InstanceState) -> None:
         """Open an instance for a plan, unless there is nothing that it could be given."""
-        may_take = self._mesh.queue.has_line and instance.role.can_prefill
+        may_take = self._mesh.queue.has_line and instance.role_prefills
         if not instance.reachable or not (instance.prefills or may_take):
             return
         urgent = not self._known.has_room(instance)

@@ -151,8 +151,8 @@ def could_place(request: Request, instances: Collection[InstanceState]) -> bool:
 
 def have_pair(instances: Collection[InstanceState]) -> bool:
     """Whether some instance prefills and some instance, perhaps the same, decodes what it prefilled."""
-    groups = {instance.kv_group for instance in instances if instance.role.can_decode}
-    return any(instance.role.can_prefill and instance.kv_group in groups for instance in instances)
+    groups = {instance.kv_group for instance in instances if instance.role_decodes}
+    return any(instance.role_prefills and instance.kv_group in groups for instance in instances)
 
 
 def unready_reason(instances: Iterable[InstanceState]) -> str | None:
@@ -160,8 +160,8 @@ def unready_reason(instances: Iterable[InstanceState]) -> str | None:
     takers = [instance for instance in instances if instance.is_usable]
     if have_pair(takers):
         return None
-    if not any(instance.role.can_prefill for instance in takers):
+    if not any(instance.role_prefills for instance in takers):
         return "no prefill instance is there"
-    if not any(instance.role.can_decode for instance in takers):
+    if not any(instance.role_decodes for instance in takers):
         return "no decode instance is there"
     return "no prefill and decode instance have the same model and KV layout"

@@ -111,7 +111,7 @@ class AwaitingDecode(Mapping[RequestKey, RequestState]):
     @property
     def next_due_s(self) -> float:
         """Infinite if nobody has a limit."""
-        return next(iter(self._due_s.values()), inf)
+        return next(iter(self._due_s.values())) if self._due_s else inf
 
     def overdue(self, now_s: float) -> list[RequestState]:
         """Return requests whose deadlines have passed, in turn."""

@@ -208,7 +208,7 @@ class TransferBroker:
         return asked
 
     def _take_back(self, receiver: _Receiver) -> list[Transfer]:
-        idle = self._idle(receiver)
+        idle = self._idle(receiver) if receiver.line else []
         num_wanted = self._num_wanted(receiver) if idle else 0
         if num_wanted <= 0:
             return []
@@ -299,9 +299,9 @@ class TransferBroker:
 
     def _turn(self, transfer: Transfer) -> int:
         """Smaller is earlier, a preempted request the last; of equal ones the first offer counts."""
-        if self._is_interrupted(transfer.key):
-            return _LAST
-        return _COMPUTED if self.computed_first and self._is_computed(transfer.key) else _COMPUTING
+        if self.computed_first and self._is_computed(transfer.key):
+            return _COMPUTED
+        return _LAST if self._is_interrupted(transfer.key) else _COMPUTING
 
     def check_integrity(self) -> None:
         """AssertionError names what does not balance."""

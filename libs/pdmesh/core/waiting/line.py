@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -12,6 +12,9 @@ from pdmesh.core.requests import RequestState
 from pdmesh.model import Epoch, RequestId
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
+
+#: Where a request stands in its bucket; no two share one.
+_Place = tuple[float, float, RequestId]
 
 #: The first of a bucket behind its key, its arrival and a number of its own: so entries compare without the requests.
 _Head = tuple[tuple[float, ...], tuple[float, RequestId, Epoch], int, RequestState]
@@ -40,6 +43,7 @@ class Line:
 
     def __init__(self) -> None:
         self._buckets: dict[float, list[RequestState]] = {}  # each sorted, none empty
+        self._places: dict[float, list[_Place]] = {}  # of the same requests
         self._changed_buckets: dict[float, None] = {}  # of which the first is to be looked up
         # A heap of the firsts that keep their keys, and of some that were; until when those keep them, the first of
         # these times or an earlier one. A heap of those of the other firsts that could be the first at this time.
@@ -215,6 +219,7 @@ class Line:
         """Another order: all get their rank in it."""
         states = list(self)
         self._buckets.clear()
+        self._places.clear()
         self._work_us.clear()
         self._waiting_buckets.clear()
         self.num_requests = self.num_prompt_tokens = 0
@@ -224,27 +229,35 @@ class Line:
             self.join(state)
 
     def join(self, state: RequestState) -> None:
-        insort(self._buckets.setdefault(state.rank.bucket, []), state, key=_place)
-        self._work_us[state.rank.bucket] = self._work_us.get(state.rank.bucket, 0) + state.work_us
-        self._changed_buckets[state.rank.bucket] = None
+        bucket, place = state.rank.bucket, _place(state)
+        places = self._places.get(bucket)
+        if places is None:
+            self._places[bucket], self._buckets[bucket], self._work_us[bucket] = [place], [state], state.work_us
+        else:
+            index = bisect_right(places, place)
+            places.insert(index, place)
+            self._buckets[bucket].insert(index, state)
+            self._work_us[bucket] += state.work_us
+        self._changed_buckets[bucket] = None
         self.num_requests += 1
         self.num_prompt_tokens += state.request.num_prompt_tokens
 
     def leave(self, state: RequestState) -> None:
-        bucket = self._buckets[state.rank.bucket]
-        index = bisect_left(bucket, _place(state), key=_place)
-        assert bucket[index] is state, f"{state.key} is not in line where its rank says"
-        del bucket[index]
+        bucket = state.rank.bucket
+        states, places = self._buckets[bucket], self._places[bucket]
+        index = bisect_left(places, _place(state))
+        assert states[index] is state, f"{state.key} is not in line where its rank says"
+        del states[index], places[index]
         self.num_requests -= 1
         self.num_prompt_tokens -= state.request.num_prompt_tokens
-        self._work_us[state.rank.bucket] -= state.work_us
-        if bucket:
-            self._changed_buckets[state.rank.bucket] = None
+        self._work_us[bucket] -= state.work_us
+        if states:
+            self._changed_buckets[bucket] = None
         else:
-            del self._buckets[state.rank.bucket], self._work_us[state.rank.bucket]
-            self._changed_buckets.pop(state.rank.bucket, None)
-            self._steady_until_s.pop(state.rank.bucket, None)
-            self._moving_buckets.pop(state.rank.bucket, None)
+            del self._buckets[bucket], self._places[bucket], self._work_us[bucket]
+            self._changed_buckets.pop(bucket, None)
+            self._steady_until_s.pop(bucket, None)
+            self._moving_buckets.pop(bucket, None)
 
     def check_integrity(self) -> None:
         assert self.num_requests == sum(1 for _ in self), "the number is not that of the requests in line"
@@ -252,10 +265,11 @@ class Line:
         assert self.num_prompt_tokens == num_prompt_tokens, "the tokens are not those of the prompts in line"
         work_us = {bucket: sum(state.work_us for state in states) for bucket, states in self._buckets.items()}
         assert work_us == self._work_us, "the work is not that of the prompts in line"
-        for bucket in self._buckets.values():
-            places = [_place(state) for state in bucket]
+        assert self._buckets.keys() == self._places.keys(), "a bucket has no places"
+        for bucket, states in self._buckets.items():
+            places = [_place(state) for state in states]
             assert places, "a bucket is empty"
-            assert places == sorted(places), "the line is out of order"
+            assert places == sorted(places) == self._places[bucket], "the line is out of order"
 
 
 def arrival(state: RequestState) -> tuple[float, RequestId, Epoch]:
@@ -267,5 +281,5 @@ def _rank_place(state: RequestState) -> float:
     return state.rank.place
 
 
-def _place(state: RequestState) -> tuple[float, float, RequestId]:
+def _place(state: RequestState) -> _Place:
     return state.rank.place, state.request.arrival_s, state.request.request_id

@@ -30,6 +30,7 @@ class WaitingQueue:
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
         self._deadlines: OrderedDict[RequestKey, tuple[float, RequestState]] = OrderedDict()
+        self.next_deadline_s = inf  # of the request that has waited longest; infinite if none waits
         self.num_tokens = 0
         self._prompt_tokens = Lengths()  # of all that wait
 
@@ -96,11 +97,6 @@ class WaitingQueue:
         return self._prompt_tokens.least
 
     @property
-    def next_deadline_s(self) -> float:
-        """Deadline of the longest waiting request; infinite if none waits."""
-        return next(iter(self._deadlines.values()))[0] if self._deadlines else inf
-
-    @property
     def first(self) -> RequestState | None:
         """The longest waiting request; None if none waits."""
         return next(iter(self._deadlines.values()))[1] if self._deadlines else None
@@ -115,6 +111,8 @@ class WaitingQueue:
     def add(self, state: RequestState, deadline_s: float) -> None:
         self._join_line(state)
         self._deadlines[state.key] = deadline_s, state
+        if len(self._deadlines) == 1:
+            self.next_deadline_s = deadline_s
         self.num_tokens += state.request.num_prompt_tokens
         self._prompt_tokens.add(state.request.num_prompt_tokens)
 
@@ -122,13 +120,19 @@ class WaitingQueue:
         """Let a request wait until ``deadline_s``, which is later than any other deadline."""
         del self._deadlines[state.key]
         self._deadlines[state.key] = deadline_s, state
+        self._look_up_deadline()
 
     def remove(self, state: RequestState) -> None:
-        del self._deadlines[state.key]
+        deadline_s, _ = self._deadlines.pop(state.key)
+        if deadline_s == self.next_deadline_s:
+            self._look_up_deadline()
         self.num_tokens -= state.request.num_prompt_tokens
         self._prompt_tokens.remove(state.request.num_prompt_tokens)
         if self._parked.pop(state.key, None) is None:
             self._leave_line(state)
+
+    def _look_up_deadline(self) -> None:
+        self.next_deadline_s = next(iter(self._deadlines.values()))[0] if self._deadlines else inf
 
     def park(self, state: RequestState) -> None:
         self._leave_line(state)
@@ -171,6 +175,8 @@ class WaitingQueue:
         num_tokens = sum(prompt_tokens)
         assert prompt_tokens == self._prompt_tokens.all(), "the lengths are not those of the prompts that wait"
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, the sums say {self.num_tokens}"
+        deadline_s = min((deadline_s for deadline_s, _ in self._deadlines.values()), default=inf)
+        assert deadline_s == self.next_deadline_s, f"the first waits until {deadline_s}, not {self.next_deadline_s}"
         self.counters.check_integrity()
         num_waiting = {view.tenant: view.num_waiting for view in self.counters.views if view.num_waiting}
         assert num_waiting == {tenant: sum(1 for _ in line) for tenant, line in self._lines.items()}, "not in line"
