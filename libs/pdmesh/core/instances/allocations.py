@@ -28,18 +28,31 @@ class AllocationKind(IntEnum):
 MOVES_AWAY = frozenset({AllocationKind.PREFILL, AllocationKind.LEAVING})
 
 
-@dataclass(slots=True)
 class Allocation:
-    kind: AllocationKind
-    num_blocks: int
-    long_tokens: int = 0  # of the prompt, if it is long
-    slo_tpot_s: float | None = None
-    max_blocks: int = 0  # that it may be granted as it grows
-    num_tokens: int = 0  # that it was last heard to hold; 0: not yet
-    is_open: bool = False  # it may grow by more than requests do in the mean
-    freeing: bool = False  # FreeKv was sent
-    waits: bool = False  # to move away: it is computed, or has no room promised where it is to go
-    transfer_id: TransferId = NO_TRANSFER  # that is to bring its KV, or brought it
+    """What one request has on an instance."""
+
+    # Not a dataclass: mypyc would leave __init__ to the interpreter.
+    def __init__(
+        self,
+        kind: AllocationKind,
+        num_blocks: int,
+        *,
+        long_tokens: int = 0,
+        slo_tpot_s: float | None = None,
+        max_blocks: int = 0,
+        num_tokens: int = 0,
+        transfer_id: TransferId = NO_TRANSFER,
+    ) -> None:
+        self.kind = kind
+        self.num_blocks = num_blocks
+        self.long_tokens = long_tokens  # of the prompt, if it is long
+        self.slo_tpot_s = slo_tpot_s
+        self.max_blocks = max_blocks  # that it may be granted as it grows
+        self.num_tokens = num_tokens  # that it was last heard to hold; 0: not yet
+        self.transfer_id = transfer_id  # that is to bring its KV, or brought it
+        self.is_open = False  # it may grow by more than requests do in the mean
+        self.freeing = False  # FreeKv was sent
+        self.waits = False  # to move away: it is computed, or has no room promised where it is to go
 
 
 @dataclass(slots=True)

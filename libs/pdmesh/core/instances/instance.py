@@ -110,7 +110,13 @@ class InstanceState:
         """``max_blocks``: that it may be granted in all, if that is more."""
         max_blocks = max(num_blocks, max_blocks)
         allocation = Allocation(
-            kind, num_blocks, long_tokens, slo_tpot_s, max_blocks, num_tokens, transfer_id=transfer_id
+            kind,
+            num_blocks,
+            long_tokens=long_tokens,
+            slo_tpot_s=slo_tpot_s,
+            max_blocks=max_blocks,
+            num_tokens=num_tokens,
+            transfer_id=transfer_id,
         )
         self.allocations[key] = allocation
         self._count(allocation, 1)
@@ -471,7 +477,9 @@ class InstanceState:
         assert not self.low or self.num_free_blocks <= 0, f"{name}: {self.low} wait for blocks that are free"
         sums = GrowthSums()
         for allocation in self.allocations.values():
-            assert allocation.num_blocks <= allocation.max_blocks, f"{name}: {allocation} has more than it ever needs"
+            assert allocation.num_blocks <= allocation.max_blocks, (
+                f"{name}: a request has {allocation.num_blocks} blocks, more than it ever needs"
+            )
             if self._growth.on_demand:
                 sums.count(allocation.num_blocks, allocation.max_blocks, is_open=allocation.is_open, sign=1)
         assert sums == self._growing, f"{name}: {sums} may grow, the sums say {self._growing}"

@@ -61,6 +61,7 @@ class StepSlots:
         self._takers = Ranking(bundle.prefill_placement.key)  # the idle and the interruptible
         self._with_long: dict[InstanceId, None] = {}
         self._prefilling: dict[str, Ranking] = {}  # by KV group: those that take prompts, the least queued first
+        self._prefilling_in: dict[InstanceId, str] = {}  # the KV group of each of those
         self.decoders = Decoders(bundle.decode_placement, bundle.run_ahead)
         self._mesh.changed.update(dict.fromkeys(self._mesh.instances))
 
@@ -120,14 +121,15 @@ class StepSlots:
         if bundle.local_prefill is None:
             return
         takes = instance is not None and instance.takes_prompts and instance.may_add_waiting(0, bundle.waiting_kv_share)
-        kv_group = instance.kv_group if instance is not None and takes else None
-        for name, ranking in self._prefilling.items():
-            if name != kv_group:
-                ranking.discard(instance_id)
-        if instance is not None and kv_group is not None:
-            if kv_group not in self._prefilling:
-                self._prefilling[kv_group] = Ranking(_queued_tokens)
-            self._prefilling[kv_group].put(instance)
+        before = self._prefilling_in.get(instance_id)
+        if before is not None and (instance is None or not takes or instance.kv_group != before):
+            self._prefilling[before].discard(instance_id)
+            del self._prefilling_in[instance_id]
+        if instance is not None and takes:
+            if instance.kv_group not in self._prefilling:
+                self._prefilling[instance.kv_group] = Ranking(_queued_tokens)
+            self._prefilling[instance.kv_group].put(instance)
+            self._prefilling_in[instance_id] = instance.kv_group
 
     def _look_at(self, instance: InstanceState) -> None:
         instance_id = instance.instance_id

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Container, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -53,9 +53,11 @@ class Line:
         self._moving: list[_Head] = []
         self._moving_buckets: dict[float, None] = {}
         # The other firsts, and some that were, sorted by their keys of a later time; how many of these are in the heap.
+        # Those that became one since the time last moved are there as well, and get such a key when it moves again.
         self._bounds: list[_Bound] = []
         self._bounded_until_s = -inf
         self._num_asked = 0
+        self._unbounded: dict[float, None] = {}
         self._numbers = count()
         self._order: PrefillOrder | None = None
         self._now_s = -inf
@@ -82,6 +84,8 @@ class Line:
                 self._see_who_moves()
             if now_s > self._bounded_until_s or len(self._bounds) > 2 * len(self._buckets) + SPARE:
                 self._bound_all(order, now_s + BOUND_S)
+            elif self._unbounded:
+                self._bound_others(order)
             self._moving.clear()
             self._num_asked = 0
         if self._changed_buckets:
@@ -90,11 +94,11 @@ class Line:
         while True:
             moving = self._top(self._moving, self._moving_buckets)
             first = steady or moving if steady is None or moving is None else min(steady, moving)
-            rest = self._bounds[self._num_asked : self._num_asked + NUM_ASKED]
-            if not rest or (first is not None and first[0] < rest[0][0]):
+            num_asked, bounds = self._num_asked, self._bounds
+            if num_asked == len(bounds) or (first is not None and first[0] < bounds[num_asked][0]):
                 return None if first is None else first[3]
-            self._num_asked += len(rest)
-            self._ask([state for _, _, state in rest])
+            self._num_asked = min(num_asked + NUM_ASKED, len(bounds))
+            self._ask([state for _, _, state in bounds[num_asked : self._num_asked]])
 
     def _ask(self, states: Sequence[RequestState]) -> None:
         """Put those that still are the first of a bucket into the heap, with their keys of now."""
@@ -106,11 +110,23 @@ class Line:
     def _bound_all(self, order: PrefillOrder, until_s: float) -> None:
         """Sort the firsts whose keys change by what these will be at ``until_s``."""
         self._bounded_until_s = until_s
-        firsts = [self._buckets[bucket][0] for bucket in self._moving_buckets if bucket not in self._changed_buckets]
-        keys = order.keys([state.rank for state in firsts], until_s)
-        numbers = self._numbers
-        self._bounds = [(key, next(numbers), state) for key, state in zip(keys, firsts, strict=True)]
+        self._bounds = self._bounded(self._moving_buckets, order)
         self._bounds.sort()
+        self._unbounded.clear()
+
+    def _bound_others(self, order: PrefillOrder) -> None:
+        """Sort in those that became the first of a bucket since the time last moved."""
+        for bound in self._bounded(self._unbounded, order):
+            insort(self._bounds, bound)
+        self._unbounded.clear()
+
+    def _bounded(self, buckets: Iterable[float], order: PrefillOrder) -> list[_Bound]:
+        """The firsts of these buckets, of those that will not be looked up, behind their keys of the later time."""
+        moving, changed = self._moving_buckets, self._changed_buckets
+        firsts = [self._buckets[bucket][0] for bucket in buckets if bucket in moving and bucket not in changed]
+        keys = order.keys([state.rank for state in firsts], self._bounded_until_s)
+        numbers = self._numbers
+        return [(key, next(numbers), state) for key, state in zip(keys, firsts, strict=True)]
 
     def _look_up_firsts(self, order: PrefillOrder, now_s: float) -> None:
         moving: list[RequestState] = []
@@ -119,22 +135,18 @@ class Line:
             until_s = order.keeps_key_until_s(state.rank)
             if until_s > now_s:
                 self._moving_buckets.pop(bucket, None)
+                self._unbounded.pop(bucket, None)
                 self._steady_until_s[bucket] = until_s
                 self._next_s = min(self._next_s, until_s)
                 heappush(self._steady, self._keyed([state])[0])
             else:
                 self._steady_until_s.pop(bucket, None)
                 self._moving_buckets[bucket] = None
+                self._unbounded[bucket] = None
                 moving.append(state)
         self._changed_buckets.clear()
-        keys = order.keys([state.rank for state in moving], self._bounded_until_s)
-        for key, state in zip(keys, moving, strict=True):
-            bound = key, next(self._numbers), state
-            place = bisect_right(self._bounds, bound)
-            self._bounds.insert(place, bound)
-            if place < self._num_asked:
-                self._num_asked += 1
-                self._ask([state])
+        for head in self._keyed(moving):
+            heappush(self._moving, head)
 
     def _see_who_moves(self) -> None:
         """The keys of some change with the time from now on."""
@@ -150,6 +162,7 @@ class Line:
         self._moving.clear()
         self._moving_buckets.clear()
         self._bounds.clear()
+        self._unbounded.clear()
         self._bounded_until_s, self._num_asked = -inf, 0
         self._passed_over.clear()
         self._changed_buckets = dict.fromkeys(self._buckets)
@@ -233,12 +246,14 @@ class Line:
         places = self._places.get(bucket)
         if places is None:
             self._places[bucket], self._buckets[bucket], self._work_us[bucket] = [place], [state], state.work_us
+            self._changed_buckets[bucket] = None
         else:
             index = bisect_right(places, place)
             places.insert(index, place)
             self._buckets[bucket].insert(index, state)
             self._work_us[bucket] += state.work_us
-        self._changed_buckets[bucket] = None
+            if index == 0:
+                self._changed_buckets[bucket] = None
         self.num_requests += 1
         self.num_prompt_tokens += state.request.num_prompt_tokens
 
@@ -252,12 +267,14 @@ class Line:
         self.num_prompt_tokens -= state.request.num_prompt_tokens
         self._work_us[bucket] -= state.work_us
         if states:
-            self._changed_buckets[bucket] = None
+            if index == 0:
+                self._changed_buckets[bucket] = None
         else:
             del self._buckets[bucket], self._places[bucket], self._work_us[bucket]
             self._changed_buckets.pop(bucket, None)
             self._steady_until_s.pop(bucket, None)
             self._moving_buckets.pop(bucket, None)
+            self._unbounded.pop(bucket, None)
 
     def check_integrity(self) -> None:
         assert self.num_requests == sum(1 for _ in self), "the number is not that of the requests in line"
