@@ -14,7 +14,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from pdmesh.core.transfers.transfer import Move, Transfer
-from pdmesh.model import InstanceId, Request, RequestId, RequestKey
+from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey
 from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
@@ -188,9 +188,13 @@ class RequestState:
     chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
     group: GroupState | None = None  # that computes its prompt; None: its leader alone does
     key: RequestKey = field(init=False)
+    #: Decides between requests that an order finds equal. A resumed one may have come at the same time.
+    arrival: tuple[float, RequestId, Epoch] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = self.request.request_id, self.request.epoch
+        request = self.request
+        self.key = request.request_id, request.epoch
+        self.arrival = request.arrival_s, request.request_id, request.epoch
 
     # --- what is asked of it ---
 

@@ -95,17 +95,20 @@ class GuardedShortestFirst:
         return Rank(rounded(due_s), work_class_s(work_s), latest_s)
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
+        if len(ranks) == 1:
+            return [self._key(ranks[0], ranks[0].latest_start_s, now_s)]
         starts_s = {work_s: latest_s for _, work_s, latest_s in ranks}  # of the most urgent in each bucket
         if len(starts_s) < len(ranks):
             for _, work_s, latest_s in ranks:
                 starts_s[work_s] = min(starts_s[work_s], latest_s)
-        spare = self.spare_slack - 5e-10  # as if all were rounded
-        keys: list[tuple[float, ...]] = []
-        for due_s, work_s, _ in ranks:
-            slack = (starts_s[work_s] - now_s) / work_s
-            urgent = slack < spare
-            keys.append((0.0, round(slack, 9), work_s, due_s) if urgent else (1.0, _scale(work_s), due_s))
-        return keys
+        return [self._key(rank, starts_s[rank.bucket], now_s) for rank in ranks]
+
+    def _key(self, rank: Rank, start_s: float, now_s: float) -> tuple[float, ...]:
+        """Return the key of a request in whose bucket the most urgent must start by ``start_s``."""
+        due_s, work_s, _ = rank
+        slack = (start_s - now_s) / work_s
+        urgent = slack < self.spare_slack - 5e-10  # as if all were rounded
+        return (0.0, round(slack, 9), work_s, due_s) if urgent else (1.0, _scale(work_s), due_s)
 
     def keeps_key_until_s(self, rank: Rank) -> float:
         """Return the time until which the request cannot be urgent, a little early for rounding errors."""

@@ -186,7 +186,7 @@ class Line:
         assert self._order is not None, "only `head` asks for keys"
         keys = self._order.keys([state.rank for state in states], self._now_s)
         numbers = self._numbers
-        return [(key, arrival(state), next(numbers), state) for key, state in zip(keys, states, strict=True)]
+        return [(key, state.arrival, next(numbers), state) for key, state in zip(keys, states, strict=True)]
 
     def defer(self, bucket: float) -> None:
         """Pass over a bucket, which waits for its turn, until `call_all`."""
@@ -289,14 +289,10 @@ class Line:
             assert places == sorted(places) == self._places[bucket], "the line is out of order"
 
 
-def arrival(state: RequestState) -> tuple[float, RequestId, Epoch]:
-    """What decides between requests that the order finds equal. A resumed one may have come at the same time."""
-    return state.request.arrival_s, state.request.request_id, state.request.epoch
-
-
 def _rank_place(state: RequestState) -> float:
     return state.rank.place
 
 
 def _place(state: RequestState) -> _Place:
-    return state.rank.place, state.request.arrival_s, state.request.request_id
+    arrival_s, request_id, _ = state.arrival
+    return state.rank.place, arrival_s, request_id

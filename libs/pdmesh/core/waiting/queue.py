@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from pdmesh.core.instances.lengths import Lengths
 from pdmesh.core.requests import RequestState
 from pdmesh.core.waiting.fairness import TokenCounters
-from pdmesh.core.waiting.line import Line, arrival
+from pdmesh.core.waiting.line import Line
 from pdmesh.model import RequestKey
 from pdmesh.policy.seams import PrefillOrder
 
@@ -189,7 +189,7 @@ def first_of(order: PrefillOrder, states: Sequence[RequestState], now_s: float) 
     """The first of what `in_order` gives."""
     keys = order.keys([state.rank for state in states], now_s)
     first = min(keys)
-    return min((state for key, state in zip(keys, states, strict=True) if key == first), key=arrival)
+    return min([state for key, state in zip(keys, states, strict=True) if key == first], key=attrgetter("arrival"))
 
 
 def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) -> list[RequestState]:
@@ -197,5 +197,5 @@ def in_order(order: PrefillOrder, states: Sequence[RequestState], now_s: float) 
     if len(states) < 2:
         return list(states)
     keys = order.keys([state.rank for state in states], now_s)
-    keyed = [(key, arrival(state), state) for key, state in zip(keys, states, strict=True)]
+    keyed = [(key, state.arrival, state) for key, state in zip(keys, states, strict=True)]
     return [state for *_, state in sorted(keyed, key=itemgetter(0, 1))]
