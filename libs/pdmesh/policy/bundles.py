@@ -13,6 +13,7 @@ from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.interruption import ShortInterruptsLong
+from pdmesh.policy.links import EqualLinks
 from pdmesh.policy.local_prefill import LocalPrefill
 from pdmesh.policy.order import ByPriority, EarliestDeadline, Fcfs, GuardedShortestFirst, ShortestFirst
 from pdmesh.policy.parts import adaptive, in_groups, make_group_policy, mixed, with_order
@@ -45,13 +46,13 @@ def _rebalancing(config: PolicyConfig) -> Rebalancing | None:
         latency=config.latency,
         latency_of_device_class=config.latency_of_device_class,
         slo_tpot_s=config.slo_tpot_s,
-        bytes_per_s=config.link_bytes_per_s,
+        links=EqualLinks(config.link_bytes_per_s),
     )
 
 
 def _pdmesh(config: PolicyConfig) -> Bundle:
     packing, prediction = adaptive(config, efficient=True, long_chunk_alone=True)
-    long_tokens = config.long_prompt_tokens
+    long_tokens, links = config.long_prompt_tokens, EqualLinks(config.link_bytes_per_s)
     return Bundle(
         name="pdmesh",
         order=GuardedShortestFirst(prediction, config.spare_slack, config.min_share),
@@ -61,13 +62,13 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         long_prompt_tokens=long_tokens,
         batching=_switching(config),
         interruption=ShortInterruptsLong(config.latency, long_tokens),
-        local_prefill=LocalPrefill(remaining=prediction.remaining, packing=packing, bytes_per_s=config.link_bytes_per_s)
+        local_prefill=LocalPrefill(remaining=prediction.remaining, packing=packing, links=links)
         if config.prefills_locally
         else None,
         run_ahead=RunAhead(
             prediction=prediction,
             latency=config.latency,
-            bytes_per_s=config.link_bytes_per_s,
+            links=links,
             latency_of_device_class=config.latency_of_device_class,
         ),
         waiting_kv_share=config.waiting_kv_share,

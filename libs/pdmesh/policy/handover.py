@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pdmesh.model import Request
 from pdmesh.policy.latency import LatencyModel, StepShape
+from pdmesh.policy.links import Links
 from pdmesh.policy.prediction import Prediction
 from pdmesh.policy.views import InstanceView
 
@@ -49,7 +50,7 @@ class RunAhead:
 
     prediction: Prediction
     latency: LatencyModel
-    bytes_per_s: float  # at which KV moves
+    links: Links  # that KV moves over
     latency_of_device_class: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
     def tokens_per_s(self, instance: InstanceView) -> float:
@@ -65,7 +66,9 @@ class RunAhead:
         is_needed_then = room_s <= total_s(prefill.num_queued_tokens) + work_s
         return is_needed_then or now_s + room_s + work_s > self.prediction.due_s(request)
 
-    def needs_room(self, request: Request, num_planned_tokens: int, num_kv_bytes: float, room_s: float) -> bool:
+    def needs_room(
+        self, request: Request, prefill: InstanceView, num_planned_tokens: int, num_kv_bytes: float, room_s: float
+    ) -> bool:
         """Whether it is time to promise it room: the rest of its prompt takes no longer than to have room and move."""
         remaining_s = self.prediction.remaining_s(request, num_planned_tokens)
-        return remaining_s <= room_s + num_kv_bytes / self.bytes_per_s
+        return remaining_s <= room_s + num_kv_bytes / self.links.bytes_per_s(prefill, None)

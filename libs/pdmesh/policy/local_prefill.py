@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from pdmesh.model import Request
+from pdmesh.policy.links import Links
 from pdmesh.policy.prediction import RemainingTime
 from pdmesh.policy.seams import Packing
 from pdmesh.policy.views import InstanceView
@@ -21,7 +22,7 @@ class LocalPrefill:
 
     remaining: RemainingTime
     packing: Packing
-    bytes_per_s: float  # at which KV moves
+    links: Links  # that KV moves over
 
     def pays(
         self, request: Request, decode: InstanceView, prefill: InstanceView | None, last_layer_bytes: float
@@ -30,7 +31,9 @@ class LocalPrefill:
 
         There it waits for what is computed there, takes its own time, and its last layer's KV moves after that.
         """
-        total_s = self.remaining.total_s
-        wait_s = inf if prefill is None else total_s(prefill.num_queued_tokens)
-        there_s = wait_s + total_s(request.num_prompt_tokens) + last_layer_bytes / self.bytes_per_s
+        there_s = inf
+        if prefill is not None:
+            total_s = self.remaining.total_s
+            move_s = last_layer_bytes / self.links.bytes_per_s(prefill, decode)
+            there_s = total_s(prefill.num_queued_tokens) + total_s(request.num_prompt_tokens) + move_s
         return self.packing.local_s(decode, request.num_prompt_tokens) < there_s

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+from pdmesh.policy.links import Links
 from pdmesh.policy.views import InstanceView
 
 #: Of a move, beside its bytes: word to both sides, a step of each, and the way of the last of it.
@@ -31,12 +32,12 @@ class Rebalancing:
 
     latency: LatencyModel
     slo_tpot_s: float  # of those without a target of their own
-    bytes_per_s: float  # that an instance sends to another, until moves have been timed
+    links: Links  # until moves have been timed
     latency_of_device_class: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
-    def move_s(self, num_bytes: int, bytes_per_s: float | None) -> float:
-        """How long a move takes at the rate of moves before it, if there were any."""
-        return OVERHEAD_S + num_bytes / (bytes_per_s or self.bytes_per_s)
+    def move_s(self, instance: InstanceView, num_bytes: int, bytes_per_s: float | None) -> float:
+        """How long a move away from an instance takes at the rate of moves before it, if there were any."""
+        return OVERHEAD_S + num_bytes / (bytes_per_s or self.links.bytes_per_s(instance, None))
 
     def spare_blocks(self, instance: InstanceView) -> int:
         """Return the blocks to leave free on an instance that a request moves to for memory."""
@@ -64,7 +65,7 @@ class Rebalancing:
     def gain(self, instance: InstanceView, num_tokens: int, num_bytes: int, bytes_per_s: float | None) -> float:
         """Return how much shorter an instance's steps get without a resident, for each second that the move takes."""
         saved_s = self.step_s(instance) - self.step_s(instance, -1, -num_tokens)
-        return saved_s / self.move_s(num_bytes, bytes_per_s)
+        return saved_s / self.move_s(instance, num_bytes, bytes_per_s)
 
     def _wanted_s(self, instance: InstanceView) -> float:
         wanted = [self.slo_tpot_s if slo_s is None else slo_s for slo_s in instance.slo_tpots_s]

@@ -103,7 +103,7 @@ class HandOvers:
             return False
         if not self._may_wait(request, prefill, bundle):
             return False
-        return not ahead.needs_room(request, 0, _kv_bytes(request, prefill), 0.0)
+        return not ahead.needs_room(request, prefill.view, 0, _kv_bytes(request, prefill), 0.0)
 
     def _may_wait(self, request: Request, prefill: InstanceState, bundle: Bundle) -> bool:
         return prefill.role is Role.PREFILL and prefill.may_add_waiting(
@@ -128,7 +128,7 @@ class HandOvers:
         assert ahead is not None
         decoding = None if sums is None else sums.decoding(source.kv_group, self._mesh.growth.mean_tokens)
         room_s = 0.0 if decoding is None else decoding.room_s(*wanted)
-        return ahead.needs_room(request, state.num_planned_tokens, _kv_bytes(request, source), room_s)
+        return ahead.needs_room(request, source.view, state.num_planned_tokens, _kv_bytes(request, source), room_s)
 
 
 def _kv_bytes(request: Request, instance: InstanceState) -> int:

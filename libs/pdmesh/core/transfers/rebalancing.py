@@ -81,7 +81,7 @@ class Rebalancer:
         found: list[tuple[float, RequestState, int]] = []
         for state, allocation in self._movable(source, now_s):
             num_bytes = self._num_bytes(source, allocation)
-            move_s = rule.move_s(num_bytes, self._bytes_per_s)
+            move_s = rule.move_s(source.view, num_bytes, self._bytes_per_s)
             if is_younger(state) and move_s < rule.again_s(self._num_tokens(source, allocation)):
                 found.append((move_s / allocation.num_blocks, state, allocation.num_blocks))
         for _, state, number in sorted(found, key=lambda each: (each[0], each[1].key)):
