@@ -19,7 +19,6 @@ from pdmesh.config import MeshConfig
 from pdmesh.core.commands import Command
 from pdmesh.core.events import Event
 from pdmesh.eventlog import Header
-from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.profiles import ProfileFile
 from pdmesh.sim.workload import Arrival
 from pdmesh.wire import messages
@@ -64,12 +63,15 @@ def test_nothing_is_compiled_that_travels_is_logged_or_configured(sources: list[
     """mypyc keeps `tuple` of an annotation `tuple[ChunkDone, ...]`: msgspec would read anything."""
     of_the_wire = [kind for kind in vars(messages).values() if isinstance(kind, StructMeta)]
     roots = [*get_args(Event), *get_args(Command), *of_the_wire, MeshConfig, Header, ProfileFile, Arrival]
-    read = {kind for root in roots for kind in classes_read(root)}
-    modules = {kind.__module__ for kind in read}
-    assert {"pdmesh.core.events", "pdmesh.policy.config", "pdmesh.model", "pdmesh.plans"} <= modules
-    compiled = modules.intersection(map(module_of, sources))
-    annotations = {kind: set(kind.__annotations__.values()) for kind in read if kind.__module__ in compiled}
-    assert annotations == {LinearLatencyModel: {"float"}}, "mypyc would forget some of these"
+    modules = {kind.__module__ for root in roots for kind in classes_read(root)}
+    assert {
+        "pdmesh.core.events",
+        "pdmesh.policy.config",
+        "pdmesh.policy.latency",
+        "pdmesh.model",
+        "pdmesh.plans",
+    } <= modules
+    assert modules.isdisjoint(map(module_of, sources))
 
 
 def test_no_struct_is_compiled(sources: list[Path]) -> None:
