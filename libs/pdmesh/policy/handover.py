@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pdmesh.model import Request
 from pdmesh.policy.latency import LatencyModel, StepShape
-from pdmesh.policy.links import Links
+from pdmesh.policy.links import LinkRates
 from pdmesh.policy.prediction import Prediction
 from pdmesh.policy.views import InstanceView
 
@@ -50,7 +50,7 @@ class RunAhead:
 
     prediction: Prediction
     latency: LatencyModel
-    links: Links  # that KV moves over
+    links: LinkRates  # that KV moves over
     latency_of_device_class: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
     def tokens_per_s(self, instance: InstanceView) -> float:

@@ -8,7 +8,7 @@ from typing import Protocol
 from pdmesh.policy.views import InstanceView
 
 
-class Links(Protocol):
+class LinkRates(Protocol):
     """Rates of the links between instances."""
 
     def bytes_per_s(self, source: InstanceView, destination: InstanceView | None) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from pdmesh.model import Request
-from pdmesh.policy.links import Links
+from pdmesh.policy.links import LinkRates
 from pdmesh.policy.prediction import RemainingTime
 from pdmesh.policy.seams import Packing
 from pdmesh.policy.views import InstanceView
@@ -22,7 +22,7 @@ class LocalPrefill:
 
     remaining: RemainingTime
     packing: Packing
-    links: Links  # that KV moves over
+    links: LinkRates  # that KV moves over
 
     def pays(
         self, request: Request, decode: InstanceView, prefill: InstanceView | None, last_layer_bytes: float

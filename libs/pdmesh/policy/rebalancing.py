@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
-from pdmesh.policy.links import Links
+from pdmesh.policy.links import LinkRates
 from pdmesh.policy.views import InstanceView
 
 #: Of a move, beside its bytes: word to both sides, a step of each, and the way of the last of it.
@@ -32,7 +32,7 @@ class Rebalancing:
 
     latency: LatencyModel
     slo_tpot_s: float  # of those without a target of their own
-    links: Links  # until moves have been timed
+    links: LinkRates  # until moves have been timed
     latency_of_device_class: Mapping[str, LatencyModel] = field(default_factory=dict[str, LatencyModel])
 
     def move_s(self, instance: InstanceView, num_bytes: int, bytes_per_s: float | None) -> float:
