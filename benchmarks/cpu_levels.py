@@ -2,7 +2,8 @@
 
 A model of Qwen2.5-0.5B's shape with random weights, on one thread; figures are tokens a second of that thread's CPU
 time, so that other work on the machine matters less, best of several rounds that go through all cases in turn. Shares
-are of the rate of fused multiply-adds and of the bandwidth of reading memory, measured in the same rounds.
+are of the rate of multiply-adds that the level's instructions can have, and of the bandwidth of reading memory, both
+measured in the same rounds.
 `--llama-cpp VENV` measures llama.cpp beside it: a venv with `llama-cpp-python` and `gguf`. It needs a C++ compiler.
 """
 
@@ -70,14 +71,26 @@ class Best:
         self.times_s[name] = min(self.times_s.get(name, 1e9), time.thread_time() - started_s)
 
 
+#: What the compiler may use for each level's ceilings.
+FLAGS = {
+    CpuLevel.AVX512_BF16: ("-mavx512f", "-mavx512bf16"),
+    CpuLevel.AVX512: ("-mavx512f",),
+    CpuLevel.AVX2: ("-mavx2", "-mfma"),
+    CpuLevel.BASELINE: (),
+    CpuLevel.NEON: (),
+}
+
+
 class Ceilings:
-    """The compiled loops of ``native/ceilings.cpp``."""
+    """The loops of ``native/ceilings.cpp``, compiled for one level."""
 
     ROUNDS = 2_000_000
+    MEMORY = np.ones(1 << 25, dtype=np.float64)  # 256 MiB
 
-    def __init__(self, folder: Path) -> None:
-        library = folder / "ceilings.so"
-        command = ["c++", "-O3", "-march=native", "-shared", "-fPIC", str(HERE / "native/ceilings.cpp")]
+    def __init__(self, folder: Path, level: CpuLevel) -> None:
+        self.level = level
+        library = folder / f"ceilings.{level}.so"
+        command = ["c++", "-O3", *FLAGS[level], "-shared", "-fPIC", str(HERE / "native/ceilings.cpp")]
         try:
             subprocess.run([*command, "-o", str(library)], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -85,23 +98,28 @@ class Ceilings:
         self._library = ctypes.CDLL(str(library))
         self._library.multiply_adds.restype = ctypes.c_double
         self._values = np.array([0.999, 0.001], dtype=np.float32)
-        self._memory = np.ones(1 << 25, dtype=np.float64)  # 256 MiB
-        self.num_flops = 0.0
+        self._num_flops = 0.0
 
-    def multiply(self) -> None:
-        self.num_flops = self._library.multiply_adds(
+    def measure(self, best: Best) -> None:
+        best.measure(f"{self.level} multiply", self._multiply)
+        best.measure(f"{self.level} read", self._read)
+
+    def flops(self, best: Best) -> float:
+        """Operations a second."""
+        return self._num_flops / best.times_s[f"{self.level} multiply"]
+
+    def read_bytes(self, best: Best) -> float:
+        """Bytes a second."""
+        return self.MEMORY.nbytes / best.times_s[f"{self.level} read"]
+
+    def _multiply(self) -> None:
+        self._num_flops = self._library.multiply_adds(
             ctypes.c_int64(self.ROUNDS), self._values.ctypes.data_as(ctypes.c_void_p)
         )
         self._values[:] = 0.999, 0.001
 
-    def read(self) -> None:
-        self._library.read_memory(self._memory.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(self._memory.nbytes))
-
-    def flops(self, best: Best) -> float:
-        return self.num_flops / best.times_s["multiply"]
-
-    def read_bytes(self, best: Best) -> float:
-        return self._memory.nbytes / best.times_s["read"]
+    def _read(self) -> None:
+        self._library.read_memory(self.MEMORY.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(self.MEMORY.nbytes))
 
 
 def sequence(number: int, num_tokens: int, first_block: int) -> EngineSequence:
@@ -133,11 +151,11 @@ def prefill_flops(num_tokens: int) -> float:
 
 
 def measure(
-    engines: dict[str, TorchEngine], ceilings: Ceilings, best: Best, *, rounds: int, decodes: tuple[int, ...]
+    engines: dict[str, TorchEngine], ceilings: Sequence[Ceilings], best: Best, *, rounds: int, decodes: tuple[int, ...]
 ) -> None:
     for _ in range(rounds):
-        best.measure("multiply", ceilings.multiply)
-        best.measure("read", ceilings.read)
+        for each in ceilings:
+            each.measure(best)
         for name, engine in engines.items():
             for num_tokens in PREFILLS:
                 slices = prefill(num_tokens)
@@ -148,7 +166,9 @@ def measure(
                     best.measure(f"{name} decode {batch}", partial(engine.execute, slices))
 
 
-def report(name: str, best: Best, ceilings: Ceilings, decodes: Sequence[int], limits: Limits | None) -> None:
+def report(
+    name: str, best: Best, flops: float, read_bytes: float, decodes: Sequence[int], limits: Limits | None
+) -> None:
     print(f"{name}:")
 
     def judged(what: str, share: float, limit: float) -> str:
@@ -156,7 +176,7 @@ def report(name: str, best: Best, ceilings: Ceilings, decodes: Sequence[int], li
 
     for num_tokens in PREFILLS:
         time_s = best.times_s[f"{name} prefill {num_tokens}"]
-        share = prefill_flops(num_tokens) / time_s / ceilings.flops(best)
+        share = prefill_flops(num_tokens) / time_s / flops
         print(
             f"  prefill {num_tokens:5d}  {num_tokens / time_s:7.1f} tokens/s   {share:6.1%} of multiply-adds"
             f"{judged(f'prefill {num_tokens}', share, LEAST_PREFILL)}"
@@ -164,11 +184,11 @@ def report(name: str, best: Best, ceilings: Ceilings, decodes: Sequence[int], li
     for batch in decodes:
         time_s = best.times_s[f"{name} decode {batch}"]
         read = 2 * (_LAYERS + _HEAD + batch * CONTEXT * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim)
-        flops = batch * (2 * (_LAYERS + _HEAD) + _PAIR_FLOPS * CONTEXT)
-        share = read / time_s / ceilings.read_bytes(best)
+        step_flops = batch * (2 * (_LAYERS + _HEAD) + _PAIR_FLOPS * CONTEXT)
+        share = read / time_s / read_bytes
         print(
             f"  decode {batch:6d}  {batch / time_s:7.1f} tokens/s   {share:6.1%} of"
-            f" reading, {flops / time_s / ceilings.flops(best):6.1%} of multiply-adds"
+            f" reading, {step_flops / time_s / flops:6.1%} of multiply-adds"
             f"{judged('decode 1', share, LEAST_DECODE) if batch == 1 else ''}"
         )
 
@@ -191,7 +211,7 @@ def peer_cases() -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--levels", nargs="+", default=None, help="default: all that the processor has")
+    parser.add_argument("--levels", nargs="+", default=None, help="default: all that the processor has, but amx")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--decodes", type=int, nargs="+", default=DECODES)
@@ -199,7 +219,7 @@ def main() -> None:
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what is printed is the results
     torch.set_num_threads(1)
-    levels = [level for level in CpuLevel if level in (options.levels or processor_levels())]
+    levels = [level for level in FLAGS if level in (options.levels or processor_levels())]
     if not levels:
         unavailable("no compiled kernels")
     print(heading("CPU levels: Qwen2.5-0.5B's shape, random weights, one thread, CPU time"))
@@ -213,14 +233,17 @@ def main() -> None:
             for dtype in options.dtypes
             if dtype in level.suffixes
         }
-        ceilings, best, limits = Ceilings(Path(directory)), Best(), Limits()
-        measure(engines, ceilings, best, rounds=options.rounds, decodes=tuple(options.decodes))
-        flops, read_bytes = ceilings.flops(best), ceilings.read_bytes(best)
-        print(f"multiply-adds {flops / 1e9:.1f} GFLOP/s, reading {read_bytes / 1e9:.1f} GB/s")
+        best, limits = Best(), Limits()
+        ceilings = {level: Ceilings(Path(directory), level) for level in levels}
+        measure(engines, list(ceilings.values()), best, rounds=options.rounds, decodes=tuple(options.decodes))
+        for level, each in ceilings.items():
+            flops, read_bytes = each.flops(best), each.read_bytes(best)
+            print(f"{level}: multiply-adds {flops / 1e9:.1f} GFLOP/s, reading {read_bytes / 1e9:.1f} GB/s")
+        read_bytes = max(each.read_bytes(best) for each in ceilings.values())  # the memory is the same for all
         for name in engines:
-            # The baseline has no fused multiply-adds, so their rate says nothing about it.
-            is_judged = not name.startswith(CpuLevel.BASELINE)
-            report(name, best, ceilings, options.decodes, limits if is_judged else None)
+            level = CpuLevel(name.split()[0])
+            is_judged = level is not CpuLevel.BASELINE
+            report(name, best, ceilings[level].flops(best), read_bytes, options.decodes, limits if is_judged else None)
         if options.llama_cpp:
             command = [f"{options.llama_cpp}/bin/python", str(HERE / "native/llama_cpp_speed.py")]
             answer = subprocess.run(

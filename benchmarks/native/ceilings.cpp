@@ -1,8 +1,12 @@
-// What one core can do at most: fused multiply-adds in registers, and reading memory in order. Vectors are as wide as
-// the compiler is told that the machine has (-march=native).
+// What one core can do at most: multiply-adds in registers, and reading memory in order. Compiled once for each
+// processor level, with that level's flags: its vectors' width, fused multiply-adds or not, products of bf16 pairs or not.
 
 #include <cstdint>
 #include <cstring>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -10,6 +14,11 @@ constexpr int kLanes = 16;
 constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
+#endif
+#if defined(__AVX512BF16__)
+constexpr double kOperations = 4;  // of a lane
+#else
+constexpr double kOperations = 2;
 #endif
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 
@@ -25,12 +34,18 @@ double multiply_adds(int64_t rounds, float* out) {
     std::memcpy(&term, out + 1, 4);
     for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 12
-        for (int i = 0; i < kSums; ++i) sums[i] = sums[i] * factor + term;
+        for (int i = 0; i < kSums; ++i) {
+#if defined(__AVX512BF16__)
+            sums[i] = (Floats)_mm512_dpbf16_ps((__m512)sums[i], (__m512bh)factor, (__m512bh)term);
+#else
+            sums[i] = sums[i] * factor + term;
+#endif
+        }
         __asm__ volatile("" : "+x"(factor));
     }
     for (int i = 1; i < kSums; ++i) sums[0] += sums[i];  // all of them count, or the compiler would leave some out
     std::memcpy(out, &sums[0], 4);
-    return 2.0 * kSums * kLanes * static_cast<double>(rounds);
+    return kOperations * kSums * kLanes * static_cast<double>(rounds);
 }
 
 // Reads so many bytes, a multiple of 256.

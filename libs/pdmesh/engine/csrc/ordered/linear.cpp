@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 
 #include "../memory.h"
@@ -29,12 +30,18 @@ constexpr int kVectors = 4;
 constexpr int kVectors = 2;
 #endif
 constexpr int kWidth = kVectors * kLanes;          // outputs of one multiplication
-constexpr int kStrip = kLanes == 16 ? 12 : 6;      // its rows: all sums stay in registers
-constexpr int kChunkSteps = kLanes == 16 ? 4 : 8;  // their widened weights stay in the first-level cache
+constexpr int kStrip = kLanes == 16 ? 12 : 6;  // its rows: all sums stay in registers
+constexpr int kPackedStrip = kLanes == 16 ? 12 : 5;  // the same where weights are widened in registers
+constexpr int kChunkSteps = kLanes == 16 ? 4 : 8;  // their weights stay in the first-level cache, also widened
 constexpr int kChunk = kChunkSteps * kStep;
 constexpr int kStride = kChunk + 16;     // of widened inputs: rows lie in unlike sets of the cache
 constexpr int kBlockRows = 240;          // a chunk of their inputs stays in the second-level cache
-constexpr int kAheadBytes = 2048;        // between a weight's request and its use
+// Between a weight's request and its use: where a panel is read in order, and where one part comes after the other.
+constexpr int kAheadBytes = 6144, kPartAheadBytes = 2 * kChunk * kPanel;
+
+// Rows from which weights are widened once for all strips. bf16 takes one instruction each time, float16 several.
+template <class Value>
+constexpr int kWidenFrom = std::is_same_v<Value, F16> ? kPackedStrip + 1 : kLanes == 16 ? INT_MAX : 128;
 
 // A single row leaves registers free for a whole panel.
 constexpr int width(int num_rows) { return num_rows == 1 ? kPanel : kWidth; }
@@ -50,22 +57,27 @@ template <class Value>
 struct Packed {
     const Value* tiles;
 
+    // A pair of inputs of a tile's outputs: one line.
+    const Value* line(int number, int output) const {
+        return tiles + number / kTile * kPanelStep + output / kTile * kTileValues + number % kTile * kStep;
+    }
     Words pairs(int number, int output) const {
         Words pairs;
-        std::memcpy(
-            &pairs,
-            tiles + number / kTile * kPanelStep + output / kTile * kTileValues + number % kTile * kStep +
-                output % kTile * 2,
-            sizeof(pairs));
+        std::memcpy(&pairs, line(number, output) + output % kTile * 2, sizeof(pairs));
         return pairs;
     }
     // Of a pair of inputs, for kLanes outputs.
     Floats first(int number, int output) const { return widen_first(pairs(number, output), Value()); }
     Floats second(int number, int output) const { return widen_second(pairs(number, output), Value()); }
-    void fetch(int number) const {
-        const auto* at = reinterpret_cast<const char*>(tiles) + 2 * number * kLine + kAheadBytes;
-        prefetch(at);
-        prefetch(at + kLine);
+    template <int Width>
+    void fetch(int number, int output) const {
+        if constexpr (Width == kPanel) {
+            const auto* at = reinterpret_cast<const char*>(tiles) + 2 * number * kLine + kAheadBytes;
+            prefetch(at);
+            prefetch(at + kLine);
+        } else {
+            prefetch(reinterpret_cast<const char*>(line(number, output)) + kPartAheadBytes);
+        }
     }
 };
 
@@ -76,13 +88,16 @@ struct Widened {
 
     Floats first(int number, int output) const { return load(weights + 2 * number * kWidth + output); }
     Floats second(int number, int output) const { return load(weights + (2 * number + 1) * kWidth + output); }
-    void fetch(int number) const { prefetch(ahead + number * kLine); }
+    template <int Width>
+    void fetch(int number, int) const {
+        prefetch(ahead + number * kLine);
+    }
 };
 
 // product (R rows of kPanel) [+]= inputs (R rows of kStride) * weights, for width(R) outputs from `output` on.
 template <int R, class Weights>
-void multiply(
-    const float* inputs, const Weights& weights, int output, float* product, int num_pairs, bool accumulate) {
+__attribute__((noinline)) void multiply(
+    const float* inputs, Weights weights, int output, float* product, int num_pairs, bool accumulate) {
     constexpr int kSums = width(R) / kLanes;
     Floats sums[R][kSums];
 #pragma GCC unroll 16
@@ -91,7 +106,7 @@ void multiply(
         for (int i = 0; i < kSums; ++i)
             sums[row][i] = accumulate ? load(product + row * kPanel + i * kLanes) : splat(0.0f);
     for (int number = 0; number < num_pairs; ++number, inputs += 2) {
-        weights.fetch(number);
+        weights.template fetch<width(R)>(number, output);
         Floats values[kSums];
 #pragma GCC unroll 16
         for (int i = 0; i < kSums; ++i) values[i] = weights.first(number, output + i * kLanes);
@@ -100,6 +115,7 @@ void multiply(
 #pragma GCC unroll 16
             for (int i = 0; i < kSums; ++i)
                 sums[row][i] = multiply_add(values[i], splat(inputs[row * kStride]), sums[row][i]);
+        __asm__ volatile("" ::: "memory");  // pairs are read again rather than kept: there are few registers
 #pragma GCC unroll 16
         for (int i = 0; i < kSums; ++i) values[i] = weights.second(number, output + i * kLanes);
 #pragma GCC unroll 16
@@ -123,13 +139,13 @@ inline void with_rows(int num_rows, const Call& call) {
         with_rows<R - 1>(num_rows, call);
 }
 
-// Rows in strips as equal as can be: call(first, count).
-template <class Call>
+// Rows in strips of up to Most, as equal as can be: call(first, count), the count as a constant.
+template <int Most, class Call>
 inline void for_strips(int num_rows, const Call& call) {
-    const int num_strips = (num_rows + kStrip - 1) / kStrip;
+    const int num_strips = (num_rows + Most - 1) / Most;
     for (int strip = 0; strip < num_strips; ++strip) {
         const int first = num_rows * strip / num_strips;
-        call(first, num_rows * (strip + 1) / num_strips - first);
+        with_rows<Most>(num_rows * (strip + 1) / num_strips - first, [&](auto count) { call(first, count); });
     }
 }
 
@@ -138,10 +154,11 @@ template <class Value>
 void multiply_chunk(
     const float* inputs, int num_rows, const Value* tiles, float* product, int num_pairs, bool accumulate) {
     const Packed<Value> packed = {tiles};
-    if (num_rows <= kStrip) {
-        with_rows<kStrip>(num_rows, [&](auto rows) {
-            for (int output = 0; output < kPanel; output += width(rows))
-                multiply<rows>(inputs, packed, output, product + output, num_pairs, accumulate);
+    if (num_rows < kWidenFrom<Value>) {
+        for_strips<kPackedStrip>(num_rows, [&](int first, auto count) {
+            for (int output = 0; output < kPanel; output += width(count))
+                multiply<count>(
+                    inputs + first * kStride, packed, output, product + first * kPanel + output, num_pairs, accumulate);
         });
         return;
     }
@@ -153,12 +170,10 @@ void multiply_chunk(
                 store(weights + 2 * number * kWidth + i, packed.first(number, output + i));
                 store(weights + (2 * number + 1) * kWidth + i, packed.second(number, output + i));
             }
-        for_strips(num_rows, [&](int first, int count) {
-            with_rows<kStrip>(count, [&](auto rows) {
-                multiply<rows>(
-                    inputs + first * kStride, Widened{weights, ahead}, 0, product + first * kPanel + output,
-                    num_pairs, accumulate);
-            });
+        for_strips<kStrip>(num_rows, [&](int first, auto count) {
+            multiply<count>(
+                inputs + first * kStride, Widened{weights, ahead}, 0, product + first * kPanel + output, num_pairs,
+                accumulate);
         });
     }
 }
