@@ -1,22 +1,27 @@
-"""The whole matrix of the exactness promise, through HTTP, against `transformers` in fp32.
+"""The whole matrix of the exactness promise, through HTTP.
 
-Architectures x topologies x chunk sizes, and the default bundle with prompts that it interrupts; prompts of 1 to 4,000
-tokens, alone and 32 at a time; log-probabilities to 1e-4; and sampled tokens of one seed, which must be the same in
-every topology and chunk size of an architecture. And long prompts that 2 and 3 prefill instances compute together: in
+fp32 against `transformers`; bf16 and float16 against one engine alone, to the last bit. Dtypes x processor levels x
+architectures x topologies x chunk sizes, and the default bundle with prompts that it interrupts; prompts of 1 to 4,000
+tokens, alone and 32 at a time; log-probabilities of fp32 to 1e-4; and sampled tokens of one seed, which must be the
+same in every topology and chunk size of a model. And long prompts that 2 and 3 prefill instances compute together: in
 turn (pipelined prefill), all at once (parallel prefill), and by groups of two under `pecsched` (fixed), of mixed
 instances, too, which decode beside it.
 
-    python benchmarks/exactness.py [--architectures llama,qwen2,qwen3] [--chunks 1,16,512,8192,adaptive]
-        [--groups pipelined,parallel,fixed]
+    python benchmarks/exactness.py [--dtypes float32,bfloat16,float16] [--levels auto,avx2,baseline]
+        [--architectures llama,qwen2,qwen3,demo] [--chunks 1,16,512,8192,adaptive] [--groups pipelined,parallel,fixed]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import tempfile
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -24,8 +29,18 @@ from typing import get_args
 import anyio
 from report import heading
 
+from pdmesh.demo.checkpoint import demo_checkpoint
+from pdmesh.engine.files import load_model_config
+from pdmesh.engine.runner import TorchEngine
 from pdmesh.testing.checkpoints import TINY, Family, write_checkpoint
-from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
+from pdmesh.testing.exactness import (
+    Reference,
+    complete,
+    engine_reference,
+    mismatches,
+    random_prompts,
+    reference,
+)
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 TOPOLOGIES = {"1P+1D": (1, 1, 0), "2P+2D": (2, 2, 0), "2 mixed": (0, 0, 2)}
@@ -39,14 +54,23 @@ SCHEDULES = {
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 100, 511, 513, 1000)
 LONG_PROMPT = 4000
 MAX_TOKENS = 16
+#: A head that the kernels of every level compute.
+SHAPE = replace(TINY, head_dim=32)
+#: What makes torch, which computes fp32, use no more of the processor than a level has.
+TORCH_CAPS = {
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+}
 SAMPLING = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 5}
 
 
-async def check(mesh: RunningMesh, references: list[Reference]) -> tuple[list[str], list[tuple[int, ...]]]:
+async def check(
+    mesh: RunningMesh, references: list[Reference], tolerance: float
+) -> tuple[list[str], list[tuple[int, ...]]]:
     """(differences from the reference, sampled tokens of a fixed seed)."""
     async with mesh.client() as client:
-        found = await mismatches(client, mesh.model, references, concurrency=1)
-        found += await mismatches(client, mesh.model, references * 3, concurrency=32)
+        found = await mismatches(client, mesh.model, references, concurrency=1, tolerance=tolerance)
+        found += await mismatches(client, mesh.model, references * 3, concurrency=32, tolerance=tolerance)
         prompts = [reference.prompt for reference in references[:6]]
         sampled = [await complete(client, mesh.model, prompt, MAX_TOKENS, **SAMPLING) for prompt in prompts]
     return found, [answer.token_ids for answer in sampled]
@@ -74,8 +98,21 @@ def was_shared(mesh: RunningMesh) -> bool:
     return any(float(number) > 0 for number in sent)
 
 
+def references_of(checkpoint: Path, dtype: str, level: str) -> list[Reference]:
+    """What is expected of a mesh that computes in this dtype at this level, for prompts that the model has room for."""
+    config = load_model_config(checkpoint)
+    lengths = [n for n in (*PROMPT_LENGTHS, LONG_PROMPT) if n + MAX_TOKENS <= config.max_model_len]
+    prompts = random_prompts(lengths, config.vocab_size, seed=7)
+    if dtype == "float32":
+        return [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
+    engine = TorchEngine(checkpoint, num_blocks=512, num_threads=1, device="cpu", dtype=dtype, cpu_level=level)
+    return [engine_reference(engine, prompt, MAX_TOKENS) for prompt in prompts]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", default="float32")
+    parser.add_argument("--levels", default="auto", help="the processor's best, or caps")
     parser.add_argument("--architectures", default=",".join(get_args(Family)))
     parser.add_argument("--chunks", default="1,16,512,8192,adaptive", help="sizes under fcfs; adaptive: under pdmesh")
     parser.add_argument("--groups", default=",".join(SCHEDULES), help="how members share a prompt; empty: no groups")
@@ -86,23 +123,28 @@ def main() -> None:
         *product(GROUPS.items(), schedules),
         *product(MIXED_GROUPS.items(), [way for way in schedules if way == "fixed"]),
     ]
-    print(heading("Exactness through HTTP, fp32"))
+    print(heading("Exactness through HTTP"))
     num_wrong = num_asked = 0
-    for architecture in arguments.architectures.split(","):
-        with tempfile.TemporaryDirectory() as name:
+    models = product(*(each.split(",") for each in (arguments.dtypes, arguments.levels, arguments.architectures)))
+    for dtype, level, architecture in models:
+        with tempfile.TemporaryDirectory() as name, capped_torch(level):
             folder = Path(name)
-            checkpoint = write_checkpoint(folder / "model", architecture=architecture, seed=1)
-            prompts = random_prompts([*PROMPT_LENGTHS, LONG_PROMPT], TINY.vocab_size, seed=7)
-            references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
+            if architecture == "demo":
+                checkpoint = demo_checkpoint()
+            else:
+                checkpoint = write_checkpoint(folder / "model", architecture=architecture, shape=SHAPE, seed=1)
+            references = references_of(checkpoint, dtype, level)
             first_sample: list[tuple[int, ...]] | None = None
             for (topology, (prefill, decode, mixed)), way in ways:
                 began_s = time.monotonic()
+                settings = {**settings_of(way), "WORKER_DTYPE": dtype, "WORKER_CPU_LEVEL": level}
                 with running_mesh(
-                    folder, model=checkpoint, prefill=prefill, decode=decode, mixed=mixed, settings=settings_of(way)
+                    folder, model=checkpoint, prefill=prefill, decode=decode, mixed=mixed, settings=settings
                 ) as mesh:
-                    found, sampled = anyio.run(check, mesh, references)
+                    found, sampled = anyio.run(check, mesh, references, 1e-4 if dtype == "float32" else 0.0)
                     if way in SCHEDULES and not was_shared(mesh):
                         found.append("every prompt was computed by one instance")
+                    classes = {row.arithmetic for row in mesh.status().instances}
                 first_sample = first_sample or sampled
                 if sampled != first_sample:
                     found.append("sampled tokens differ from those of the first mesh")
@@ -110,11 +152,24 @@ def main() -> None:
                 num_wrong += len(found)
                 verdict = "exact" if not found else f"{len(found)} differ"
                 took_s = time.monotonic() - began_s
-                print(f"{architecture:6} {topology:8} {way:>8}: {verdict} ({took_s:.0f} s)")
+                what = f"{architecture:6} {level:11} {' '.join(classes)} {topology:8} {way:>8}"
+                print(f"{what}: {verdict} ({took_s:.0f} s)", flush=True)
                 for sentence in found[:3]:
                     print(f"       {sentence}")
     print(f"{num_asked} completions, {num_wrong} differ")
     sys.exit(1 if num_wrong else 0)
+
+
+@contextmanager
+def capped_torch(level: str) -> Generator[None]:
+    """Let torch in processes that are started meanwhile use no more of the processor than a level has."""
+    caps = TORCH_CAPS.get(level, {})
+    os.environ.update(caps)
+    try:
+        yield
+    finally:
+        for name in caps:
+            del os.environ[name]
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ from typing import Any
 import anyio
 import httpx
 
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.model import SamplingParams
 from pdmesh.testing.reference import HfReference
+from pdmesh.testing.stepping import generate
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What `transformers` generates greedily in fp32 after a prompt."""
+    """What `transformers` generates greedily in fp32 after a prompt, or one engine alone in another dtype."""
 
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -41,6 +44,19 @@ def reference(checkpoint: Path, prompt: Sequence[int], max_tokens: int) -> Refer
         tuple(step.token_id for step in steps),
         tuple(step.logprob for step in steps),
         min(step.margin for step in steps),
+    )
+
+
+def engine_reference(engine: TorchEngine, prompt: Sequence[int], max_tokens: int) -> Reference:
+    """Greedy decoding with an engine that computes nothing else."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=2)
+    done = generate(engine, prompt, max_tokens, params=params)
+    logprobs = [result.logprobs for result in done.results if result.logprobs is not None]
+    return Reference(
+        tuple(prompt),
+        tuple(done.output_ids),
+        tuple(each.logprob for each in logprobs),
+        min(each.top[0][1] - each.top[1][1] for each in logprobs),
     )
 
 
@@ -82,9 +98,17 @@ async def complete(
 
 
 async def mismatches(
-    client: httpx.AsyncClient, model: str, references: Sequence[Reference], *, concurrency: int
+    client: httpx.AsyncClient,
+    model: str,
+    references: Sequence[Reference],
+    *,
+    concurrency: int,
+    tolerance: float = 1e-4,
 ) -> list[str]:
-    """Ask for every reference, ``concurrency`` at a time; a sentence a difference (tokens, or logprobs > 1e-4)."""
+    """Ask for every reference, ``concurrency`` at a time; a sentence a difference.
+
+    Tokens must be equal, and log-probabilities to ``tolerance``.
+    """
     found: list[str] = []
     limiter = anyio.CapacityLimiter(concurrency)
 
@@ -99,7 +123,7 @@ async def mismatches(
             found.append(f"{where}: tokens differ from index {first}: {got.token_ids} != {expected.token_ids}")
         else:
             worst = max(abs(a - b) for a, b in zip(got.logprobs, expected.logprobs, strict=True))
-            if worst > 1e-4:
+            if worst > tolerance:
                 found.append(f"{where}: logprobs differ by {worst:.1e}")
 
     async with anyio.create_task_group() as tasks:
