@@ -4,7 +4,8 @@ A model of Qwen2.5-0.5B's shape with random weights, on one thread; figures are 
 time, so that other work on the machine matters less, best of several rounds that go through all cases in turn. Shares
 are of the rate of multiply-adds that the level's instructions can have, and of the bandwidth of reading memory, both
 measured in the same rounds.
-`--llama-cpp VENV` measures llama.cpp beside it: a venv with `llama-cpp-python` and `gguf`. It needs a C++ compiler.
+`--llama-cpp VENV` measures llama.cpp beside it: a venv with `llama-cpp-python` and `gguf`. `--vllm VENV` measures
+vLLM's prefill: a venv with vLLM for CPU. It needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -209,6 +210,13 @@ def peer_cases() -> dict[str, object]:
     }
 
 
+def print_peer(venv: str, script: str, *arguments: str) -> None:
+    """Run a script of ``native`` with the python of a venv."""
+    command = [f"{venv}/bin/python", str(HERE / "native" / script), *arguments]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True, input=json.dumps(peer_cases()))
+    print(answer.stdout, end="")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--levels", nargs="+", default=None, help="default: all that the processor has, but amx")
@@ -216,6 +224,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--decodes", type=int, nargs="+", default=DECODES)
     parser.add_argument("--llama-cpp", metavar="VENV", help="measure llama.cpp beside it")
+    parser.add_argument("--vllm", metavar="VENV", help="measure vLLM's prefill beside it")
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what is printed is the results
     torch.set_num_threads(1)
@@ -244,16 +253,10 @@ def main() -> None:
             level = CpuLevel(name.split()[0])
             is_judged = level is not CpuLevel.BASELINE
             report(name, best, ceilings[level].flops(best), read_bytes, options.decodes, limits if is_judged else None)
-        if options.llama_cpp:
-            command = [f"{options.llama_cpp}/bin/python", str(HERE / "native/llama_cpp_speed.py")]
-            answer = subprocess.run(
-                [*command, str(options.rounds)],
-                check=True,
-                capture_output=True,
-                text=True,
-                input=json.dumps(peer_cases()),
-            )
-            print(answer.stdout, end="")
+    if options.llama_cpp:
+        print_peer(options.llama_cpp, "llama_cpp_speed.py", str(options.rounds))
+    if options.vllm:
+        print_peer(options.vllm, "vllm_speed.py", str(options.rounds), levels[0])
     limits.end()
 
 

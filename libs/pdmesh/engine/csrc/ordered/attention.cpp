@@ -169,16 +169,21 @@ void attend_tile(
     }
 }
 
-// A task's rows against one segment of keys; its query is in `scratch`.
+// A task's rows against one segment of keys; its query is in `scratch`. The thread's task after it (unless null) finds
+// its first keys on their way.
 template <class Value>
 void attend_segment(
-    const Cache<Value>& cache, const Task<Value>& task, int64_t segment, State& state, Scratch<Value>& scratch) {
+    const Cache<Value>& cache, const Task<Value>& task, int64_t segment, const Task<Value>* after, State& state,
+    Scratch<Value>& scratch) {
     state.clear();
     const int64_t end = task.end(cache), segment_end = std::min(end, (segment + 1) * kSegment);
     KeyBlock<Value>*block = &scratch.blocks[0], *next = &scratch.blocks[1];
     block->locate(cache, task.table, task.head, segment * kSegment, end);
     for (int64_t first_key = segment * kSegment; first_key < segment_end; first_key += kKeyBlock) {
-        next->locate(cache, task.table, task.head, first_key + kKeyBlock, end);
+        if (first_key + kKeyBlock < end || after == nullptr)
+            next->locate(cache, task.table, task.head, first_key + kKeyBlock, end);
+        else
+            next->locate(cache, after->table, after->head, 0, after->end(cache));
         for (int key = 0; key < block->count; key += kPanel) {
             for (int i = key; i < std::min(key + kPanel, block->count); ++i)
                 prefetch_values(block->values[i], cache.head_dim);
@@ -272,16 +277,23 @@ void attention(
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         const auto scratch = std::make_unique<Scratch<Value>>(most_rows, head_dim);
+        if (omp_get_thread_num() < num_parts) {
+            const Task<Value>& task = tasks[parts[omp_get_thread_num()].task];
+            KeyBlock<Value>& block = scratch->blocks[0];
+            block.locate(cache, task.table, task.head, 0, task.end(cache));
+            for (int key = 0; key < block.count; ++key) prefetch_values(block.keys[key], head_dim);
+        }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_parts; ++i) {
             const Task<Value>& task = tasks[parts[i].task];
             turn_query(cache, task, *scratch);
             State state(splits ? states.get() + i * state_size : scratch->state.get(), task.num_rows, head_dim);
-            attend_segment(cache, task, parts[i].segment, state, *scratch);
+            const Task<Value>* after = i + threads < num_parts ? &tasks[parts[i + threads].task] : nullptr;
+            attend_segment(cache, task, parts[i].segment, after, state, *scratch);
             if (splits) continue;
             State later(scratch->segment.get(), task.num_rows, head_dim);
             for (int64_t segment = 1; segment < task.num_segments(cache); ++segment) {
-                attend_segment(cache, task, segment, later, *scratch);
+                attend_segment(cache, task, segment, after, later, *scratch);
                 state.merge(later, factor);
             }
             write(cache, task, state);
