@@ -313,7 +313,7 @@ class InstanceProfile:
     measured_steps: tuple[MeasuredStep, ...] = ()  # how fast it is, measured when it started
     joins_groups: bool = False  # it can be a member of a `PrefillGroup`
     compute: ComputePath | None = None
-    #: Its *arithmetic class*, such as ``bfloat16/ordered-1``: two instances of one class compute the same bits from the
+    #: Its *arithmetic class*, such as ``bfloat16/ordered-2``: two instances of one class compute the same bits from the
     #: same tokens. Empty if the instance does not say; such instances are a class of their own.
     arithmetic: str = ""
     deterministic: bool = False  # it serves only in a mesh of one arithmetic class

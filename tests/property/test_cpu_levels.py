@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from pdmesh.engine.native import NativeAttention, NativeKernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout, SamplingParams
-from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.checkpoints import TINY, Family, write_checkpoint
 from pdmesh.testing.examples import examples
 from pdmesh.testing.levels import ordered_levels
 from pdmesh.testing.stepping import generate
@@ -133,11 +134,13 @@ def test_every_level_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_whole_model_gives_the_same_bits_at_every_level(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("architecture", get_args(Family))
+def test_a_whole_model_gives_the_same_bits_at_every_level(tmp_path: Path, architecture: Family, dtype: str) -> None:
+    """Every token's score among them: as many log-probabilities are asked for as the vocabulary has tokens."""
     directory = write_checkpoint(
-        tmp_path, dtype="bfloat16", architecture="qwen3", hidden_size=72, num_heads=6, num_kv_heads=2, head_dim=24
+        tmp_path, dtype="bfloat16", architecture=architecture, hidden_size=72, num_heads=6, num_kv_heads=2, head_dim=24
     )
-    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3, prompt_logprobs=2)
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=TINY.vocab_size, prompt_logprobs=TINY.vocab_size)
     prompt = [number * 37 % 300 for number in range(90)]
     generations = [
         generate(
@@ -147,7 +150,8 @@ def test_a_whole_model_gives_the_same_bits_at_every_level(tmp_path: Path, dtype:
     ]
     for generation in generations[1:]:
         assert generation.output_ids == generations[0].output_ids
-        assert generation.results == generations[0].results  # log-probabilities among them
+        assert generation.results == generations[0].results
+    assert all(len(result.logprobs.top) == TINY.vocab_size for result in generations[0].results if result.logprobs)
 
 
 def test_a_level_can_be_capped_and_one_that_is_missing_is_refused() -> None:

@@ -32,9 +32,9 @@ def test_auto_is_the_host_where_there_is_no_device(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("rope_type", list(RopeType))
 def test_tabulated_rotations_are_the_computed_ones(rope_type: RopeType) -> None:
     config = replace(ROPE, rope_type=rope_type)
-    plain, tabulated = (RotaryEmbedding(config, 64, torch.device("cpu")) for _ in range(2))
-    tabulated.tabulate(300, torch.bfloat16)
+    plain, tabulated = (RotaryEmbedding(config, 64, torch.device("cpu"), torch.bfloat16) for _ in range(2))
+    tabulated.tabulate(300)
     positions, lengths = torch.tensor([0, 5, 299, 170]), torch.tensor([1, 280, 290, 1])
-    expected, actual = (rotary.cos_sin(positions, lengths, torch.bfloat16) for rotary in (plain, tabulated))
+    expected, actual = (rotary.cos_sin(positions, lengths) for rotary in (plain, tabulated))
     for one, other in zip(expected, actual, strict=True):
         torch.testing.assert_close(other, one, atol=1e-2, rtol=0)  # a step of bf16

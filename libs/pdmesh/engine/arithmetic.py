@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,9 +12,12 @@ import torch
 #: What /proc/cpuinfo calls the parts of a processor's identity, on x86-64 and on aarch64.
 _IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 
+#: What caps the levels of torch's libraries below the processor's; ATEN_CPU_CAPABILITY shows in torch's own capability.
+_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+
 
 def class_name(dtype: str, kinds: Iterable[str]) -> str:
-    """Return, for instance, ``bfloat16/ordered-1``; several kinds, for unlike parts of a model, are joined by +."""
+    """Return, for instance, ``bfloat16/ordered-2``; several kinds, for unlike parts of a model, are joined by +."""
     return f"{dtype}/{'+'.join(sorted(set(kinds)))}"
 
 
@@ -28,7 +32,8 @@ def torch_kind(device: torch.device, *, deterministic: bool) -> str:
 
 def _processor() -> str:
     capability = torch.backends.cpu.get_cpu_capability().replace(" ", "-")
-    return f"{capability}-{'-'.join(_identity(_cpuinfo())) or platform.machine()}"
+    caps = [f"{name}={value}" for name in _CAPS if (value := os.environ.get(name))]
+    return "-".join([capability, *(_identity(_cpuinfo()) or [platform.machine()]), *caps])
 
 
 def _identity(cpuinfo: Mapping[str, str]) -> list[str]:

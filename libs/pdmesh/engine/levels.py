@@ -20,8 +20,9 @@ from pdmesh.errors import ConfigError
 #: Where the libraries lie, ``_kernels.LEVEL.so``.
 FOLDER = Path(__file__).parent
 
-#: Of each kind's arithmetic: one more whenever a change of the kernels changes a bit of any result.
-_ORDERED_VERSION, _DOT_VERSION = 1, 1
+#: Of each kind's arithmetic: one more whenever a change of the kernels, or of what they are given, changes a bit of any
+#: result.
+_ORDERED_VERSION, _DOT_VERSION = 2, 2
 
 
 class CpuLevel(StrEnum):

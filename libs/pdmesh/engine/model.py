@@ -45,7 +45,7 @@ class Transformer:
         self._config = config
         self._weights = weights
         self._kernels = kernels
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, weights.norm.device)
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, weights.norm.device, weights.norm.dtype)
         self._deterministic = deterministic
 
     @property
@@ -83,7 +83,7 @@ class Transformer:
     def embed(self, inputs: StepInputs) -> tuple[Tensor, Rotation]:
         """Hidden states (num_tokens, hidden_size) before the first layer, and what all layers rotate by."""
         hidden = self._weights.embedding.embed(inputs.token_ids)
-        cos, sin = self._rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens, hidden.dtype)
+        cos, sin = self._rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens)
         return hidden, Rotation(cos=cos, sin=sin, slots=inputs.slots)
 
     def before_attention(
@@ -108,9 +108,9 @@ class Transformer:
         scores = self._linear(normed, self._weights.lm_head)
         return scores.float() if out is None else out.copy_(scores)
 
-    def tabulate_rotation(self, num_positions: int, dtype: torch.dtype) -> None:
+    def tabulate_rotation(self, num_positions: int) -> None:
         """Look rotations up from now on, for tokens before ``num_positions``: on a device, fewer kernels a step."""
-        self._rotary.tabulate(num_positions, dtype)
+        self._rotary.tabulate(num_positions)
 
     def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """Queries, keys and values: (num_tokens, heads, head_dim)."""

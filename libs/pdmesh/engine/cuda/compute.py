@@ -18,7 +18,6 @@ from pdmesh.engine.cuda.shared_cache import CudaDriver, DeviceMemory
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Kernels, TorchKernels
-from pdmesh.engine.kv_cache import TORCH_DTYPES
 
 log = structlog.get_logger()
 
@@ -39,7 +38,7 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
         attention = TorchAttention(layout, loaded.scale, streams.device)
         direct = DirectForward(transformer, attention, store.layers, layout=layout, device=streams.device)
         return Compute(name="torch on cuda", arithmetic=arithmetic, transformer=transformer, forward=direct, kv=store)
-    transformer.tabulate_rotation(loaded.max_model_len, TORCH_DTYPES[layout.dtype])
+    transformer.tabulate_rotation(loaded.max_model_len)
     flashinfer = FlashInfer(
         library,
         layout,
