@@ -1,12 +1,14 @@
 """What ``make test`` and ``make test-all`` run, and one line that counts all of it.
 
-    python tests/run.py                   # linters beside the tests, then those of meshes; not what is marked ``slow``
+    python tests/run.py                   # linters and meshes beside the other tests; not what is marked ``slow``
     python tests/run.py --all             # that, then pyright, what is slow, all examples and seeds, the device's tests
     python tests/run.py tests/unit/test_ranges.py -k empty   # only these, in one process
 
-Other arguments are pytest's, for each part. Tests run on all cores. Those of meshes come after the others, since a mesh
-is several processes; those of the machine's device run alone. The seed of drawn examples is the date: who runs the
-tests on the same day draws the same, and ``--hypothesis-seed`` with a date draws that day's again.
+Other arguments are pytest's, for each part. Tests run on all cores, and more of them than there are cores, since many
+wait for something. Those of meshes have processes of their own, each with whole files of them: a mesh is started once
+for its file. What they print comes when they are through. The tests of the machine's device run alone. The seed of
+drawn examples is the date: who runs the tests on the same day draws the same, and ``--hypothesis-seed`` with a date
+draws that day's again.
 
 A test has a budget of CPU time, and one that needs several times as much fails the run.
 
@@ -23,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 ALONE, MESHES = "gpu", "e2e"
 
 #: Each process loads torch.
-MAX_PROCESSES = 8
+MAX_PROCESSES = 12
 
 #: pytest's exit codes: all passed, some failed, nothing was collected. Any other means that it broke off.
 PASSED, FAILED, NOTHING = 0, 1, 5
@@ -115,36 +117,43 @@ def noted(case: ElementTree.Element, name: str) -> list[str]:
     return [note.get("value", "") for note in case.iter("property") if note.get("name") == name]
 
 
-def parts(arguments: Sequence[str], *, everything: bool) -> Iterator[Part]:
-    """All parts, in the order they run in."""
+def stages(arguments: Sequence[str], *, everything: bool) -> Iterator[Sequence[Part]]:
+    """Parts that run beside each other, and then those that come after them."""
     if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments if not argument.startswith("-")):
-        yield Part("tests", arguments)
+        yield [Part("tests", arguments)]
         return
     folders = sorted({file.relative_to(ROOT).parts[1] for file in ROOT.glob("tests/*/**/test_*.py")})
     others = [f"tests/{folder}" for folder in folders if folder not in {ALONE, MESHES}]
-    num_processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-    spread = ("-n", str(num_processes), "--dist", "worksteal", f"--hypothesis-seed={datetime.now(UTC):%Y%m%d}")
-    fast, drawn = ((*spread, "-m", marks) for marks in ("not slow", "slow or drawn"))
-    yield Part("tests", [*fast, *arguments, *others], linters=["ruff", "imports", "mypy"], budget_s=BUDGET_S)
-    yield Part("meshes", [*fast, *arguments, f"tests/{MESHES}"])
+    num_cores = len(os.sched_getaffinity(0))
+    seed = f"--hypothesis-seed={datetime.now(UTC):%Y%m%d}"
+    spread = ("-n", str(min(num_cores + (num_cores + 1) // 2, MAX_PROCESSES)), "--dist", "worksteal", seed)
+    by_file = ("-n", str(min(num_cores, MAX_PROCESSES)), "--dist", "loadfile", seed)
+    fast, drawn = ("-m", "not slow"), ("-m", "slow or drawn", "--hypothesis-profile=all")
+    yield [
+        Part("tests", [*spread, *fast, *arguments, *others], linters=["ruff", "imports", "mypy"], budget_s=BUDGET_S),
+        Part("meshes", [*by_file, *fast, *arguments, f"tests/{MESHES}"]),
+    ]
     if everything:
-        all_examples = "--hypothesis-profile=all"
-        yield Part("slow and drawn tests", [*drawn, all_examples, *arguments, *others], linters=["pyright"])
-        yield Part("slow meshes", [*drawn, all_examples, *arguments, f"tests/{MESHES}"])
-        yield Part("device", [*arguments, f"tests/{ALONE}"])
+        yield [
+            Part("slow and drawn tests", [*spread, *drawn, *arguments, *others], linters=["pyright"]),
+            Part("slow meshes", [*by_file, *drawn, *arguments, f"tests/{MESHES}"]),
+        ]
+        yield [Part("device", [*arguments, f"tests/{ALONE}"])]
 
 
-def run(part: Part, outcomes: Outcomes, folder: Path) -> int:
-    """Run a part beside its linters, count what became of them, and return pytest's exit code."""
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
-    with linting(part.linters, outcomes):
-        code = exit_code_of([*PYTEST, *part.pytest, f"--junitxml={report}"])
-    if report.exists():
-        outcomes.add_report(report, part.budget_s)
-    if code not in COMPLETE:
-        outcomes.add(f"{part.name}: pytest, with exit code {code},", passed=False)
-    return code
+def run(parts: Sequence[Part], outcomes: Outcomes, folder: Path) -> set[int]:
+    """Run parts beside each other and their linters, count what became of them, and return pytest's exit codes."""
+    reports = [folder / f"{number}.xml" for number in range(len(parts))]
+    commands = [[*PYTEST, *part.pytest, f"--junitxml={report}"] for part, report in zip(parts, reports, strict=True)]
+    with linting([name for part in parts for name in part.linters], outcomes):
+        codes = exit_codes_of(commands, folder)
+    for part, report, code in zip(parts, reports, codes, strict=True):
+        if report.exists():
+            outcomes.add_report(report, part.budget_s)
+            report.unlink()
+        if code not in COMPLETE:
+            outcomes.add(f"{part.name}: pytest, with exit code {code},", passed=False)
+    return set(codes)
 
 
 @contextmanager
@@ -165,23 +174,38 @@ def lint(name: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
-def exit_code_of(command: Sequence[str]) -> int:
-    with subprocess.Popen(command, cwd=ROOT) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # it is told as we are, and has a summary to print
-            return process.wait() or FAILED
+def exit_codes_of(commands: Sequence[Sequence[str]], folder: Path) -> list[int]:
+    """Run commands beside each other. The first prints as it goes; what the others print follows it."""
+    with ExitStack() as stack:
+        outputs = [stack.enter_context((folder / f"{number}.out").open("w+")) for number in range(1, len(commands))]
+        processes = [
+            stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output))
+            for command, output in zip(commands, [None, *outputs], strict=True)
+        ]
+        codes = [exit_code_of(process) for process in processes]
+        for output in outputs:
+            output.seek(0)
+            sys.stdout.write(output.read())
+        sys.stdout.flush()
+    return codes
+
+
+def exit_code_of(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # it is told as we are, and has a summary to print
+        return process.wait() or FAILED
 
 
 def main(arguments: Sequence[str]) -> int:
     """1 if anything failed or no test was found, else 0."""
     outcomes, codes, took = Outcomes(), set[int](), list[str]()
-    chosen = parts([each for each in arguments if each != "--all"], everything="--all" in arguments)
+    chosen = stages([each for each in arguments if each != "--all"], everything="--all" in arguments)
     with tempfile.TemporaryDirectory() as folder:
-        for part in chosen:
+        for parts in chosen:
             began_s = time.monotonic()
-            codes.add(run(part, outcomes, Path(folder)))
-            took.append(f"{part.name}: {time.monotonic() - began_s:.0f} s")
+            codes |= run(parts, outcomes, Path(folder))
+            took.append(f"{' beside '.join(part.name for part in parts)}: {time.monotonic() - began_s:.0f} s")
             if not codes <= COMPLETE:
                 break
     if codes == {NOTHING}:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.sax.saxutils import quoteattr
 
 import pytest
@@ -26,19 +27,23 @@ def run() -> ModuleType:
     return module
 
 
+def parts(run: ModuleType, arguments: Sequence[str], *, everything: bool) -> list[Any]:
+    return [part for stage in run.stages(arguments, everything=everything) for part in stage]
+
+
 def test_each_folder_of_tests_is_run_and_each_linter_once(run: ModuleType) -> None:
-    parts = list(run.parts(["-k", "pipelined prefill or pools"], everything=True))
-    named = [argument for part in parts for argument in part.pytest if argument.startswith("tests/")]
+    chosen = parts(run, ["-k", "pipelined prefill or pools"], everything=True)
+    named = [argument for part in chosen for argument in part.pytest if argument.startswith("tests/")]
     assert set(named) == {f"tests/{file.relative_to(TESTS).parts[0]}" for file in TESTS.rglob("test_*.py")}
-    assert all(part.pytest[part.pytest.index("-k") + 1] == "pipelined prefill or pools" for part in parts)
-    (alone,) = [part for part in parts if "tests/gpu" in part.pytest]
+    assert all(part.pytest[part.pytest.index("-k") + 1] == "pipelined prefill or pools" for part in chosen)
+    (alone,) = [part for part in chosen if "tests/gpu" in part.pytest]
     assert "-n" not in alone.pytest
-    assert all("tests/unit" not in part.pytest for part in parts if "tests/e2e" in part.pytest)
-    assert sorted(linter for part in parts for linter in part.linters) == ["imports", "mypy", "pyright", "ruff"]
+    assert all("tests/unit" not in part.pytest for part in chosen if "tests/e2e" in part.pytest)
+    assert sorted(linter for part in chosen for linter in part.linters) == ["imports", "mypy", "pyright", "ruff"]
 
 
 def test_what_is_slow_is_left_to_test_all(run: ModuleType) -> None:
-    fast, everything = (list(run.parts([], everything=chosen)) for chosen in (False, True))
+    fast, everything = (parts(run, [], everything=chosen) for chosen in (False, True))
     assert everything[: len(fast)] == fast
     assert all(part.pytest[part.pytest.index("-m") + 1] == "not slow" for part in fast)
     slow = {part.pytest[part.pytest.index("-m") + 1] for part in everything[len(fast) :] if "-m" in part.pytest}
@@ -47,7 +52,7 @@ def test_what_is_slow_is_left_to_test_all(run: ModuleType) -> None:
 
 @pytest.mark.parametrize("named", ["tests/unit/test_run.py", "tests/e2e", "tests/unit/test_run.py::test_nothing"])
 def test_who_names_files_has_them_run_alone(run: ModuleType, named: str) -> None:
-    (part,) = run.parts(["-x", named], everything=False)
+    (part,) = parts(run, ["-x", named], everything=False)
     assert part.pytest == ["-x", named]
     assert not part.linters
 
@@ -59,17 +64,20 @@ def a_test(name: str, outcome: str = "", message: str = "", cpu_s: float = 0.1) 
 
 
 class Machine:
-    """Stands for pytest and for make: the reports and exit codes of the parts, one after the other."""
+    """Stands for pytest and for make: the reports and exit codes of the parts, in their order."""
 
     def __init__(self, *parts: tuple[int, Sequence[str]], broken_linter: str = "") -> None:
         self.parts = list(parts)
         self.broken_linter = broken_linter
 
-    def exit_code_of(self, command: Sequence[str]) -> int:
-        code, cases = self.parts.pop(0)
-        if cases:
-            Path(command[-1].partition("=")[2]).write_text(f"<testsuites>{''.join(cases)}</testsuites>")
-        return code
+    def exit_codes_of(self, commands: Sequence[Sequence[str]], folder: Path) -> list[int]:
+        codes = []
+        for command in commands:
+            code, cases = self.parts.pop(0)
+            codes.append(code)
+            if cases:
+                Path(command[-1].partition("=")[2]).write_text(f"<testsuites>{''.join(cases)}</testsuites>")
+        return codes
 
     def lint(self, name: str) -> subprocess.CompletedProcess[str]:
         is_broken = name == self.broken_linter
@@ -95,8 +103,8 @@ PASSES = (0, [a_test("one")])
         ),
         (Machine(PASSES, (5, [])), 0, "4 passed, 0 failed, 0 skipped", ""),  # what was asked for is in one of them
         (Machine((5, []), (5, [])), 1, "3 passed, 1 failed, 0 skipped", "none was found"),
-        (Machine((4, [])), 1, "3 passed, 1 failed, 0 skipped", "exit code 4, failed"),  # wrong usage ends the run
-        (Machine((-9, [])), 1, "3 passed, 1 failed, 0 skipped", "exit code -9, failed"),
+        (Machine((4, []), (4, [])), 1, "3 passed, 2 failed, 0 skipped", "tests: pytest, with exit code 4, failed"),
+        (Machine((-9, []), PASSES), 1, "4 passed, 1 failed, 0 skipped", "tests: pytest, with exit code -9, failed"),
         (Machine(PASSES, PASSES, broken_linter="mypy"), 1, "4 passed, 1 failed, 0 skipped", "mypy complains\n"),
         (
             Machine((0, [a_test("a", cpu_s=7.9), a_test("b", cpu_s=8.1)]), (0, [a_test("c", cpu_s=90.0)])),
@@ -116,9 +124,17 @@ def test_one_line_counts_all_parts(
     last: str,
     said: str,
 ) -> None:
-    monkeypatch.setattr(run, "exit_code_of", machine.exit_code_of)
+    monkeypatch.setattr(run, "exit_codes_of", machine.exit_codes_of)
     monkeypatch.setattr(run, "lint", machine.lint)
     assert run.main([]) == code
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == last
     assert said in printed
+
+
+def test_what_runs_beside_others_is_printed_after_the_first(
+    run: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    programs = ("print('second')", "import sys; print('third'); sys.exit(3)")
+    commands = [[sys.executable, "-c", program] for program in ("input(); print('first')", *programs)]
+    assert run.exit_codes_of(commands, tmp_path) == [1, 0, 3]
