@@ -2,10 +2,11 @@
 
     python benchmarks/planted_bugs.py                      # all of them; exit code 1 if more than two are not found
     python benchmarks/planted_bugs.py --only "freed under"
-    python benchmarks/planted_bugs.py --seeds 100 --tests tests/unit tests/contract tests/services
+    python benchmarks/planted_bugs.py --seeds 100 --tests tests/unit tests/services tests/contract tests/property
                                                            # as `make test`: by seeds, or else by a test of these
 
-Each is planted in a copy of the sources, and looked for by ``benchmarks/dst.py`` in a process of its own.
+Each is planted in a copy of the sources, and looked for by ``benchmarks/dst.py`` in a process of its own. Tests have to
+pass in a copy without a bug first.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUGS = Path(__file__).with_suffix(".toml")
-COPIED = ("libs", "services", "benchmarks", "tests")
+NOT_COPIED = (".*", "__pycache__", "build", "dist")
 SOURCES = ("libs", "services/gateway", "services/scheduler", "services/prefill", "services/decode")
+
+#: It looks whether bugs can be planted, which a planted one cannot.
+OF_THESE_BUGS = "tests/unit/test_planted_bugs.py"
 
 #: So many may stay hidden.
 MAX_HIDDEN = 2
@@ -56,6 +62,9 @@ def main() -> int:
     arguments = _arguments()
     chosen = [bug for bug in bugs() if arguments.only in bug.what]
     num_found = 0
+    if arguments.tests and (failing := _fails_without_a_bug(arguments.tests)) is not None:
+        print(f"{failing} fails without a bug: nothing can be found by tests")
+        return 1
     with ThreadPoolExecutor(arguments.processes) as executor:
         for bug, found in zip(chosen, executor.map(lambda bug: _search(bug, arguments), chosen), strict=True):
             num_found += found.law is not None
@@ -79,16 +88,25 @@ class Found:
 def _search(bug: Bug, arguments: argparse.Namespace) -> Found:
     """Plant a bug in a copy of the sources, and look for it there."""
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for name in COPIED:
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", copy)
+    with _copy() as copy:
         (copy / bug.file).write_text(bug.planted((ROOT / bug.file).read_text()))
         num_run, law = _look(copy, arguments.seeds, arguments.limit_s)
         if law is None and arguments.tests:
             law = _failing_test(copy, arguments.tests)
     return Found(num_run, time.monotonic() - began_s, law)
+
+
+def _fails_without_a_bug(tests: list[str]) -> str | None:
+    with _copy() as copy:
+        return _failing_test(copy, tests)
+
+
+@contextmanager
+def _copy() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "pdmesh"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        yield copy
 
 
 def _environ(copy: Path) -> dict[str, str]:
@@ -97,7 +115,7 @@ def _environ(copy: Path) -> dict[str, str]:
 
 def _failing_test(copy: Path, tests: list[str]) -> str | None:
     """The first that fails of those that `make test` runs; None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", f"--ignore={OF_THESE_BUGS}", *tests]
     ended = subprocess.run(command, cwd=copy, env=_environ(copy), capture_output=True, text=True, check=False)
     if ended.returncode == 0:
         return None
