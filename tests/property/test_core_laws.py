@@ -1304,7 +1304,8 @@ class EveryInstance(StepSlots):
         super().refresh({*self._mesh.instances.values(), *instances})
 
     def computing(self) -> list[InstanceState]:
-        return [instance for instance in self._mesh.instances.values() if not self.is_idle(instance)]
+        not_idle = (instance for instance in self._mesh.instances.values() if not self.is_idle(instance))
+        return sorted(not_idle, key=lambda instance: instance.number)  # one that joined again has its number still
 
 
 def make_reckless(core: SchedulerCore) -> None:
