@@ -44,6 +44,7 @@ from pdmesh.core.events import (
     RequestArrived,
     RequestCancelled,
     RequestFinished,
+    StepDone,
     Tick,
     TransferFailed,
 )
@@ -285,10 +286,30 @@ NUM_ACTIONS = 150
 
 
 class Instance(ModelledInstance):
-    """One as the baseline has it: who rejoins has its first role."""
+    """One as the baseline has it.
+
+    Who rejoins has its first role, and tells of its prompts' tokens only. A step's report counts all that decode.
+    """
 
     def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
-        return replace(super().rejoin(gateway_of), profile=self.profile)
+        joined = super().rejoin(gateway_of)
+        residents = [
+            replace(each, num_context_tokens=self.held[each.request_id, each.epoch].num_tokens - 1)
+            for each in joined.residents
+        ]
+        return replace(joined, profile=self.profile, residents=tuple(residents))
+
+    def end_step(self, *, ended_by_first_token: bool = False) -> None:
+        num_decoding, num_events = len(self.decoding), len(self.events)
+        local = {key for key, held in self.held.items() if not held.moves_on}
+        super().end_step(ended_by_first_token=ended_by_first_token)
+        for index, event in enumerate(self.events):
+            if index >= num_events and isinstance(event, StepDone):
+                num_decoding += sum(
+                    bool(done.is_last and done.num_tokens and (done.request_id, done.epoch) in local)
+                    for done in event.chunks
+                )
+                self.events[index] = replace(event, num_decodes=num_decoding)
 
 
 class RandomWorkload:
@@ -496,8 +517,8 @@ class RandomWorkload:
         decoding = [
             (instance, key)
             for instance in self.mesh.instances.values()
-            for key, hold in instance.holds.items()
-            if hold.decoding and self.leader_of[key] == instance.instance_id
+            for key, held in instance.held.items()
+            if held.is_decoding and self.leader_of[key] == instance.instance_id
         ]
         if decoding:
             instance, key = self.rng.choice(decoding)
@@ -505,7 +526,7 @@ class RandomWorkload:
             self.see_finished(instance)
 
     def land(self) -> None:
-        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.holds[key].computed]
+        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.held[key].is_computed]
         if transfers:
             self.mesh.land(*self.rng.choice(transfers))
 
@@ -514,7 +535,7 @@ class RandomWorkload:
         if transfers:
             sender, receiver, key = self.rng.choice(transfers)
             at = self.rng.choice((sender, receiver))
-            plan = at.holds[key].transfer
+            plan = at.held[key].transfer
             assert plan is not None
             at.events.append(TransferFailed(at.instance_id, *key, plan.transfer_id, "modelled"))
 

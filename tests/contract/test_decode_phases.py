@@ -235,7 +235,7 @@ def test_a_modelled_instance_tells_of_its_steps_as_well() -> None:
     instance.decode(40)
     instance.finish((RequestId("b"), Epoch(0)))
     own = [sizes(event.own_steps) for event in instance.events if isinstance(event, DecodeStepsDone | RequestFinished)]
-    assert own == [(32, 64, context(6, 32) + context(4, 32)), (8, 16, context(38, 8) + context(36, 8))]
+    assert own == [(32, 64, context(7, 32) + context(5, 32)), (8, 16, context(39, 8) + context(37, 8))]
 
 
 def test_an_urgent_plan_may_begin_a_phase_and_every_other_says_what_holds() -> None:

@@ -421,7 +421,7 @@ class MeshMachine(RuleBasedStateMachine):
                 if self.scale > 1 and key in self.leader_of and self.leader_of[key] not in self.silent:
                     assert failed_id in (self.leader_of[key], self.receiver_of.get(key)), f"{key} lost but a helper"
                 source = self.mesh.instances.get(self.leader_of.get(key, failed_id))
-                has_all = source is not None and key in source.holds and source.holds[key].sends
+                has_all = source is not None and key in source.held and source.held[key].moves_on
                 if has_all and self.receiver_of.get(key) == failed_id:
                     assert self.num_receivers[key] > self.config.max_lost_receivers, f"{key} is computed again"
 
@@ -534,7 +534,7 @@ class MeshMachine(RuleBasedStateMachine):
             and self.receiver_of.get(other, self.leader_of.get(other)) == decode_id
             and order_of(request) < order_of(victim)
         ]
-        adopted = set(self.mesh.instances[decode_id].holds) - self.arrivals.keys()
+        adopted = set(self.mesh.instances[decode_id].held) - self.arrivals.keys()
         assert others or adopted, f"{key} was preempted, and is the oldest on {decode_id}"
 
     def check_may_reject(self, command: Reject) -> None:
@@ -648,7 +648,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.integers(1, 30),
-        output=st.integers(1, 24),
+        output=st.integers(1, 32),
         gateway=st.sampled_from(GATEWAYS),
         priority=st.sampled_from((0, 0, -1, 3)),
         slo_ttft_s=st.sampled_from((None, None, 1.0, 40.0)),
@@ -800,8 +800,8 @@ class MeshMachine(RuleBasedStateMachine):
         helpers = [
             (instance, key)
             for instance in self.mesh.instances.values()
-            for key, hold in instance.holds.items()
-            if hold.member is not None and not hold.member.leads
+            for key, held in instance.held.items()
+            if not held.leads
         ]
         if not helpers:
             return
@@ -815,22 +815,21 @@ class MeshMachine(RuleBasedStateMachine):
             case "is silent":
                 self.feed(InstanceSuspected(helper.instance_id))
             case _:
-                helper.events.append(RequestDropped(helper.instance_id, *key, "modelled"))
-                helper.release(key)
+                helper.drop(key)
 
     @rule(data=st.data(), num_requests=st.integers(1, 3), drains=st.booleans(), is_granted=st.booleans())
     def decodes_leave(self, data: st.DataObject, num_requests: int, drains: bool, is_granted: bool) -> None:
         """Some requests come to decode, and then one of them, or all of an instance's, are to move."""
         for _ in range(num_requests):
-            self.request_arrives(5, 20, GATEWAYS[0], 0, None)
+            self.request_arrives(5, 40, GATEWAYS[0], 0, None)
         for _ in range(3):
             self.all_goes_well()
-        decoding = [i for i in self.mesh.instances.values() if self.decoding(i)]
+        decoding = [i for i in self.mesh.instances.values() if i.decoding]
         if source := self.pick(data, decoding):
             if drains:
                 self.feed(DrainRequested(source.instance_id))
             else:
-                key = data.draw(st.sampled_from(self.decoding(source)))
+                key = data.draw(st.sampled_from(source.decoding))
                 for other_id in self.mesh.instances:
                     self.operate(OperationKind.MOVE, other_id, role=Role.MIXED, timeout_s=60.0, request_id=key[0])
             if is_granted:
@@ -845,7 +844,7 @@ class MeshMachine(RuleBasedStateMachine):
             if instance.running or instance.can_begin:
                 self.run_step(instance, ended_by_first_token=False)
         for transfer in self.mesh.transfers():
-            if transfer[0].holds[transfer[2]].computed:
+            if transfer[0].held[transfer[2]].is_computed:
                 self.mesh.land(*transfer)
         for instance in self.mesh.instances.values():
             while instance.events:
@@ -877,17 +876,11 @@ class MeshMachine(RuleBasedStateMachine):
             instance.begin_step()
         if instance.can_end:
             instance.end_step(ended_by_first_token=ended_by_first_token)
-            self.see_finished(instance)
-
-    def see_finished(self, instance: ModelledInstance) -> None:
-        """Tokens do not pass through the scheduler: a gateway knows of the end before it does."""
-        for event in instance.events:
-            if isinstance(event, RequestFinished) and self.is_current(event.request_id, event.epoch):
-                del self.awaited[event.request_id]
+            self.see_drawn(instance)
 
     @rule(data=st.data())
     def transfer_lands(self, data: st.DataObject) -> None:
-        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.holds[key].computed]
+        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.held[key].is_computed]
         if transfers:
             self.mesh.land(*data.draw(st.sampled_from(transfers)))
 
@@ -907,15 +900,14 @@ class MeshMachine(RuleBasedStateMachine):
         if not (moves := self.mesh.moves()):
             return
         source, target, key = data.draw(st.sampled_from(moves))
-        hold = source.holds[key]
+        held = source.held[key]
         match how:
             case "lands":
                 self.mesh.land_move(source, target, key)
             case "commits":
                 self.mesh.commit_move(source, key)
             case "fails":
-                assert hold.leaving is not None
-                source.stop_move(key, hold.leaving.transfer_id)
+                source.untimed.fail_move(held, "modelled")
             case _:
                 self.mesh.fail(target, key)
 
@@ -924,6 +916,7 @@ class MeshMachine(RuleBasedStateMachine):
         """By itself, and tells of it with its next report or after so many steps."""
         if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.can_decode]):
             instance.decode(num_steps)
+            self.see_drawn(instance)
 
     @rule(data=st.data())
     def hold_runs_out(self, data: st.DataObject) -> None:
@@ -934,32 +927,29 @@ class MeshMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_tokens=st.sampled_from((1, 5, 30)))
     def decodes_go_on(self, data: st.DataObject, num_tokens: int) -> None:
-        instances = [i for i in self.mesh.instances.values() if self.decoding(i) and not i.own.held]
+        instances = [i for i in self.mesh.instances.values() if i.decoding and not i.own.held]
         if instance := self.pick(data, instances):
-            for key in self.decoding(instance):
-                self.draw(instance, key, num_tokens)
+            instance.draw(num_tokens)
+            self.see_drawn(instance)
 
-    def draw(self, instance: ModelledInstance, key: RequestKey, num_tokens: int) -> bool:
-        """False if it waits for room, or has drawn all."""
-        goes_on = instance.draw(key, num_tokens)
-        if self.is_current(*key):
-            num_drawn = instance.holds[key].num_computed_tokens - self.awaited[key[0]].num_prompt_tokens
-            self.num_drawn[key[0]] = max(0, num_drawn)
-            self.drawn_in[key] = instance.profile.arithmetic
-        return goes_on
-
-    @staticmethod
-    def decoding(instance: ModelledInstance) -> list[RequestKey]:
-        return [key for key, hold in instance.holds.items() if hold.decoding]
+    def see_drawn(self, instance: ModelledInstance) -> None:
+        """Tokens do not pass through the scheduler: a gateway knows of them, and of the end, before it does."""
+        for key in instance.decoding:
+            if self.is_current(*key):
+                self.num_drawn[key[0]] = instance.num_tokens(key) - self.awaited[key[0]].num_prompt_tokens
+                self.drawn_in[key] = instance.profile.arithmetic
+        for event in instance.events:
+            if isinstance(event, RequestFinished) and self.is_current(event.request_id, event.epoch):
+                del self.awaited[event.request_id]
 
     @rule(data=st.data())
     def generation_ends(self, data: st.DataObject) -> None:
         free = [instance for instance in self.mesh.instances.values() if not instance.own.held]
-        decoding = [(i, key) for i in free for key, hold in i.holds.items() if hold.decoding]
+        decoding = [(i, key) for i in free for key in i.decoding]
         if decoding:
             instance, key = data.draw(st.sampled_from(decoding))
             instance.finish(key)
-            self.see_finished(instance)
+            self.see_drawn(instance)
 
     @rule(data=st.data(), gateway=st.sampled_from(GATEWAYS), what=st.sampled_from(CALAMITIES))
     def something_breaks(self, data: st.DataObject, gateway: GatewayId, what: str) -> None:
@@ -987,7 +977,7 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stopped_process_starts_again(self, data: st.DataObject) -> None:
         """An operation asked for that; what is still there is lost with it."""
-        told = [instance for instance in self.mesh.instances.values() if instance.is_told_to_stop]
+        told = [instance for instance in self.mesh.instances.values() if instance.untimed.is_told_to_stop]
         if instance := self.pick(data, told):
             instance_id = instance.instance_id
             self.mesh.pieces.cut_off(instance_id)
@@ -1042,8 +1032,8 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def instance_stops(self, data: st.DataObject) -> None:
         """It refuses what is on its way from now on; the scheduler hears of that later."""
-        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.admits]):
-            instance.admits = False
+        if instance := self.pick(data, [i for i in self.mesh.instances.values() if i.untimed.admits]):
+            instance.untimed.admits = False
             instance.events.append(DrainRequested(instance.instance_id))
 
     @rule(data=st.data(), role=st.sampled_from(tuple(Role)))
@@ -1144,7 +1134,7 @@ class MeshMachine(RuleBasedStateMachine):
             self.processes.remove(what)
             del self.profiles[what]
             if (instance := self.mesh.instances.pop(what, None)) is not None:
-                assert not instance.holds, f"{what} is stopped, and holds {instance.holds}"
+                assert not instance.held, f"{what} is stopped, and holds {instance.held}"
                 self.feed(InstanceLost(what))
         elif fails:
             self.feed(InstanceStartFailed(what.instance_id, "no memory"))
@@ -1166,15 +1156,15 @@ class MeshMachine(RuleBasedStateMachine):
     def copies_begin_or_end(self, data: st.DataObject) -> None:
         """While copies run, freed blocks are quarantined."""
         if instance := self.pick(data, list(self.mesh.instances.values())):
-            if instance.copies_run:
-                instance.end_copies()
+            if instance.untimed.copies_run:
+                instance.untimed.end_copies()
             else:
-                instance.copies_run = True
+                instance.untimed.copies_run = True
 
     @rule(data=st.data())
     def load_is_reported(self, data: st.DataObject) -> None:
         if instance := self.pick(data, list(self.mesh.instances.values())):
-            instance.report_load()
+            instance.untimed.report_load()
 
     @rule(bundle=st.sampled_from(BUNDLE_NAMES))
     def operator_switches(self, bundle: str) -> None:
@@ -1203,13 +1193,13 @@ class MeshMachine(RuleBasedStateMachine):
             self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
         for instance_id, instance in self.mesh.instances.items():
-            instance.admits = True
-            instance.end_copies()
+            instance.untimed.admits = True
+            instance.untimed.end_copies()
             self.feed(InstanceSuspected(instance_id, suspected=False))
             instance.events.append(DrainRequested(instance_id, enabled=False))
             self.operate(OperationKind.UNDRAIN, instance_id, role=Role.MIXED, timeout_s=0.0, force=False)
             instance.events.append(RoleChangeRequested(instance_id, self.last_role(instance_id)))
-            instance.report_load()
+            instance.untimed.report_load()
         for _ in range(1000):
             if not self.settle_once():
                 break
@@ -1226,7 +1216,7 @@ class MeshMachine(RuleBasedStateMachine):
             assert view.num_seats_taken == 0
             assert view.num_queued_tokens == 0
             instance = self.mesh.instances[view.instance_id]
-            assert not instance.holds, f"{view.instance_id} still holds {instance.holds}"
+            assert not instance.held, f"{view.instance_id} still holds {instance.held}"
 
     def last_role(self, instance_id: InstanceId) -> Role:
         """With which an instance ends: as it began, if what is left can serve then."""
@@ -1251,15 +1241,12 @@ class MeshMachine(RuleBasedStateMachine):
             while instance.can_begin or (instance.running and instance.can_end):
                 self.run_step(instance, ended_by_first_token=False)
                 busy = True
-            for key in [] if instance.own.held else self.decoding(instance):
-                busy |= self.draw(instance, key, 99)
-                hold = instance.holds[key]
-                if not hold.max_total_tokens or hold.num_computed_tokens > hold.max_total_tokens:
-                    instance.finish(key)
-                    self.see_finished(instance)
-                    busy = True
+            if not instance.own.held and len(instance.untimed.residents):
+                instance.draw(99)
+                self.see_drawn(instance)
+                busy = True
         for transfer in self.mesh.transfers():
-            if transfer[0].holds[transfer[2]].computed:
+            if transfer[0].held[transfer[2]].is_computed:
                 self.mesh.land(*transfer)
                 busy = True
         for move in self.mesh.moves():
@@ -1282,7 +1269,7 @@ class MeshMachine(RuleBasedStateMachine):
         if not busy and self.core.num_waiting and self.chosen.why_not(self.core.instances) is not None:
             self.operator_switches("fcfs")  # a pool that is empty has requests wait until somebody joins it
             busy = True
-        if not busy and not any(instance.holds for instance in self.mesh.instances.values()):
+        if not busy and not any(instance.held for instance in self.mesh.instances.values()):
             is_served = not self.has_resized or self.core.unready_reason is None
             assert self.core.num_waiting == 0 or not is_served, "requests wait though the mesh is empty"
             assert not self.allocated, f"residents of {self.allocated} would wait for ever"

@@ -175,7 +175,7 @@ class World:
                     instance.begin_step()
                 instance.end_step()
                 busy = True
-            for key in [key for key, hold in instance.holds.items() if hold.decoding and self.rng.random() < 0.7]:
+            for key in [key for key in instance.decoding if self.rng.random() < 0.7]:
                 if key in self.ledger.running:
                     instance.finish(key, self.rng.randint(1, self.requests[key].max_tokens))
                     busy = True
@@ -184,7 +184,7 @@ class World:
                 self.num_failing -= 1
                 self.mesh.fail(sender, key)
                 busy = True
-            elif sender.holds[key].computed:
+            elif sender.held[key].is_computed:
                 self.mesh.land(sender, receiver, key)
                 busy = True
         for instance in self.mesh.instances.values():

@@ -204,7 +204,7 @@ class ModelledMesh:
         self.turns[instance_id] = None
 
     def land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
-        self.workers[plan.destination_ids[0]].instance.land(plan, key, duration_s)
+        self.workers[plan.destination_ids[0]].instance.land(key, duration_s)
 
     def _drained(self, flow: FlowId) -> None:
         if not self.exchange.drained(flow):
@@ -323,7 +323,7 @@ class Gateway:
         """Go on with what was drawn."""
         run = self._mesh.runs.pop(key)
         assert run.decode_id is not None
-        request = run.resume(self._mesh.workers[run.decode_id].instance.drawn_s(key), self._mesh.agenda.now_s)
+        request = run.resume(self._mesh.workers[run.decode_id].instance.drawn_s(key, run), self._mesh.agenda.now_s)
         self._mesh.runs[request.request_id, request.epoch] = run
         self._post(run)
 

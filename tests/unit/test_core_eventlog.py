@@ -75,12 +75,12 @@ def recorded_run(path: Path, num_requests: int = 40) -> list[tuple[Event, list[C
                 if instance.can_begin:
                     instance.begin_step()
                     instance.end_step()
-                instance.report_load()
+                instance.untimed.report_load()
             for transfer in mesh.transfers():
-                if transfer[0].holds[transfer[2]].computed:
+                if transfer[0].held[transfer[2]].is_computed:
                     mesh.land(*transfer)
             for instance in mesh.instances.values():
-                for key in [key for key, hold in instance.holds.items() if hold.decoding]:
+                for key in instance.decoding:
                     instance.finish(key)
                 while instance.events:
                     feed(instance.events.popleft())

@@ -177,7 +177,7 @@ class Simulator:
         drawn_s = run.token_times_s  # where it was lost, that was told when it was
         if decodes:
             assert run.decode_id is not None
-            drawn_s = self._instances[run.decode_id].drawn_s(key)
+            drawn_s = self._instances[run.decode_id].drawn_s(key, run)
         request = run.resume(drawn_s, self._agenda.now_s)
         self._runs[request.request_id, request.epoch] = run
         self._inbox.append(RequestArrived(request))
@@ -275,4 +275,4 @@ class Simulator:
             self._instances[sender_id].drained(key)
 
     def _land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
-        self._instances[plan.destination_ids[0]].land(plan, key, duration_s)
+        self._instances[plan.destination_ids[0]].land(key, duration_s)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from msgspec import structs
 
 from pdmesh.model import InstanceId, RequestKey
 from pdmesh.plans import ChunkPlan, PrefillGroup
@@ -36,13 +34,12 @@ class ModelledPieces:
 class ModelledMember:
     """One member's side of a group, for one epoch of a request."""
 
-    instance_id: InstanceId
     key: RequestKey
     group: PrefillGroup
+    instance_id: InstanceId
     block_size: int
     pieces: ModelledPieces
     pages: dict[int, InstanceId] = field(default_factory=dict[int, InstanceId])  # blocks that are here, and from whom
-    ended_plan_ids: set[int] = field(default_factory=set[int])  # their chunks wait for nothing any more
 
     @property
     def leads(self) -> bool:
@@ -56,25 +53,26 @@ class ModelledMember:
             block += 1
         return block * self.block_size
 
-    def can_end(self, plan_id: int, chunk: ChunkPlan) -> bool:
-        return self.has_before(chunk) or plan_id in self.ended_plan_ids
-
     def has_before(self, chunk: ChunkPlan) -> bool:
         """Whether all is here that a chunk attends to."""
         return all(block in self.pages for block in range(chunk.start // self.block_size))
 
+    def begin(self, num_computed_tokens: int) -> None:
+        """Take part from now on; a leader with what it has computed alone."""
+        self._add_own(range(num_computed_tokens // self.block_size))
+
     def compute(self, chunk: ChunkPlan) -> None:
         """Compute a chunk here, and send the others the blocks that it fills."""
         end, size = chunk.start + chunk.num_tokens, self.block_size
-        self.add_own(range(chunk.start // size, -(-end // size) if chunk.is_last else end // size))
+        self._add_own(range(chunk.start // size, -(-end // size) if chunk.is_last else end // size))
 
-    def add_own(self, blocks: Iterable[int]) -> None:
+    def _add_own(self, blocks: Iterable[int]) -> None:
         blocks = tuple(blocks)
         self.pages.update(dict.fromkeys(blocks, self.instance_id))
         self._send(blocks, self.group.living_ids)
 
-    def regroup(self, group: PrefillGroup, plan_ids: Collection[int]) -> bool:
-        """Take its members from now on; ``plan_ids`` came before. Whether some were lost."""
+    def regroup(self, group: PrefillGroup) -> None:
+        """Take its members from now on. The leader sends new ones all, and others what they lack of lost ones'."""
         known = self.group
         assert self.instance_id in group.living_ids, f"{group} without {self.instance_id}"
         assert known.capability == group.capability
@@ -85,12 +83,8 @@ class ModelledMember:
         if self.leads:
             added = [name for name in group.living_ids if name not in known.member_ids]
             self._send(tuple(self.pages), added)
-        lost = set(group.lost_ids) - set(known.lost_ids)
-        if lost:
-            self.ended_plan_ids.update(plan_ids)
-            if self.leads:
-                self._send(tuple([block for block, origin in self.pages.items() if origin in lost]), group.living_ids)
-        return bool(lost)
+            lost = set(group.lost_ids) - set(known.lost_ids)
+            self._send(tuple([block for block, origin in self.pages.items() if origin in lost]), group.living_ids)
 
     def take(self, piece: ModelledPiece) -> None:
         """Take a piece that has arrived. The leader passes it on to members that its source did not know."""
@@ -104,8 +98,3 @@ class ModelledMember:
         told = (self.instance_id, *self.group.member_ids)
         if blocks:
             self.pieces.under_way += [ModelledPiece(self.instance_id, name, self.key, blocks, told) for name in others]
-
-
-def alone(instance_id: InstanceId, group: PrefillGroup) -> PrefillGroup:
-    """The group of a leader that has not heard of others."""
-    return structs.replace(group, member_ids=(instance_id,), lost_ids=())

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pdmesh.core.commands import (
-    Command,
-    ToInstance,
-)
-from pdmesh.core.events import MoveSent, TransferFailed, TransferLanded, TransferSent
+from pdmesh.core.commands import Command, ToInstance
 from pdmesh.model import InstanceProfile, RequestKey
+from pdmesh.plans import TransferPlan
 from pdmesh.testing.modelled import ModelledInstance
 from pdmesh.testing.modelled_groups import ModelledPieces
 
@@ -36,12 +33,8 @@ class ModelledMesh:
         """Granted transfers whose receiver expects them, as (sender, receiver, request)."""
         found: list[tuple[ModelledInstance, ModelledInstance, RequestKey]] = []
         for sender in self.instances.values():
-            for key, hold in sender.holds.items():
-                peer_id = hold.transfer.destination_ids[0] if hold.transfer is not None and hold.sends else None
-                receiver = None if peer_id is None else self.instances.get(peer_id)
-                target = None if receiver is None else receiver.holds.get(key)
-                expects = target is not None and not target.decoding and target.transfer == hold.transfer
-                if hold.granted and receiver is not None and expects:
+            for key, held in sender.held.items():
+                if held.is_granted and (receiver := self._expecting(key, held.transfer)) is not None:
                     found.append((sender, receiver, key))
         moves = self.moves()
         for receiver in self.instances.values():
@@ -49,68 +42,61 @@ class ModelledMesh:
             assert num_transfers <= receiver.profile.num_transfer_backends, f"{receiver.instance_id}: no backend"
         return found
 
+    def _expecting(self, key: RequestKey, plan: TransferPlan | None) -> ModelledInstance | None:
+        """Return the instance to which a transfer goes, if it waits for that."""
+        receiver = None if plan is None else self.instances.get(plan.destination_ids[0])
+        target = None if receiver is None else receiver.held.get(key)
+        waits = target is not None and target.transfer == plan and not target.num_tokens
+        return receiver if waits else None
+
     def land(self, sender: ModelledInstance, receiver: ModelledInstance, key: RequestKey) -> None:
         """All KV of a computed prompt has arrived: it decodes, and the sender frees its side."""
-        assert sender.holds[key].computed, f"{key} landed before it was computed"
-        plan = sender.holds[key].transfer
-        assert plan is not None, f"{key} landed without a transfer"
-        receiver.holds[key].decoding = True
-        receiver.holds[key].num_computed_tokens = sender.holds[key].num_computed_tokens
-        receiver.events.append(TransferLanded(receiver.instance_id, *key, plan.transfer_id, 1, 0.0))
-        sender.events.append(TransferSent(sender.instance_id, *key, plan.transfer_id, 1, 0.0, 0.0))
-        sender.release(key)
+        held = sender.held[key]
+        receiver.untimed.land(receiver.held[key], held.num_tokens, 1, 0.0)
+        sender.untimed.send(held, 1, 0.0, 0.0)
 
     def moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
         """Running decodes on their way, as (source, target that expects it, request)."""
-        found: list[tuple[ModelledInstance, ModelledInstance, RequestKey]] = []
-        for source in self.instances.values():
-            for key, hold in source.holds.items():
-                plan = hold.leaving
-                target = None if plan is None else self.instances.get(plan.destination_ids[0])
-                expected = None if target is None else target.holds.get(key)
-                if target is not None and expected is not None and expected.transfer == plan and not expected.decoding:
-                    found.append((source, target, key))
-        return found
+        return [
+            (source, target, key)
+            for source in self.instances.values()
+            for key, held in source.held.items()
+            if held.leaving is not None and (target := self._expecting(key, held.leaving)) is not None
+        ]
 
     @staticmethod
     def commit_move(source: ModelledInstance, key: RequestKey) -> None:
         """Commit a move: the source stands still from here on."""
-        hold = source.holds[key]
-        hold.committed, hold.decoding, hold.seated = True, False, False
+        held = source.held[key]
+        if not held.is_frozen:
+            source.untimed.freeze(held)
+            source.untimed.turn()  # a step that runs ends without it
+        source.untimed.commit_move(held)
 
     def land_move(self, source: ModelledInstance, target: ModelledInstance, key: RequestKey) -> None:
         """Let the target decode a moved request, which the source does not know yet."""
-        hold, there = source.holds[key], target.holds[key]
-        if not hold.committed:
+        held = source.held[key]
+        if not held.is_committed:
             self.commit_move(source, key)
-        assert hold.leaving is not None
-        hold.landed = there.decoding = True
-        there.num_computed_tokens = hold.num_computed_tokens
-        target.events.append(TransferLanded(target.instance_id, *key, hold.leaving.transfer_id, 1, 0.0))
+        source.landed.add(key)
+        target.untimed.land(target.held[key], held.num_tokens, 1, 0.0)
 
     @staticmethod
     def acknowledge_move(source: ModelledInstance, key: RequestKey) -> None:
         """The source hears of it, and frees its side."""
-        plan = source.holds[key].leaving
-        assert plan is not None, f"{key} is acknowledged and did not move"
-        source.events.append(MoveSent(source.instance_id, *key, plan.transfer_id, 1, 0.0, 0.0))
-        source.release(key)
+        source.landed.remove(key)
+        source.untimed.end_move(source.held[key], 1, 0.0, 0.0)
 
     def landed_moves(self) -> list[tuple[ModelledInstance, RequestKey]]:
         """What sources will soon be told has landed."""
         return [
             (source, key)
             for source in self.instances.values()
-            for key, hold in source.holds.items()
-            if hold.landed and not hold.given_up
+            for key, held in source.held.items()
+            if key in source.landed and not held.is_given_up
         ]
 
-    def fail(self, at: ModelledInstance, key: RequestKey) -> None:
+    @staticmethod
+    def fail(at: ModelledInstance, key: RequestKey) -> None:
         """One side gives a transfer up: a receiver with what it has of it, a sender keeps all."""
-        hold = at.holds[key]
-        assert hold.transfer is not None, f"{key} has no transfer to fail"
-        at.events.append(TransferFailed(at.instance_id, *key, hold.transfer.transfer_id, "modelled"))
-        if hold.sends:
-            hold.lose_receiver()
-        else:
-            at.release(key)
+        at.untimed.fail_transfer(at.held[key], "modelled")

@@ -69,7 +69,7 @@ def run_prefills(
             feed(RequestArrived(request))
         else:
             now_s = ends_s.pop()
-            plan = instance.running[-1]
+            plan = instance.running[-1].plan
             run.steps.append(tuple(chunk.request_id for chunk in plan.chunks))
             instance.end_step(ended_by_first_token=True)
             for chunk in plan.chunks:

@@ -1,0 +1,56 @@
+"""What an instance has of one request: its blocks, and how far its KV has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdmesh.model import NO_TRANSFER, RequestKey, TransferId
+from pdmesh.plans import PrefillGroup, TransferPlan
+from pdmesh.sim.residents import Length
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One epoch of a request on an instance."""
+
+    key: RequestKey
+    num_blocks: int
+    length: Length | None  # None: nothing of its generation is known here
+    leads: bool = True  # samples the first token; of a group one member does
+    group: PrefillGroup | None = None  # that computes its prompt, as the instance was told
+    given_up: set[int] = field(default_factory=set[int])  # plans whose chunks wait for no member's KV any more
+    is_again: bool = False  # plans wait that were sent for one of this name that was freed, and are taken for its own
+
+    num_computed_tokens: int = 0  # of its prompt
+    is_computed: bool = False  # its whole prompt
+
+    transfer: TransferPlan | None = None  # takes its KV on when it is computed, or brings it here
+    moves_on: bool = False  # the first of these
+    is_offered: bool = False
+    is_granted: bool = False
+
+    is_decoding: bool = False  # as a resident, between steps
+    is_freed: bool = False  # its blocks are given back before the next step
+    num_tokens: int = 0  # of prompt and output, when it began to decode, or stood still to move away
+
+    leaving: TransferPlan | None = None  # moves it to another instance while it decodes
+    is_frozen: bool = False  # it draws no more here, unless it stays after all
+    is_committed: bool = False  # nobody goes on here before the scheduler says so
+    is_given_up: bool = False  # no acknowledgement is waited for
+
+    @property
+    def received_by(self) -> TransferId:
+        """The transfer that brings its KV here, or did."""
+        return NO_TRANSFER if self.moves_on or self.transfer is None else self.transfer.transfer_id
+
+    @property
+    def takes_seat(self) -> bool:
+        """Whether it decodes here, or will."""
+        return self.leads and not self.moves_on and not self.is_committed
+
+    def is_leaving_by(self, transfer_id: TransferId) -> bool:
+        return self.leaving is not None and self.leaving.transfer_id == transfer_id
+
+    def lose_receiver(self) -> None:
+        """Keep its KV for another one."""
+        self.is_granted, self.transfer = False, None

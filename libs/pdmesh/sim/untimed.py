@@ -1,0 +1,550 @@
+"""What an instance does, without the time that it takes: the commands that it obeys, and what may happen next.
+
+This is a worker without engine, wire and clock. It checks what a real one takes for granted: that there is room, that
+chunks come in order, that a transfer was offered before it is granted.
+
+* `obey` takes the scheduler's commands, of which each changes the state at once.
+* All else *may happen* when its time has come, and says itself what must have happened before: a step begins and ends,
+  decode steps are made, residents change between two steps, a transfer is sent, lands or fails, a move stands still and
+  is committed. Each changes the state and reports what a worker would.
+
+Who owns the instance says when that is. The simulator does by a clock (`pdmesh.sim.instance`); the laws of the core let
+chance choose, and have everything fail (`pdmesh.testing.modelled`). Both learn through `Surroundings` what a command
+lets happen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    CancelMove,
+    FreeKv,
+    GrantTransfer,
+    GrowKv,
+    InstanceCommand,
+    KeepKv,
+    PauseTransfer,
+    PlaceDecode,
+    ResumeDecode,
+    RunStep,
+    SetGroup,
+    SetRole,
+    StopInstance,
+    WithdrawTransfer,
+)
+from pdmesh.core.events import (
+    DecodeReserved,
+    DecodeStepsDone,
+    GroupPrefix,
+    HelperJoined,
+    InstanceEvent,
+    KvLow,
+    KvReleased,
+    LoadReported,
+    MoveFailed,
+    MoveSent,
+    RequestDropped,
+    RequestFinished,
+    StepDone,
+    TransferFailed,
+    TransferLanded,
+    TransferOffered,
+    TransferPaused,
+    TransferSent,
+)
+from pdmesh.core.instances.own_steps import OwnSteps
+from pdmesh.model import NO_TRANSFER, FinishReason, InstanceProfile, RequestKey, TransferId, TransferPurpose
+from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
+from pdmesh.sim.held import Held
+from pdmesh.sim.residents import Length, Residents
+from pdmesh.sim.surroundings import Surroundings
+
+#: Commands for a request that is here.
+_OfHeld = SetGroup | GrantTransfer | PauseTransfer | WithdrawTransfer | KeepKv | GrowKv | CancelMove | ResumeDecode
+
+_UNWANTED = "it is not wanted any more"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep:
+    """A planned step that has begun."""
+
+    plan: StepPlan
+    num_decodes: int
+    num_context_tokens: int  # of the decodes
+
+
+class UntimedInstance:
+    """``report`` takes what it tells the scheduler, in order; ``length_of`` says how long a request gets."""
+
+    def __init__(
+        self,
+        profile: InstanceProfile,
+        *,
+        report: Callable[[InstanceEvent], None],
+        length_of: Callable[[RequestKey], Length],
+        surroundings: Surroundings,
+    ) -> None:
+        self.profile = profile
+        self.instance_id = profile.instance_id
+        self.role = profile.role
+        self.admits = True  # False: it is stopping
+        self.is_told_to_stop = False
+        self.held: dict[RequestKey, Held] = {}
+        self.plans: deque[StepPlan] = deque()  # not begun
+        self.running: list[RunningStep] = []  # the last one between two layers of the one before it
+        self.own = OwnSteps()
+        self.residents = Residents(profile.kv_layout.block_size, surroundings.stood)
+        self.copies_run = False  # whatever is freed now is still touched, and quarantined until `end_copies`
+        self.quarantined: dict[RequestKey, Held] = {}
+        self.num_free_blocks = profile.num_blocks
+        self._report = report
+        self._length_of = length_of
+        self._surroundings = surroundings
+
+    # --- what it is told ---
+
+    def obey(self, command: InstanceCommand) -> None:
+        match command:
+            case AdmitPrefill():
+                self._admit(command)
+            case PlaceDecode(transfer=transfer):
+                key = (command.request_id, command.epoch)
+                if self._take(Held(key, command.num_blocks, None, transfer=transfer)):
+                    self._report(DecodeReserved(self.instance_id, *key, transfer.transfer_id))
+            case RunStep(plan=plan):
+                assert not (plan.urgent and self.plans and self.plans[0].urgent), "two urgent plans"
+                if plan.urgent:
+                    self.plans.appendleft(plan)
+                else:
+                    self.plans.append(plan)
+                self._surroundings.planned(plan)
+            case FreeKv():
+                self._free((command.request_id, command.epoch), command.transfer_id)
+            case SetRole(role=role):
+                self.role = role
+            case StopInstance():
+                self.is_told_to_stop = True
+            case _:
+                held = self.held.get((command.request_id, command.epoch))
+                if held is not None:  # else it ended while this was on its way
+                    self._obey_for(held, command)
+
+    def _obey_for(self, held: Held, command: _OfHeld) -> None:
+        """Obey what concerns a request that is here."""
+        match command:
+            case SetGroup():
+                if not held.is_computed:
+                    self._regroup(held, command.group)
+            case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
+                assert held.is_decoding, f"{command}, which does not decode"
+                assert held.leaving is None, f"{command} of one that moves already"
+                held.leaving = transfer
+                self._surroundings.sends(held)
+            case GrantTransfer(transfer=transfer):
+                assert held.is_offered, f"{command} without an offer"
+                assert not held.is_granted, f"{command} twice"
+                assert held.transfer in (transfer, None), f"{command} of another transfer"
+                held.transfer, held.is_granted = transfer, True
+                self._surroundings.sends(held)
+            case PauseTransfer():
+                assert held.is_granted, f"{command} without a grant"
+                assert not held.is_computed, f"{command}, but all of it is computed"
+                self._surroundings.stops_sending(held)
+                held.is_granted = False
+                self._report(TransferPaused(self.instance_id, *held.key, command.transfer_id))
+            case WithdrawTransfer():
+                if held.transfer is not None:  # else it failed here, too
+                    assert held.transfer.transfer_id == command.transfer_id, f"{command} of another transfer"
+                    self._surroundings.stops_sending(held)
+                    held.lose_receiver()
+            case KeepKv():
+                assert held.moves_on, f"{command}, and its KV is to stay"
+                assert held.transfer is None, f"{command}, and its KV moves"
+                self._grow(held, command.num_blocks)
+                held.moves_on = False
+                if held.is_computed:
+                    self._decode(held)
+            case GrowKv():
+                if self._grow(held, command.num_blocks) and self.residents.grow(held.key, held.num_blocks):
+                    self._surroundings.stirs()
+            case CancelMove():
+                if held.is_leaving_by(command.transfer_id):
+                    self.fail_move(held, _UNWANTED)
+                else:  # it never began here, or is over
+                    self._report(MoveFailed(self.instance_id, *held.key, command.transfer_id, False, _UNWANTED))
+            case ResumeDecode():
+                if held.is_leaving_by(command.transfer_id):
+                    self._stay(held)
+            case _:
+                assert_never(command)
+
+    def _admit(self, command: AdmitPrefill) -> None:
+        key = (command.request_id, command.epoch)
+        held = Held(
+            key,
+            command.num_blocks,
+            self._length_of(key) if command.leads else None,
+            leads=command.leads,
+            group=command.group,
+            transfer=command.transfer,
+            moves_on=command.moves_on,
+            is_again=any(_has_chunk(plan, key) for plan in self._plans_under_way()),
+        )
+        if not self._take(held):
+            return
+        if command.group is not None:
+            self._surroundings.regrouped(held, None)
+        if command.leads:
+            self._surroundings.admitted(held)
+        else:
+            self._report(HelperJoined(self.instance_id, *key))
+
+    def _regroup(self, held: Held, group: PrefillGroup) -> None:
+        """Take the members that a group has from now on. If one was lost, what was planned waits for nobody."""
+        known, held.group = held.group, group
+        self._surroundings.regrouped(held, known)
+        if not set(group.lost_ids).difference(() if known is None else known.lost_ids):
+            return
+        held.given_up.update([plan.plan_id for plan in self._plans_under_way() if _has_chunk(plan, held.key)])
+        if held.leads:
+            num_tokens = self._surroundings.num_present_tokens(held)
+            self._report(GroupPrefix(self.instance_id, *held.key, num_tokens, len(group.lost_ids)))
+        self._surroundings.gave_up(held)
+
+    def _plans_under_way(self) -> list[StepPlan]:
+        return [*[step.plan for step in self.running], *self.plans]
+
+    # --- blocks ---
+
+    def _take(self, held: Held) -> bool:
+        """Give a request its blocks. False if the instance is stopping, and has said so."""
+        if not self.admits:
+            self._report(RequestDropped(self.instance_id, *held.key, "the instance is stopping"))
+            self._report(KvReleased(self.instance_id, *held.key, held.received_by))
+            return False
+        assert held.key not in self.held, f"{self.instance_id} holds {held.key} already"
+        self.held[held.key] = held
+        self.num_free_blocks -= held.num_blocks
+        assert self.num_free_blocks >= 0, f"{self.instance_id}: no room for {held.key}"
+        return True
+
+    def _grow(self, held: Held, num_blocks: int) -> bool:
+        """Let a request hold ``num_blocks`` in all. False if it has as many."""
+        num_more = num_blocks - held.num_blocks
+        if num_more <= 0:
+            return False
+        held.num_blocks += num_more
+        self.num_free_blocks -= num_more
+        assert self.num_free_blocks >= 0, f"{self.instance_id}: no room for {held.key}"
+        return True
+
+    def _free(self, key: RequestKey, transfer_id: TransferId) -> None:
+        """Let go of a request: now, or before the next step if steps may be computing it."""
+        held = self.held.get(key)
+        if held is None:
+            if key not in self.quarantined:
+                self._report(KvReleased(self.instance_id, *key, transfer_id))
+            return
+        self._surroundings.forgets(held)
+        held.leaving = None
+        if key in self.residents:
+            held.is_decoding, held.is_freed = False, True
+            self.residents.free(key)
+            self._surroundings.stirs()
+        else:
+            self.release(held)
+
+    def release(self, held: Held) -> None:
+        """Give a request's blocks back: at once, or when the copies that touch them have ended."""
+        del self.held[held.key]
+        if self.copies_run:
+            self.quarantined[held.key] = held
+        else:
+            self._given_back(held)
+
+    def _let_go(self, held: Held) -> None:
+        """Release a request that may decode."""
+        if held.key in self.residents:
+            self.residents.end(held.key)
+        self.release(held)
+
+    def end_copies(self) -> None:
+        """End every copy, so that quarantined blocks are free."""
+        self.copies_run = False
+        for held in self.quarantined.values():
+            self._given_back(held)
+        self.quarantined.clear()
+
+    def _given_back(self, held: Held) -> None:
+        self.num_free_blocks += held.num_blocks
+        self._report(KvReleased(self.instance_id, *held.key, held.received_by))
+
+    def report_load(self) -> None:
+        num_quarantined = sum([held.num_blocks for held in self.quarantined.values()])
+        num_held = sum([held.num_blocks for held in self.held.values()])
+        num_decoding = sum([held.is_decoding for held in self.held.values()])
+        self._report(LoadReported(self.instance_id, self.num_free_blocks, num_held, num_quarantined, num_decoding))
+
+    def drop(self, held: Held, reason: str) -> None:
+        """Give a request up that cannot go on here."""
+        self._report(RequestDropped(self.instance_id, *held.key, reason))
+        self._surroundings.forgets(held)
+        self._let_go(held)
+
+    def drop_all_but_decoding(self) -> None:
+        """Forget all plans, and all that does not decode: a scheduler that it registers with knows nothing of them."""
+        self.end_copies()
+        self.plans.clear()
+        self.running.clear()
+        self.own.held = False
+        for held in list(self.held.values()):
+            if held.leaving is not None and not held.is_committed:
+                self._stay(held)
+            if not held.is_decoding:
+                self._surroundings.forgets(held)
+                self._let_go(held)
+
+    # --- steps ---
+
+    def turn(self) -> list[Held]:
+        """Let residents change, between two steps. Those are returned that stand still from now on, to move away."""
+        frozen: list[Held] = []
+        for key, num_tokens in self.residents.seat():
+            held = self.held[key]
+            held.is_decoding, held.num_tokens = False, num_tokens
+            if held.is_freed:
+                self.release(held)
+            else:
+                held.is_frozen = True
+                frozen.append(held)
+        return frozen
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether the next plan could start: nothing runs, or it is urgent."""
+        return bool(self.plans) and (not self.running or self.plans[0].urgent)
+
+    def begin_step(self) -> RunningStep:
+        """The next plan's chunks start: first chunks whose KV moves are offered."""
+        plan = self.plans.popleft()
+        self.own.planned(plan)
+        for chunk in plan.chunks:
+            held = self.held.get((chunk.request_id, chunk.epoch))
+            if held is not None and held.moves_on and not held.is_offered:
+                held.is_offered = True
+                transfer_id = NO_TRANSFER if held.transfer is None else held.transfer.transfer_id
+                self._report(TransferOffered(self.instance_id, *held.key, transfer_id))
+        residents = self.residents
+        num_decodes = len(residents) if plan.with_decodes else 0
+        step = RunningStep(plan, num_decodes, residents.num_context_tokens if num_decodes else 0)
+        self.running.append(step)
+        return step
+
+    @property
+    def can_end(self) -> bool:
+        """Whether nothing in the step that is running waits for KV of other members."""
+        plan = self.running[-1].plan
+        return all(
+            held.group is None or plan.plan_id in held.given_up or self._surroundings.has_before(held, chunk)
+            for chunk in plan.chunks
+            if (held := self.held.get((chunk.request_id, chunk.epoch))) is not None
+        )
+
+    def end_step(
+        self,
+        *,
+        duration_s: float = 0.0,
+        began_s: float = 0.0,
+        ended_s: float = 0.0,
+        ended_by_first_token: bool = False,
+    ) -> None:
+        """The running plan is done, of two the inner one.
+
+        ``ended_by_first_token`` ends the generations of its last chunks at once.
+        """
+        step = self.running.pop()
+        computed: list[tuple[Held, ChunkPlan]] = []
+        results: list[ChunkDone] = []
+        for chunk in step.plan.chunks:
+            held = self._computes(step, chunk)
+            if held is not None:
+                held.num_computed_tokens = chunk.start + chunk.num_tokens
+                computed.append((held, chunk))
+            results.append(
+                ChunkDone(
+                    request_id=chunk.request_id,
+                    epoch=chunk.epoch,
+                    num_tokens=0 if held is None else chunk.num_tokens,
+                    is_last=chunk.is_last,
+                )
+            )
+        self._report(
+            StepDone(
+                self.instance_id,
+                step.plan.plan_id,
+                duration_s,
+                tuple(results),
+                step.num_decodes,
+                step.num_context_tokens,
+                self.own.take(),
+                began_s,
+                ended_s,
+            )
+        )
+        for held, chunk in computed:
+            if chunk.is_last:
+                self._end_prompt(held, chunk, ended_by_first_token=ended_by_first_token)
+            else:
+                self._surroundings.computed(held, chunk, ends=False)
+        if step.num_decodes:
+            self.draw(1)
+
+    def _computes(self, step: RunningStep, chunk: ChunkPlan) -> Held | None:
+        """The request of a chunk that is computed; None if it has gone, or would wait for KV that does not come."""
+        held = self.held.get((chunk.request_id, chunk.epoch))
+        if held is None or held.received_by != NO_TRANSFER:  # it was freed, and may receive its KV since then
+            return None
+        if held.group is not None:
+            if self._surroundings.has_before(held, chunk):
+                return held
+            assert step.plan.plan_id in held.given_up, f"{chunk} does not wait"
+            return None
+        if held.is_again and chunk.start != held.num_computed_tokens:
+            self.drop(held, "the chunk does not follow")
+            return None
+        assert chunk.start == held.num_computed_tokens, f"{chunk} after {held.num_computed_tokens} tokens"
+        return held
+
+    def _end_prompt(self, held: Held, chunk: ChunkPlan, *, ended_by_first_token: bool) -> None:
+        """Sample the first token: with it the generation ends, or decodes here, or its KV moves on."""
+        length = held.length
+        assert length is not None, f"{chunk} on a helper"
+        held.is_computed, held.num_tokens = True, held.num_computed_tokens + 1
+        is_full = held.num_tokens >= length.num_total_tokens
+        ends = is_full or ended_by_first_token
+        self._surroundings.computed(held, chunk, ends=ends)
+        if ends:
+            self.finish(held, FinishReason.LENGTH if is_full else FinishReason.STOP)
+        elif not held.moves_on:
+            self._decode(held)
+
+    def make_own_steps(self, num_steps: int, *, duration_s: float, began_s: float, ended_s: float) -> None:
+        """So many decode steps were made without a plan: no more than residents and reports allow at once."""
+        num_decodes = len(self.residents)
+        self.own.made(
+            num_steps=num_steps,
+            num_tokens=num_steps * num_decodes,
+            num_context_tokens=num_steps * self.residents.num_context_tokens
+            + num_decodes * num_steps * (num_steps - 1) // 2,
+            duration_s=duration_s,
+            began_s=began_s,
+            ended_s=ended_s,
+        )
+        self.draw(num_steps)
+        if self.own.num_left <= 0 and (own_steps := self.own.take()) is not None:
+            self._report(DecodeStepsDone(self.instance_id, own_steps))
+
+    def draw(self, num_steps: int) -> None:
+        """Every resident has a token more for each of the steps; those with all of theirs end."""
+        told = self.residents.decoded(num_steps)
+        for key in told.finished:
+            held = self.held[key]
+            held.is_decoding = False
+            self.finish(held, FinishReason.LENGTH)
+        if told.low:
+            self._report(KvLow(self.instance_id, told.low))
+
+    def finish(self, held: Held, reason: FinishReason, num_output_tokens: int | None = None) -> None:
+        """A generation ends here, with as many tokens as it was to draw unless it says otherwise."""
+        self._surroundings.forgets(held)
+        if num_output_tokens is None:
+            assert held.length is not None
+            num_output_tokens = held.length.num_output_tokens
+        self._report(RequestFinished(self.instance_id, *held.key, reason, num_output_tokens, self.own.take()))
+        self._let_go(held)
+
+    def _decode(self, held: Held) -> None:
+        """Decode a request from the next step on."""
+        assert held.length is not None
+        held.is_decoding = True
+        self.residents.join(held.key, held.length, held.num_tokens, held.num_blocks)
+        self._surroundings.began_to_decode(held)
+        self._surroundings.stirs()
+
+    # --- KV that moves on when the prompt is computed, and KV that comes ---
+
+    def send(self, held: Held, num_bytes: int, duration_s: float, exposed_s: float) -> None:
+        """All of a request's KV is where it goes, and acknowledged."""
+        assert held.is_computed, f"{held.key} landed before it was computed"
+        assert held.transfer is not None, f"{held.key} landed without a transfer"
+        transfer_id = held.transfer.transfer_id
+        self._report(TransferSent(self.instance_id, *held.key, transfer_id, num_bytes, duration_s, exposed_s))
+        self.release(held)
+
+    def land(self, held: Held, num_tokens: int, num_bytes: int, duration_s: float) -> None:
+        """A request's whole KV is here, with ``num_tokens`` of prompt and output: it decodes."""
+        assert held.transfer is not None, f"{held.key} landed without a transfer"
+        held.length, held.num_tokens = self._length_of(held.key), num_tokens
+        self._report(TransferLanded(self.instance_id, *held.key, held.transfer.transfer_id, num_bytes, duration_s))
+        self._decode(held)
+
+    def fail_transfer(self, held: Held, reason: str) -> None:
+        """Give a transfer up: as a receiver with what has come of it; as a source it keeps all."""
+        assert held.transfer is not None, f"{held.key} has no transfer to fail"
+        self._report(TransferFailed(self.instance_id, *held.key, held.transfer.transfer_id, reason))
+        if held.moves_on:
+            self._surroundings.stops_sending(held)
+            held.lose_receiver()
+        else:
+            self.release(held)
+
+    # --- running decodes that move away ---
+
+    def freeze(self, held: Held) -> None:
+        """Let a request that moves stand still from the next turn on: little of it is left to send."""
+        assert held.leaving is not None, f"{held.key} does not move"
+        self.residents.leave(held.key)
+        self._surroundings.stirs()
+
+    def commit_move(self, held: Held) -> None:
+        """The last word is on its way: perhaps the target goes on."""
+        assert held.is_frozen, f"{held.key} decodes yet"
+        held.is_committed = True
+
+    def end_move(self, held: Held, num_bytes: int, duration_s: float, frozen_s: float) -> None:
+        """The target has acknowledged all, and goes on."""
+        assert held.leaving is not None, f"{held.key} is acknowledged and did not move"
+        transfer_id = held.leaving.transfer_id
+        self._report(MoveSent(self.instance_id, *held.key, transfer_id, num_bytes, duration_s, frozen_s))
+        self.release(held)
+
+    def fail_move(self, held: Held, reason: str) -> None:
+        """Send no more of a request that moves, and say whether it goes on here."""
+        assert held.leaving is not None, f"{held.key} does not move"
+        transfer_id, committed = held.leaving.transfer_id, held.is_committed
+        if committed:
+            held.is_given_up = True
+        else:
+            self._stay(held)
+        self._report(MoveFailed(self.instance_id, *held.key, transfer_id, committed, reason))
+
+    def _stay(self, held: Held) -> None:
+        """It does not leave after all."""
+        self._surroundings.stops_sending(held)
+        was_frozen = held.is_frozen
+        held.leaving = None
+        held.is_frozen = held.is_committed = held.is_given_up = False
+        if was_frozen:
+            self._decode(held)
+        else:
+            self.residents.stay(held.key)
+
+
+def _has_chunk(plan: StepPlan, key: RequestKey) -> bool:
+    return any((chunk.request_id, chunk.epoch) == key for chunk in plan.chunks)
