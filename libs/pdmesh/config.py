@@ -38,200 +38,224 @@ class SecurityConfig:
     """
 
     api_keys_file: Annotated[
-        Path | None, "clients must show one of its keys: [keys.NAME] tables with limits (.toml), or one key a line"
+        Path | None, "API keys that clients may use: [keys.NAME] tables with limits (.toml), or one key on each line"
     ] = None
-    api_key: Annotated[str | None, SECRET, "or a single key"] = None
-    mesh_token: Annotated[str, SECRET, "shared secret of our own services"] = ""
+    api_key: Annotated[str | None, SECRET, "a single API key, instead of a file"] = None
+    mesh_token: Annotated[str, SECRET, "secret that the mesh's own services share"] = ""
     operator_token: Annotated[
         str,
         SECRET,
-        "an operator's: who changes the running mesh must show one; without any, changes come from this host",
+        "token that commands must send to change a running mesh; if no token exists, only this host may change it",
     ] = ""
     operators_file: Annotated[
         Path | None,
-        "whose tokens the scheduler takes besides: [operators.NAME] tables with scopes (.toml); an empty one: nobody's",
+        "more operator tokens that the scheduler accepts: [operators.NAME] tables with scopes (.toml); an empty file "
+        "allows nobody",
     ] = None
-    tls_cert: Annotated[Path | None, "our certificate: turns TLS on, at the edges and between services"] = None
-    tls_key: Annotated[Path | None, "its key"] = None
-    tls_ca: Annotated[Path | None, "peers' certificates are checked against it (mutual TLS between services)"] = None
-    trusted_network: Annotated[bool, "the operator vouches for the network a wider bind is reachable from"] = False
+    tls_cert: Annotated[Path | None, "certificate of this service; turns TLS on, for clients and between services"] = (
+        None
+    )
+    tls_key: Annotated[Path | None, "private key of tls_cert"] = None
+    tls_ca: Annotated[
+        Path | None, "authority that peers' certificates are checked against (mutual TLS between services)"
+    ] = None
+    trusted_network: Annotated[
+        bool, "allow listening beyond loopback without TLS and keys, because the network is trusted"
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     """Addresses that clients connect to, and limits of what they may ask for."""
 
-    host: Annotated[str, "where HTTP and gRPC clients connect"] = LOOPBACK
+    host: Annotated[str, "address that HTTP and gRPC clients connect to"] = LOOPBACK
     port: Annotated[int, PORT, "HTTP; 0 takes a free port"] = 8000
     grpc_port: Annotated[int, PORT, "protobuf service for typed clients; 0 takes a free port"] = 0
-    token_host: Annotated[str, "where workers stream tokens to"] = LOOPBACK
+    token_host: Annotated[str, "address that workers stream tokens to"] = LOOPBACK
     token_port: Annotated[int, PORT, "0 takes a free port"] = 0
-    token_address: Annotated[str | None, "what workers dial; default: token_host:token_port"] = None
-    max_body_bytes: Annotated[int, COUNT, "of an HTTP request; more is a 413"] = 32 * 1024 * 1024
+    token_address: Annotated[str | None, "address that workers connect to; default: token_host:token_port"] = None
+    max_body_bytes: Annotated[int, COUNT, "largest body of an HTTP request; a larger one gets a 413"] = 32 * 1024 * 1024
     allowed_hosts: Annotated[
-        str, "names that clients without keys may use for this server, besides addresses and its own; * for all"
+        str,
+        "host names that clients without keys may use, besides IP addresses and the server's own name; * allows all",
     ] = ""
-    cors_origins: Annotated[str, "pages of these origins may use this server from a browser, comma-separated"] = ""
+    cors_origins: Annotated[str, "origins whose pages may use this server from a browser, comma-separated"] = ""
     trust_request_templates: Annotated[
-        bool, "render chat templates that come with requests, in processes with limits"
+        bool, "render chat templates that come with requests, in separate processes with limits"
     ] = False
-    max_body_values: Annotated[int, COUNT, "values in the JSON of an HTTP request, at most; more is a 413"] = 2_000_000
-    max_messages: Annotated[int, COUNT, "of a conversation"] = 8192
-    max_n: Annotated[int, COUNT, "choices of one prompt (`n`)"] = 128
-    max_concurrent_requests: Annotated[int, COUNT, "under way at once; more is a 429"] = 4096
-    max_queued_bytes: Annotated[int, COUNT, "bodies and prompts held for requests under way"] = 512 * 1024 * 1024
-    body_timeout_s: Annotated[float, "a body that does not end"] = 30.0
-    request_timeout_s: Annotated[float, "a whole request"] = 3600.0
+    max_body_values: Annotated[int, COUNT, "most values in the JSON of an HTTP request; more get a 413"] = 2_000_000
+    max_messages: Annotated[int, COUNT, "most messages of a conversation"] = 8192
+    max_n: Annotated[int, COUNT, "most choices of one prompt (`n`)"] = 128
+    max_concurrent_requests: Annotated[int, COUNT, "most requests under way at once; more get a 429"] = 4096
+    max_queued_bytes: Annotated[int, COUNT, "most bytes of bodies and prompts held for requests under way"] = (
+        512 * 1024 * 1024
+    )
+    body_timeout_s: Annotated[float, "longest time that a request's body may take to arrive"] = 30.0
+    request_timeout_s: Annotated[float, "longest time that a request may take"] = 3600.0
     sse_keep_alive_s: Annotated[
-        float, Range(0, 3600), "a stream that waits for a token says so this often; 0: never"
+        float, Range(0, 3600), "interval of keep-alive comments on a stream that waits for a token; 0: none"
     ] = 10.0
     no_instance_grace_s: Annotated[
-        float, Range(0, 3600), "how long a new request waits while no instance is usable, before it gets a 503"
+        float, Range(0, 3600), "time that a new request waits for a usable instance before it gets a 503"
     ] = 5.0
     default_max_tokens: Annotated[
-        int | None, COUNT, "for requests that do not say; if not set, up to the context length"
+        int | None, COUNT, "output limit of requests that set none; if not set, the context length"
     ] = None
     linger_s: Annotated[
         float,
         Range(0, 3600),
-        "how long a gateway that is told to stop takes new connections still, while /ready says no: for load balancers "
-        "that look now and then. Gateways of one `pdmesh up` share their port and need none",
+        "time that a stopping gateway still accepts connections while /ready fails, so that load balancers notice. "
+        "Gateways of one `pdmesh up` share their port and need none",
     ] = 0.0
     listen_fd: Annotated[
-        int | None, "set by `pdmesh up`: an inherited socket, bound to the port, that its gateways share"
+        int | None,
+        "inherited socket, bound to the port, that the gateways of one `pdmesh up` share; set by `pdmesh up`",
     ] = None
-    ui: Annotated[bool, "serve the page at /ui; without API keys it answers this machine alone"] = True
+    ui: Annotated[bool, "serve the live page at /ui; without API keys, only to this machine"] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """The scheduler's address, and limits of what may wait there."""
 
-    host: Annotated[str, "where it listens for gateways and workers"] = LOOPBACK
+    host: Annotated[str, "address that gateways and workers connect to"] = LOOPBACK
     port: Annotated[int, PORT, "0 takes a free port"] = 0
     metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
-    bundle: Annotated[str, "which policies decide; see [policies](policies.md)"] = "pdmesh"
+    bundle: Annotated[str, "policy bundle; see [policies](policies.md)"] = "pdmesh"
     batching: Annotated[
         str,
         one_of("", "mb", "eb", "ebplus"),
-        "whether mixed instances compute prompts beside decodes (`mb`), in phases of their own (`eb`) or whichever is "
-        "faster (`ebplus`); empty: the bundle's own",
+        "batching mode of mixed instances: prompts beside decodes (`mb`), in phases of their own (`eb`), or "
+        "whichever is faster (`ebplus`); empty: the bundle's own",
     ] = ""
     profile: Annotated[
         str | None,
-        "how long steps take: a built-in name or a file of `pdmesh profile`; else instances measure it at their start",
+        "latency model of an instance: a built-in name or a file of `pdmesh profile`; if not set, measured at start",
     ] = None
-    plans_in_flight: Annotated[int, COUNT, "per instance, so that the device never waits for a round trip"] = 2
-    max_queue_entries: Annotated[int, COUNT, "requests waiting; more is a 429"] = 4096
-    max_queue_bytes: Annotated[int, COUNT, "prompts held for requests that wait"] = 512 * 1024 * 1024
-    max_queue_s: Annotated[float, "a request that waited this long gets a 503"] = 120.0
+    plans_in_flight: Annotated[
+        int, COUNT, "step plans in flight per instance; with two, the device never waits for a round trip"
+    ] = 2
+    max_queue_entries: Annotated[int, COUNT, "most waiting requests; more get a 429"] = 4096
+    max_queue_bytes: Annotated[int, COUNT, "most bytes of prompts held for waiting requests"] = 512 * 1024 * 1024
+    max_queue_s: Annotated[float, "longest wait of a request before it gets a 503"] = 120.0
     refuses_early: Annotated[
-        bool, "a request that would miss its target, or wait too long, as predicted, gets a 429 when it comes"
+        bool, "refuse a request on arrival with a 429 if it is predicted to miss its target or to wait too long"
     ] = True
-    admission_ttft_s: Annotated[float | None, "the target of requests that have none, for refuses_early alone"] = None
+    admission_ttft_s: Annotated[float | None, "TTFT target that refuses_early assumes for requests without one"] = None
     kv_reservation: Annotated[
         str,
         one_of("on_demand", "full"),
-        "room for output: as requests grow, preempting some where there is none left, or all of it from the start",
+        "KV for output tokens: granted as requests grow (some restart if none is left), or reserved from the start",
     ] = "on_demand"
-    kv_risk: Annotated[
-        float, KV_RISK, "on demand: the accepted risk of needing more memory than there is, at admission"
-    ] = 0.01
-    lease_s: Annotated[float, "a silent instance or gateway is given up after this"] = 5.0
+    kv_risk: Annotated[float, KV_RISK, "with on_demand: accepted risk, at admission, of running out of KV later"] = 0.01
+    lease_s: Annotated[float, "silence after which an instance or gateway counts as lost"] = 5.0
     suspect_s: Annotated[
-        float, "nothing new is placed on an instance that is silent for so long; it speaks three times as often"
+        float,
+        "silence after which nothing new is placed on an instance; a live one sends a heartbeat three times as often",
     ] = 0.6
-    heartbeat_s: Annotated[float, "how often instances and gateways say that they live, at least"] = 1.0
-    orphan_grace_s: Annotated[float, "after a restart: how long a request may wait to be claimed by an instance"] = 3.0
+    heartbeat_s: Annotated[float, "longest interval between heartbeats of instances and gateways"] = 1.0
+    orphan_grace_s: Annotated[
+        float, "after a restart of the scheduler: time for an instance to claim a request before the request restarts"
+    ] = 3.0
     operations_file: Annotated[
-        Path | None, "what operators asked for, kept for the next start: policy, drains, roles; `pdmesh up` has one"
+        Path | None, "file that keeps what operators set (policy, drains, roles) across restarts; `pdmesh up` sets one"
     ] = None
-    event_log: Annotated[Path | None, "append-only record of all events, for `pdmesh replay`"] = None
-    event_log_max_bytes: Annotated[int, COUNT, "where the record of one run ends; about 1.5 KB a request"] = 1 << 30
-    event_log_keep: Annotated[int, "records of earlier runs that are kept, as `event_log`.1 (the newest) and so on"] = 3
-    max_records: Annotated[int, "finished requests remembered for `pdmesh requests show`"] = 10_000
+    event_log: Annotated[Path | None, "append-only log of all events, for `pdmesh replay`"] = None
+    event_log_max_bytes: Annotated[int, COUNT, "largest event log of one run; a request takes about 1.5 KB"] = 1 << 30
+    event_log_keep: Annotated[int, "event logs of earlier runs to keep, as `event_log`.1 (the newest) and so on"] = 3
+    max_records: Annotated[int, "finished requests kept for `pdmesh requests show`"] = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """What an instance runs."""
 
-    instance_id: Annotated[str | None, "default: role and a random suffix"] = None
-    served_model_name: Annotated[str | None, "what clients call the model; default: its hub id or directory name"] = (
+    instance_id: Annotated[str | None, "name of the instance; default: its role and a random suffix"] = None
+    served_model_name: Annotated[str | None, "model name that clients use; default: its hub id or directory name"] = (
         None
     )
-    dtype: Annotated[str, one_of("auto", "float32", "bfloat16", "float16"), "auto: the checkpoint's"] = "auto"
+    dtype: Annotated[
+        str, one_of("auto", "float32", "bfloat16", "float16"), "data type of weights and KV; auto: the checkpoint's"
+    ] = "auto"
     load_format: Annotated[
         str,
         one_of("auto", "dummy"),
-        "auto: the checkpoint's weights; dummy: random ones of the shape that its config.json tells, for benchmarks",
+        "auto: the checkpoint's weights; dummy: random weights with the shapes of its config.json, for benchmarks",
     ] = "auto"
-    device: Annotated[str, "auto: cuda if there is one, else cpu"] = "auto"
+    device: Annotated[str, "cpu or cuda; auto: cuda if there is one"] = "auto"
     cpu_level: Annotated[
         str,
         one_of("auto", "amx", "avx512_bf16", "avx512", "avx2", "baseline", "neon"),
-        "the highest level of compiled CPU kernels to use; auto: the processor's best. All but the first two give the "
-        "same bits",
+        "highest level of compiled CPU kernels to use; auto: the processor's best. All but `amx` and `avx512_bf16` "
+        "give the same bits",
     ] = "auto"
-    role: Annotated[str | None, one_of("prefill", "decode", "mixed"), "default: that of the service"] = None
-    engine: Annotated[str, one_of("torch", "fake"), "fake: a stand-in without a model, for tests and benchmarks"] = (
-        "torch"
-    )
+    role: Annotated[
+        str | None, one_of("prefill", "decode", "mixed"), "role of the instance; default: the service's"
+    ] = None
+    engine: Annotated[
+        str, one_of("torch", "fake"), "torch, or fake: a stand-in without a model, for tests and benchmarks"
+    ] = "torch"
     fake_latency: Annotated[
         str | None,
-        "of the stand-in: how long its steps take, as a profile or as terms in seconds (`a_s=0.004,decode_s=1e-4`)",
+        "step times of the fake engine: a profile, or terms in seconds (`a_s=0.004,decode_s=1e-4`)",
     ] = None
-    block_size: Annotated[int, Range(1, 4096), "tokens"] = 16
+    block_size: Annotated[int, Range(1, 4096), "tokens in a KV block"] = 16
     kv_cache_bytes: Annotated[
-        int | None, COUNT, "of one instance; if not set, kv_cache_share of a device, or kv_cache_host_share of the host"
+        int | None,
+        COUNT,
+        "KV cache of an instance; if not set, kv_cache_share of a device, or kv_cache_host_share of the host",
     ] = None
-    kv_cache_share: Annotated[float, Range(0.01, 0.99), "of the memory that a device has free after the weights"] = 0.85
+    kv_cache_share: Annotated[
+        float, Range(0.01, 0.99), "share of a device's memory, free after the weights, for the KV cache"
+    ] = 0.85
     kv_cache_host_share: Annotated[
         float,
         Range(0.001, 0.9),
-        "of the memory that the host, or the container, has free after the weights, for an instance without a device; "
-        "`pdmesh up` gives more than two instances as much as two. Pages are taken as they are first used",
+        "share of the host's or container's memory, free after the weights, for the KV cache of an instance without a "
+        "device. More than two instances of one `pdmesh up` share what two would get. Pages are taken at first use",
     ] = 0.25
     prefill_attention: Annotated[
-        str, one_of("auto", "fa2", "fa3"), "FlashInfer's way for chunks on a device; auto: by the chunk's length"
+        str, one_of("auto", "fa2", "fa3"), "FlashInfer kernels for chunks on a device; auto: by the chunk's length"
     ] = "auto"
-    max_model_len: Annotated[int | None, COUNT, "default: the checkpoint's"] = None
-    max_num_seqs: Annotated[int, COUNT, "requests an instance decodes at once"] = 64
-    num_threads: Annotated[int, Range(0, 4096), "0: a fair share of the machine's cores"] = 0
+    max_model_len: Annotated[int | None, COUNT, "context length; default: the checkpoint's"] = None
+    max_num_seqs: Annotated[int, COUNT, "most requests that an instance decodes at once"] = 64
+    num_threads: Annotated[int, Range(0, 4096), "threads of the engine; 0: a fair share of the machine's cores"] = 0
     metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
-    deterministic: Annotated[bool, "results do not depend on batch and chunk shape"] = False
+    deterministic: Annotated[bool, "make results independent of batch and chunk shape, bit for bit"] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     """How KV moves between instances."""
 
-    transport: Annotated[str, one_of("ucx", "memory"), "memory: within one process, for tests"] = "ucx"
-    num_backends: Annotated[int, COUNT, "requests an instance receives at once"] = 8
-    max_payload_bytes: Annotated[int, Range(4096, 1 << 30), "one piece"] = 1024 * 1024
+    transport: Annotated[str, one_of("ucx", "memory"), "transport of KV; memory: within one process, for tests"] = "ucx"
+    num_backends: Annotated[int, COUNT, "most transfers that an instance receives at once"] = 8
+    max_payload_bytes: Annotated[int, Range(4096, 1 << 30), "largest piece of KV in one message"] = 1024 * 1024
     device_payload_bytes: Annotated[
-        int, Range(4096, 1 << 30), "the same where KV lies in a device's memory: each copy there has a price"
+        int, Range(4096, 1 << 30), "the same for KV in a device's memory, where each copy costs more"
     ] = 4 * 1024 * 1024
-    num_send_buffers: Annotated[int, COUNT, "of the size of one piece"] = 16
-    num_receive_buffers: Annotated[int, COUNT, "of the size of one piece"] = 16
-    deadline_s: Annotated[float, "to land, once granted and wholly computed"] = 120.0
-    no_progress_s: Annotated[float, "one piece"] = 10.0
+    num_send_buffers: Annotated[int, COUNT, "send buffers, each the size of a piece"] = 16
+    num_receive_buffers: Annotated[int, COUNT, "receive buffers, each the size of a piece"] = 16
+    deadline_s: Annotated[
+        float, "longest time for KV to land, once the transfer is granted and the prompt computed"
+    ] = 120.0
+    no_progress_s: Annotated[float, "longest time that one piece may take"] = 10.0
     group_no_progress_s: Annotated[
-        float, "a prompt that several instances compute is given up where for so long no KV comes that it waits for"
+        float, "longest wait for KV within a prefill group, before the prompt is given up there"
     ] = 30.0
     peer_reads: Annotated[
         bool,
-        "instances on one host copy KV from each other's cache, where both can and both have this set; "
-        "else it travels in pieces",
+        "let instances on one host copy KV from each other's caches, if both can and both have this set; "
+        "otherwise KV travels in pieces",
     ] = True
     ucx_tls: Annotated[
         str | None,
-        "passed to UCX as it is, and must leave a network transport; if not set, UCX's own choice (and UCX_TLS)",
+        "UCX's transports, as in UCX_TLS; must include a network transport; if not set, UCX chooses (or UCX_TLS)",
     ] = None
     ucx_net_devices: Annotated[
         str,
-        "network devices UCX listens on, for KV between hosts: names or 'all', on a `trusted_network` only; "
-        "if not set, UCX listens nowhere and KV stays inside this host. UCX_NET_DEVICES wins",
+        "network devices that UCX listens on for KV between hosts: names or 'all'; needs `trusted_network`. If not "
+        "set, UCX listens nowhere and KV stays inside this host. UCX_NET_DEVICES overrides it",
     ] = ""
 
 
@@ -239,39 +263,44 @@ class TransferConfig:
 class TelemetryConfig:
     """Logs, metrics and spans."""
 
-    log_level: Annotated[str, one_of("debug", "info", "warning", "error"), "what is less than this is not logged"] = (
-        "info"
-    )
-    log_format: Annotated[str, one_of("auto", "console", "json"), "auto: console on a terminal, else json"] = "auto"
-    metrics_host: Annotated[str, "where scheduler and workers serve Prometheus; the gateway does on its own port"] = (
-        LOOPBACK
-    )
-    otlp_endpoint: Annotated[str | None, "default: OTEL_EXPORTER_OTLP_ENDPOINT; none: no spans"] = None
+    log_level: Annotated[str, one_of("debug", "info", "warning", "error"), "lowest level that is logged"] = "info"
+    log_format: Annotated[
+        str, one_of("auto", "console", "json"), "format of log lines; auto: console on a terminal, else json"
+    ] = "auto"
+    metrics_host: Annotated[
+        str, "address where scheduler and workers serve Prometheus; the gateway serves it on its own port"
+    ] = LOOPBACK
+    otlp_endpoint: Annotated[
+        str | None, "collector of spans; default: OTEL_EXPORTER_OTLP_ENDPOINT; if neither is set, no spans"
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorConfig:
     """How `pdmesh up` looks after its services."""
 
-    start_timeout_s: Annotated[float, "for a service to serve; a large checkpoint on a slow disk takes minutes"] = 900.0
-    hang_s: Annotated[float, "a service that has not answered for so long is killed and started again"] = 60.0
-    log_max_bytes: Annotated[int, COUNT, "of one service's log; a larger one is set aside as NAME.log.1"] = 64 << 20
-    log_keep: Annotated[int, "logs set aside that are kept of each service, those of earlier runs among them"] = 2
+    start_timeout_s: Annotated[
+        float, "longest time for a service to start; a large checkpoint on a slow disk takes minutes"
+    ] = 900.0
+    hang_s: Annotated[float, "time without an answer after which a service is killed and started again"] = 60.0
+    log_max_bytes: Annotated[int, COUNT, "largest log of a service; a larger one is renamed to NAME.log.1"] = 64 << 20
+    log_keep: Annotated[int, "renamed logs to keep for each service, including earlier runs"] = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
     """The whole tree."""
 
-    model: Annotated[str | None, "directory or hub id of the checkpoint; the built-in demo if not set"] = None
-    scheduler_address: Annotated[str, "host:port that workers and gateways dial; `pdmesh up` sets it"] = ""
+    model: Annotated[str | None, "directory or hub id of the checkpoint; if not set, the demo model"] = None
+    scheduler_address: Annotated[str, "host:port of the scheduler, for workers and gateways; `pdmesh up` sets it"] = ""
     drain_s: Annotated[
         float | None,
         Range(0),
-        "how long requests may go on once a service is told to stop; then they end with an error. Not set: no limit",
+        "time that requests have to finish once a service is told to stop, before they end with an error. "
+        "Not set: no limit",
     ] = 30.0
     ready_fd: Annotated[
-        int | None, "set by `pdmesh up`: an inherited pipe that gets one JSON line when the service can serve"
+        int | None, "inherited pipe that gets one JSON line when the service can serve; set by `pdmesh up`"
     ] = None
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)

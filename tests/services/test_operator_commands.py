@@ -128,7 +128,7 @@ async def test_a_restart_of_everything_is_one_operation_that_nobody_has_to_wait_
         assert (await typed(mesh, "ops", "show", rolling.operation_id)).code == 0
         taken_back = await typed(mesh, "ops", "cancel", rolling.operation_id)
         assert taken_back.code == 0, "though what has begun ends first"
-        assert (await typed(mesh, "restart", "d0", "--rolling")).said == "name one instance, or say --rolling"
+        assert (await typed(mesh, "restart", "d0", "--rolling")).said == "give the name of one process, or --rolling for all"
 
 
 # --- a scheduler that is away ---

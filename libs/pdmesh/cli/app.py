@@ -51,9 +51,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",  # in rich's own markup "[default: 1]" is a style, and not shown
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-requests_app = typer.Typer(help="Look at single requests.", no_args_is_help=True)
-policy_app = typer.Typer(help="Look at the scheduling policy, and switch it while serving.", no_args_is_help=True)
-config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+requests_app = typer.Typer(help="Show single requests.", no_args_is_help=True)
+policy_app = typer.Typer(help="Show the scheduling policy, and switch it while serving.", no_args_is_help=True)
+config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
 
 app.add_typer(study_app)
 app.add_typer(operator_app)
@@ -75,7 +75,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def pdmesh(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and leave.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """A disaggregated serving mesh for large language models."""
@@ -84,31 +84,37 @@ def pdmesh(
 @app.command("serve", hidden=True)  # its name in vLLM
 @app.command(epilog="Example: pdmesh up ./my-model --prefill 2 --decode 2 --detach")
 def up(
-    checkpoint: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
+    checkpoint: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
     model: Model = None,
-    host: Annotated[str | None, typer.Option(help="Where the gateway listens. [default: 127.0.0.1]")] = None,
+    host: Annotated[str | None, typer.Option(help="Address that the gateway listens on. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one. [default: 8000]")] = None,
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = 0,
-    gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateway processes, which share the port.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, max=64, help="Number of gateway processes; they share the port.")] = 1,
     name: Name = DEFAULT_NAME,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the mesh can serve.")] = False,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Run in the background; return once the mesh serves.")
+    ] = False,
+    served_model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
     dtype: Dtype = None,
     cpu_level: CpuLevel = None,
     device: Device = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Context length; the checkpoint's if not given.")] = None,
-    kv_cache_bytes: Annotated[int | None, typer.Option(help="KV cache of one instance.")] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in one step.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Context length. [default: the checkpoint's]")] = None,
+    kv_cache_bytes: Annotated[int | None, typer.Option(help="Size of an instance's KV cache.")] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in a step.")] = None,
     bundle: Annotated[
         str | None, typer.Option(help="Policy bundle; see `pdmesh policy list`. [default: pdmesh]")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="How long steps take; instances measure it if not given.")
+        str | None, typer.Option(metavar="NAME|FILE", help="Latency model of an instance. [default: measured at start]")
     ] = None,
-    deterministic: Annotated[bool | None, typer.Option("--deterministic", help="Independent of the batch.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Clients must show it; better from the environment.")] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option("--deterministic", help="Bit-identical results whatever the batch.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that clients must send; safer: PDMESH_SECURITY_API_KEY.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -118,7 +124,7 @@ def up(
     from pdmesh.cli.up import MeshRun, up_detached
 
     if checkpoint is not None and model is not None:
-        raise ConfigError(f"two models: {checkpoint!r} and, by --model, {model!r}; give one")
+        raise ConfigError(f"two models are given, {checkpoint!r} and --model {model!r}: give one")
     tree = build_config(
         config,
         settings,
@@ -150,13 +156,13 @@ def up(
 @app.command(epilog="Example: pdmesh down --drain 10")
 def down(
     name: Name = DEFAULT_NAME,
-    now: Annotated[bool, typer.Option("--now", help="Kill at once instead of draining.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Kill at once, without draining.")] = False,
     drain: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SECONDS", help="How long requests may go on. [default: the mesh's drain_s]"),
+        typer.Option(min=0, metavar="SECONDS", help="Time that requests have to finish. [default: the mesh's drain_s]"),
     ] = None,
 ) -> None:
-    """Drain and stop a mesh of this machine, and wait until it is gone."""
+    """Drain and stop a mesh on this machine, and wait until it has ended."""
     from pdmesh.cli.up import down as stop
 
     stopped = stop(state_folder(os.environ, name), now=now, drain_s=drain)
@@ -177,12 +183,12 @@ def top(
     name: Name = DEFAULT_NAME,
     url: Url = None,
     api_key: ClientKey = None,
-    once: Annotated[bool, typer.Option("--once", help="Print it as it is now, and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     output: OutputFormat = Output.TABLE,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Watch the mesh at work, as on the gateway's page: instances, their steps, requests. Ctrl-C leaves."""
+    """Watch instances, their steps and requests, as on the gateway's page. Ctrl-C exits."""
     from pdmesh.cli.http import Target
     from pdmesh.cli.top import run_top
 
@@ -196,7 +202,7 @@ def requests_show(
     asked: Asked,
     request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],
 ) -> None:
-    """Print one request's life: queued, each chunk with its instance and time, the transfer, the tokens."""
+    """Print a request's timeline: waiting, each chunk with its instance, the KV transfer, the tokens."""
     from pdmesh.cli.admin import show_request
 
     show_request(asked.config, asked.state, request_id, asked.output)
@@ -206,9 +212,9 @@ def requests_show(
 @asks_scheduler
 def requests_list(
     asked: Asked,
-    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="So many, the newest first.")] = 20,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many requests to list.")] = 20,
 ) -> None:
-    """List the requests that arrived last."""
+    """List the latest requests, newest first."""
     from pdmesh.cli.admin import list_requests
 
     list_requests(asked.config, asked.state, limit, asked.output)
@@ -241,7 +247,7 @@ def policy_set(
     ],
     threshold: Annotated[
         float | None,
-        typer.Option(help="Of `eb`: the share of idle seats that ends a decode phase. [default: the best in theory]"),
+        typer.Option(help="For `eb`: share of idle seats that ends a decode phase. [default: the best in theory]"),
     ] = None,
 ) -> None:
     """Switch the policy bundle, or the batching mode, while serving. No request is dropped."""
@@ -255,15 +261,17 @@ def chat(
     name: Name = DEFAULT_NAME,
     url: Url = None,
     api_key: ClientKey = None,
-    model: Annotated[str | None, typer.Option(help="The served model's name; the first one if not given.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the served model. [default: the first one]")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 512,
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
-    message: Annotated[str | None, typer.Option("--message", "-m", help="Say this, print the answer, leave.")] = None,
+    message: Annotated[
+        str | None, typer.Option("--message", "-m", help="Send this message, print the answer and exit.")
+    ] = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Talk to the model. Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Chat with the model. Ctrl-C stops an answer, Ctrl-D exits."""
     from pdmesh.cli.chat import ChatOptions, run_chat
     from pdmesh.cli.http import Target
 
@@ -275,11 +283,11 @@ def chat(
 @app.command(epilog="Example: pdmesh doctor --port 8001")
 def doctor(
     output: OutputFormat = Output.TABLE,
-    port: Annotated[int | None, typer.Option(help="The HTTP port to look at. [default: 8000]")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port to check. [default: 8000]")] = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Check what this machine offers, and say what to do about what is missing."""
+    """Check this machine: processor, kernels, torch, UCX, GPU, ports, memory. Says how to fix what is missing."""
     from pdmesh.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(build_config(config, settings, gateway__port=port), output, os.environ))
@@ -289,7 +297,7 @@ def doctor(
 def gateway(
     model: Model = None,
     scheduler: Dial = None,
-    host: Annotated[str | None, typer.Option(help="Where to listen. [default: 127.0.0.1]")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port. [default: 8000]")] = None,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -303,7 +311,7 @@ def gateway(
 
 @app.command(epilog="Example: pdmesh scheduler --host 127.0.0.1 --port 5000")
 def scheduler(
-    host: Annotated[str | None, typer.Option(help="Where to listen. [default: 127.0.0.1]")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="gRPC port. [default: a free one]")] = None,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -341,7 +349,7 @@ def config_show(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Print the configuration as it would be used: file, then environment, then flags."""
+    """Print the resolved configuration; flags override the environment, and that overrides the file."""
     from pdmesh.config import to_dict, to_toml
 
     tree = build_config(config, settings)
@@ -350,7 +358,7 @@ def config_show(
 
 @app.command(epilog="Example: pdmesh version")
 def version() -> None:
-    """Print the version, which CPU kernels were compiled when this pdmesh was built, and whether its core was."""
+    """Print the version, the compiled CPU kernels, and whether the scheduling core is compiled."""
     from pdmesh.engine.levels import compiled_levels
 
     kernels = ", ".join(compiled_levels()) or "none, built without a compiler"

@@ -24,25 +24,29 @@ from pdmesh.apikeys import (
 )
 from pdmesh.errors import ConfigError
 
-app = typer.Typer(help="Make API keys, and operators' tokens.", no_args_is_help=True)
+app = typer.Typer(help="Create API keys and operator tokens.", no_args_is_help=True)
 
 
 @app.command(epilog="Example: pdmesh keys new alice --file keys.toml")
 def new(
-    name: Annotated[str, typer.Argument(help="Whose key it is; it shows in logs and limits.")],
+    name: Annotated[str, typer.Argument(help="Owner of the key; it appears in logs and limits.")],
     file: Annotated[Path | None, typer.Option(help="Add the entry to this file (security.api_keys_file).")] = None,
     scope: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(sorted(SCOPES))}. [default: all but watch]")
+        list[str] | None, typer.Option(help=f"{', '.join(sorted(SCOPES))}; repeatable. [default: all but watch]")
     ] = None,
     requests_per_minute: Annotated[float | None, typer.Option()] = None,
-    tokens_per_minute: Annotated[float | None, typer.Option(help="Prompt and output tokens.")] = None,
+    tokens_per_minute: Annotated[float | None, typer.Option(help="Prompt and output tokens per minute.")] = None,
     max_concurrent_requests: Annotated[float | None, typer.Option()] = None,
-    min_priority: Annotated[int | None, typer.Option(help="Lower is earlier.")] = None,
+    min_priority: Annotated[
+        int | None, typer.Option(help="Lowest value allowed; lower values are served first.")
+    ] = None,
     max_priority: Annotated[int | None, typer.Option()] = None,
-    min_slo_ttft_ms: Annotated[float | None, typer.Option(help="The shortest target it may ask for.")] = None,
-    share: Annotated[int, typer.Option(help="Of the mesh, among the keys whose requests wait.")] = 1,
+    min_slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="Shortest TTFT target that the key may ask for.")
+    ] = None,
+    share: Annotated[int, typer.Option(help="Weight among keys whose requests wait.")] = 1,
 ) -> None:
-    """Make a key and its entry. The key is shown once and written nowhere."""
+    """Create a key and its entry. The key is printed once and stored nowhere."""
     secret = new_key()
     key = ApiKey(
         name=name,
@@ -61,13 +65,13 @@ def new(
 
 @app.command(epilog="Example: pdmesh keys operator bob --scope write --file operators.toml")
 def operator(
-    name: Annotated[str, typer.Argument(help="Whose token it is; it shows in the scheduler's log.")],
+    name: Annotated[str, typer.Argument(help="Owner of the token; it appears in the scheduler's log.")],
     file: Annotated[Path | None, typer.Option(help="Add the entry to this file (security.operators_file).")] = None,
     scope: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(sorted(OPERATOR_SCOPES))}. [default: read]")
+        list[str] | None, typer.Option(help=f"{', '.join(sorted(OPERATOR_SCOPES))}; repeatable. [default: read]")
     ] = None,
 ) -> None:
-    """Make an operator's token and its entry; who has it sets security.operator_token. It is shown once."""
+    """Create an operator's token and its entry. The operator sets security.operator_token; it is printed once."""
     secret = new_key()
     scopes = frozenset(scope) if scope else DEFAULT_OPERATOR_SCOPES
     made = Operator(name=name, hash=hash_key(secret), scopes=scopes)

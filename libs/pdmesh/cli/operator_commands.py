@@ -14,7 +14,7 @@ from pdmesh.model import OperationKind, Role
 
 app = typer.Typer()
 ops_app = typer.Typer(invoke_without_command=True)
-pool_app = typer.Typer(help="How many instances of each role a mesh has.", no_args_is_help=True)
+pool_app = typer.Typer(help="Change how many instances of each role a mesh has.", no_args_is_help=True)
 
 #: An answer of a thousand tokens has ended by then, on most machines; a longer one goes on elsewhere.
 DEFAULT_TIMEOUT_S = 30.0
@@ -22,23 +22,35 @@ DEFAULT_TIMEOUT_S = 30.0
 #: A large model is loaded meanwhile.
 DEFAULT_START_TIMEOUT_S = 600.0
 
-Instance = Annotated[str, typer.Argument(metavar="INSTANCE", help="As `pdmesh status` lists them.")]
+Instance = Annotated[str, typer.Argument(metavar="INSTANCE", help="Name of an instance, as in `pdmesh status`.")]
 Timeout = Annotated[
     float,
-    typer.Option(min=0, max=MAX_OPERATION_S, help="Seconds for requests to end; then they go on elsewhere."),
+    typer.Option(
+        min=0, max=MAX_OPERATION_S, help="Seconds that requests have to finish; then they move or restart elsewhere."
+    ),
 ]
-StartTimeout = Annotated[float, typer.Option(min=0, max=MAX_OPERATION_S, help="Seconds for an instance to register.")]
-PoolSize = Annotated[int | None, typer.Option(min=0, max=1024, help="So many. [default: as now]")]
-Force = Annotated[bool, typer.Option("--force", help="Even if no other instance does what this one does.")]
+StartTimeout = Annotated[
+    float, typer.Option(min=0, max=MAX_OPERATION_S, help="Seconds that a new instance has to register.")
+]
+PoolSize = Annotated[int | None, typer.Option(min=0, max=1024, help="Number of instances. [default: as now]")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Do it even if this is the last instance that can prefill, or decode.")
+]
 LogFile = Annotated[
-    Path | None, typer.Option("--log", metavar="FILE", help="A scheduler's event log. [default: this mesh's]")
+    Path | None, typer.Option("--log", metavar="FILE", help="Event log of a scheduler. [default: this mesh's]")
 ]
-Last = Annotated[float, typer.Option("--last", min=1, metavar="SECONDS", help="So much of its end.")]
+Last = Annotated[float, typer.Option("--last", min=1, metavar="SECONDS", help="How much of the end of the log to use.")]
 MinGain = Annotated[
     float,
-    typer.Option("--min-gain", min=0, max=100, metavar="POINTS", help="More requests in time, to act on."),
+    typer.Option(
+        "--min-gain",
+        min=0,
+        max=100,
+        metavar="POINTS",
+        help="Least gain that counts, in percentage points of requests within targets.",
+    ),
 ]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until it is done.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the operation has ended.")]
 
 
 @app.command(epilog="Example: pdmesh drain decode-0 --timeout 60")
@@ -46,14 +58,14 @@ Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until it is done."
 def drain(
     asked: Asked, instance: Instance, timeout: Timeout = DEFAULT_TIMEOUT_S, force: Force = False, wait: Wait = True
 ) -> None:
-    """Take an instance out of use: nothing new goes there, and what decodes there moves to others with its KV."""
+    """Take an instance out of use: it gets no new requests, and its decodes move elsewhere with their KV."""
     _operate(asked, OperationKind.DRAIN, instance, timeout, force, wait)
 
 
 @app.command(epilog="Example: pdmesh undrain decode-0")
 @asks_scheduler
 def undrain(asked: Asked, instance: Instance) -> None:
-    """Use an instance again."""
+    """Put a drained instance back into use."""
     _operate(asked, OperationKind.UNDRAIN, instance)
 
 
@@ -66,11 +78,14 @@ def role(
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     force: Force = False,
     judge: Annotated[
-        bool, typer.Option("--judge/--no-judge", help="Take it back if fewer requests are in time then, or they wait.")
+        bool,
+        typer.Option(
+            "--judge/--no-judge", help="Undo the change if fewer requests meet their targets, or requests queue."
+        ),
     ] = True,
     wait: Wait = True,
 ) -> None:
-    """Give an instance another role, once what this does not do has ended or gone on elsewhere."""
+    """Change an instance's role, once requests that the new role cannot serve have ended or moved."""
     _operate(asked, OperationKind.ROLE, instance, timeout, force, wait, role=to, judged=judge)
 
 
@@ -78,14 +93,17 @@ def role(
 @asks_scheduler
 def move(
     asked: Asked,
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Its id, a response's, or its client's label.")],
-    instance: Annotated[str, typer.Argument(metavar="INSTANCE", help="Where it is to go on.")],
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Request id, response id, or the client's label.")],
+    instance: Annotated[str, typer.Argument(metavar="INSTANCE", help="Instance to move it to.")],
     timeout: Annotated[
-        float, typer.Option(min=0, max=MAX_OPERATION_S, help="Seconds; then it stays where it is.")
+        float,
+        typer.Option(
+            min=0, max=MAX_OPERATION_S, help="Seconds that the move may take; then the request stays where it is."
+        ),
     ] = DEFAULT_TIMEOUT_S,
     wait: Wait = True,
 ) -> None:
-    """Move a request that decodes to another instance, with its KV: its stream goes on as if nothing had happened."""
+    """Move a decoding request to another instance with its KV. Its stream goes on, token for token."""
     _operate(asked, OperationKind.MOVE, instance, timeout, wait=wait, request=request)
 
 
@@ -97,19 +115,19 @@ def restart(
         str | None,
         typer.Argument(metavar="NAME", help="An instance, a gateway or the scheduler."),
     ] = None,
-    rolling: Annotated[bool, typer.Option("--rolling", help="Everything, one after the other.")] = False,
+    rolling: Annotated[bool, typer.Option("--rolling", help="Restart every process, one at a time.")] = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     start_timeout: StartTimeout = DEFAULT_START_TIMEOUT_S,
     force: Force = False,
     wait: Wait = True,
 ) -> None:
-    """End a process, or all (--rolling), once nothing is left on it, until the next one is there. No stream breaks.
+    """Drain a process, or each in turn (--rolling), end it, and wait for its successor. No stream breaks.
 
-    Whoever looks after the process starts it again: `pdmesh up`, or Docker. The scheduler and gateways are restarted
-    by `pdmesh up` alone. With --rolling it starts another instance beside the last of a kind, for a while.
+    The process's supervisor (`pdmesh up` or Docker) starts it again. Only `pdmesh up` restarts the scheduler and
+    gateways. With --rolling, `pdmesh up` starts a temporary instance beside the last one of a role.
     """
     if (instance is None) is not rolling:
-        raise ConfigError("name one instance, or say --rolling")
+        raise ConfigError("give the name of one process, or --rolling for all")
     if instance is not None:
         _operate(asked, OperationKind.RESTART, instance, timeout, force, wait)
     from pdmesh.cli.operations import restart_all
@@ -128,12 +146,12 @@ def pool_resize(
     start_timeout: StartTimeout = DEFAULT_START_TIMEOUT_S,
     wait: Wait = True,
 ) -> None:
-    """Give the pools these sizes: instances change their roles, are started by `pdmesh up`, or leave."""
+    """Resize the pools: instances change roles, are started by `pdmesh up`, or are drained and stopped."""
     from pdmesh.cli.operations import resize
 
     sizes = {Role.PREFILL: prefill, Role.DECODE: decode, Role.MIXED: mixed}
     if all(size is None for size in sizes.values()):
-        raise ConfigError("say how many instances there are to be: --prefill, --decode or --mixed")
+        raise ConfigError("no pool size is given: use --prefill, --decode or --mixed")
     raise typer.Exit(resize(asked, sizes, timeout_s=timeout, start_timeout_s=start_timeout, wait=wait))
 
 
@@ -147,7 +165,7 @@ def pool_advise(
     slo_tpot: SloTpot = None,
     min_gain: MinGain = 3.0,
 ) -> None:
-    """Simulate other pools and bundles on the last minutes, and print what would have met the targets."""
+    """Simulate other pools and bundles on recent requests, and print how many would have met the targets."""
     from pdmesh.cli.advise import AdviceOptions, run_advise
     from pdmesh.metrics import Slo
 
@@ -164,12 +182,12 @@ def pool_auto(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     min_gain: MinGain = 3.0,
-    every: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Between two looks.")] = 60.0,
-    least: Annotated[int, typer.Option(min=1, help="So many prefill and decode instances stay.")] = 1,
+    every: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time between two looks.")] = 60.0,
+    least: Annotated[int, typer.Option(min=1, help="Prefill and decode instances to keep, each.")] = 1,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
-    once: Annotated[bool, typer.Option("--once", help="Look once, do at most one thing, and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, make at most one change, and exit.")] = False,
 ) -> None:
-    """Follow the advice, one role at a time; what makes things worse is taken back. Ctrl-C leaves."""
+    """Follow `pool advise`, one role at a time, and undo changes that make things worse. Ctrl-C exits."""
     from pdmesh.cli.advise import AdviceOptions
     from pdmesh.cli.auto import run_auto
     from pdmesh.metrics import Slo
@@ -181,10 +199,10 @@ def pool_auto(
 @ops_app.callback(epilog="Example: pdmesh ops -o json")
 @asks_scheduler
 def ops(asked: Asked, context: typer.Context) -> None:
-    """Operators' operations that run, and the last that are over.
+    """List running and recent operations, such as drains and role changes.
 
-    Exit codes of what changes a mesh: 0 done (or begun, with --no-wait), 1 failed, cancelled or taken back, 2 typed
-    wrongly, 3 nobody here starts and stops processes, 4 refused. Nothing has changed after 2, 3 and 4.
+    Exit codes of commands that change a mesh: 0 done (or begun, with --no-wait), 1 failed, cancelled or undone, 2 wrong
+    usage, 3 no `pdmesh up` here to start and stop processes, 4 refused. After 2, 3 and 4 nothing has changed.
     """
     if context.invoked_subcommand is not None:
         return
@@ -196,7 +214,7 @@ def ops(asked: Asked, context: typer.Context) -> None:
 @ops_app.command("show", epilog="Example: pdmesh ops show 54b2f72b")
 @asks_scheduler
 def ops_show(asked: Asked, operation: Annotated[str, typer.Argument(metavar="ID")]) -> None:
-    """Print how far an operation is."""
+    """Show the progress of an operation."""
     from pdmesh.cli.operations import show_operation
 
     show_operation(asked, operation)
@@ -205,7 +223,7 @@ def ops_show(asked: Asked, operation: Annotated[str, typer.Argument(metavar="ID"
 @ops_app.command("cancel", epilog="Example: pdmesh ops cancel 54b2f72b")
 @asks_scheduler
 def ops_cancel(asked: Asked, operation: Annotated[str, typer.Argument(metavar="ID")]) -> None:
-    """Take an operation back: instances are used as before."""
+    """Cancel an operation and undo it: instances are used as before."""
     from pdmesh.cli.operations import cancel_operation
 
     raise typer.Exit(cancel_operation(asked, operation))

@@ -24,36 +24,38 @@ class Output(StrEnum):
 
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="TOML file; environment and flags win over it.")
+    Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment and flags override it.")
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any setting of `pdmesh config show`. Repeatable."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Set any setting of `pdmesh config show`; repeatable."),
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="DIR_OR_HUB_ID", help="Checkpoint; the built-in demo if not given.")
+    str | None, typer.Option("--model", metavar="DIR_OR_HUB_ID", help="Checkpoint. [default: the demo model]")
 ]
 Scheduler = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Ask this scheduler, not a mesh of this machine.")
+    str | None, typer.Option(metavar="HOST:PORT", help="Use this scheduler instead of a mesh on this machine.")
 ]
-Name = Annotated[str, typer.Option("--name", help="Which mesh of this machine.")]
-OutputFormat = Annotated[Output, typer.Option("-o", "--output", help="For people or for scripts.")]
+Name = Annotated[str, typer.Option("--name", help="Name of the mesh on this machine.")]
+OutputFormat = Annotated[
+    Output, typer.Option("-o", "--output", help="Output format: table for people, json for scripts.")
+]
 
-Url = Annotated[str | None, typer.Option("--url", help="A gateway elsewhere, such as http://host:8000.")]
+Url = Annotated[str | None, typer.Option("--url", help="Use this gateway, such as http://host:8000.")]
 ClientKey = Annotated[
     str | None,
-    typer.Option("--api-key", envvar=CLIENT_KEY_VARIABLE, help="A key of the gateway's; better from the environment."),
+    typer.Option("--api-key", envvar=CLIENT_KEY_VARIABLE, help="API key for the gateway; safer from the environment."),
 ]
 
 # The pools of a mesh, real or simulated; `make_pools` has the defaults.
 Prefill = Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill instances. [default: 1]")]
 Decode = Annotated[int | None, typer.Option("--decode", min=0, help="Decode instances. [default: 1]")]
-Mixed = Annotated[int, typer.Option("--mixed", min=0, help="Instances that do both.")]
+Mixed = Annotated[int, typer.Option("--mixed", min=0, help="Instances that prefill and decode.")]
 
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-CpuLevel = Annotated[str | None, typer.Option("--cpu-level", help="Highest level of CPU kernels, such as avx2.")]
+CpuLevel = Annotated[str | None, typer.Option("--cpu-level", help="Highest level of CPU kernels to use, such as avx2.")]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
-Dial = Annotated[str | None, typer.Option("--scheduler", metavar="HOST:PORT", help="The scheduler to dial.")]
+Dial = Annotated[str | None, typer.Option("--scheduler", metavar="HOST:PORT", help="Address of the scheduler.")]
 
 
 SloTtft = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the time to first token.")]

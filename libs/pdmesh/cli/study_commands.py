@@ -28,24 +28,26 @@ from pdmesh.policy.prefill_groups import Schedule
 app = typer.Typer()
 
 # What is simulated: a workload, and what its instances are.
-Trace = Annotated[str, typer.Option(metavar="FILE|synthetic", help="What is asked of the mesh.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Take so many requests. [default: all; drawn: 1000]")]
-RateScale = Annotated[float, typer.Option(help="So many times as many requests a second.")]
-Rate = Annotated[float, typer.Option(help="Requests a second, where they are drawn.")]
-LongShare = Annotated[float, typer.Option(min=0, max=1, help="Share of long prompts, where they are drawn.")]
-LongPercentile = Annotated[float | None, typer.Option(min=0, max=100, help="Make prompts above this percentile long.")]
-LongRange = Annotated[
-    str, typer.Option(metavar="LOW,HIGH", help="Tokens of a long prompt; LOW is where long begins in the figures.")
+Trace = Annotated[str, typer.Option(metavar="FILE|synthetic", help="A trace file, or drawn requests.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N requests. [default: all; drawn: 1000]")]
+RateScale = Annotated[float, typer.Option(help="Multiply the arrival rate.")]
+Rate = Annotated[float, typer.Option(help="Arrival rate of drawn requests, per second.")]
+LongShare = Annotated[float, typer.Option(min=0, max=1, help="Share of long prompts among drawn requests.")]
+LongPercentile = Annotated[
+    float | None, typer.Option(min=0, max=100, help="Replace prompts above this percentile with long ones.")
 ]
-InstanceProfile = Annotated[str, typer.Option(help="What an instance is; an unknown name lists them.")]
-ChunkTokens = Annotated[int | None, typer.Option(min=1, help="Prompt tokens in one static step.")]
-KvTokens = Annotated[int, typer.Option(min=16, help="Tokens that one instance's KV cache holds.")]
-TransferBackends = Annotated[int, typer.Option(min=1, help="KV transfers that one instance takes at once.")]
-PortSpeed = Annotated[float, typer.Option(help="Each instance's network, in and out.")]
-ControlDelay = Annotated[float, typer.Option(min=0, help="From scheduler to instance, and back.")]
+LongRange = Annotated[
+    str, typer.Option(metavar="LOW,HIGH", help="Length of long prompts in tokens; prompts from LOW on count as long.")
+]
+InstanceProfile = Annotated[str, typer.Option(help="Latency model of an instance; an unknown name lists them.")]
+ChunkTokens = Annotated[int | None, typer.Option(min=1, help="Prompt tokens in a step, with static packing.")]
+KvTokens = Annotated[int, typer.Option(min=16, help="Size of an instance's KV cache, in tokens.")]
+TransferBackends = Annotated[int, typer.Option(min=1, help="KV transfers that an instance receives at once.")]
+PortSpeed = Annotated[float, typer.Option(help="Network bandwidth of an instance, each way.")]
+ControlDelay = Annotated[float, typer.Option(min=0, help="Delay between scheduler and instance, each way.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
 PerfettoFile = Annotated[
-    Path | None, typer.Option(metavar="FILE.json", help="Write the instances' timelines for ui.perfetto.dev.")
+    Path | None, typer.Option(metavar="FILE.json", help="Write the instances' timelines, for ui.perfetto.dev.")
 ]
 
 
@@ -62,22 +64,18 @@ def simulate(
     decode: Decode = None,
     mixed: Mixed = 0,
     group_size: Annotated[
-        int, typer.Option(min=1, help="Instances that compute every long prompt together under PecSched's bundles.")
+        int, typer.Option(min=1, help="Instances that compute each long prompt, under PecSched's bundles.")
     ] = 1,
-    reserved: Annotated[
-        int, typer.Option(min=0, help="Of those that compute prompts: kept for long ones by `reservation`.")
-    ] = 0,
-    max_group_members: Annotated[
-        int, typer.Option(min=1, help="That compute a long prompt in turn, at most, where the bundle has them do so.")
-    ] = 4,
+    reserved: Annotated[int, typer.Option(min=0, help="Instances that `reservation` keeps for long prompts.")] = 0,
+    max_group_members: Annotated[int, typer.Option(min=1, help="Most instances that may compute one long prompt.")] = 4,
     sequence_parallel: Annotated[
-        Schedule, typer.Option(help="They do so in turn, all at once, or whichever is predicted to end first.")
+        Schedule, typer.Option(help="Whether they compute chunks in turn, or slices at once.")
     ] = Schedule.PIPELINED,
     noise: Annotated[
-        float, typer.Option(min=0, max=1, help="Standard deviation of steps' times, as a share of them.")
+        float, typer.Option(min=0, max=1, help="Random variation of step times: standard deviation, relative.")
     ] = 0.0,
-    deaths: Annotated[int, typer.Option(min=0, help="Instances die so often, at random times.")] = 0,
-    away: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="...and are back after so long.")] = 10.0,
+    deaths: Annotated[int, typer.Option(min=0, help="How many times an instance dies, at random times.")] = 0,
+    away: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How long a dead instance is away.")] = 10.0,
     profile: InstanceProfile = "a100-llama3-8b",
     bundle: Annotated[
         list[str] | None, typer.Option(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
@@ -87,19 +85,22 @@ def simulate(
         typer.Option(metavar="mb|eb|ebplus", help="Batching mode; repeat to compare. [default: the bundle's]"),
     ] = None,
     threshold: Annotated[
-        float | None, typer.Option(help="Of eb: the share of idle seats that ends a decode phase. [default: the best]")
+        float | None, typer.Option(help="For eb: share of idle seats that ends a decode phase. [default: the best]")
     ] = None,
     clients: Annotated[
         int | None,
-        typer.Option(min=1, help="So many at once, each with a request; arrival times do not matter then."),
+        typer.Option(min=1, help="Closed loop: number of clients with one request each; ignores arrival times."),
     ] = None,
-    think: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Of a client, between two requests.")] = 0.0,
+    think: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Pause of a client between two requests.")
+    ] = 0.0,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="That every request asks for. [default: those that it will generate]")
+        int | None,
+        typer.Option(min=1, help="Output tokens that each request asks for. [default: as many as it generates]"),
     ] = None,
     kv_reservation: Annotated[
         KvReservation,
-        typer.Option(help="Room for what may be asked for, or credit that grows with an answer, as the services have."),
+        typer.Option(help="Reserve KV for the longest answer, or on demand as the services do."),
     ] = KvReservation.FULL,
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
@@ -109,18 +110,21 @@ def simulate(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     seed: Seed = 0,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw pictures (extra `plot`).")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw latency distributions and timelines (needs the extra `plot`)."),
+    ] = None,
     plot_modes: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.png",
-            help="Draw where `eb` is predicted to pay on the built-in profiles, for the workload's lengths.",
+            help="Draw where `eb` is predicted to gain, for each built-in profile.",
         ),
     ] = None,
     perfetto: PerfettoFile = None,
     output: OutputFormat = Output.TABLE,
 ) -> None:
-    """Run a workload through a simulated mesh, once for each bundle, and compare."""
+    """Run a workload through a simulated mesh, once for each bundle, and compare the results."""
     from pdmesh.cli.plan import make_pools
     from pdmesh.cli.simulate import SimulateOptions, run_simulate
 
@@ -170,7 +174,7 @@ def simulate(
 def plan(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
-    attainment: Annotated[float, typer.Option(help="Share of requests that must meet both.")] = 0.99,
+    attainment: Annotated[float, typer.Option(help="Share of requests that must meet both targets.")] = 0.99,
     trace: Trace = "synthetic",
     limit: Limit = None,
     rate_scale: RateScale = 1.0,
@@ -180,7 +184,7 @@ def plan(
     long_range: LongRange = "100000,500000",
     profile: InstanceProfile = "a100-llama3-8b",
     bundle: Annotated[str, typer.Option(help="Policy bundle.")] = "pdmesh",
-    max_instances: Annotated[int, typer.Option(min=1, help="Of each role.")] = 64,
+    max_instances: Annotated[int, typer.Option(min=1, help="Most instances of each role.")] = 64,
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
     transfer_backends: TransferBackends = 4,
@@ -220,18 +224,19 @@ def plan(
 def replay(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
     bundle: Annotated[
-        str | None, typer.Option(help="Ask what this bundle would have done: its first other decision, and figures.")
+        str | None, typer.Option(help="Compare with this bundle: the first different decision, and simulated results.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="What an instance is in the figures. [default: fitted to the log]")
+        str | None, typer.Option(help="Latency model of an instance. [default: fitted to the log]")
     ] = None,
     long_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Where long begins in the figures. [default: the recorded policy's]")
+        int | None,
+        typer.Option(min=1, help="Length from which a prompt counts as long. [default: the recorded policy's]"),
     ] = None,
     perfetto: PerfettoFile = None,
     output: OutputFormat = Output.TABLE,
 ) -> None:
-    """Decide again on a recorded run and check that every command is the same."""
+    """Replay a recorded run through the scheduling core and check that every decision is the same."""
     from pdmesh.cli.replay import ReplayOptions, run_replay
 
     options = ReplayOptions(log=log, bundle=bundle, profile=profile, long_tokens=long_tokens, perfetto=perfetto)
@@ -241,7 +246,7 @@ def replay(
 @app.command(epilog="Example: pdmesh profile --model ./my-model --prefill 2 --decode 2")
 def profile(
     model: Model = None,
-    file: Annotated[Path | None, typer.Option(help="Where to write it. [default: MODEL.profile.json]")] = None,
+    file: Annotated[Path | None, typer.Option(help="File to write. [default: MODEL.profile.json]")] = None,
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = 0,
@@ -251,7 +256,7 @@ def profile(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Measure how fast an instance of such a mesh runs a model on this machine, for the scheduler to plan by."""
+    """Measure how long steps of a model take on this machine, and write a profile for the scheduler."""
     from pdmesh.cli.plan import make_pools
     from pdmesh.cli.profile import ProfileOptions, run_profile
     from pdmesh.cli.up import resolved

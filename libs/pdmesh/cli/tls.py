@@ -12,7 +12,7 @@ import typer
 
 from pdmesh.errors import ConfigError
 
-app = typer.Typer(help="Certificates for development.", no_args_is_help=True)
+app = typer.Typer(help="Create certificates for development.", no_args_is_help=True)
 
 #: Names under which services of one machine reach each other.
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -23,20 +23,22 @@ _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 @app.callback()
 def tls() -> None:
-    """Certificates for development."""
+    """Create certificates for development."""
 
 
 @app.command("dev-ca", epilog="Example: pdmesh tls dev-ca ./tls")
 def dev_ca(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Made if it is not there.")] = Path("tls"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder; created if it does not exist.")] = Path(
+        "tls"
+    ),
     host: Annotated[
-        list[str] | None, typer.Option(help="A name or an IP address the services have, beside localhost; repeatable.")
+        list[str] | None, typer.Option(help="Host name or IP address of a service, besides localhost; repeatable.")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=825, help="How long the certificates are good for.")] = 30,
+    days: Annotated[int, typer.Option(min=1, max=825, help="Days that the certificates are valid.")] = 30,
 ) -> None:
-    """Make a certificate authority in FOLDER, if it has none, and a certificate for this mesh.
+    """Create a certificate authority in FOLDER, unless there is one, and a certificate for this mesh.
 
-    For development: whoever reads FOLDER can be any service.
+    For development only: anybody who can read FOLDER can pose as any service.
     """
     make_certificates(folder, hosts=(*LOCAL_HOSTS, *(host or ())), days=days)
     for setting, file in (("CERT", "mesh.pem"), ("KEY", "mesh.key"), ("CA", "ca.pem")):
@@ -78,7 +80,7 @@ def _openssl(*options: str) -> None:
             ["openssl", "req", "-x509", *options], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
         )
     except FileNotFoundError as error:
-        raise ConfigError("openssl is not installed: install it, or bring certificates of your own") from error
+        raise ConfigError("openssl is not installed: install it, or use certificates of your own") from error
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
         raise ConfigError(f"openssl cannot make the certificate (3.0 or later is needed): {reason[0]}") from error
