@@ -105,7 +105,7 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
         except OSError as error:
             if error.errno not in _DISK_FAULTS:
                 raise
-            log.error("there is no event log", path=str(path), reason=error.strerror)
+            log.error("cannot write the event log; events are not recorded", path=str(path), reason=error.strerror)
         self._ended = self._fd is None
 
     def record(self, now_s: float, event: Event) -> None:
@@ -131,7 +131,7 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
 
     def _end(self, reason: str) -> None:
         self._ended = True
-        log.error("the event log ends here", reason=reason, num_bytes=self._num_bytes)
+        log.error("the event log is closed; later events are not recorded", reason=reason, num_bytes=self._num_bytes)
 
     async def run(self) -> None:
         """Write what is recorded, until cancelled."""
@@ -191,7 +191,7 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
         try:
             header = msgspec.convert(next(self._payloads(), None), Header)
         except msgspec.ValidationError as error:
-            raise EventLogError(f"{self._path} is no event log: {error}") from error
+            raise EventLogError(f"{self._path} is not an event log: {error}") from error
         if header.version != FORMAT_VERSION:
             raise EventLogError(f"{self._path} has format {header.version}, this pdmesh reads {FORMAT_VERSION}")
         for setting, value in values_of(header.config):

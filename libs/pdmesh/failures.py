@@ -11,9 +11,9 @@ from pdmesh.errors import ConfigError, PdmeshError, leaves
 _MAX_SENTENCE = 2000
 
 _NO_PROCESS = (
-    "no thread or process can be started: a limit is reached (`ulimit -u`, or pids.max of its control group); raise it"
+    "no thread or process can be started: a limit is reached: raise `ulimit -u` or pids.max of the control group"
 )
-_NO_MEMORY = "memory ran out; give more, or lower --kv-cache-bytes, the number of instances, or the size of the model"
+_NO_MEMORY = "memory ran out; add memory, or lower --kv-cache-bytes, the number of instances, or the size of the model"
 
 
 def sentences(error: BaseException) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def _told(error: BaseException) -> str:
         case OSError() if error.errno is not None:
             return _of_system(error)
         case ImportError():
-            return f"{message}; the installation is incomplete or does not fit: see `pdmesh doctor`"
+            return f"{message}; the installation is incomplete or does not match: run `pdmesh doctor`"
         case MemoryError():
             return _NO_MEMORY
         case RuntimeError() if "can't start new thread" in message:
@@ -53,7 +53,9 @@ def _of_system(error: OSError) -> str:
     at = f" ({error.filename})" if error.filename else ""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
-            return f"no space is left on the disk{at}: free some, or name another by XDG_STATE_HOME or TMPDIR"
+            return (
+                f"no space is left on the disk{at}: free some space, or set XDG_STATE_HOME or TMPDIR to another folder"
+            )
         case errno.EMFILE | errno.ENFILE:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             return f"no more files can be opened{at}: the limit is {soft}; raise it, as with `ulimit -n 4096`"

@@ -58,7 +58,7 @@ def load_profile(name: str) -> Profile:
     except OSError as error:
         raise ConfigError(f"cannot read the profile {name}: {error.strerror}") from error
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ConfigError(f"{name} is no latency profile: {error}; `pdmesh profile` writes one") from error
+        raise ConfigError(f"{name} is not a latency profile: {error}; `pdmesh profile` writes one") from error
     return Profile(name=name, subject=content.subject, latency=latency)
 
 
@@ -73,7 +73,9 @@ def parse_latency(text: str) -> LinearLatencyModel:
     for part in text.split(","):
         name, _, value = (word.strip() for word in part.partition("="))
         if name not in LinearLatencyModel.__slots__:
-            raise ConfigError(f"{name!r} is no term of a latency model: use {', '.join(LinearLatencyModel.__slots__)}")
+            raise ConfigError(
+                f"{name!r} is not a term of a latency model: use {', '.join(LinearLatencyModel.__slots__)}"
+            )
         try:
             terms[name] = float(value)
         except ValueError:

@@ -157,7 +157,7 @@ async def _serve_until_stopped(config: MeshConfig, serve: Serve, context: Servic
             with anyio.move_on_after(config.drain_s):
                 await context.ending.wait()
             context.ending.set()
-            log.warning("ending what still runs")
+            log.warning("the drain time is over; ending the requests that still run")
             await anyio.sleep(ENDING_LIMIT_S)
             log.warning("stopping now")
             tasks.cancel_scope.cancel()

@@ -87,7 +87,7 @@ class Setting:
         if value is None and self.optional:
             return None
         if self.secret and self.optional and value == "":  # a variable of a script's that is not set, most likely
-            raise ConfigError(f"{where} is empty, and would protect nothing: leave it out, or give a secret")
+            raise ConfigError(f"{where} is empty: give a secret, or leave the setting out")
         if self.type is Path and isinstance(value, str):
             value = Path(value)
         if self.type is float and type(value) is int:

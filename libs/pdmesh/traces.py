@@ -60,7 +60,9 @@ def _csv_rows(path: Path, lines: Iterator[str]) -> Iterator[Arrival]:
     header = set(reader.fieldnames or ())
     read = next((read for columns, read in _CSV_SHAPES if columns <= header), None)
     if read is None:
-        raise TraceError(f"{path}:1: no trace has the columns {', '.join(reader.fieldnames or ()) or '(none)'}")
+        raise TraceError(
+            f"{path}:1: no known trace format has the columns {', '.join(reader.fieldnames or ()) or '(none)'}"
+        )
     while True:
         try:
             row = next(reader)

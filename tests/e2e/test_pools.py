@@ -98,7 +98,7 @@ async def test_what_cannot_be_changes_nothing_and_says_why(mesh: RunningMesh) ->
     code, said = failing(mesh, "pool", "resize", "--decode", "1024")
     assert (code, "GiB of memory" in said) == (4, True)
     code, said = failing(mesh, "pool", "resize")
-    assert (code, "say how many" in said) == (2, True)
+    assert (code, "no pool size is given" in said) == (2, True)
     assert mesh.pids() == before
 
 

@@ -147,7 +147,7 @@ async def test_operators_have_tokens_and_scopes_of_their_own_and_changes_bear_th
             assert isinstance(await ask(mesh, GetPolicies(), operator_token="e"), Policies), "without the mesh token"
             refusal = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token="e")
             assert isinstance(refusal, AdminError)
-            assert refusal.message.startswith("the operator 'eve' may look and change nothing")
+            assert refusal.message.startswith("the operator 'eve' may not change the mesh")
             for question in (FOLLOWING, ExpectInstances(instance_ids=())):
                 refusal = await ask(mesh, question, operator_token="b")
                 assert isinstance(refusal, AdminError)
@@ -155,7 +155,7 @@ async def test_operators_have_tokens_and_scopes_of_their_own_and_changes_bear_th
             assert isinstance(await ask(mesh, SetPolicy(bundle="fcfs"), operator_token="b"), Policies)
             inside = await ask(mesh, SetPolicy(bundle="sjf"), mesh_token="ours")
             assert isinstance(inside, AdminError), "a worker's token changes nothing"
-            assert "an operator's token" in inside.message
+            assert "an operator token" in inside.message
         audit = [(each["operator"], each["log_level"]) for each in logs if "operator" in each]
         assert audit == [("eve", "warning"), ("bob", "info"), ("", "warning")]
 
@@ -190,7 +190,12 @@ async def test_each_question_and_change_is_for_those_who_may_alone(
     entries = {"w": ("write",), "rw": ("read", "write"), "r": ("read",), "none": ()}
     file.write_text("".join(entry(name, name, *scopes) for name, scopes in entries.items()))
     security = SecurityConfig(mesh_token="ours", operators_file=file)
-    stranger, look, token, inside = "wrong mesh token", "may look and change nothing", "changes need", "only what runs"
+    stranger, look, token, inside = (
+        "wrong mesh token",
+        "may not change the mesh",
+        "changing the mesh needs",
+        "only the mesh's own",
+    )
     async with running_scheduler(replace(CONFIG, security=security)) as mesh:
         cases: tuple[tuple[dict[str, str], tuple[str, str, str]], ...] = (
             ({}, (stranger, stranger, stranger)),
@@ -265,7 +270,7 @@ async def test_the_last_operator_who_leaves_the_file_may_do_nothing_and_nobody_e
         for token in ("b", ""):
             refusal = await ask(mesh, SetPolicy(bundle="fcfs"), operator_token=token, mesh_token="ours")
             assert isinstance(refusal, AdminError), "from this machine, too"
-            assert "changes need an operator's token" in refusal.message
+            assert "changing the mesh needs an operator token" in refusal.message
 
 
 @pytest.mark.parametrize(

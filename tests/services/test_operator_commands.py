@@ -91,8 +91,8 @@ async def test_what_cannot_be_is_one_sentence_and_its_exit_code() -> None:
             (("role", "d0", "prefill"), 4, "it is the last that can decode"),
             (("drain", "p1"), 4, "(restart) runs on p1: wait for it, or `pdmesh ops cancel"),
             (("move", "nobody", "d0"), 4, "no request 'nobody' runs"),
-            (("ops", "show", "none"), 1, "no operation 'none' is remembered: `pdmesh ops` lists them"),
-            (("ops", "cancel", "none"), 1, "no operation 'none' is remembered: `pdmesh ops` lists them"),
+            (("ops", "show", "none"), 1, "no operation 'none' is known: `pdmesh ops` lists them"),
+            (("ops", "cancel", "none"), 1, "no operation 'none' is known: `pdmesh ops` lists them"),
         ):
             refused = await typed(mesh, *arguments)
             assert (refused.code, sentence in refused.said) == (code, True), refused
@@ -109,7 +109,7 @@ async def test_a_wrong_token_changes_nothing_and_is_one_sentence() -> None:
             refused = await typed(mesh, *arguments, PDMESH_SECURITY_OPERATOR_TOKEN="open")
             assert refused == (
                 1,
-                "changes need an operator's token: set security.operator_token to one that the scheduler takes",
+                "changing the mesh needs an operator token: set security.operator_token to one it accepts",
             )
         assert (await typed(mesh, "drain", "p1", PDMESH_SECURITY_OPERATOR_TOKEN="sesame")).code == 0
 
@@ -118,7 +118,7 @@ async def test_a_restart_of_everything_is_one_operation_that_nobody_has_to_wait_
     async with three_instances() as mesh:
         refused = await typed(mesh, "restart", "--rolling")
         assert refused.code == 3
-        assert "nobody here starts another one beside it" in refused.said
+        assert "no supervisor is connected to start another" in refused.said
         begun = await typed(mesh, "restart", "--rolling", "--force", "--no-wait")
         assert begun.code == 0
         answer = await ask(mesh, ListOperations())
@@ -128,7 +128,9 @@ async def test_a_restart_of_everything_is_one_operation_that_nobody_has_to_wait_
         assert (await typed(mesh, "ops", "show", rolling.operation_id)).code == 0
         taken_back = await typed(mesh, "ops", "cancel", rolling.operation_id)
         assert taken_back.code == 0, "though what has begun ends first"
-        assert (await typed(mesh, "restart", "d0", "--rolling")).said == "give the name of one process, or --rolling for all"
+        assert (
+            await typed(mesh, "restart", "d0", "--rolling")
+        ).said == "give the name of one process, or --rolling for all"
 
 
 # --- a scheduler that is away ---
@@ -169,7 +171,7 @@ async def test_what_is_asked_of_a_scheduler_that_is_being_started_again_is_done_
                 assert [(each.instance_id, each.state) for each in answer.operations] == [("p1", "done")]
     (result,) = results
     assert result.code == 0
-    assert result.said.splitlines()[0] == "pdmesh: the scheduler does not answer: trying for 10 s"
+    assert result.said.splitlines()[0] == "pdmesh: the scheduler does not answer; trying for 10 s"
 
 
 async def test_a_restart_whose_answer_was_lost_is_not_done_again() -> None:
@@ -190,13 +192,13 @@ async def test_a_restart_whose_answer_was_lost_is_not_done_again() -> None:
     ):
         done = await ask(mesh, StartOperation(wish=wish))
         assert isinstance(done, OperationStatus)
-        assert (done.state, done.detail) == ("done", "another process of it was there already")
+        assert (done.state, done.detail) == ("done", "another process registered as this instance before")
         again = replace(wish, operation_id=OperationId("y"), pid=8)
         begun = await ask(mesh, StartOperation(wish=again))
         assert isinstance(begun, OperationStatus)
         assert begun.state == "running"
         for forged in (replace(wish, again=True), replace(wish, stopped_pid=8), replace(wish, role_before=Role.MIXED)):
-            with pytest.raises(PdmeshError, match="only a scheduler asks again"):
+            with pytest.raises(PdmeshError, match="only a scheduler may send an operation again"):
                 await ask(mesh, StartOperation(wish=forged))
 
 

@@ -286,7 +286,7 @@ async def test_it_is_refused_before_anything_changes() -> None:
         refused = await ask(mesh, ROLLING)
         assert isinstance(refused, OperationStatus)
         assert (refused.state, refused.needs_actuator) == ("refused", True)
-        assert "nobody here starts another one beside it" in refused.detail
+        assert "no supervisor is connected to start another" in refused.detail
         forced = msgspec.structs.replace(ROLLING, operation_id=OperationId("y"), force=True)
         begun = await ask(mesh, forced)
         assert isinstance(begun, OperationStatus)

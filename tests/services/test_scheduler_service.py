@@ -174,9 +174,9 @@ async def test_every_member_of_a_group_gets_the_prompt() -> None:
     ("message", "reason"),
     [
         (EventMessage.of(KvReleased(InstanceId("other"), R, ZERO)), "m speaks for other"),
-        (EventMessage(name="GatewayLost", fields=msgspec.Raw(b"\x80")), "nothing that can be said here"),
+        (EventMessage(name="GatewayLost", fields=msgspec.Raw(b"\x80")), "unknown message type"),
         (EventMessage(name="KvReleased", fields=msgspec.Raw(b"\x80")), "malformed KvReleased"),
-        (EventMessage.of(RequestCancelled(GATEWAY, R, ZERO)), "nothing that can be said here"),
+        (EventMessage.of(RequestCancelled(GATEWAY, R, ZERO)), "unknown message type"),
         (EventMessage.of(LoadReported(InstanceId("m"), 0, -1, 0, 0)), "malformed LoadReported: num_held_blocks is -1"),
     ],
 )
@@ -191,7 +191,7 @@ async def test_an_instance_says_what_an_instance_may_and_of_itself(message: Even
     ("message", "reason"),
     [
         (EventMessage.of(RequestCancelled(GatewayId("other"), R, ZERO)), "g speaks for other"),
-        (EventMessage.of(KvReleased(InstanceId("m"), R, ZERO)), "nothing that can be said here"),
+        (EventMessage.of(KvReleased(InstanceId("m"), R, ZERO)), "unknown message type"),
     ],
 )
 async def test_a_gateway_says_what_a_gateway_may_and_of_itself(message: EventMessage, reason: str) -> None:

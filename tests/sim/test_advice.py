@@ -200,7 +200,7 @@ def test_auto_says_where_the_pools_are_as_advised_already(
     monkeypatch.setattr("pdmesh.cli.auto.log_file", lambda *_: None)
     monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=better, now=better))
     assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 0
-    assert "2 prefill + 1 decode, which would have been better, are there already" in capsys.readouterr().out
+    assert "2 prefill + 1 decode, the better pools, are already running" in capsys.readouterr().out
 
 
 def test_auto_outlives_a_scheduler_that_is_away_for_a_while(

@@ -141,12 +141,16 @@ def test_the_help_of_each_command_has_an_example_that_can_be_typed_shows_default
         (["up", "--prefill", "0"], {}, "no instance could prefill"),
         (["up"], {"PDMESH_SCHEDULER_BATCHING": "eb"}, "scheduler.batching is eb: no instance prefills and decodes"),
         (["up"], {"PDMESH_POLICY_EB_THRESHOLD": "1"}, "PDMESH_POLICY_EB_THRESHOLD is 1.0: must be a number from 0.001"),
-        (["policy", "set", "mb", "--threshold", "0.3"], {}, "--threshold is the share of idle seats at which `eb`"),
+        (["policy", "set", "mb", "--threshold", "0.3"], {}, "--threshold applies to `eb` only"),
         (["up", "--name", "../x"], {}, "--name is '../x'"),
         (["up", "--model", "./nowhere"], {}, "model './nowhere' is neither a directory nor a Hugging Face hub id"),
         (["up", "./nowhere"], {}, "model './nowhere' is neither a directory nor a Hugging Face hub id"),
         (["serve", "./nowhere"], {}, "model './nowhere' is neither a directory nor a Hugging Face hub id"),
-        (["up", "./nowhere", "--model", "./there"], {}, "two models: './nowhere' and, by --model, './there'; give one"),
+        (
+            ["up", "./nowhere", "--model", "./there"],
+            {},
+            "two models are given, './nowhere' and --model './there': give one",
+        ),
         (["config", "show"], {"PDMESH_GATEWAY_PROT": "1"}, "unknown setting PDMESH_GATEWAY_PROT"),
         (["scheduler", "--config", "absent.toml"], {}, "cannot read the configuration file absent.toml"),
     ],
@@ -183,7 +187,7 @@ def test_a_malformed_profile_stops_the_start(machine: Machine) -> None:
     file.write_text("{}")
     done = machine.run("up", "--profile", str(file))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"pdmesh: {file} is no latency profile")
+    assert done.stderr.startswith(f"pdmesh: {file} is not a latency profile")
 
 
 def test_a_record_that_cannot_be_written_ends_nothing(machine: Machine) -> None:
@@ -316,5 +320,5 @@ def test_ctrl_c_drains_a_mesh_in_front_of_us(machine: Machine) -> None:
         up.send_signal(signal.SIGINT)
         rest = up.stdout.read()
     assert up.returncode == 0
-    assert rest.split("\n")[-3:] == ["pdmesh: draining; once more to kill", "pdmesh: stopped", ""]
+    assert rest.split("\n")[-3:] == ["pdmesh: draining; press Ctrl-C again to kill", "pdmesh: stopped", ""]
     assert not any(map(is_running, pids))

@@ -61,7 +61,7 @@ def test_a_table_says_what_was_tried() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ([], 2, "there is no target to meet"),
+        ([], 2, "no target is given"),
         (["--slo-ttft", "-1"], 2, "--slo-ttft is -1.0: must be a number of seconds above 0"),
         (["--slo-tpot", "nan"], 2, "--slo-tpot is nan: must be a number of seconds above 0"),
         (["--slo-ttft", "1", "--attainment", "1.5"], 2, "--attainment is 1.5: must be a share"),

@@ -50,14 +50,14 @@ def test_other_commands_than_recorded_are_found(tmp_path: Path, recorded: Path) 
             copy.record_commands(core.handle(entry.event, entry.now_s))
     done = pdmesh_here("replay", changed)
     assert done.returncode == 1
-    assert "the commands are not those recorded" in done.stdout
+    assert "the commands differ from the recorded ones" in done.stdout
 
 
 def test_the_last_event_before_a_crash_has_no_commands(recorded: Path) -> None:
     recorded.write_bytes(recorded.read_bytes()[:-3])
     done = pdmesh_here("replay", recorded)
     assert done.returncode == 0, done.stderr
-    assert "1 events have no recorded commands to compare with" in done.stdout
+    assert "1 events have no recorded commands and were not compared" in done.stdout
 
 
 def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_recorded_timeline(tmp_path: Path, recorded: Path) -> None:
     [
         (["--bundle", "lifo"], "no policy bundle is called 'lifo': use one of"),
         (["--bundle", "sjf", "--profile", "abacus"], "'abacus'"),
-        (["--profile", "h100-llama3-8b"], "--profile and --long-tokens are about what is simulated"),
+        (["--profile", "h100-llama3-8b"], "--profile and --long-tokens need --bundle"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(recorded: Path, arguments: list[str], says: str) -> None:
@@ -138,5 +138,5 @@ def test_a_log_without_a_finished_request_has_nothing_to_simulate(tmp_path: Path
     done = pdmesh_here("replay", begun, "--bundle", "sjf")
     assert (done.returncode, done.stderr) == (
         2,
-        "pdmesh: no request of the log finished: there is nothing to simulate\n",
+        "pdmesh: no request in the log finished, so there is nothing to simulate\n",
     )

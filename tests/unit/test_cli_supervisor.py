@@ -261,7 +261,7 @@ async def test_the_second_signal_kills(tmp_path: Path) -> None:
             stop_ourselves(signal.SIGINT)
             await anyio.wait_all_tasks_blocked()
             stop_ourselves(signal.SIGINT)
-    assert mesh.said == ["draining; once more to kill", "killing all services"]
+    assert mesh.said == ["draining; press Ctrl-C again to kill", "killing all services"]
     assert "scheduler stopped" not in mesh.events()
 
 
@@ -278,7 +278,7 @@ async def test_a_child_that_does_not_drain_is_told_again_and_then_killed(
             stop_ourselves()
     told = [line for line in mesh.said if line.startswith("prefill-0")]
     assert told == [
-        "prefill-0 did not drain within 0.02 s: what still runs is ended",
+        "prefill-0 did not drain within 0.02 s: its last requests are ended",
         "prefill-0 did not end and is killed",
     ]
 
@@ -362,7 +362,7 @@ async def test_a_worker_that_cannot_be_started_is_told_once_and_ends_nothing(tmp
     (failed,) = next(question.failed for question in mesh.asked if question.failed)
     assert failed.instance_id == "decode-1"
     assert "decode-1 did not start: it exited with code 1" in failed.reason
-    assert sum("decode-1 is started" in line for line in mesh.said) == 1
+    assert sum("decode-1 starts, because" in line for line in mesh.said) == 1
 
 
 async def test_a_worker_that_is_wanted_no_longer_while_it_starts_is_ended(tmp_path: Path) -> None:

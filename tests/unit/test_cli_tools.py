@@ -236,7 +236,7 @@ def test_chat_tells_the_id_that_requests_show_takes(capsys: pytest.CaptureFixtur
     [
         (401, None, "Set PDMESH_API_KEY to a key of this mesh"),
         (401, "wrong", "Set PDMESH_API_KEY to a key of this mesh"),
-        (403, "mine", "The key in PDMESH_API_KEY, --api-key or security.api_key may not do this"),
+        (403, "mine", "The key in PDMESH_API_KEY, --api-key or security.api_key is not allowed to do this"),
         (403, None, "the gateway answered 403 Forbidden$"),
     ],
 )

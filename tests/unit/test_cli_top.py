@@ -133,7 +133,7 @@ def test_once_prints_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("response", "said"),
     [
-        (httpx.Response(404, json={}), "turned off (gateway.ui)"),
+        (httpx.Response(404, json={}), "gateway.ui is off"),
         (httpx.Response(401, json={"error": {"message": "You didn't provide an API key"}}), "Set PDMESH_API_KEY"),
         (httpx.Response(403, json={"error": {"message": "It lacks the scope 'watch'."}}), "lacks the scope 'watch'"),
         (httpx.Response(502, content=b"<html>"), "answered 502"),

@@ -116,7 +116,7 @@ def test_a_bad_variable_is_named_with_what_was_wanted(variable: str, text: str, 
     ("[gateway]\nport = [1]", "gateway.port in {file} is [1]: must be a whole number from 0 to 65535"),
     ("gateway = 1", "unknown setting gateway in {file}: "),
     ("[worker]\ndeterministic = 1", "worker.deterministic in {file} is 1: must be true or false"),
-    ("[security]\napi_key = ''", "security.api_key in {file} is empty, and would protect nothing: "),
+    ("[security]\napi_key = ''", "security.api_key in {file} is empty: "),
     ("port = ", "{file} is not valid TOML: "),
 ])  # fmt: skip
 def test_a_bad_file_is_named_with_what_was_wanted(tmp_path: Path, text: str, wanted: str) -> None:
@@ -143,9 +143,7 @@ def test_secrets_are_not_shown_but_reach_children() -> None:
 
 def test_an_empty_key_protects_nothing_and_is_refused() -> None:
     """In a command line it is a variable of a script that is not set; in the environment, as compose has it, none."""
-    with pytest.raises(
-        ConfigError, match=r"^security\.api_key is empty, and would protect nothing: leave it out, or give"
-    ):
+    with pytest.raises(ConfigError, match=r"^security\.api_key is empty: give a secret, or leave"):
         load_config(None, {}, {"security.api_key": ""})
     assert load_config(None, {"PDMESH_SECURITY_API_KEY": ""}, {}).security.api_key is None
     assert load_config(None, {}, {"security.api_key": "k"}).security.api_key == "k"

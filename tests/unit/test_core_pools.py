@@ -105,14 +105,14 @@ def test_a_role_changes_before_a_process_is_started() -> None:
     [
         ({"pools": PoolCounts(prefill=0, decode=1)}, "no instance could prefill"),
         ({"pools": PoolCounts(prefill=1, decode=0)}, "no instance could decode"),
-        ({"actuator": None}, "nobody here starts and stops processes"),
+        ({"actuator": None}, "no supervisor is connected to start and stop processes"),
         (
             {"actuator": ActuatorFacts(instance_ids=("prefill-0", "decode-0"), available_bytes=99, instance_bytes=100)},  # type: ignore[arg-type]
-            "1 more instances take about 0.0 GiB of memory",
+            "1 more instances need about 0.0 GiB of memory",
         ),
         (
             {"actuator": ActuatorFacts(instance_ids=("prefill-0", "gone"), available_bytes=999, instance_bytes=100)},  # type: ignore[arg-type]
-            "gone is away and comes back",
+            "gone is restarting",
         ),
     ],
 )

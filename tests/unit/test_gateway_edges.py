@@ -255,7 +255,7 @@ async def test_a_final_message_is_continued(tmp_path: Path) -> None:
 def test_a_broken_checkpoint_template_stops_the_start(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, vocab_size=300, model_max_length=100)
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(ConfigError, match="chat template is broken"):
+    with pytest.raises(ConfigError, match="chat template does not render"):
         ModelTokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
@@ -318,7 +318,9 @@ async def test_the_oldest_large_body_gives_way(monkeypatch: pytest.MonkeyPatch) 
             with admission.upload() as quick:
                 quick.add(700_000)
                 await anyio.wait_all_tasks_blocked()
-                assert texts == ["The request body did not arrive before others needed the room."]
+                assert texts == [
+                    "The request body did not arrive before the server needed its memory for other requests."
+                ]
                 quick.add(360_000)
     assert len(texts) == 2
     assert admission.num_bytes == 0
@@ -340,12 +342,12 @@ def test_as_much_nesting_as_anybody_needs() -> None:
     for _ in range(MAX_NESTING):
         value = {"a": value, "b": 0}
     check_nesting(value, "x")
-    with pytest.raises(RequestRejected, match="`x` holds values nested more than 200 deep"):
+    with pytest.raises(RequestRejected, match="`x` has values nested more than 200 deep"):
         check_nesting([value], "x")
 
 
 async def test_there_are_so_many_messages_at_most() -> None:
-    with pytest.raises(RequestRejected, match="holds 11 messages; 10 are allowed"):
+    with pytest.raises(RequestRejected, match="has 11 messages; 10 are allowed"):
         await template_messages([ChatMessage(role="user")] * 11, most=10)
 
 

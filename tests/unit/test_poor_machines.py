@@ -78,7 +78,7 @@ def test_where_nothing_can_be_written_the_state_folder_says_so(monkeypatch: pyte
     monkeypatch.setattr(tempfile, "gettempdir", no_folder)
     monkeypatch.setattr(os, "access", lambda _path, _mode: False)
     root = state_root({"HOME": "/proc/nonexistent"})
-    with pytest.raises(ConfigError, match="XDG_STATE_HOME may name another place"), StateFolder("x", root / "x").lock():
+    with pytest.raises(ConfigError, match="set XDG_STATE_HOME to another folder"), StateFolder("x", root / "x").lock():
         pass
 
 
@@ -87,9 +87,9 @@ def test_where_nothing_can_be_written_the_state_folder_says_so(monkeypatch: pyte
     [
         (
             errno.EADDRINUSE,
-            "another process has it; stop that (`pdmesh down` if it is a mesh), or set a.port to another",
+            "another process uses it; stop that (`pdmesh down` if it is a mesh), or set a.port to another",
         ),
-        (errno.EACCES, "ports below 1024 are root's on most machines; set a.port to a higher one"),
+        (errno.EACCES, "ports below 1024 need root on most machines; set a.port to a higher one"),
         (
             errno.EADDRNOTAVAIL,
             "no network interface of this machine has that address; set the host beside a.port",
@@ -166,7 +166,9 @@ def test_a_machine_that_cannot_reach_itself_is_refused(monkeypatch: pytest.Monke
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
-    with pytest.raises(ConfigError, match=r"cannot reach itself at 127\.0\.0\.1, .* Network is unreachable; bring"):
+    with pytest.raises(
+        ConfigError, match=r"cannot connect to itself at 127\.0\.0\.1, .* Network is unreachable; bring"
+    ):
         check_loopback("127.0.0.1")
 
 

@@ -110,13 +110,13 @@ def test_a_malformed_file_is_refused_by_name(file: Path, change: dict[str, Any],
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00", '{"a_s": NaN}', '{"a_s": 1e999}'])
 def test_no_json_is_no_profile(file: Path, text: str) -> None:
     file.write_text(text)
-    with pytest.raises(ConfigError, match="no latency profile"):
+    with pytest.raises(ConfigError, match="is not a latency profile"):
         load_profile(str(file))
 
 
 def test_not_a_number_is_refused(file: Path) -> None:
     file.write_text(file.read_text().replace("0.02", "NaN", 1))
-    with pytest.raises(ConfigError, match="no latency profile"):
+    with pytest.raises(ConfigError, match="is not a latency profile"):
         load_profile(str(file))
 
 

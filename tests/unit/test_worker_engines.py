@@ -89,8 +89,8 @@ def test_the_stand_in_takes_the_time_that_a_model_says(monkeypatch: pytest.Monke
         ("a_s=fast", "'fast'"),
         ("a_s=-1", "0 or more"),
         ("a_s=nan", "0 or more"),
-        ("gamma=1", "'gamma' is no term"),
-        ("a_s=1,", "'' is no term"),
+        ("gamma=1", "'gamma' is not a term"),
+        ("a_s=1,", "'' is not a term"),
         ("abacus", "'abacus'"),
     ],
 )

@@ -114,7 +114,7 @@ class Actuator:
 
     async def _replace(self, service: Service, pid: int) -> None:
         """Replace a process. The scheduler's successor takes its port; gateways share theirs, so there is no gap."""
-        self._supervisor.say(f"{service.name} is replaced")
+        self._supervisor.say(f"{service.name} is being replaced")
         try:
             if is_gateway(service.name):
                 await self._supervisor.add(self._tasks, service.spec)
@@ -127,7 +127,7 @@ class Actuator:
             self._replacing.discard(pid)
 
     async def _start(self, member: PoolMember, num_workers: int) -> None:
-        self._supervisor.say(f"{member.instance_id} is started: the pools are to be larger")
+        self._supervisor.say(f"{member.instance_id} starts, because the pools grow")
         try:
             with self._starting[member.instance_id]:
                 spec = self._plan.worker(member, num_workers)
@@ -142,7 +142,7 @@ class Actuator:
             del self._starting[member.instance_id]
 
     async def _remove(self, service: Service) -> None:
-        self._supervisor.say(f"{service.name} is stopped: the pools are to be smaller")
+        self._supervisor.say(f"{service.name} stops, because the pools shrink")
         await self._supervisor.remove(service, self._plan.drain_s())
         self._share(len(self._supervisor.workers))
 

@@ -65,7 +65,7 @@ class Advice:
 
     @property
     def best(self) -> Foretold | None:
-        """What to change to; None if nothing is better by enough."""
+        """What to change to; None if no proposal is better by enough."""
         best = self.outlooks[0]
         return best if best.attainment - self.now.attainment >= self.min_gain else None
 
@@ -131,15 +131,15 @@ def advise(path: Path, options: AdviceOptions, output: Output, *, same_bundle: b
     except OSError as error:
         raise ConfigError(f"cannot read the event log {path}: {error.strerror}") from error
     if not decisions.is_faithful:
-        raise ConfigError(f"{path} is by another version of pdmesh: its commands are not those of this one")
+        raise ConfigError(f"{path} was written by another version of pdmesh, which decides otherwise")
     arrivals = recent(run.arrivals, options.last_s)
     if len(arrivals) < MIN_REQUESTS or not mesh.profiles:
         raise ConfigError(
             f"{len(arrivals)} requests finished in the last {options.last_s:g} s of {path}: at least {MIN_REQUESTS} "
-            "tell what would be better"
+            "are needed for advice"
         )
     if options.slo == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in arrivals):
-        raise ConfigError("the requests have no targets: give --slo-ttft or --slo-tpot")
+        raise ConfigError("the requests have no targets: set --slo-ttft or --slo-tpot")
     bundles = dict.fromkeys((mesh.bundle, *(() if same_bundle else BUNDLES)))
     return _compared(header, run, mesh, tuple(bundles), options, output)
 
@@ -185,7 +185,7 @@ def log_file(asked: Asked, options: AdviceOptions) -> Path:
     if scheduler.get("event_log"):
         return Path(scheduler["event_log"])
     raise ConfigError(
-        "there is no event log to learn from: give one with --log, or start the mesh with "
+        "there is not an event log: give one with --log, or start the mesh with "
         "`pdmesh up --set scheduler.event_log=FILE`"
     )
 
@@ -208,7 +208,7 @@ def _print(advice: Advice) -> None:
         table.add_column(column)
     for column in ("in time", "difference", "a second", "ttft p50", "ttft p99", "tpot p99"):
         table.add_column(column, justify="right")
-    _add(table, advice.recorded, advice, "as it was")
+    _add(table, advice.recorded, advice, "unchanged")
     _add(table, advice.now, advice, "simulated")
     for each in advice.outlooks[:NUM_SHOWN]:
         if each is not advice.now:
@@ -217,11 +217,11 @@ def _print(advice: Advice) -> None:
     typer.echo(f"{advice.num_requests} requests; figures but the first line's are simulated with a model of this log")
     if (other := advice.too_slow) is not None:
         typer.echo(
-            f"{other.proposal.pools} ({other.proposal.bundle}) would have had more in time, and takes more than "
-            f"{1e3 * advice.tpot_limit_s:.3g} ms a token: --slo-tpot says what it may take"
+            f"{other.proposal.pools} ({other.proposal.bundle}) would have had more within targets, but takes more than "
+            f"{1e3 * advice.tpot_limit_s:.3g} ms per token; set the limit with --slo-tpot"
         )
     if advice.best is None:
-        typer.echo(f"nothing is better by {100 * advice.min_gain:g} points: leave it as it is")
+        typer.echo(f"no proposal is better by {100 * advice.min_gain:g} points: keep the mesh as it is")
         return
     for command in command_of(advice.now.proposal, advice.best.proposal):
         typer.echo(f"  {command}")

@@ -57,7 +57,7 @@ def run_auto(asked: Asked, options: AdviceOptions, *, every_s: float, least: int
         except InstanceUnavailable as error:
             if not has_looked:
                 raise
-            typer.echo(f"pdmesh: {error}; looking again later", err=True)
+            typer.echo(f"pdmesh: {error}; trying again later", err=True)
         else:
             if once:
                 return code
@@ -73,19 +73,19 @@ def _look(asked: Asked, options: AdviceOptions, least: int, timeout_s: float) ->
         _say(str(error))
         return 0
     if advice.best is None:
-        _say(f"nothing is better by {100 * options.min_gain:g} points than {advice.now.proposal.pools}")
+        _say(f"no proposal is better by {100 * options.min_gain:g} points than {advice.now.proposal.pools}")
         return 0
     best = advice.best
     if all(best.proposal.pools.of(role) == sum(row.role is role for row in there) for role in Role):
-        _say(f"{best.proposal.pools}, which would have been better, are there already")
+        _say(f"{best.proposal.pools}, the better pools, are already running")
         return 0
     flip = next_flip(there, best.proposal.pools, least)
     if flip is None:
-        _say(f"{best.proposal.pools} would be better, and leaves fewer than {least} of a kind")
+        _say(f"{best.proposal.pools} would be better, but leaves fewer than {least} of a kind")
         return 0
     _say(
-        f"{best.proposal.pools} would have had {best.attainment:.1%} in time, {advice.now.proposal.pools} "
-        f"{advice.now.attainment:.1%}: {flip.instance_id} becomes {flip.role}"
+        f"{best.proposal.pools} would have had {best.attainment:.1%} of requests within targets, "
+        f"{advice.now.proposal.pools} {advice.now.attainment:.1%}: {flip.instance_id} becomes {flip.role}"
     )
     return start(asked, OperationKind.ROLE, flip.instance_id, role=flip.role, timeout_s=timeout_s, judged=True)
 

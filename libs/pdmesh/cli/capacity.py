@@ -42,7 +42,7 @@ def run_plan(options: PlanOptions, output: Output) -> None:
     study = make_study(options, (options.bundle,))
     slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
     if slo == Slo() and all(arrival.slo_ttft_s is arrival.slo_tpot_s is None for arrival in study.arrivals):
-        raise ConfigError("there is no target to meet: give --slo-ttft, --slo-tpot or both")
+        raise ConfigError("no target is given: set --slo-ttft, --slo-tpot or both")
     model = study.policy.latency
     reason = unattainable(study.arrivals, model, slo, options.attainment, options.kv_tokens)
     if reason is not None:

@@ -34,7 +34,7 @@ def run_chat(target: Target, options: ChatOptions, message: str | None) -> int:
             if message is not None:
                 _turn(client, model, options, history, message)
                 return 0
-            typer.echo(f"{model} at {client.base_url}; Ctrl-C stops an answer, Ctrl-D leaves")
+            typer.echo(f"{model} at {client.base_url}; Ctrl-C stops an answer, Ctrl-D exits")
             return _converse(client, model, options, history)
         except httpx.TransportError as error:
             raise PdmeshError(f"the gateway at {client.base_url} cannot be reached: {error}") from error

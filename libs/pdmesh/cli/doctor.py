@@ -95,9 +95,9 @@ def check_torch() -> Iterator[Check]:
     cores = num_usable_cores()
     yield Check("torch", Severity.OK, f"{torch.__version__}, {torch.get_num_threads()} threads, {cores} cores")
     if not torch.cuda.is_available():
-        built = "this torch is built without CUDA" if torch.version.cuda is None else "no device is visible"
+        built = "this build of torch has no CUDA" if torch.version.cuda is None else "no device is visible"
         has_driver = shutil.which("nvidia-smi") is not None
-        advice = "install a CUDA build of torch, or look at CUDA_VISIBLE_DEVICES" if has_driver else ""
+        advice = "install a CUDA build of torch, or check CUDA_VISIBLE_DEVICES" if has_driver else ""
         yield Check("gpu", Severity.WARNING if has_driver else Severity.OK, f"none ({built}): the CPU computes", advice)
         return
     for index in range(torch.cuda.device_count()):
@@ -112,11 +112,11 @@ def check_processor(worker: WorkerConfig) -> Iterator[Check]:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if not levels:
         advice = (
-            f"{compiler} is a compiler: install pdmesh again, which compiles them"
+            f"{compiler} is installed: install pdmesh again to compile them"
             if compiler
-            else "install a C++ compiler (such as g++), and pdmesh again, which compiles them"
+            else "install a C++ compiler (such as g++), then install pdmesh again to compile them"
         )
-        found = "none were compiled when pdmesh was installed: torch computes, and bf16 and float16 are slow"
+        found = "none were compiled when pdmesh was installed: torch computes instead, and bf16 and float16 are slow"
         yield Check("kernels", Severity.WARNING, found, advice)
         return
     for dtype in ("bfloat16", "float16"):
@@ -179,25 +179,25 @@ def check_memory_reading(unreadable: str | None) -> Check:
     subject = "cross-memory attach"
     if unreadable is None:
         return Check(subject, Severity.OK, "processes may read each other's memory")
-    advice = "KV moves over TCP at about 1 GB/s; to change that, set ptrace_scope to 1 or allow process_vm_readv"
+    advice = "KV moves over TCP at about 1 GB/s; for faster transfers set ptrace_scope to 1 or allow process_vm_readv"
     return Check(subject, Severity.WARNING, unreadable, advice)
 
 
 def check_port(host: str, port: int) -> Check:
     if port == 0:
-        return Check("port", Severity.OK, "a free one is taken")
+        return Check("port", Severity.OK, "a free port is used")
     try:
         with socket.create_server((host, port)):
             return Check("port", Severity.OK, f"{host}:{port} is free")
     except OSError as error:
-        advice = "stop what uses it (`pdmesh status` if it is a mesh), or take another with --port"
+        advice = "stop the process that uses it (`pdmesh down` if it is a mesh), or use another with --port"
         return Check("port", Severity.WARNING, f"{host}:{port}: {error.strerror}", advice)
 
 
 def check_memory(config: MeshConfig, available_bytes: int | None) -> Check:
     """``available_bytes``: of the machine and of this process's control groups; None if nobody says."""
     if available_bytes is None:
-        return Check("memory", Severity.OK, "nobody says how much is available")
+        return Check("memory", Severity.OK, "the system does not report how much is available")
     worker = config.worker
     # Two workers, the smallest mesh: their KV caches, and about 600 MiB each for torch itself.
     if worker.kv_cache_bytes is None:

@@ -109,6 +109,8 @@ def refusal(response: httpx.Response) -> str:
         case 401:
             return f"{message} Set {CLIENT_KEY_VARIABLE} to a key of this mesh (`pdmesh keys new NAME` makes one)."
         case 403 if "authorization" in response.request.headers:
-            return f"{message} The key in {CLIENT_KEY_VARIABLE}, --api-key or security.api_key may not do this."
+            return (
+                f"{message} The key in {CLIENT_KEY_VARIABLE}, --api-key or security.api_key is not allowed to do this."
+            )
         case _:
             return message

@@ -83,16 +83,16 @@ def _make(key: ApiKey | Operator, secret: str, file: Path | None, setting: str, 
     try:
         entry = entry_of(key)
         if _parse(key, entry, "the entry") != {key.name: key}:
-            raise ConfigError("the entry would not be read back as it is")
+            raise ConfigError("the entry is not valid")
         if file is not None:
             add_entry(file, key, entry)
     except ConfigError as error:
         typer.echo(f"pdmesh: {error}", err=True)
         raise typer.Exit(2) from error
     if file is None:
-        typer.echo(f"# for the file that {setting} names (its name ends in .toml)\n{entry}", err=True)
+        typer.echo(f"# append to the file that {setting} names (*.toml)\n{entry}", err=True)
     else:
-        typer.echo(f"pdmesh: {key.name} added to {file}; {who} takes it within seconds", err=True)
+        typer.echo(f"pdmesh: {key.name} added to {file}; {who} reads it within seconds", err=True)
     typer.echo(secret)
 
 
@@ -103,7 +103,7 @@ def _parse(key: ApiKey | Operator, text: str, where: str) -> Mapping[str, ApiKey
 def add_entry(file: Path, key: ApiKey | Operator, entry: str) -> None:
     """Append an entry, to a file that only its owner can read. Raises ConfigError."""
     if file.suffix != ".toml":
-        raise ConfigError(f"{file}: entries go into a file whose name ends in .toml")
+        raise ConfigError(f"{file}: the name of the file must end in .toml")
     try:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         if text and key.name in _parse(key, text, str(file)):

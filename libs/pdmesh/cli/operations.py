@@ -172,7 +172,10 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
     _print(status, asked.output)
     if status.state == OperationState.REFUSED and status.needs_actuator:
         if status.pools is not None and asked.output is not Output.JSON:
-            typer.echo(f"pdmesh: what starts your processes has to, for instance\n  {_compose(status.pools)}", err=True)
+            typer.echo(
+                f"pdmesh: start the processes with your container engine, for instance\n  {_compose(status.pools)}",
+                err=True,
+            )
         return EXIT_NO_ACTUATOR
     if status.state == OperationState.REFUSED:
         return EXIT_REFUSED
@@ -206,7 +209,7 @@ async def _ask_patiently(asked: Asked, question: AdminRequest, limit_s: float) -
             if anyio.current_time() + AWAY_PAUSE_S > until_s:
                 raise
         if not has_said and asked.output is not Output.JSON:
-            typer.echo(f"pdmesh: the scheduler does not answer: trying for {limit_s:g} s", err=True)
+            typer.echo(f"pdmesh: the scheduler does not answer; trying for {limit_s:g} s", err=True)
         has_said = True
         await anyio.sleep(AWAY_PAUSE_S)
 

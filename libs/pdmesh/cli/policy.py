@@ -39,7 +39,7 @@ def set_policy(config: MeshConfig, state: StateFolder, name: str, threshold: flo
     Raises ConfigError for a threshold that is of no use, PdmeshError if the scheduler has nothing of that name.
     """
     if threshold is not None and name != "eb":
-        raise ConfigError("--threshold is the share of idle seats at which `eb` ends a decode phase: set `eb` with it")
+        raise ConfigError("--threshold applies to `eb` only: set the policy `eb` with it")
     if name in BATCHINGS:
         answer = _ask(config, state, SetBatching(batching=name, threshold=threshold))
     else:

@@ -48,13 +48,13 @@ def check_thread_limit(num_processes: int, num_startable: int | None) -> None:
     wanted = num_processes * THREADS_PER_PROCESS
     if num_startable is not None and num_startable < wanted:
         raise ConfigError(
-            f"only {num_startable} more processes and threads may be started here, and a mesh of {num_processes} "
+            f"only {num_startable} more processes and threads can be started, but a mesh of {num_processes} "
             f"processes takes about {wanted}: raise the limit (`ulimit -u`, `docker run --pids-limit`)"
         )
 
 
 def check_loopback(host: str) -> None:
-    """Raise ConfigError if this machine cannot reach itself at ``host``."""
+    """Raise ConfigError if this machine cannot connect to itself at ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, 0), family=family) as server:
@@ -62,6 +62,6 @@ def check_loopback(host: str) -> None:
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(
-            f"this machine cannot reach itself at {host}, where services of the mesh meet: {why}; bring its loopback "
-            "interface up (`ip link set lo up`), or set the hosts of `pdmesh config show` to another"
+            f"this machine cannot connect to itself at {host}, where the mesh's services connect: {why}; bring its "
+            "loopback interface up (`ip link set lo up`), or set other hosts in the configuration"
         ) from error

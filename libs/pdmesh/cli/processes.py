@@ -203,6 +203,6 @@ def describe_oom(limit_bytes: int | None) -> str:
     """How a process ended that the kernel killed for want of memory; ``limit_bytes`` of its control groups."""
     whose = "the machine's" if limit_bytes is None else f"the {limit_bytes / (1 << 30):.1f} GiB of its control group's"
     return (
-        f"was killed by the kernel because {whose} memory ran out: give more, or lower --kv-cache-bytes, "
+        f"was killed by the kernel because {whose} memory ran out: add memory, or lower --kv-cache-bytes, "
         "the number of instances, or the size of the model"
     )

@@ -94,7 +94,7 @@ def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
     fitted = [(shape, measured[shape]) for shape in _FITTED if shape in measured]
     held_out = [(shape, measured[shape]) for shape in _HELD_OUT if shape in measured]
     if len(fitted) < _LEAST_SHAPES or not held_out:
-        raise PdmeshError(f"only {len(measured)} steps were measured in {options.limit_s:g} s: give more --seconds")
+        raise PdmeshError(f"only {len(measured)} steps were measured in {options.limit_s:g} s: raise --seconds")
     model = fit(fitted)
     errors = relative_errors(model, held_out)
     file = options.file or Path(f"{subject.model.replace('/', '--')}.profile.json")
@@ -115,7 +115,8 @@ def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
     )
     typer.echo(f"{subject}, {num_threads} threads")
     typer.echo(
-        f"{len(held_out)} steps held out: {statistics.fmean(errors):.1%} off in the mean, {max(errors):.1%} at worst"
+        f"{len(held_out)} steps not used for the fit: {statistics.fmean(errors):.1%} mean error, "
+        f"{max(errors):.1%} at worst"
     )
     typer.echo(f"written to {file}: use it with `pdmesh up --profile {file}`")
 

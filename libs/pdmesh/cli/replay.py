@@ -93,7 +93,7 @@ class Replay:
             where = f"event {self.num_events}, {type(entry.event).__name__} at {entry.now_s:.6f} s"
             raise EventLogError(
                 f"{where}, cannot be decided again ({type(error).__name__}: {_line(error)}): "
-                "the log is damaged, by another version of pdmesh, or shows a bug"
+                "the log is damaged, was written by another version of pdmesh, or shows a bug"
             ) from error
 
 
@@ -103,7 +103,7 @@ def run_replay(options: ReplayOptions, output: Output) -> int:
     Raises ConfigError for a file that is no log, an unknown bundle or profile, and a log without anything to simulate.
     """
     if options.bundle is None and (options.profile is not None or options.long_tokens is not None):
-        raise ConfigError("--profile and --long-tokens are about what is simulated: they go with --bundle")
+        raise ConfigError("--profile and --long-tokens need --bundle")
     try:
         with EventLogReader(options.log) as log:
             found = Replay(log, options.bundle)
@@ -159,10 +159,13 @@ def _as_text(found: Replay) -> list[str]:
     if difference is not None and difference.instead is None:
         decided = [f"  now: {command}" for command in difference.recorded] or ["  now: nothing"]
         where = _where(difference)
-        return [f"{where}: the commands are not those recorded, by another version of pdmesh or a bug", *decided]
+        return [
+            f"{where}: the commands differ from the recorded ones, because of another version of pdmesh or a bug",
+            *decided,
+        ]
     lines = [f"{found.num_events} events, {found.num_commands} commands: identical to the recorded run ({bundle})"]
     if found.num_unchecked:
-        lines.append(f"{found.num_unchecked} events have no recorded commands to compare with")
+        lines.append(f"{found.num_unchecked} events have no recorded commands and were not compared")
     if difference is None or difference.instead is None:
         return lines if other is None else [*lines, f"{other} would have decided the same"]
     return [

@@ -21,7 +21,7 @@ def print_request(console: Console, record: RequestRecord) -> None:
     if shares := computed_by(record):
         console.print(f"computed by {shares}")
     if num_again := computed_again(record):
-        console.print(f"{num_again} tokens were computed again: a helper was lost before others had their KV")
+        console.print(f"{num_again} tokens were computed again: a helper was lost before the others had its KV")
     table = Table(box=None, pad_edge=False)
     table.add_column("ms", justify="right")
     table.add_column("+ms", justify="right")
@@ -36,7 +36,7 @@ def print_request(console: Console, record: RequestRecord) -> None:
 
 
 def print_choices(console: Console, request_id: str, choices: RequestList) -> None:
-    fits = f" fits {len(choices.requests)} requests; give one of their ids"
+    fits = f" fits {len(choices.requests)} requests; give a full id"
     console.print(Text.assemble("request ", (request_id, "bold"), fits))
     for record in choices.requests:  # whole ids, however narrow the terminal: they differ at their ends alone
         console.print(Text(f"{record.request_id}  {summary(record)}"), soft_wrap=True)

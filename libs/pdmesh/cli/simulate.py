@@ -71,7 +71,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
     study = make_study(options, options.bundles)
     mesh = study.mesh(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
     if options.threshold is not None and "eb" not in options.batchings:
-        raise ConfigError("--threshold is of --batching eb: give both")
+        raise ConfigError("--threshold needs --batching eb")
     policy = replace(
         study.policy,
         eb_threshold=options.threshold,
@@ -144,10 +144,10 @@ def _reserved(options: SimulateOptions) -> int:
     """
     num_computing = options.prefill + options.mixed
     if 0 < options.reserved < options.group_size:
-        raise ConfigError(f"--reserved {options.reserved}: no group of --group-size {options.group_size} fits in")
+        raise ConfigError(f"--reserved {options.reserved}: that is less than --group-size {options.group_size}")
     if options.reserved and options.reserved >= num_computing:
         raise ConfigError(
-            f"--reserved {options.reserved} of {num_computing} instances that compute prompts: none is for short ones"
+            f"--reserved {options.reserved} of {num_computing} that compute prompts leaves none for short ones"
         )
     return options.reserved + (options.decode if options.reserved > options.prefill else 0)
 
@@ -167,7 +167,7 @@ def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Seque
         ]
     if options.clients is None:
         if options.think_s:
-            raise ConfigError("--think is of clients who wait for their answers: say how many, with --clients")
+            raise ConfigError("--think needs --clients")
         return arrivals, None
     return arrivals, ClosedLoop(num_clients=((0, options.clients),), think_s=options.think_s)
 
@@ -187,7 +187,7 @@ def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[A
     if not options.deaths:
         return ()
     if options.clients is not None:
-        raise ConfigError("--deaths happen while requests come by themselves: leave out --clients")
+        raise ConfigError("--deaths cannot be combined with --clients")
     names = [profile.instance_id for profile, _ in instances]
     within_s = max((arrival.arrival_s for arrival in arrivals), default=0.0)
     try:

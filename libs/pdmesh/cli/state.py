@@ -133,7 +133,7 @@ class StateFolder:
             yield
         except OSError as error:
             raise ConfigError(
-                f"cannot use the state folder {self.folder}: {error.strerror}; XDG_STATE_HOME may name another place"
+                f"cannot use the state folder {self.folder}: {error.strerror}; set XDG_STATE_HOME to another folder"
             ) from error
 
     @contextmanager
@@ -183,7 +183,7 @@ def _private_folder(root: Path) -> Path:
         root.mkdir(mode=0o700)
     found = root.lstat()
     if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
-        raise ConfigError(f"others can write {root}: set XDG_STATE_HOME to a folder of your own")
+        raise ConfigError(f"other users can write to {root}: set XDG_STATE_HOME to a folder of your own")
     return root
 
 

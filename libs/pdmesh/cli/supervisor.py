@@ -151,7 +151,7 @@ class Service:
                     if facts is None:
                         await child.wait()
                 if starting.cancelled_caught:
-                    self.on_event(self, f"does not serve after {self.start_timeout_s:g} s and is killed")
+                    self.on_event(self, f"did not start within {self.start_timeout_s:g} s and is killed")
                     child.send_signal(signal.SIGKILL)
                 began_s = anyio.current_time()
                 if facts is not None:
@@ -205,7 +205,7 @@ class Service:
             self._signal(signal.SIGTERM)
         if await self._ends_within(drain_s):
             return
-        self.on_event(self, f"did not drain within {drain_s:.3g} s: what still runs is ended")
+        self.on_event(self, f"did not drain within {drain_s:.3g} s: its last requests are ended")
         self._signal(signal.SIGTERM)
         if await self._ends_within(END_S):
             return
@@ -444,5 +444,5 @@ class Supervisor:
                     for service in self.services:
                         service.kill()
                 else:
-                    self._say("draining; once more to kill")
+                    self._say("draining; press Ctrl-C again to kill")
                     self._stop.set()

@@ -94,14 +94,14 @@ def _frames(client: httpx.Client) -> Iterator[Frame]:
             if line.startswith("data:"):
                 frame: dict[str, Any] = json.loads(line.removeprefix("data:"))
                 if "instances" not in frame:  # the gateway has no news
-                    raise PdmeshError(f"no news of the mesh: {frame['unready_reason']}")
+                    raise PdmeshError(f"the scheduler sends no updates: {frame['unready_reason']}")
                 yield frame
     raise PdmeshError("the gateway ended the stream")
 
 
 def _reason(response: httpx.Response) -> str:
     if response.status_code == 404:
-        return "this gateway has no page: it was turned off (gateway.ui)"
+        return "this gateway serves no page: gateway.ui is off"
     return refusal(response)
 
 

@@ -164,7 +164,7 @@ class MeshRun:
             try:
                 cut_off(file, max_bytes=self.config.supervisor.log_max_bytes, keep=self.config.supervisor.log_keep)
             except OSError as error:
-                self._complain(f"cannot keep {file} small: {error.strerror}")
+                self._complain(f"cannot rotate {file}: {error.strerror}")
 
     def _drain_s(self) -> float:
         """Return how long to drain: as `pdmesh down` said, else as configured."""
@@ -206,8 +206,8 @@ class MeshRun:
         except OSError as error:
             self._record_is_stale = True  # `_tend` tries again
             self._complain(
-                f"cannot write {self.state.record_file}: {error.strerror}; the mesh serves, but the other commands "
-                "do not find it: free some space, or start it with XDG_STATE_HOME at another place"
+                f"cannot write {self.state.record_file}: {error.strerror}; the mesh serves, but other commands "
+                "cannot find it: free some space, or set XDG_STATE_HOME to another folder"
             )
         if supervisor.ready and not self._announced:
             self._announced = True

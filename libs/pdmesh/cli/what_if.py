@@ -35,7 +35,7 @@ def what_if(
 ) -> WhatIf:
     """Simulate the run under its own bundle and ``bundle``. Raises ConfigError if there is nothing to simulate."""
     if not run.arrivals:
-        raise ConfigError("no request of the log finished: there is nothing to simulate")
+        raise ConfigError("no request in the log finished, so there is nothing to simulate")
     latency = _fitted(run) if profile is None else load_profile(profile).latency
     instances = [(instance, latency) for instance in run.profiles]
     results = {"recorded": run.result}
@@ -47,8 +47,8 @@ def what_if(
                 results[f"{name}, simulated"] = simulator.run(advance(progress, task))
             except Exception as error:  # times and sizes that no mesh can have: a bug, or a damaged log
                 raise EventLogError(
-                    f"what the log tells cannot be simulated ({type(error).__name__}: {error}): "
-                    "it is damaged, by another version of pdmesh, or shows a bug"
+                    f"the log cannot be simulated ({type(error).__name__}: {error}): "
+                    "it is damaged, was written by another version of pdmesh, or shows a bug"
                 ) from error
     return WhatIf(
         latency=latency,
@@ -62,13 +62,13 @@ def _fitted(run: RecordedRun) -> LinearLatencyModel:
     try:
         return fitted_model(run)
     except ValueError:
-        raise ConfigError("the log has no steps to fit a latency model to: name one with --profile") from None
+        raise ConfigError("the log has no steps to fit a latency model to: give one with --profile") from None
 
 
 def _notes(run: RecordedRun, profile: str | None) -> Iterator[str]:
     yield "simulated with a latency model fitted to this log" if profile is None else f"simulated with {profile}"
     if run.left_out:
         counts = ", ".join(f"{number} {outcome}" for outcome, number in run.left_out.items())
-        yield f"requests left out, also of the recorded figures: {counts}"
+        yield f"requests left out, also from the recorded figures: {counts}"
     if run.num_lost:
-        yield f"instances were lost {run.num_lost} times; simulated ones stay"
+        yield f"instances were lost {run.num_lost} times; in the simulation they stay"

@@ -115,7 +115,7 @@ class _FileTensors:
         except SafetensorError as error:
             raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
         if found != shape:
-            raise ConfigError(f"{self._directory}: tensor {name!r} has shape {found}; config.json means {shape}")
+            raise ConfigError(f"{self._directory}: tensor {name!r} has shape {found}; config.json needs {shape}")
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.check(name, shape)

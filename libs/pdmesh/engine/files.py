@@ -64,12 +64,12 @@ def resolve_model(model: str) -> Path:
         raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face hub id") from error
     except LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"model {model!r} is no directory and not in the Hugging Face cache, and the hub cannot be reached;"
+            f"model {model!r} is not a directory and not in the Hugging Face cache, and the hub cannot be reached;"
             " give a directory, or check the network and HF_HUB_OFFLINE"
         ) from error
     except HfHubHTTPError as error:
         raise ConfigError(
-            f"model {model!r} is no directory and the Hugging Face hub refuses it;"
+            f"model {model!r} is not a directory and the Hugging Face hub refuses it;"
             " check the name, and HF_TOKEN if the model is gated"
         ) from error
     except OSError as error:
@@ -106,12 +106,12 @@ def weight_files(directory: Path) -> list[Path]:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         if is_pointer:
-            raise ConfigError(f"{path} is a pointer of Git LFS and not the weights: run `git lfs pull` in {directory}")
+            raise ConfigError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in {directory}")
         try:
             with safe_open(path, framework="np"):
                 pass  # its header is read, and compared with the file's length
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} is no readable safetensors file: {error}; download it again") from error
+            raise ConfigError(f"{path} is not a readable safetensors file: {error}; download it again") from error
     return paths
 
 
@@ -159,7 +159,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing; {path.parent} is no Hugging Face model directory") from error
+        raise ConfigError(f"{path} is missing; {path.parent} is not a Hugging Face model directory") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -126,7 +126,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
-        raise ConfigError(f"{where}: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly")
+        raise ConfigError(f"{where}: {num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     hidden_size = fields.integer("hidden_size")
     default_head_dim = 128 if architecture is Architecture.QWEN3 else max(1, hidden_size // num_heads)
     head_dim = fields.integer("head_dim", default=default_head_dim)

@@ -151,7 +151,7 @@ def _tls(security: SecurityConfig) -> ssl.SSLContext | None:
 
 class _Server(ThreadingWSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.warning("a scrape failed", peer=str(client_address), error=str(sys.exception()))
+        log.warning("a metrics scrape failed", peer=str(client_address), error=str(sys.exception()))
 
 
 class _Server6(_Server):

@@ -172,7 +172,7 @@ class LocalPort:
             except BlockingIOError:
                 return
             except OSError as error:  # out of descriptors: the next one may find some
-                log.warning("a connection was not taken", reason=str(error))
+                log.warning("a connection was not accepted", reason=str(error))
                 self.loop.remove_reader(self._socket.fileno())
                 self.loop.call_later(FULL_S, self._listen)
                 return

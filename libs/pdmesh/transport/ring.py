@@ -178,7 +178,9 @@ class ReceiveRing:
         watched, self._watched = self._watched, None
         if self._closed or watched != self._num_arrived or not self._messages_wait():
             return
-        log.warning("receives are stalled", num_stalled=len(self._posted), num_free=len(self._free))
+        log.warning(
+            "no receive buffer is free; receiving is stalled", num_stalled=len(self._posted), num_free=len(self._free)
+        )
         self._stalled.update(self._posted)
         self._wake()
 

@@ -194,7 +194,7 @@ class UcxTransport:
         return peer.facts.host_id == self._own.facts.host_id and self._reads_memory and peer.id not in self._unreadable
 
     def _use_messages(self, link: LocalLink) -> None:
-        log.warning("a peer may not read this process's memory: its KV goes through UCX")
+        log.warning("a peer may not read this process's memory; KV for it goes through UCX")
         self._unreadable.add(link.peer.id)
         self._links.reroute(link)
 

@@ -25,7 +25,7 @@ _REFUSALS = (
 
 
 class QuestionRefused(PdmeshError):
-    """The scheduler takes no question from here: another token is needed, or another version."""
+    """The scheduler rejected the command:  another token is needed, or another version."""
 
 
 async def ask_scheduler(
@@ -41,9 +41,7 @@ async def ask_scheduler(
             frame = await call(msgspec.msgpack.encode([question]), timeout=_DEADLINE_S, wait_for_ready=False)
         except grpc.aio.AioRpcError as error:
             if error.code() in _REFUSALS:
-                raise QuestionRefused(
-                    f"the scheduler at {address} takes no question from here: {error.details()}"
-                ) from error
+                raise QuestionRefused(f"the scheduler at {address} rejected the command:  {error.details()}") from error
             raise InstanceUnavailable(
                 f"the scheduler at {address} does not answer: {error.code().name}: {error.details()}"
             ) from error

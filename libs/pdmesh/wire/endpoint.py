@@ -32,7 +32,7 @@ def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool)
     ]
     if missing:
         raise ConfigError(
-            f"{what} would listen on {host}, beyond this machine, without {' and '.join(missing)}: "
+            f"{what} would listen on {host}, outside this machine without {' and '.join(missing)}: "
             "bind 127.0.0.1, add them, or set security.trusted_network if only trusted hosts can reach it"
         )
 
@@ -58,9 +58,9 @@ def cannot_listen(host: str, port: int, error: OSError, *, setting: str) -> Conf
     """What to say where a port cannot be had, and what to do; ``setting`` names the port."""
     match error.errno:
         case errno.EADDRINUSE:
-            advice = f"another process has it; stop that (`pdmesh down` if it is a mesh), or set {setting} to another"
+            advice = f"another process uses it; stop that (`pdmesh down` if it is a mesh), or set {setting} to another"
         case errno.EACCES:
-            advice = f"ports below 1024 are root's on most machines; set {setting} to a higher one"
+            advice = f"ports below 1024 need root on most machines; set {setting} to a higher one"
         case errno.EADDRNOTAVAIL:
             advice = f"no network interface of this machine has that address; set the host beside {setting}"
         case errno.EAFNOSUPPORT:
@@ -159,9 +159,9 @@ def check_kv_devices(devices: str, security: SecurityConfig) -> None:
     beyond = [device for device in devices.split(",") if device.strip() not in {"", "lo"}]
     if beyond and not security.trusted_network:
         raise ConfigError(
-            f"KV would travel over {', '.join(beyond)} in the clear, and UCX takes what anybody sends there, with or "
-            "without TLS: leave transfer.ucx_net_devices (UCX_NET_DEVICES) unset to keep KV inside this host, or set "
-            "security.trusted_network if only trusted hosts can reach it"
+            f"KV would be sent over {', '.join(beyond)} unencrypted, and UCX accepts data from anybody there, with "
+            "or without TLS: leave transfer.ucx_net_devices (UCX_NET_DEVICES) unset to keep KV inside this host, or "
+            "set security.trusted_network if only trusted hosts can reach it"
         )
 
 

@@ -126,7 +126,7 @@ class Session(Generic[SendT, RecvT]):
         except InstanceUnavailable:  # the stream broke, and is about to notice
             self._link = None
         except OutboxFull as error:
-            log.error("a peer does not read its stream; connecting again", method=self._method, error=str(error))
+            log.error("a peer does not read its stream; reconnecting", method=self._method, error=str(error))
             self._link = None
             self._talk.overflowed()
             self._scope.cancel()

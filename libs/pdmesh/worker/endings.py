@@ -49,6 +49,6 @@ class Endings:
         self._give_up(hold, reason)
 
     def _give_up(self, hold: Hold, reason: str) -> None:
-        log.warning("request given up", request_id=hold.request_id, epoch=hold.epoch, reason=reason)
+        log.warning("request dropped", request_id=hold.request_id, epoch=hold.epoch, reason=reason)
         hold.end_trace(FAILED)
         self._sequences.release(hold)

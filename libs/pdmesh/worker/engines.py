@@ -46,7 +46,7 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
     if worker.engine != "torch":
         raise ConfigError(f"worker.engine is {worker.engine!r}: use torch or fake")
     if config.model is None:
-        raise ConfigError("no model is set: give a directory or a hub id (PDMESH_MODEL)")
+        raise ConfigError("no model is set: set model (PDMESH_MODEL) to a directory or a hub id")
 
     from pdmesh.engine.runner import TorchEngine  # torch takes seconds to import
 
@@ -83,7 +83,7 @@ def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: in
     each = "" if num_instances == 1 else f", in each of {num_instances} instances"
     raise ConfigError(
         f"the model's weights take {weight_bytes / (1 << 30):.1f} GiB in {layout.dtype}{each}, and "
-        f"{free_bytes / (1 << 30):.1f} GiB of memory are free: give more, take a smaller model, or fewer instances "
+        f"{free_bytes / (1 << 30):.1f} GiB of memory are free: add memory, or use a smaller model or fewer instances "
         "(`pdmesh up --mixed 1` starts one)"
     )
 
@@ -160,6 +160,6 @@ def num_blocks_of(
     if num_blocks == 0:
         raise ConfigError(
             f"{source} is {kv_cache_bytes}, but one block of {layout.block_size} tokens takes"
-            f" {bytes_per_block} bytes in {layout.num_layers} layers: give more memory or smaller blocks"
+            f" {bytes_per_block} bytes in {layout.num_layers} layers: use more memory or smaller blocks"
         )
     return num_blocks

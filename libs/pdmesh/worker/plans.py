@@ -70,7 +70,7 @@ class Plans:
             self._plans.append(plan)
             self.wake()
         else:
-            log.error("too many plans are waiting; dropping one", plan_id=plan.plan_id)
+            log.error("too many step plans are waiting; dropping one", plan_id=plan.plan_id)
             self._report(step_done(self._instance_id, plan))
 
     def clear(self) -> None:
@@ -104,7 +104,7 @@ class Plans:
         with anyio.CancelScope(deadline=self._held_until_s) as limit:
             await self._has_work.wait()
         if limit.cancelled_caught:
-            log.warning("decoding on: nothing was planned since it was held", limit_s=HOLD_LIMIT_S)
+            log.warning("no step plan came while decodes were held; decoding again", limit_s=HOLD_LIMIT_S)
             self.release_decodes()
 
     def next_batch(self) -> Batch | None:

@@ -41,7 +41,7 @@ log = structlog.get_logger()
 async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) -> None:
     """Serve as one instance until told to stop. Raises InstanceUnavailable if the engine breaks."""
     if not config.scheduler_address:
-        raise ConfigError("no scheduler is set: give its host:port (PDMESH_SCHEDULER_ADDRESS)")
+        raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
     if config.transfer.transport == "ucx":
         check_kv_devices(ucx_devices(config.transfer), config.security)
     num_threads = fair_num_threads(config.worker.num_threads)
@@ -189,7 +189,7 @@ async def _drain(
 
         async def give_up() -> None:
             await context.ending.wait()
-            log.warning("stopping with requests unfinished", num_decoding=instance.num_decoding)
+            log.warning("stopping although requests are unfinished", num_decoding=instance.num_decoding)
             draining.cancel_scope.cancel()
 
         draining.start_soon(give_up)
@@ -204,7 +204,7 @@ def transfer_for(device: str, config: TransferConfig, unreadable: str | None) ->
         config = replace(config, max_payload_bytes=config.device_payload_bytes)
     if unreadable is None or config.transport != "ucx" or not names_shared_memory(ucx_tls(config)):
         return config
-    log.warning("KV goes through UCX, about ten times slower than read in memory", reason=unreadable)
+    log.warning("KV goes through UCX, about ten times slower than reading it in memory", reason=unreadable)
     return replace(config, ucx_tls="^sm")
 
 

@@ -84,7 +84,7 @@ class WorkerSession:
 
     def welcomed(self, welcome: Any) -> Terms:
         if not isinstance(welcome, WelcomeWorker):
-            raise ProtocolError("the scheduler's first message is no welcome")
+            raise ProtocolError("the scheduler's first message must be a welcome")
         log.info("registered with the scheduler")
         self.registered.set()
         return Terms(heartbeat_s=welcome.heartbeat_s)

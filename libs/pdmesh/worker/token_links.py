@@ -74,7 +74,7 @@ class TokenLinks:
             async with channel:
                 await link.run()
         except TimeoutError:
-            log.warning("giving up on a gateway", address=address)
+            log.warning("a gateway cannot be reached; giving up on it", address=address)
         finally:
             del self._links[address]
 

@@ -67,7 +67,7 @@ class ActivityHub:
         """Frames as server-sent events, from now on. Raises RequestRejected (429) if too many watch."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise RequestRejected(
-                f"{MAX_WATCHERS} pages watch this gateway. Close one, or watch through another gateway.",
+                f"{MAX_WATCHERS} pages are already watching this gateway. Close one, or use another gateway.",
                 status=429,
                 type="rate_limit_error",
                 code="too_many_watchers",

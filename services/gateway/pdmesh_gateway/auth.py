@@ -77,7 +77,7 @@ class Client:
         """Raises RequestRejected (403)."""
         if scope not in self.key.scopes:
             raise RequestRejected(
-                f"The key {self.name!r} may not do this: it lacks the scope {scope!r}.",
+                f"The key {self.name!r} may not do this: it needs the scope {scope!r}.",
                 status=403,
                 code="missing_scope",
             )
@@ -107,10 +107,10 @@ class Client:
         """
         most = self.key.max_concurrent_requests
         if most is not None and self._num_running + num_choices > most:
-            raise self._limited(f"{most:g} requests at once", 1.0)
+            raise self._limited(f"{most:g} concurrent requests", 1.0)
         for allowance, unit in ((self._requests, "requests"), (self._tokens, "tokens")):
             if allowance is not None and (wait_s := allowance.wait_s()) > 0:
-                raise self._limited(f"{allowance.per_minute:g} {unit} a minute", wait_s)
+                raise self._limited(f"{allowance.per_minute:g} {unit} per minute", wait_s)
         if self._requests is not None:
             self._requests.use(1)
         self._use_tokens(num_prompt_tokens)
@@ -152,7 +152,7 @@ class ApiKeys:
         self._anybody = Client(ANYBODY, clock)
         self._take(self._read())
         if self._file is not None and not self._clients:
-            raise ConfigError(f"{self._file.where} holds no key: `pdmesh keys new NAME` makes one")
+            raise ConfigError(f"{self._file.where} contains no key: create one with `pdmesh keys new NAME`")
 
     def __bool__(self) -> bool:
         """Whether a key is needed."""
@@ -178,10 +178,10 @@ class ApiKeys:
         try:
             keys = self._read()
         except ConfigError as error:
-            log.error("the keys stay as they were", error=str(error))
+            log.error("cannot read the API keys; the previous keys stay in use", error=str(error))
             return
         self._take(keys)
-        (log.info if keys else log.warning)("keys read again", num_keys=len(keys))
+        (log.info if keys else log.warning)("API keys reloaded", num_keys=len(keys))
 
     def _take(self, keys: list[ApiKey]) -> None:
         by_name = {client.name: client for client in self._clients.values()}

@@ -37,7 +37,7 @@ def failure_of(
 def internal_error(request_id: str) -> RequestRejected:
     """The log has the details, the client does not."""
     return RequestRejected(
-        f"Internal server error; the server's log tells more of request {request_id}.",
+        f"Internal server error. See the server's log for request {request_id}.",
         status=500,
         type="server_error",
         code="internal_error",

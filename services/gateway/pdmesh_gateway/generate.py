@@ -130,7 +130,7 @@ class Generator:
                     break
         if (reason := link.unready_reason) is not None:
             raise RequestRejected(
-                f"The mesh cannot serve now: {reason}.",
+                f"The mesh cannot serve requests now: {reason}.",
                 status=503,
                 type="server_error",
                 code="unavailable",
@@ -155,7 +155,7 @@ class Generator:
         if not transcript.restart(counts=is_suspect and not preempted):
             transcript.fail(
                 RequestRejected(
-                    f"The request was restarted too often; the last time: {reason}",
+                    f"The request was restarted too often; the last reason was: {reason}",
                     status=503,
                     type="server_error",
                     code="restarted_too_often",
@@ -260,7 +260,7 @@ class Generator:
         try:
             self._submit(transcript, *others)
         except RequestRejected:
-            log.info("waiting for a scheduler", request_id=transcript.request_id, epoch=transcript.epoch)
+            log.info("waiting for the scheduler", request_id=transcript.request_id, epoch=transcript.epoch)
 
     def _submit(self, transcript: Transcript, *others: Transcript) -> None:
         """Send a request to the scheduler, with ``others`` of the same prompt. Raises RequestRejected."""

@@ -60,7 +60,9 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def probe(_requests: Any, context: Any) -> None:
             if self._num_probes[method] >= MAX_PROBES:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PROBES} probes ask at once already.")
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_PROBES} health probes are already running."
+                )
             self._num_probes[method] += 1
             try:
                 data: Any = grpc.aio.EOF
@@ -78,7 +80,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 #: What the end of a call says of a message that was expected.
-NO_MESSAGE = "The message is not of the type that is expected."
+NO_MESSAGE = "The message does not have the expected type."
 
 
 def _parsed(handler: _Handler) -> Callable[[bytes], Any]:

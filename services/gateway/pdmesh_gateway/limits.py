@@ -85,9 +85,9 @@ class RequestLimiter:
                 large_excess -= other.num_large_bytes
                 given_up.append(other)
         if excess > 0:
-            raise _overloaded(f"requests under way hold {self._max_bytes} bytes")
+            raise _overloaded(f"requests under way take {self._max_bytes} bytes")
         if large_excess > 0:
-            raise _overloaded("too many large requests are on their way")
+            raise _overloaded("too many large requests are arriving")
         for other in given_up:
             other.was_given_up = True
             other.scope.cancel()

@@ -129,7 +129,7 @@ async def _end_streams(context: ServiceContext, transcripts: Transcripts) -> Non
     await context.ending.wait()
     transcripts.fail_all(
         RequestRejected(
-            "The gateway is stopping; try again.",
+            "The gateway is stopping. Try again.",
             status=503,
             type="server_error",
             code="stopping",

@@ -112,10 +112,10 @@ class GatewayMetrics:
         prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         output_tokens = counter("generation_tokens", "Output tokens delivered.")
         restarts = counter("request_restarts", "Requests resumed after a loss.")
-        preemptions = counter("num_preemptions", "Requests resumed whose KV was given up for others.")
+        preemptions = counter("num_preemptions", "Requests resumed because other requests needed their KV memory.")
         refusal = histogram(
             "request_refusal_seconds",
-            "From a request's head to its refusal for want of room or time.",
+            "Time from a request's headers to its refusal for lack of room or time.",
             _REFUSAL_BUCKETS,
         )
         self._refusal = refusal.labels(model)
@@ -132,13 +132,13 @@ class GatewayMetrics:
         self._preemptions = preemptions.labels(model)
         self._success = Counter(
             f"{PREFIX}:request_success",
-            "Generations that ended, by how.",
+            "Generations that ended, by outcome.",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
         self._targets = Counter(
             f"{PREFIX}:request_slo",
-            "Generations with a target of their own that ended well, by whether all their targets were met.",
+            "Completed generations with a target of their own, by whether they met it.",
             ["model_name", "met"],
             registry=self.registry,
         )
@@ -147,7 +147,7 @@ class GatewayMetrics:
         )
         self._failures = Counter(
             f"{PREFIX}:internal_errors",
-            "Requests that failed for a reason that nobody foresaw.",
+            "Requests that failed with an unexpected error.",
             ["where", "error"],
             registry=self.registry,
         )
@@ -155,7 +155,9 @@ class GatewayMetrics:
         waiting = Gauge(f"{PREFIX}:gateway_transcripts", "Generations under way here.", registry=self.registry)
         waiting.set_function(lambda: len(transcripts))
         stray = Gauge(
-            f"{PREFIX}:gateway_stray_tokens", "Late, double or unknown tokens dropped.", registry=self.registry
+            f"{PREFIX}:gateway_stray_tokens",
+            "Tokens dropped because they were late, duplicate or unknown.",
+            registry=self.registry,
         )
         stray.set_function(lambda: transcripts.num_stray)
         mesh = _MeshCollector(model, mesh_state)

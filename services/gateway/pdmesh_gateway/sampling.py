@@ -92,7 +92,7 @@ def stop_strings(fields: SamplingFields) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise invalid("stop", f"`stop` has {len(stops)} strings; {MAX_STOPS} are allowed.")
     if sum(map(len, stops)) > MAX_STOP_CHARS:
-        raise invalid("stop", f"`stop` is longer than {MAX_STOP_CHARS} characters in all.")
+        raise invalid("stop", f"`stop` is longer than {MAX_STOP_CHARS} characters in total.")
     if "" in stops:
         raise invalid("stop", "`stop` must not contain an empty string.")
     return tuple(dict.fromkeys(stops))
@@ -103,7 +103,7 @@ def num_choices(fields: SamplingFields, *, best_of: int | None, max_n: int) -> i
     number("n", fields.n, low=1, high=max_n)
     n = 1 if fields.n is None else fields.n
     if best_of is not None and best_of != n:
-        raise invalid("best_of", "`best_of` must equal `n`: candidates are not ranked by this server.")
+        raise invalid("best_of", "`best_of` must equal `n`: this server does not rank candidates.")
     return n
 
 

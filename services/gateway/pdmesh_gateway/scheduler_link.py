@@ -100,7 +100,7 @@ class GatewaySession:
         if not self.is_connected:
             return "the scheduler cannot be reached"
         if self.state is None:
-            return "the scheduler has not reported yet"
+            return "the scheduler has not reported its instances yet"
         return None if self.state.ready else self.state.reason or "no instance can serve"
 
     @property

@@ -86,12 +86,12 @@ class Serving:
         if num_prompts * n > most:
             raise invalid(
                 "n" if n > 1 else "prompt",
-                f"{num_prompts} prompts with `n` = {n} are more than {most} generations at once. Send fewer at a time.",
+                f"{num_prompts} prompts with `n` = {n} exceed the limit of {most} generations at once. Send fewer.",
             )
         if prompt_bytes(num_tokens, n) > self.config.max_queued_bytes:
             raise invalid(
                 "n" if n > 1 else "prompt",
-                f"{num_tokens} prompt tokens with `n` = {n} are more than this server can hold. Send fewer at a time.",
+                f"{num_tokens} prompt tokens with `n` = {n} are more than this server can hold. Send fewer.",
             )
 
     @asynccontextmanager

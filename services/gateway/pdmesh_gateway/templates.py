@@ -92,7 +92,7 @@ class RequestTemplates:
         try:
             job = msgspec.json.encode({"source": source, "variables": variables})
         except RecursionError:
-            raise _refused("what it is to render is nested too deep") from None
+            raise _refused("its input is nested too deeply") from None
         if self._num_waiting >= MAX_WAITING:
             raise RequestRejected(
                 "The server is overloaded: too many chat templates wait to be rendered. Try again later.",
@@ -129,7 +129,7 @@ async def _run_template_process(job: bytes) -> bytes:
             output, _ = await anyio.to_thread.run_sync(process.communicate, job, abandon_on_cancel=True)
             return output
     except TimeoutError:
-        raise _refused(f"it did not end within {RENDER_TIMEOUT_S:g} s") from None
+        raise _refused(f"it did not finish within {RENDER_TIMEOUT_S:g} s") from None
     finally:
         process.kill()  # of one that has ended it is nothing; the thread then reads its end and reaps it
 
@@ -182,5 +182,5 @@ def check_nesting(value: object, param: str) -> None:
 def nested_too_deep(param: str) -> RequestRejected:
     """A 400 for values that a template, or Python's own recursion, could not go down into."""
     return RequestRejected(
-        f"`{param}` holds values nested more than {MAX_NESTING} deep.", param=param, code="invalid_value"
+        f"`{param}` has values nested more than {MAX_NESTING} deep.", param=param, code="invalid_value"
     )

@@ -55,7 +55,7 @@ class ModelTokenizer:
             try:
                 self._render = compile_template(template)
             except TemplateFailed as failed:
-                raise ConfigError(f"the checkpoint's chat template is broken: {failed}") from failed
+                raise ConfigError(f"the checkpoint's chat template does not render: {failed}") from failed
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
@@ -189,7 +189,7 @@ class ModelTokenizer:
         if template is not None:
             if self._request_templates is None:
                 raise RequestRejected(
-                    "Chat templates of requests are not rendered by this server (gateway.trust_request_templates).",
+                    "This server does not render chat templates from requests (gateway.trust_request_templates).",
                     param="chat_template",
                     code="unsupported_value",
                 )
@@ -200,13 +200,14 @@ class ModelTokenizer:
             return text
         end = text.rfind(_MARKER)
         if end < 0:
-            raise RequestRejected("The chat template drops the final message.", param="continue_final_message")
+            raise RequestRejected("The chat template leaves out the final message.", param="continue_final_message")
         return text[:end]
 
     async def _render_own(self, variables: Mapping[str, Any], *, num_chars: int) -> str:
         if self._render is None:
             raise RequestRejected(
-                "This model has no chat template: pass `chat_template`, or use /v1/completions.", param="chat_template"
+                "This model has no chat template: pass `chat_template`, or use `/v1/completions`.",
+                param="chat_template",
             )
         try:
             if num_chars < INLINE_CHARS:
@@ -214,7 +215,7 @@ class ModelTokenizer:
             return await anyio.to_thread.run_sync(self._render, variables)
         except TemplateFailed as failed:
             raise RequestRejected(
-                f"The chat template refuses this conversation: {failed}", param="messages"
+                f"The chat template rejects this conversation: {failed}", param="messages"
             ) from failed
 
 
@@ -237,7 +238,7 @@ def _check_text(text: str, path: Path) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{path} holds invalid text: {error}") from error
+        raise ConfigError(f"{path} is not valid text: {error}") from error
 
 
 def _read_template(directory: Path, config: dict[str, Any]) -> str | None:

@@ -96,9 +96,11 @@ class ActuatorDesk:
         """Take note of what it says; what the core has to be told."""
         before = self._present
         if before is not None and before.actuator_id != said.actuator_id:
-            return AdminError(message="another supervisor looks after the pools of this mesh")
+            return AdminError(message="another supervisor already manages the pools of this mesh")
         if before is None:
-            log.info("an actuator follows the pools", services=[each.name for each in said.services])
+            log.info(
+                "a supervisor is connected to start and stop instances", services=[each.name for each in said.services]
+            )
         self._last, self._heard_s = said, self._clock()
         for each in self._replacements.running:
             pids = [service.pid for service in said.services if service.name == each.wish.instance_id]
@@ -152,7 +154,7 @@ class ActuatorDesk:
             timeout_s=wish.timeout_s,
             began_s=self._clock(),
             instance_id=wish.instance_id,
-            detail="its process is replaced",
+            detail="its process is being replaced",
             wish=wish,
         )
         other = next((each for each in self._replacements.running if each.wish.instance_id == wish.instance_id), None)
@@ -161,7 +163,7 @@ class ActuatorDesk:
             what = f"operation {other.wish.operation_id} ({other.wish.kind}) runs on {wish.instance_id}: wait for it"
             self._end(added, OperationState.REFUSED, what)
         elif any(pids) and wish.stopped_pid not in pids:
-            self._end(added, OperationState.DONE, "another process of it was there already")
+            self._end(added, OperationState.DONE, "another process registered as this instance before")
         self.on_change()
 
     def cancel(self, operation_id: OperationId) -> bool:
@@ -177,9 +179,9 @@ class ActuatorDesk:
         for each in self._replacements.running:
             silent_s = now_s - max(self._heard_s, each.began_s)
             if silent_s > SILENCE_LIMIT_S:
-                self._end(each, OperationState.FAILED, f"the supervisor has said nothing for {silent_s:.0f} s")
+                self._end(each, OperationState.FAILED, f"the supervisor has been silent for {silent_s:.0f} s")
             elif now_s - each.began_s > each.wish.timeout_s + COME_BACK_S:
-                self._end(each, OperationState.FAILED, "no other process of it serves")
+                self._end(each, OperationState.FAILED, "no successor process serves")
 
     def _end(self, each: _Replacement, state: OperationState, detail: str) -> None:
         each.end(state, detail, self._clock())

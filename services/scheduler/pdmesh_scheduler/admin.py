@@ -103,7 +103,7 @@ class Admin:
             elif isinstance(question, FollowPools | ExpectInstances) and not is_ours(
                 metadata, self.mesh_token.encode().hex()
             ):
-                answer = AdminError(message="only what runs the mesh says that: it needs the mesh token")
+                answer = AdminError(message="only the mesh's own services may send this: it needs the mesh token")
             else:
                 answer = await self._answer(question)
             return msgspec.msgpack.encode([answer])
@@ -185,14 +185,14 @@ class Admin:
         if operator is not None:
             if operator.may_write:
                 return None
-            return f"the operator {operator.name!r} may look and change nothing: its entry lacks the scope 'write'"
+            return f"the operator {operator.name!r} may not change the mesh: its entry needs the scope 'write'"
         if self.operators:
-            return "changes need an operator's token: set security.operator_token to one that the scheduler takes"
+            return "changing the mesh needs an operator token: set security.operator_token to one it accepts"
         if is_local(peer):
             return None
         return (
-            "changes are taken from the scheduler's own machine alone: give the scheduler a security.operator_token "
-            "or a security.operators_file, and show one of its tokens"
+            "changes are accepted only from the scheduler's own machine: give the scheduler a security.operator_token "
+            "or a security.operators_file, and send one of its tokens"
         )
 
     async def _carry_out(self, change: Change) -> AdminResponse:
@@ -210,17 +210,19 @@ class Admin:
                 return await self._set_batching(change)
             case StartOperation(wish=wish):
                 if wish.again or wish.stopped_pid is not None or wish.role_before is not None:
-                    return AdminError(message="only a scheduler asks again")
+                    return AdminError(message="only a scheduler may send an operation again")
                 if (wish.kind is OperationKind.ROLE) is (wish.role is None):
-                    return AdminError(message="a role belongs to a change of roles, and to nothing else")
+                    return AdminError(message="only a change of role takes a role")
                 if wish.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
-                    return AdminError(message="that is of the whole mesh, not of an instance")
+                    return AdminError(message="this operation is for the whole mesh, not for one instance")
                 if (wish.kind is OperationKind.MOVE) is (wish.request_id is None):
-                    return AdminError(message="a request belongs to a move, and to nothing else")
+                    return AdminError(message="only a move takes a request")
                 if wish.request_id is not None:
                     records = self.records.find(wish.request_id)
                     if len(records) > 1:
-                        return AdminError(message=f"{len(records)} requests are called {wish.request_id!r}: name one")
+                        return AdminError(
+                            message=f"{len(records)} requests match {wish.request_id!r}: give a full request id"
+                        )
                     if records:
                         wish = replace(wish, request_id=RequestId(records[0].request_id))
                 if not _is_id(wish.operation_id):
@@ -295,4 +297,4 @@ def _is_id(operation_id: str) -> bool:
 
 
 def _unknown(operation_id: str) -> AdminError:
-    return AdminError(message=f"no operation {operation_id!r} is remembered: `pdmesh ops` lists them")
+    return AdminError(message=f"no operation {operation_id!r} is known: `pdmesh ops` lists them")

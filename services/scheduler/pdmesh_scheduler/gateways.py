@@ -58,7 +58,7 @@ class GatewayStreams:
         gateway_id = registered.gateway_id
         waiting = tuple(key for key in registered.waiting if is_request_of(gateway_id, key[0]))
         if len(waiting) < len(registered.waiting):
-            log.error("a gateway waits for requests of others", gateway_id=gateway_id)
+            log.error("a gateway claims requests of another gateway", gateway_id=gateway_id)
 
         async def read() -> None:
             await self._take(gateway_id, rest)
@@ -115,13 +115,13 @@ class GatewayStreams:
 
     def _refuse(self, gateway_id: GatewayId, generation: Generation, why: str) -> None:
         """One request alone: the others of its gateway have done nothing wrong."""
-        log.error("impossible request", gateway_id=gateway_id, request_id=generation.request_id, why=why)
+        log.error("a gateway sent an invalid request", gateway_id=gateway_id, request_id=generation.request_id, why=why)
         rejected = Reject(
             gateway_id=gateway_id,
             request_id=generation.request_id,
             epoch=generation.epoch,
             reason=RejectReason.INVALID,
-            message=f"The scheduler refuses the request: it {why}.",
+            message=f"The scheduler rejected the request: it {why}.",
             retry_after_s=None,
         )
         self.peers.post(gateway_id, CommandMessage.of(rejected))
@@ -136,7 +136,7 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
     if not all(is_request_of(gateway_id, request_id) for request_id in request_ids):
         return "has the id of another gateway's request"
     if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
-        return f"has {len(generation.token_ids)} bytes of tokens, of {generation.num_prompt_tokens} prompt tokens"
+        return f"has {len(generation.token_ids)} bytes of tokens for {generation.num_prompt_tokens} prompt tokens"
     if generation.epoch < 0:
         return f"is in epoch {generation.epoch}"
     if not 0 <= submit.age_s < math.inf:

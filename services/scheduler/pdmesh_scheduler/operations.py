@@ -54,10 +54,12 @@ def read_wishes(path: Path | None) -> Wishes:
     except FileNotFoundError:
         return Wishes()
     except (OSError, msgspec.MsgspecError, ValueError) as error:
-        log.error("what operators asked for before cannot be read", path=str(path), reason=str(error))
+        log.error(
+            "cannot read the operators' earlier changes; starting without them", path=str(path), reason=str(error)
+        )
         return Wishes()
     if (problem := out_of_range(wishes)) is not None:
-        log.error("what operators asked for before cannot be read", path=str(path), reason=problem)
+        log.error("cannot read the operators' earlier changes; starting without them", path=str(path), reason=problem)
         return Wishes()
     return replace(
         wishes,
@@ -201,7 +203,11 @@ class OperationsDesk:
             part.replace(path)
         except OSError as error:
             if not self._is_complaining:
-                log.error("what operators asked for is not kept", path=str(path), reason=error.strerror)
+                log.error(
+                    "cannot save the operators' changes; a restart will lose them",
+                    path=str(path),
+                    reason=error.strerror,
+                )
             self._is_complaining = True
             return False
         self._is_complaining = False

@@ -55,16 +55,16 @@ class Operators:
         try:
             self._by_hash = self._read()
         except ConfigError as error:
-            log.error("the operators stay as they were", error=str(error))
+            log.error("cannot read the operators file; the previous operators stay in use", error=str(error))
             return
-        self._tell("operators read again")
+        self._tell("operators reloaded")
 
     def _tell(self, what: str) -> None:
         names = [each.name for each in self._by_hash.values()]
         if names:
             log.info(what, operators=names)
         elif self._file is not None:
-            log.warning("the file holds no operator: nobody may change the mesh", path=str(self._file.path))
+            log.warning("the operators file is empty: no operator may change the mesh", path=str(self._file.path))
 
     def _read(self) -> dict[str, Operator]:
         """Raises ConfigError."""

@@ -81,7 +81,7 @@ class Peers(Generic[IdT, DownT]):
         except InstanceUnavailable:
             pass  # its stream is about to end
         except OutboxFull as error:
-            log.error("a peer does not read its stream", peer=peer_id, error=str(error))
+            log.error("a peer does not read its stream; closing it", peer=peer_id, error=str(error))
             connection.scope.cancel()
 
 

@@ -184,15 +184,15 @@ class RollingDesk:
             return "no instance is there"
         away = [] if facts is None else [each for each in facts.instance_ids if each not in there]
         if away:
-            return f"{', '.join(away)} is away and comes back: ask again when it is there"
+            return f"{', '.join(away)} is restarting: try again when it is back"
         last = next((view for view in there.values() if self._is_last(view)), None)
         if wish.force or last is None:
             return None
         if facts is None:
             rolling.needs_actuator = True
             return (
-                f"without {last.instance_id} no request can be served, and nobody here starts another one beside it: "
-                "start one first, or --force"
+                f"without {last.instance_id} no request can be served, and no supervisor is connected to start "
+                "another: start one first, or use --force"
             )
         if facts.instance_bytes > facts.available_bytes:
             return (

@@ -119,11 +119,11 @@ class WorkerStreams:
         self.silences.renew(instance_id)
         if instance_id in self._suspected:
             self._suspected.discard(instance_id)
-            log.info("instance speaks again", instance_id=instance_id)
+            log.info("instance reports again", instance_id=instance_id)
             self.driver.post(InstanceSuspected(instance_id, suspected=False))
 
     def _silent(self, instance_id: InstanceId) -> None:
-        log.warning("instance is silent: nothing new is placed on it", instance_id=instance_id)
+        log.warning("instance is silent; nothing new is placed on it until it reports again", instance_id=instance_id)
         self._suspected.add(instance_id)
         self.driver.post(InstanceSuspected(instance_id))
 
@@ -142,7 +142,7 @@ class WorkerStreams:
         self.driver.post(InstanceLost(instance_id))
 
     def _stays_away(self, instance_id: InstanceId) -> None:
-        log.error("instance is not waited for any longer", instance_id=instance_id)
+        log.error("instance did not come back in time", instance_id=instance_id)
         self.driver.wait_no_longer_for(instance_id)
 
     async def _report(self, connection: Connection[InstanceId, WorkerDown], messages: list[WorkerUp]) -> bool:
@@ -153,7 +153,7 @@ class WorkerStreams:
                 case RegisterWorker():
                     raise ProtocolError("RegisterWorker twice")
                 case Goodbye():
-                    log.info("instance said goodbye", instance_id=instance_id)
+                    log.info("instance left", instance_id=instance_id)
                     self.peers.remove(connection)
                     self.leases.drop(instance_id)
                     self._forget_silence(instance_id)

@@ -157,13 +157,13 @@ class Operations:
             return
         refusal = None if wish.again else self._refusal(wish, now_s)
         if wish.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
-            refusal = "that is of the whole mesh, not of an instance"
+            refusal = "this operation is for the whole mesh, not for one instance"
         if refusal is not None:
             self._end(operation, OperationState.REFUSED, refusal, now_s)
             return
         there = self._mesh.instances.get(wish.instance_id)
         if there is not None and wish.pid not in (None, there.profile.pid) and wish.stopped_pid is None:
-            self._end(operation, OperationState.DONE, "another process of it was there already", now_s)
+            self._end(operation, OperationState.DONE, "another process registered as this instance before", now_s)
             return
         before = self._running.get(wish.instance_id)
         if before is not None and before.wish.again:  # its outcome is kept, and holds when the instance comes
@@ -253,7 +253,7 @@ class Operations:
             if operation.stopped_pid is not None:
                 if operation.deadline_s <= now_s:
                     instance.set_closed(instance.instance_id in self._drains)
-                    self._end(operation, OperationState.FAILED, "its process does not end", now_s)
+                    self._end(operation, OperationState.FAILED, "its process did not end", now_s)
                 continue
             if operation.deadline_s <= now_s:
                 operation.has_moved_all = True
@@ -294,7 +294,7 @@ class Operations:
             kind = "prefill and decode" if instance.role is Role.MIXED else str(instance.role)
             return (
                 f"without {wish.instance_id} no request can be served: it is the last that can {kind}. Start another "
-                "one first, or --force: then new requests wait, and are refused in the end"
+                "one first, or use --force: then new requests wait, and are refused in the end"
             )
         return None
 

@@ -259,17 +259,17 @@ class Pools:
             return None
         if (actuator := wish.actuator) is None:
             resize.needs_actuator = True
-            return "nobody here starts and stops processes for the scheduler"
+            return "no supervisor is connected to start and stop processes"
         away = [each for each in actuator.instance_ids if each not in self._mesh.instances]
         if away:
-            return f"{', '.join(away)} is away and comes back: ask again when it is there"
+            return f"{', '.join(away)} is restarting: try again when it is back"
         strangers = [each for each in wish.leaves if each not in actuator.instance_ids]
         if strangers:
-            return f"{', '.join(strangers)} would have to leave, and was not started by what looks after this mesh"
+            return f"{', '.join(strangers)} would have to stop, but was not started by this mesh's supervisor"
         num_bytes = len(wish.starts) * actuator.instance_bytes
         if num_bytes > actuator.available_bytes:
             return (
-                f"{len(wish.starts)} more instances take about {num_bytes / 2**30:.1f} GiB of memory, and "
+                f"{len(wish.starts)} more instances need about {num_bytes / 2**30:.1f} GiB of memory, and "
                 f"{actuator.available_bytes / 2**30:.1f} GiB are free"
             )
         return None

@@ -87,7 +87,7 @@ SaidT = TypeVar("SaidT")
 def _decoded(decoders: Mapping[str, msgspec.msgpack.Decoder[SaidT]], name: str, fields: msgspec.Raw) -> SaidT:
     decoder = decoders.get(name)
     if decoder is None:
-        raise ProtocolError(f"nothing that can be said here is called {name!r}")
+        raise ProtocolError(f"unknown message type {name!r}")
     try:
         said = decoder.decode(fields)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8

@@ -56,7 +56,7 @@ async def read_body(
             if not message.get("more_body", False):
                 return b"".join(parts)
     parts.clear()
-    why = "before others needed the room" if upload.was_given_up else f"within {timeout_s:g} s"
+    why = "before the server needed its memory for other requests" if upload.was_given_up else f"within {timeout_s:g} s"
     raise RequestRejected(f"The request body did not arrive {why}.", status=408, code="body_timeout")
 
 
@@ -74,7 +74,7 @@ async def decode_body(decoder: msgspec.json.Decoder[T], body: bytes, *, max_valu
     def decode() -> T:
         if may_hold_more_values(body, max_values):
             raise RequestRejected(
-                f"The request body holds more than {max_values} values.", status=413, code="too_many_values"
+                f"The request body contains more than {max_values} values.", status=413, code="too_many_values"
             )
         return _decode(decoder, body)
 

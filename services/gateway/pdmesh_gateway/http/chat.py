@@ -96,7 +96,7 @@ async def template_messages(messages: Sequence[ChatMessage], *, most: int) -> li
         raise RequestRejected("`messages` must not be empty.", param="messages", code="invalid_value")
     if len(messages) > most:
         raise RequestRejected(
-            f"`messages` holds {len(messages)} messages; {most} are allowed.", param="messages", code="invalid_value"
+            f"`messages` has {len(messages)} messages; {most} are allowed.", param="messages", code="invalid_value"
         )
 
     def convert() -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         for part in content:
             if part.type not in ("text", "input_text", "output_text") or part.text is None:
                 raise RequestRejected(
-                    f"`{where}.content` has a part of type {part.type[:40]!r}; this model reads text only.",
+                    f"`{where}.content` has a part of type {part.type[:40]!r}; this model accepts text only.",
                     param="messages",
                     code="unsupported_value",
                 )
@@ -133,7 +133,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 function["arguments"] = msgspec.json.decode(function["arguments"])
             except (msgspec.DecodeError, ValueError) as error:
                 raise RequestRejected(
-                    f"`{where}.tool_calls` has arguments that are not JSON: {error}", param="messages"
+                    f"`{where}.tool_calls` has arguments that are not valid JSON: {error}", param="messages"
                 ) from None
     return result
 

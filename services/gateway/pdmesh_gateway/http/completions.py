@@ -90,7 +90,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             given = [item for item in prompt if isinstance(item, str | list)]
         else:
             raise RequestRejected(
-                "Invalid value for `prompt`: a list must hold strings, token ids, or lists of token ids.",
+                "Invalid value for `prompt`: it must be a string or a list of strings, token ids or token id lists.",
                 param="prompt",
                 code="invalid_type",
             )

@@ -33,8 +33,8 @@ class Origins:
             return
         if host is not None and not self._is_ours(host):
             raise RequestRejected(
-                f"This server does not know the host name {host[:200]!r}: add it to gateway.allowed_hosts, or ask for "
-                "keys (security.api_keys_file).",
+                f"This server does not accept the host name {host[:200]!r}: add it to gateway.allowed_hosts, or "
+                "require API keys (security.api_keys_file).",
                 status=403,
                 code="unknown_host",
             )

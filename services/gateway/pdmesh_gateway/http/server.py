@@ -110,7 +110,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         if self._head_is_due is not None:  # else it was answered, or is being answered
-            message = f"The head of the request is longer than {MAX_HEAD_BYTES} bytes."
+            message = f"The request headers are longer than {MAX_HEAD_BYTES} bytes."
             body = error_json(RequestRejected(message, status=431, code="headers_too_large"))
             self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (_HEAD_TOO_LARGE, len(body), body))
         self.transport.close()

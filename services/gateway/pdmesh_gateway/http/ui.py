@@ -106,7 +106,7 @@ class UiEndpoints:
             local = False
         if not local:
             raise RequestRejected(
-                "The page is for this machine alone unless keys are set (security.api_keys_file).",
+                "Without API keys (security.api_keys_file) the page is available on this machine only.",
                 status=403,
                 code="not_local",
             )

@@ -217,5 +217,5 @@ follow("ui/events", (next) => {
 }, (why) => {
   const health = $("health");
   health.className = "health bad";
-  put(health, `no news of the mesh: ${why}`);
+  put(health, `the scheduler sends no updates: ${why}`);
 });
