@@ -73,7 +73,7 @@ class GatewayJoined:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway's lease ran out: nobody waits for its requests."""
+    """A gateway's lease ran out: no client waits for its requests."""
 
     gateway_id: GatewayId
 
@@ -116,7 +116,7 @@ class InstanceLost:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An instance says that it is about to stop, and takes no new work; ``enabled=False`` takes it back.
+    """An instance is about to stop and takes no new work; ``enabled=False`` cancels that.
 
     It is over when it joins again and is not ``stopping``. What operators ask for are operations.
     """
@@ -146,7 +146,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStepsDone:
-    """An instance made `OWN_STEPS_PER_REPORT` decode steps by itself, and had no other report to tell of them with."""
+    """An instance ran `OWN_STEPS_PER_REPORT` own decode steps without another report that could carry them."""
 
     instance_id: InstanceId
     own_steps: OwnDecodeSteps
@@ -154,7 +154,7 @@ class DecodeStepsDone:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """What an instance says of a request that is known already."""
+    """An instance's report about a request that the core knows."""
 
     instance_id: InstanceId
     request_id: RequestId

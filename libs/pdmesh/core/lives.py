@@ -60,7 +60,7 @@ class Attempt:
     outcome: Outcome | None = None  # None while the core cares for it
 
     def planned(self, chunk: ChunkPlan) -> None:
-        """What comes after the beginning of a chunk that is planned again is not computed."""
+        """Count tokens from the start of a chunk that is planned again as not computed."""
         if chunk.start < self.num_planned_tokens:
             self.num_done_tokens = min(self.num_done_tokens, chunk.start)
         self.num_planned_tokens = chunk.start + chunk.num_tokens
@@ -122,7 +122,7 @@ class CrossedClass(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """A life that ended is no longer kept: nothing more will be told of it."""
+    """A life that ended is no longer kept, and no further milestone of it follows."""
 
 
 #: Events that name one request which is known already.

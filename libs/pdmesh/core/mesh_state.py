@@ -57,8 +57,8 @@ class MeshState:
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, InstanceState] = {}
         self.numbers = Numbers()  # of the instances
-        self.suspected: dict[InstanceId, None] = {}  # have fallen silent
-        self.changed: dict[InstanceId, None] = {}  # instances that are not any more as they were last looked at
+        self.suspected: dict[InstanceId, None] = {}  # silent instances
+        self.changed: dict[InstanceId, None] = {}  # instances that changed since they were last looked at
         self.in_prefill_phase: dict[
             InstanceId, InstanceState
         ] = {}  # their residents wait for the end of a prefill phase
@@ -91,7 +91,7 @@ class MeshState:
         return instance
 
     def ignore(self, what: str) -> None:
-        """Something from outside does not fit the mesh state: it changes nothing."""
+        """Count an event from outside that does not fit the mesh state; it changes nothing."""
         self.ignored[what] += 1
 
     def regroup(self) -> None:
@@ -233,7 +233,7 @@ class MeshState:
             self.awaiting_decode.offered(state.key)
 
     def computed(self, state: RequestState) -> None:
-        """Its prompt is, and its KV is to move on."""
+        """Its prompt is computed, and its KV is to move on."""
         self._free_helpers(state)
         state.end_prompt()
         self.awaiting_decode.is_ready(state.key)
@@ -286,7 +286,7 @@ class MeshState:
                 self.grant(self.broker.land(state.transfer, instance_id))
 
     def _free_helpers(self, state: RequestState) -> None:
-        """Its prompt is computed: who helped is not needed any more."""
+        """Its prompt is computed: its helpers are no longer needed."""
         self.recovering.pop(state.key, None)
         for helper_id in state.asked_ids:
             self.free(helper_id, state.key)
@@ -308,7 +308,7 @@ class MeshState:
         target.settle(state.key)
 
     def end_move(self, state: RequestState, *, failed: bool = False) -> None:
-        """The request is on its way nowhere any more."""
+        """End the request's move."""
         if state.move is not None:
             del self.moving[state.key]
             self.broker.withdraw(state.move.transfer)
@@ -323,7 +323,7 @@ class MeshState:
                     self.note_interruption(state)
 
     def note_interruption(self, state: RequestState) -> None:
-        """A chunk of it is in flight no more: others may need the backend that it has, if none is."""
+        """Note that one of its chunks is no longer in flight: if none is, others may need its backend."""
         if state.is_interrupted and state.transfer is not None:
             self.broker.interrupted(state.transfer)
 
@@ -374,7 +374,7 @@ class MeshState:
         reason: RejectReason = RejectReason.OVERLOADED,
         reject_ttl_s: float = 0.0,
     ) -> None:
-        """Tell the gateway that a request which is in no book will not be served."""
+        """Tell the gateway that a request which the core does not keep will not be served."""
         self.commands.append(
             Reject(
                 gateway_id=request.gateway_id,
@@ -409,7 +409,7 @@ class MeshState:
         )
 
     def free(self, instance_id: InstanceId, key: RequestKey) -> None:
-        """Ask once for the KV of a request that nobody needs there any more."""
+        """Ask once for the KV of a request that is no longer needed there."""
         instance = self.instances.get(instance_id)
         allocation = None if instance is None else instance.allocations.get(key)
         if allocation is not None and not allocation.freeing:
@@ -428,7 +428,7 @@ class MeshState:
         self.awaiting_decode.check_integrity()
         self.numbers.check_integrity([instance.number for instance in self.instances.values()])
         suspected = {instance.instance_id for instance in self.instances.values() if instance.suspected}
-        assert suspected == set(self.suspected), f"{suspected} are suspected, the sums say {set(self.suspected)}"
+        assert suspected == set(self.suspected), f"{suspected} are suspected, recorded: {set(self.suspected)}"
         for instance in self.instances.values():
             instance.check_integrity()
             for key in self.broker.granted(instance.instance_id):
@@ -449,7 +449,7 @@ class MeshState:
                 f"{state.key} is healing: {state.is_recovering}"
             )
             chunks, known = in_flight.get(state.key, set()), state.chunks_in_flight
-            assert known <= chunks, f"chunks {chunks} of {state.key} are in flight, the sums say {known}"
+            assert known <= chunks, f"chunks {chunks} of {state.key} are in flight, recorded: {known}"
             lost = [each for each in chunks - known if each[0] in state.prefill_ids]
             assert not lost, f"chunks {lost} of {state.key} are in flight, and not in the mesh state"
             is_awaiting_decode = state.is_in_prefill and not state.decode_shards

@@ -55,7 +55,7 @@ TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
 
 
 class Facts(NamedTuple):
-    """What is true of a request in a phase; None: either."""
+    """Facts about a request in a phase; None: either is possible."""
 
     is_placed: bool
     has_receiver: bool | None  # an instance where it decodes, or will
@@ -76,11 +76,11 @@ FACTS: dict[Phase, Facts] = {
 
 
 class IllegalTransition(Exception):
-    """A bug of the core: a request is in no phase in which this may be done to it."""
+    """A bug in the core: this transition is not allowed in the request's phase."""
 
 
 class RequestView(NamedTuple):
-    """A request as others may see it."""
+    """A request as the core shows it to others."""
 
     request_id: RequestId
     phase: Phase
@@ -92,7 +92,7 @@ class RequestView(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether it draws tokens, wherever it is on its way to."""
+        """Whether it decodes, even while it moves."""
         return self.phase in _DECODES
 
 
@@ -121,7 +121,7 @@ class GroupState:
 
     @property
     def living_ids(self) -> tuple[InstanceId, ...]:
-        """Members that were not lost, the leader first."""
+        """Return the members that were not lost, the leader first."""
         return self.told.living_ids
 
     @property
@@ -273,7 +273,7 @@ class RequestState:
         return self.decode_shards[0].instance_id if self.decode_shards else None
 
     def is_helped_by(self, instance_id: InstanceId) -> bool:
-        """Whether this instance computes chunks of its prompt for another one, which leads."""
+        """Whether this instance helps another one, the leader, with its prompt."""
         return self.group is not None and instance_id in self.group.living_ids[1:]
 
     def needs(self, instance_id: InstanceId) -> bool:
@@ -309,7 +309,7 @@ class RequestState:
         self.chunks_in_flight.add((instance_id, plan_id))
 
     def end_chunk(self, instance_id: InstanceId, plan_id: int) -> None:
-        """A plan is not in flight any more; nothing if it had no chunk of it."""
+        """Note that a plan is no longer in flight; without effect if it had no chunk of this prompt."""
         self.chunks_in_flight.discard((instance_id, plan_id))
 
     def draw_first_token(self, now_s: float) -> None:
@@ -337,14 +337,14 @@ class RequestState:
         self.chunks_in_flight = {each for each in self.chunks_in_flight if each[0] != instance_id}
 
     def plan_again_from(self, num_tokens: int) -> None:
-        """What was planned of its prompt behind so many tokens is computed again."""
+        """Plan the prompt again from this many tokens on."""
         self._go("plan_again_from", Phase.PREFILLING)
         self.num_planned_tokens = num_tokens
 
     # --- its KV goes to where it decodes ---
 
     def offer(self, rank: int) -> None:
-        """Its KV, which has no receiver, can be sent: its place among all that were offered."""
+        """Note its KV's rank among all offers while it has no receiver."""
         self.rank_of_offer = rank
 
     def receive(self, transfer: Transfer) -> None:
@@ -353,7 +353,7 @@ class RequestState:
         self.transfer, self.decode_shards = transfer, transfer.plan.destinations
 
     def lose_receiver(self) -> None:
-        """Its KV waits where it is computed for another one."""
+        """Its receiver is lost: its KV waits where it was computed for another receiver."""
         assert self.transfer is not None, f"{self.key} has no receiver to lose"
         self._go("lose_receiver", Phase.AWAITING_DECODE if self.is_computed else Phase.PREFILLING)
         self.rank_of_offer = self.transfer.rank

@@ -84,7 +84,7 @@ class KvContext:
         try:
             self.transport.admit(address)
         except KvTransferError as error:  # then nothing comes from there, and sending there fails
-            log.warning("the scheduler named a peer that cannot be", reason=str(error))
+            log.warning("the scheduler sent an invalid peer address", reason=str(error))
 
     async def tell(self, kind: PieceKind, transfer: TransferSide, address: bytes, *, destination: int) -> None:
         """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""
@@ -99,7 +99,9 @@ class KvContext:
         try:
             await self.writer().tell(address, header)
         except KvTransferError as error:
-            log.warning("peer not told", request_id=request_id, epoch=epoch, kind=kind.name, reason=str(error))
+            log.warning(
+                "could not notify a peer", request_id=request_id, epoch=epoch, kind=kind.name, reason=str(error)
+            )
 
 
 def mismatch(transfer: TransferSide, header: PieceHeader) -> str | None:

@@ -252,7 +252,11 @@ class KvExchange:
             num_pages=len(self.block_ids) * self._layout.num_layers,
             start=self._start,
             on_failed=lambda reason: log.warning(
-                "a member takes no KV", request_id=self.request_id, epoch=self.epoch, member=number, reason=reason
+                "a member does not accept KV",
+                request_id=self.request_id,
+                epoch=self.epoch,
+                member=number,
+                reason=reason,
             ),
         )
         peer = self._peers[number] = _Peer(number, lane)

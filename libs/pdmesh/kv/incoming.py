@@ -145,6 +145,6 @@ class PieceReader:
         try:
             is_good = self._peer_reads.read(owner, note, copies)
         except KvTransferError as error:
-            log.warning("a peer's KV cannot be read where it lies: asking for bytes", reason=str(error))
+            log.warning("cannot read a peer's KV in its memory; asking it to send the bytes", reason=str(error))
             return UNREADABLE
         return None if is_good else WINDOW_CLOSED

@@ -25,9 +25,9 @@ class Bundle:
     packing: Packing
     prefill_placement: PrefillPlacement
     decode_placement: DecodePlacement
-    long_prompt_tokens: int  # a prompt as long as this is long
+    long_prompt_tokens: int  # from this length on a prompt is long
     batching: Batching
-    interruption: Interruption | None = None  # None: nobody runs before a step that is in flight
+    interruption: Interruption | None = None  # None: no prompt runs before steps in flight
     local_prefill: LocalPrefill | None = (
         None  # whether a prompt is computed on an instance that only decodes; None: none
     )
@@ -35,11 +35,11 @@ class Bundle:
     run_ahead: RunAhead | None = None  # None: no prompt is computed ahead of room to decode
     waiting_kv_share: float = 1.0  # of a prefill instance's KV, that may wait to move away
     sends_computed_first: bool = False  # KV that is all there goes before KV that is being computed
-    group_policy: GroupPolicy | None = None  # None: no prompt is computed by several instances in turn
-    rebalancing: Rebalancing | None = None  # None: what decodes moves only where an instance is to be empty
+    group_policy: GroupPolicy | None = None  # None: no prefill groups
+    rebalancing: Rebalancing | None = None  # None: decodes move only to empty an instance
 
     def why_not(self, instances: Sequence[InstanceView]) -> str | None:
-        """Why these instances cannot serve by it, in words; None if they can, or if none of them computes prompts."""
+        """Say why these instances cannot serve with this bundle; None if they can, or if none computes prompts."""
         prefilling = [instance for instance in instances if instance.role.can_prefill]
         num_reserved = sum(instance.number <= self.num_reserved for instance in prefilling)
         if self.num_reserved and prefilling and num_reserved in (0, len(prefilling)):

@@ -1,4 +1,4 @@
-"""The named bundles: those to serve with here, and by name those of papers, which `pdmesh.studies` builds."""
+"""The named bundles. Bundles of papers are named here, and `pdmesh.studies` builds them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
     )
 
 
-#: Those that are part of the scheduler.
+#: Bundles that are part of the scheduler.
 BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
     {
         "fcfs": _fcfs,
@@ -89,7 +89,7 @@ BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
     }
 )
 
-#: Those of papers, and what these are compared with: `pdmesh.studies.bundles` is loaded when one is asked for.
+#: Bundles of papers and their baselines: `pdmesh.studies.bundles` is imported when one of them is chosen.
 STUDIED = (
     "lars",
     "lrs",
@@ -103,7 +103,7 @@ STUDIED = (
     "tetris",
 )
 
-#: All that `scheduler.bundle` may name.
+#: All bundles that `scheduler.bundle` may name.
 BUNDLE_NAMES = tuple(sorted((*BUNDLES, *STUDIED)))
 
 
@@ -128,7 +128,7 @@ def _builders(name: str) -> Mapping[str, Callable[[PolicyConfig], Bundle]]:
 
 
 def make_batching(name: str, config: PolicyConfig) -> Batching:
-    """Build the batching mode called ``name``. Raises ConfigError if there is none, or for a threshold of no use."""
+    """Build the batching mode called ``name``. Raises ConfigError if there is none, or for an invalid threshold."""
     build = BATCHINGS.get(name)
     if build is None:
         raise ConfigError(f"no batching mode is called {name!r}: use one of {', '.join(BATCHINGS)}")

@@ -1,8 +1,8 @@
-"""Prompts that are computed ahead of room to decode: when to begin one, and when a long one is to have its room.
+"""Prompts that begin before there is room to decode: when one may begin, and when a long one gets its room.
 
-Room that is promised as a prompt begins is idle while that is computed. Where room is short, somebody else could decode
-in it. So a prompt may begin when its KV will be complete about when there is room for it, and a long one may begin
-without the room that others wait for.
+Room that is promised when a prompt begins stays idle until the prompt is computed. If room is short, another request
+could decode in it. So a prompt may begin when its KV is predicted to be complete about when there is room for it. A
+long prompt may begin without the room that others wait for.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pdmesh.policy.views import InstanceView
 
 
 class Decoding(NamedTuple):
-    """Instances whose room a request waits for, together."""
+    """The seats and blocks of the instances whose room a request waits for, in sum."""
 
-    num_requests: int  # that have a seat there
-    num_blocks: int  # that they hold
+    num_requests: int  # with a seat
+    num_blocks: int  # held by these requests
     num_free_seats: int
     num_free_blocks: int
-    ends_per_s: float  # of requests, predicted
+    ends_per_s: float  # predicted rate at which requests end
 
     def room_s(self, num_requests: int, num_blocks: int) -> float:
-        """Predicted time until so many more have room, of whom one has none now: whoever ends leaves a mean share.
+        """Return the predicted seconds until so many more requests have room; each that ends frees a mean share.
 
-        Infinite if nobody is there to end.
+        Infinite if no request runs that could end.
         """
         if not self.num_requests or self.ends_per_s <= 0:
             return inf
@@ -44,8 +44,8 @@ class Decoding(NamedTuple):
 class RunAhead:
     """Begins a prompt without room when its KV will be complete about when there is room for it.
 
-    Earlier if it would draw its first token too late, were it to wait for room before it begins. Then nothing is lost
-    by an early first token, and an output that is long enough bears the wait between its first two.
+    It begins earlier if its first token would be late after a wait for room. An early first token then costs nothing,
+    and a long enough output bears the wait between its first two tokens.
     """
 
     prediction: Prediction
@@ -60,7 +60,7 @@ class RunAhead:
         return instance.num_seats_taken / max(1e-6, latency.step_s(shape))
 
     def begins(self, request: Request, prefill: InstanceView, *, room_s: float, now_s: float) -> bool:
-        """Whether to compute a prompt on ``prefill`` now that is predicted to have room to decode in ``room_s``."""
+        """Whether to begin a prompt on ``prefill`` now, if it is predicted to have room to decode in ``room_s``."""
         total_s = self.prediction.remaining.total_s
         work_s = total_s(request.num_prompt_tokens)
         is_needed_then = room_s <= total_s(prefill.num_queued_tokens) + work_s
@@ -69,6 +69,6 @@ class RunAhead:
     def needs_room(
         self, request: Request, prefill: InstanceView, num_planned_tokens: int, num_kv_bytes: float, room_s: float
     ) -> bool:
-        """Whether it is time to promise it room: the rest of its prompt takes no longer than to have room and move."""
+        """Whether to promise room now: the rest of the prompt takes no longer than getting room and moving the KV."""
         remaining_s = self.prediction.remaining_s(request, num_planned_tokens)
         return remaining_s <= room_s + num_kv_bytes / self.links.bytes_per_s(prefill, None)

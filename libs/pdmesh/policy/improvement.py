@@ -36,13 +36,13 @@ class ImprovementTable:
             raise ValueError("a table of improvement rates has no row")
 
     def nearest(self, per_s: float) -> float:
-        """The rate of the row that is nearest; of two as near, of the one for less."""
+        """Return the rate of the nearest row; between two equally near, that of the lower load."""
         return min(self.rows, key=lambda row: abs(row[0] - per_s))[1]
 
 
 @dataclass(slots=True)
 class ImprovementInForce:
-    """What a table says of the arrivals that are seen. Until any were counted it is what it says of the fewest."""
+    """Looks up the improvement rate for the arrivals seen; before any are counted, the rate of the lowest load."""
 
     table: ImprovementTable
     every_s: float = LOOK_EVERY_S

@@ -1,4 +1,4 @@
-"""Interruption: who may run at once, between two layers of a step that is running, instead of after it."""
+"""Interruption: which prompts may run at once, between two layers of a running step, instead of after it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class Interruption(Protocol):
 class ShortInterruptsLong:
     """A short prompt interrupts long ones if it would otherwise wait for longer than it takes itself.
 
-    Steps with decodes are left in peace: they are as short as the decodes need them, and to interrupt one is to hold
-    its decodes up.
+    Steps with decodes are not interrupted: they are as short as the decodes need, and would be delayed.
     """
 
     latency: LatencyModel

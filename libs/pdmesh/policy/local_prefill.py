@@ -1,4 +1,4 @@
-"""Whether a prompt is computed where it decodes, beside the decodes there, or waits for an instance that prefills."""
+"""Local prefill: whether a prompt is computed on a decode instance or waits for a prefill instance."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from pdmesh.policy.views import InstanceView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPrefill:
-    """Prefers the decode instance where a prompt's first token is predicted to come earlier, with its KV in place.
+    """Prefers the decode instance if a prompt's first token is predicted to come earlier there.
 
-    What the residents there can bear is kept by the packing: no step with a chunk takes longer than a share of the
-    smallest target of theirs.
+    The packing protects the residents: no step with a chunk takes longer than a share of their smallest TPOT target.
     """
 
     remaining: RemainingTime
@@ -27,9 +26,9 @@ class LocalPrefill:
     def pays(
         self, request: Request, decode: InstanceView, prefill: InstanceView | None, last_layer_bytes: float
     ) -> bool:
-        """Whether to compute it on ``decode``; of those that take prompts, now or later, ``prefill`` has the fewest.
+        """Whether to compute the prompt on ``decode``; ``prefill`` has the fewest queued tokens of the other instances.
 
-        There it waits for what is computed there, takes its own time, and its last layer's KV moves after that.
+        On ``prefill`` the prompt waits for those before it and takes its own time; then its last layer's KV moves.
         """
         there_s = inf
         if prefill is not None:

@@ -1,8 +1,8 @@
 """Memory on demand: how much KV a request is given at a time, and how many may share an instance's blocks.
 
-A request is admitted with room for its prompt and little more, and granted more as it grows. Nobody knows how long its
-output will be. So an instance takes as many requests as will not, but for a small risk, need more blocks than there are
-at any time to come: a normal bound on the sum of what they hold, as `pdmesh.policy.batching_theory.max_safe_slots` has
+A request is admitted with room for its prompt and little more, and granted more as it grows. The length of its
+output is unknown. So an instance takes as many requests as will, except for a small risk, never need more blocks than
+it has: a normal bound on the sum of what they hold, as `pdmesh.policy.batching_theory.max_safe_slots` has
 it, of the requests that are there.
 """
 
@@ -28,7 +28,7 @@ GRANT_TOKENS = 64
 PRIOR_ENDED = 4
 PRIOR_TOKENS = 512
 
-#: About so many of the last ends count.
+#: Number of the last ends that count, roughly.
 WINDOW = 256
 
 #: Moments, in mean remaining lengths from now, at which the sum may be largest.

@@ -53,7 +53,7 @@ class ShortestFirst(ByPlace):
 
 @dataclass(frozen=True)
 class EarliestDeadline(ByPlace):
-    """EDF."""
+    """EDF: the earliest deadline first."""
 
     prediction: Prediction
 
@@ -63,16 +63,18 @@ class EarliestDeadline(ByPlace):
 
 @dataclass(frozen=True)
 class GuardedShortestFirst:
-    """The shortest first; but those with less relative slack than ``spare_slack`` before all others, as in LARS.
+    """Shortest first; but requests with less relative slack than ``spare_slack`` go before all others, as in LARS.
 
-    Shortest counts by powers of four, and inside one by deadline: to preempt a prompt by one of half its work gains
-    little, and piles up half-done long prompts where new ones could have found an instance without.
+    Work is compared by powers of four, and within one by deadline. Preempting a prompt for one of half its work gains
+    little, and leaves half-computed long prompts on instances that new ones could have used.
 
-    While everyone has slack to spare this has the shortest mean wait, and a short request never waits for a long one.
-    A long request that was put off too often becomes urgent while it can still be in time. Under overload everyone is
-    urgent, and the order is that of LARS: relative slack falls without bound while a request waits, so none starves.
-    Requests of equal work are one bucket: it is as urgent as the most urgent of them, and inside it they come by
-    deadline, so that equals do not take turns and all end late, as under strict LARS.
+    While every request has slack to spare, this order has the shortest mean wait, and a short request never waits for a
+    long one. A long request that was put off too often becomes urgent while it can still be in time. Under overload
+    every request is urgent, and the order is that of LARS: relative slack falls without bound while a request waits, so
+    none starves.
+
+    Requests of equal work are one bucket. It is as urgent as its most urgent request, and within it requests go by
+    deadline. Under strict LARS, equal requests would take turns and all end late.
 
     A long prompt with a target of its own gets what it needs to keep it. Any other is due so that it gets at least
     ``min_share`` of an instance's time, from when the instance took it; so is one that was too late by then. What it
@@ -116,13 +118,13 @@ class GuardedShortestFirst:
 
 
 def work_class_s(work_s: float) -> float:
-    """Rounded to one of eight classes in each doubling."""
+    """Round work to one of eight classes in each doubling."""
     mantissa, exponent = frexp(max(work_s, 1e-6))
     return ldexp(round(mantissa * 16), exponent - 4)
 
 
 def _scale(work_s: float) -> float:
-    """The power of four below."""
+    """Return the exponent of the power of four below."""
     return (frexp(work_s)[1] - 1) // 2
 
 

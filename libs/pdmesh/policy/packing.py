@@ -1,4 +1,4 @@
-"""Packings."""
+"""Packings: which chunks go into a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _A_UNIT = (ChunkShape(CHUNK_UNIT_TOKENS, 0),)
 #: A step with nothing in it.
 NOTHING = StepShape((), 0, 0)
 
-#: Of decodes without a target of their own.
+#: The targets of decodes that have none of their own.
 NO_TARGETS = frozenset([None])
 
 

@@ -1,4 +1,4 @@
-"""What bundles are put together from, as the configuration tunes it."""
+"""The parts of bundles, as the configuration tunes them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def mixed(config: PolicyConfig, *, colocates: bool = True) -> Batching:
 
 
 def with_order(name: str, make_order: Callable[[Prediction], PrefillOrder]) -> Callable[[PolicyConfig], Bundle]:
-    """An order alone: everything else as in ``fcfs``."""
+    """Return the maker of a bundle that differs from ``fcfs`` in its order only."""
 
     def build(config: PolicyConfig) -> Bundle:
         packing, prediction = static(config)
@@ -86,7 +86,7 @@ def with_order(name: str, make_order: Callable[[Prediction], PrefillOrder]) -> C
 
 
 def in_groups(config: PolicyConfig, bundle: Bundle, *, need_idle: bool = False) -> Bundle:
-    """The same with long prompts computed by groups, if these have more than one member: PecSched, and baselines."""
+    """Return the bundle with long prompts computed by groups of more than one member (PecSched and baselines)."""
     if config.group_size == 1:
         return bundle
     placement = InGroups(

@@ -1,4 +1,4 @@
-"""Placements."""
+"""Placements: which instance computes a prompt, and which one decodes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class LeastQueuedTokens:
 class ShortAroundLong:
     """PecSched's (§5): an instance without long work, else one with a long decode, else one with a long prefill.
 
-    The first two take more up to ``colocate_tokens`` queued; of several the one with the fewest. Without ``preempts`` a
-    short prompt waits while all compute long ones.
+    The first two kinds take more prompts up to ``colocate_tokens`` queued. Among several instances, the one with the
+    fewest queued tokens takes the prompt. Without ``preempts`` a short prompt waits while all compute long ones.
 
-    A long prompt waits as well, for to begin a second one on an instance helps neither: except that one at least
-    ``give_way`` times as long would give way to it.
+    A long prompt waits for its turn, because a second one on an instance helps neither. The exception is one that is
+    ``give_way`` times shorter: it preempts the other.
     """
 
     long_prompt_tokens: int
@@ -50,11 +50,11 @@ class ShortAroundLong:
 
 @dataclass(frozen=True, slots=True)
 class InGroups:
-    """Around another placement, where groups of a fixed size compute long prompts: one after the other.
+    """Another placement, with long prompts computed one after the other by groups of a fixed size.
 
-    To begin a second one helps neither while the first is computed; and while it decodes, every step of the group would
-    cost it a token's delay. Where groups ``need_idle`` instances, these have no work at all: among many short requests
-    there may never be enough. Short prompts that do not ``interrupt`` long ones go to others.
+    A second long prompt helps neither while the first is computed, and while the first decodes, every step of a group
+    would delay its tokens. With ``need_idle``, groups take only instances without any work; among many short requests
+    there may never be enough. Without ``interrupt``, short prompts go to instances that compute no long one.
     """
 
     around: PrefillPlacement

@@ -1,8 +1,8 @@
 """When it pays to move a running decode to another instance: for memory, or for the time between its tokens.
 
 A move costs the transfer of its KV, beside which it decodes on. For memory it is weighed against what it would take to
-compute the context again, which is what preemption costs; for time, against residents that are drawn more slowly than
-they want. Targets have to have much to spare, so that what has moved has no reason to move back.
+compute the context again, which is what a restart costs; for time, against residents whose tokens come more slowly
+than their targets allow. Targets have to have much to spare, so that what has moved has no reason to move back.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.policy.links import LinkRates
 from pdmesh.policy.views import InstanceView
 
-#: Of a move, beside its bytes: word to both sides, a step of each, and the way of the last of it.
+#: Seconds that a move takes beside its bytes: messages to both sides, a step of each, and the last piece's way.
 OVERHEAD_S = 0.05
 
-#: Of the time that residents want between tokens, that a step of a target takes at most with one more of them.
+#: A step of the target takes at most this share of its residents' TPOT targets with the moved request.
 SPARE = 0.8
 
 
-#: Of a target's memory, that is to be left free by what moves there because the other has none. Its residents may come
-#: to need it: together two instances run out later than one of them alone.
+#: Share of a target's memory to leave free after a move for memory. Its residents may come to need it: two instances
+#: together run out later than one of them alone.
 SPARE_MEMORY = 0.125
 
 
@@ -54,11 +54,11 @@ class Rebalancing:
         return model.step_s(shape)
 
     def is_behind(self, instance: InstanceView) -> bool:
-        """Whether its decode steps take longer than those who decode there want."""
+        """Whether an instance's decode steps take longer than its residents' TPOT targets."""
         return instance.num_decoding > 1 and self.step_s(instance) > self._wanted_s(instance)
 
     def has_time_for(self, instance: InstanceView, num_tokens: int, slo_tpot_s: float | None) -> bool:
-        """Whether one more would leave an instance well within what everybody there wants, that one too."""
+        """Whether an instance would stay well within its residents' TPOT targets with one more."""
         wanted_s = min(self._wanted_s(instance), self.slo_tpot_s if slo_tpot_s is None else slo_tpot_s)
         return self.step_s(instance, 1, num_tokens) <= SPARE * wanted_s
 

@@ -28,19 +28,19 @@ class SwitchTimes:
         self._steps = 0
 
     def decoded(self, began_s: float, ended_s: float) -> None:
-        """Residents decoded, with no prompt beside them."""
+        """Note a step in which residents decoded and no prompt was computed."""
         if self._steps and self._decoded_until_s is not None:
             self._note(max(0.0, began_s - self._decoded_until_s - self._device_s))
         self._decoded_until_s = ended_s
         self._device_s, self._steps = 0.0, 0
 
     def prefilled(self, duration_s: float) -> None:
-        """A step of prefill alone was computed."""
+        """Note a step with chunks and no decodes."""
         self._device_s += duration_s
         self._steps += 1
 
     def forget(self) -> None:
-        """What runs now is neither: a step of both, or the instance has nobody to decode."""
+        """Note that neither phase runs: a step had both, or the instance has no residents."""
         self._decoded_until_s = None
         self._device_s, self._steps = 0.0, 0
 

@@ -12,7 +12,7 @@ from pdmesh.policy.latency import ChunkShape
 
 @dataclass(slots=True, init=False)
 class InstanceView:
-    """An instance as the core's state have it. Not to be changed, and not frozen, which would triple its cost.
+    """An instance as the core's state has it. It must not be changed; freezing it would triple its cost.
 
     ``num_free_blocks`` leaves out what is promised to transfers on their way (*virtual usage*), and
     ``num_seats_taken`` counts their requests beside the decoding ones.

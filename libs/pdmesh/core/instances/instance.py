@@ -471,7 +471,7 @@ class InstanceState:
         """AssertionError names the numbers that do not balance."""
         name = self.instance_id
         allocated, taken = AllocationSums.of(self.allocations.values()), self.allocated.num_taken_blocks
-        assert allocated == self.allocated, f"{name}: holds sum to {allocated}, the sums say {self.allocated}"
+        assert allocated == self.allocated, f"{name}: the allocations hold {allocated}, recorded: {self.allocated}"
         assert taken <= self.profile.num_blocks, f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
         assert self.low.keys() <= self.allocations.keys(), f"{name}: {self.low} ask for more, and hold nothing"
         assert not self.low or self.num_free_blocks <= 0, f"{name}: {self.low} wait for blocks that are free"
@@ -482,18 +482,16 @@ class InstanceState:
             )
             if self._growth.on_demand:
                 sums.count(allocation.num_blocks, allocation.max_blocks, is_open=allocation.is_open, sign=1)
-        assert sums == self._growing, f"{name}: {sums} may grow, the sums say {self._growing}"
+        assert sums == self._growing, f"{name}: {sums} may grow, recorded: {self._growing}"
         assert allocated.num_seats_taken <= self.profile.max_num_seqs, (
             f"{name}: {allocated.num_seats_taken} seats taken"
         )
         urgent = [plan_id for plan_id, plan in self.plans.items() if plan.urgent]
         known = [] if self.urgent_plan_id is None else [self.urgent_plan_id]
-        assert urgent == known, f"{name}: plans {urgent} are urgent, the sums say {known}"
+        assert urgent == known, f"{name}: plans {urgent} are urgent, recorded: {known}"
         queued = sum(chunk.num_tokens for plan in self.plans.values() for chunk in plan.chunks)
         queued += sum(state.request.num_prompt_tokens - state.num_planned_tokens for state in self.prefills)
-        assert queued == self.num_queued_tokens, (
-            f"{name}: {queued} tokens queued, the sums say {self.num_queued_tokens}"
-        )
+        assert queued == self.num_queued_tokens, f"{name}: {queued} tokens queued, recorded: {self.num_queued_tokens}"
         for state in self.prefills:
             assert not state.is_planned, f"{name}: {state.key} is planned and still in line"
             assert name in state.prefill_ids, f"{name}: {state.key} is in line here, placed on {state.prefill_ids}"

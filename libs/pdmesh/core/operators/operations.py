@@ -468,4 +468,4 @@ class Operations:
             assert operation.is_running, f"{instance_id}: {operation.wish.operation_id} is over"
         running = len(self._operations.running)
         counted = len(self._running) + len(self._moving)
-        assert running == counted, f"{running} operations run, the sums say {counted}"
+        assert running == counted, f"{running} operations run, recorded: {counted}"

@@ -133,7 +133,7 @@ class AwaitingDecode(Mapping[RequestKey, RequestState]):
             wanted[entry.kv_group] = wanted.get(entry.kv_group, Wanted()).plus(entry.num_blocks)
             is_ready = bool(entry.state.num_lost_receivers) or entry.state.is_computed
             assert is_ready == (key in self._ready or key in self._due_s), f"{key} has a time limit: {not is_ready}"
-        assert wanted == self._wanted, f"they want {wanted}, the sums say {self._wanted}"
+        assert wanted == self._wanted, f"they want {wanted}, recorded: {self._wanted}"
         assert self._due_s.keys() <= self._entries.keys(), f"{self._due_s.keys()} have limits"
 
 

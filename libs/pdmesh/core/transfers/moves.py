@@ -268,6 +268,6 @@ class Moves:
             assert self._mesh.find(key) is state, f"{key} moves, and is over"
             assert state.phase is Phase.MOVING, f"{key} moves, and is {state.phase}"
         num_moving = sum(state.phase is Phase.MOVING for state in self._mesh.requests.values())
-        assert num_moving == len(self._mesh.moving), f"{num_moving} move, the sums say {len(self._mesh.moving)}"
+        assert num_moving == len(self._mesh.moving), f"{num_moving} move, recorded: {len(self._mesh.moving)}"
         gone = self._stopping.keys() - self._mesh.instances.keys()
         assert not gone, f"{gone} stop, and are gone"

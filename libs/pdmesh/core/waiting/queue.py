@@ -174,7 +174,7 @@ class WaitingQueue:
         prompt_tokens = sorted(state.request.num_prompt_tokens for _, state in self._deadlines.values())
         num_tokens = sum(prompt_tokens)
         assert prompt_tokens == self._prompt_tokens.all(), "the lengths are not those of the prompts that wait"
-        assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, the sums say {self.num_tokens}"
+        assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, recorded: {self.num_tokens}"
         deadline_s = min((deadline_s for deadline_s, _ in self._deadlines.values()), default=inf)
         assert deadline_s == self.next_deadline_s, f"the first waits until {deadline_s}, not {self.next_deadline_s}"
         self.counters.check_integrity()
