@@ -379,7 +379,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         400,
         "messages",
-        "reads text only",
+        "accepts text only",
     ),
 ]
 
