@@ -24,13 +24,13 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Reject, Restart, WakeAt
+from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Reject, Restart, SetRole, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     DrainRequested,
@@ -48,7 +48,7 @@ from pdmesh.core.events import (
     Tick,
     TransferFailed,
 )
-from pdmesh.core.operator_events import BundleChangeRequested, RoleChangeRequested
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, GatewayId, InstanceId, KvLayout, Request, RequestId, RequestKey, Role
 from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
@@ -312,6 +312,28 @@ class Instance(ModelledInstance):
                 self.events[index] = replace(event, num_decodes=num_decoding)
 
 
+@dataclass(frozen=True, slots=True)
+class RoleChangeRequested:
+    """An operator's change of a role, as it was: nothing leaves for it. Now it is an operation."""
+
+    instance_id: InstanceId
+    role: Role
+
+
+def take_role_changes(core: SchedulerCore) -> None:
+    """Have a core handle role changes as it did."""
+    mesh = core._mesh
+
+    def change(event: RoleChangeRequested) -> None:
+        if instance := mesh.instance_of(event):
+            instance.set_role(event.role)
+            mesh.regroup()
+            mesh.commands.append(SetRole(instance_id=event.instance_id, role=event.role))
+            mesh.queue.unpark()
+
+    core._handlers.on(RoleChangeRequested, change)
+
+
 class RandomWorkload:
     """The property machine's rules, drawn by a seeded stream."""
 
@@ -377,6 +399,7 @@ class RandomWorkload:
 
     def new_core(self) -> None:
         core = SchedulerCore(CONFIG, make_bundle(self.bundle, POLICY), random.Random(0))
+        take_role_changes(core)
         self.core = DigestingCore(core, self.digest)
         for gateway_id in GATEWAYS:
             self.join_gateway(gateway_id)
@@ -570,7 +593,7 @@ class RandomWorkload:
         self.feed(DrainRequested(self.an_instance(), self.rng.random() < 0.5))
 
     def change_role(self) -> None:
-        self.feed(RoleChangeRequested(self.an_instance(), self.rng.choice(list(Role))))
+        self.feed(RoleChangeRequested(self.an_instance(), self.rng.choice(list(Role))))  # type: ignore[arg-type]
 
     def quarantine(self) -> None:
         self.feed(LoadReported(self.an_instance(), 16, 0, self.rng.choice((0, 0, 1)), 0))

@@ -68,7 +68,6 @@ from pdmesh.core.operator_events import (
     OperationRequested,
     ProcessesReported,
     ResizeRequested,
-    RoleChangeRequested,
 )
 from pdmesh.core.operators.records import OperationState
 from pdmesh.core.scheduler import SchedulerCore
@@ -439,8 +438,6 @@ class MeshMachine(RuleBasedStateMachine):
                 (self.silent.add if suspected else self.silent.discard)(instance_id)
             case DrainRequested(instance_id=instance_id, enabled=enabled):
                 (self.draining.add if enabled else self.draining.discard)(instance_id)
-            case RoleChangeRequested(instance_id=instance_id, role=role):
-                self.roles[instance_id] = role
             case _:
                 pass
 
@@ -1036,11 +1033,6 @@ class MeshMachine(RuleBasedStateMachine):
             instance.untimed.admits = False
             instance.events.append(DrainRequested(instance.instance_id))
 
-    @rule(data=st.data(), role=st.sampled_from(tuple(Role)))
-    def operator_changes_a_role(self, data: st.DataObject, role: Role) -> None:
-        if instance := self.pick(data, list(self.mesh.instances.values())):
-            self.feed(RoleChangeRequested(instance.instance_id, role))
-
     @rule(
         data=st.data(),
         kind=st.sampled_from(tuple(OperationKind)),
@@ -1061,7 +1053,10 @@ class MeshMachine(RuleBasedStateMachine):
             request_id, move = data.draw(st.sampled_from(decoding)), OperationKind.MOVE
             self.operate(move, target.instance_id, role=Role.MIXED, timeout_s=timeout_s, request_id=request_id)
 
-    def operate(
+    def operate(self, kind: OperationKind, instance_id: InstanceId, **fields: Any) -> None:
+        self.feed(self.operation(kind, instance_id, **fields))
+
+    def operation(
         self,
         kind: OperationKind,
         instance_id: InstanceId,
@@ -1070,20 +1065,19 @@ class MeshMachine(RuleBasedStateMachine):
         timeout_s: float,
         force: bool = False,
         request_id: RequestId | None = None,
-    ) -> None:
+        may_be_judged: bool = True,
+    ) -> OperationRequested:
+        """One more, as an operator asks for it."""
         self.num_operations += 1
-        operation_id = OperationId(f"o{self.num_operations}")
-        self.feed(
-            OperationRequested(
-                operation_id=operation_id,
-                kind=kind,
-                instance_id=instance_id,
-                timeout_s=timeout_s,
-                role=role if kind is OperationKind.ROLE else None,
-                force=force,
-                request_id=request_id,
-                judged=self.num_operations % 2 == 0,
-            )
+        return OperationRequested(
+            operation_id=OperationId(f"o{self.num_operations}"),
+            kind=kind,
+            instance_id=instance_id,
+            timeout_s=timeout_s,
+            role=role if kind is OperationKind.ROLE else None,
+            force=force,
+            request_id=request_id,
+            judged=may_be_judged and self.num_operations % 2 == 0,
         )
 
     @rule(
@@ -1198,7 +1192,9 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(InstanceSuspected(instance_id, suspected=False))
             instance.events.append(DrainRequested(instance_id, enabled=False))
             self.operate(OperationKind.UNDRAIN, instance_id, role=Role.MIXED, timeout_s=0.0, force=False)
-            instance.events.append(RoleChangeRequested(instance_id, self.last_role(instance_id)))
+            role, kind = self.last_role(instance_id), OperationKind.ROLE
+            last = self.operation(kind, instance_id, role=role, timeout_s=0.0, force=True, may_be_judged=False)
+            instance.events.append(last)
             instance.untimed.report_load()
         for _ in range(1000):
             if not self.settle_once():

@@ -9,7 +9,7 @@ import pytest
 from pdmesh.core.commands import Command, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, RequestArrived, RequestCancelled, RequestFinished, Tick
-from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested, RoleChangeRequested
+from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
 from pdmesh.errors import ConfigError
 from pdmesh.model import Epoch, FinishReason, InstanceId, Request, RequestId, Role
 from pdmesh.plans import StepPlan
@@ -17,7 +17,7 @@ from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
+from pdmesh.testing.core import GATEWAY, CoreBench, a_request, a_role, of
 from pdmesh.testing.modelled import modelled_profile
 
 MODEL = LinearLatencyModel(a_s=0.006, b_s=0.00015, c_s=0.0, d_s=0.0, decode_a_s=0.004, decode_s=0.0002)
@@ -171,7 +171,7 @@ def test_another_role_in_a_prefill_phase_lets_the_residents_go_on() -> None:
     bench = a_bench(max_num_seqs=2)
     fill(bench, 1)
     first, second = plans(bench.arrive("a", prompt=32))
-    bench.feed(RoleChangeRequested(InstanceId("m"), Role.PREFILL))
+    bench.feed(a_role("m", Role.PREFILL))
     (release,) = plans(bench.done("m", first))
     assert not release.holds_decodes
     assert not plans(bench.done("m", second))

@@ -29,11 +29,11 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
 )
-from pdmesh.core.operator_events import BundleChangeRequested, RoleChangeRequested
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Epoch, InstanceId, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import GATEWAY, CoreBench, of
+from pdmesh.testing.core import GATEWAY, CoreBench, a_role, of
 from pdmesh.testing.modelled import modelled_profile
 
 P, D0, D1 = (InstanceId(name) for name in ("p", "d0", "d1"))
@@ -168,7 +168,7 @@ def test_the_first_offer_is_the_first_to_be_received() -> None:
 def test_it_decodes_where_it_is_if_it_may_and_nobody_else_has_room() -> None:
     bench = CoreBench(modelled_profile(P, Role.PREFILL), modelled_profile(D0, Role.DECODE))
     _, step = placed(bench)
-    bench.feed(RoleChangeRequested(P, Role.MIXED))
+    bench.feed(a_role(P, Role.MIXED))
     bench.offered(P, "r")
     bench.done(P, step.plan)
     (keep,) = of(KeepKv, bench.feed(InstanceLost(D0)))

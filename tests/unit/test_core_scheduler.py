@@ -39,7 +39,7 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferOffered,
 )
-from pdmesh.core.operator_events import BundleChangeRequested, RoleChangeRequested
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import (
     Epoch,
     FinishReason,
@@ -54,7 +54,7 @@ from pdmesh.model import (
 )
 from pdmesh.plans import ChunkDone
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
+from pdmesh.testing.core import GATEWAY, CoreBench, a_request, a_role, of
 from pdmesh.testing.modelled import modelled_profile
 
 P, D, M = InstanceId("p"), InstanceId("d"), InstanceId("m")
@@ -349,7 +349,6 @@ def test_late_repeated_and_unknown_reports_are_counted_and_change_nothing() -> N
         InstanceLost(ghost),
         InstanceUnreachable(ghost),
         DrainRequested(ghost),
-        RoleChangeRequested(ghost, Role.MIXED),
         LoadReported(ghost, 1, 0, 0, 0),
         BundleChangeRequested("no such bundle"),
         RequestCancelled(GATEWAY, RequestId("x"), Epoch(0)),
@@ -603,7 +602,7 @@ def test_plan_numbers_go_on_after_an_instance_has_joined_again() -> None:
 def test_a_role_change_is_passed_on_and_followed() -> None:
     bench = CoreBench(prefill())
     bench.arrive("a")
-    commands = bench.feed(RoleChangeRequested(P, Role.MIXED))
+    commands = bench.feed(a_role(P, Role.MIXED))
     assert [change.role for change in of(SetRole, commands)] == [Role.MIXED]
     assert of(RunStep, commands)[0].plan.with_decodes
 

@@ -16,7 +16,6 @@ from pdmesh.core.operator_events import (
     OperationRequested,
     ProcessesReported,
     ResizeRequested,
-    RoleChangeRequested,
 )
 from pdmesh.core.record_line import RecordLine, ms
 from pdmesh.model import (
@@ -410,7 +409,6 @@ Event = (
     | InstanceUnreachable
     | InstanceSuspected
     | InstanceLost
-    | RoleChangeRequested
     | OperationRequested
     | OperationCancelled
     | ResizeRequested

@@ -12,14 +12,6 @@ from pdmesh.ranges import ANY_COUNT, Range
 MAX_OPERATION_S = 86_400.0
 
 
-@dataclass(frozen=True, slots=True)
-class RoleChangeRequested:
-    """An operator gives an instance another role."""
-
-    instance_id: InstanceId
-    role: Role
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRequested:
     """An operator asks for an operation on an instance, or (``again``) a scheduler that is gone had taken it on.

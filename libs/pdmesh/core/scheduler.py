@@ -17,7 +17,7 @@ from itertools import chain, islice
 from math import inf
 from typing import get_args
 
-from pdmesh.core.commands import Command, Outcome, SetRole, WakeAt
+from pdmesh.core.commands import Command, Outcome, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
     DecodeReserved,
@@ -62,7 +62,6 @@ from pdmesh.core.operator_events import (
     OperationRequested,
     ProcessesReported,
     ResizeRequested,
-    RoleChangeRequested,
 )
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.judging import Judge
@@ -322,7 +321,6 @@ class SchedulerCore:
         handlers.on(KvLow, self._kv_low)
         handlers.on_timed(OperationRequested, self._operations.request)
         handlers.on_timed(OperationCancelled, self._operation_cancelled)
-        handlers.on(RoleChangeRequested, self._role_change_requested)
         handlers.on_timed(ResizeRequested, self._pools.request)
         handlers.on_timed(InstanceStartFailed, self._pools.start_failed)
         handlers.on(ProcessesReported, self._pools.processes_reported)
@@ -419,13 +417,6 @@ class SchedulerCore:
         self._mesh.grant(self._mesh.broker.release_of(key, event.instance_id))
 
     # --- an operator's changes ---
-
-    def _role_change_requested(self, event: RoleChangeRequested) -> None:
-        if instance := self._mesh.instance_of(event):
-            instance.set_role(event.role)
-            self._mesh.regroup()
-            self._mesh.commands.append(SetRole(instance_id=event.instance_id, role=event.role))
-            self._mesh.queue.unpark()
 
     def _operation_cancelled(self, event: OperationCancelled, now_s: float) -> None:
         owner = self._pools if self._pools.knows(event.operation_id) else self._operations

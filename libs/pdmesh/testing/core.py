@@ -24,6 +24,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.core.operator_events import OperationRequested
 from pdmesh.core.operators.records import OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
@@ -33,6 +34,8 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    OperationId,
+    OperationKind,
     Request,
     RequestId,
     Role,
@@ -66,6 +69,18 @@ def a_request(
         max_tokens=output,
         arrival_s=arrival_s,
         arithmetic=arithmetic,
+    )
+
+
+def a_role(instance_id: str, role: Role, operation_id: str = "role") -> OperationRequested:
+    """An operator gives an instance another role, whatever others do, and waits for what it does now."""
+    return OperationRequested(
+        operation_id=OperationId(operation_id),
+        kind=OperationKind.ROLE,
+        instance_id=InstanceId(instance_id),
+        timeout_s=60.0,
+        role=role,
+        force=True,
     )
 
 

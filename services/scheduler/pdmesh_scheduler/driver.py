@@ -44,7 +44,7 @@ from pdmesh.core.events import (
     TransferLanded,
 )
 from pdmesh.core.lives import Lives
-from pdmesh.core.operator_events import OperationCancelled, OperationRequested, ResizeRequested, RoleChangeRequested
+from pdmesh.core.operator_events import OperationCancelled, OperationRequested, ResizeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
@@ -268,7 +268,7 @@ class Driver:
                 self._coming.discard(event.profile.instance_id)
                 self._silent.discard(event.profile.instance_id)
                 self._tell_readiness()
-            case InstanceUnreachable() | DrainRequested() | RoleChangeRequested():
+            case InstanceUnreachable() | DrainRequested():
                 self._tell_readiness()
             case OperationRequested() | OperationCancelled() | ResizeRequested():
                 self._tell_readiness()

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from pdmesh.core.operator_events import BundleChangeRequested, OperationRequested, RoleChangeRequested
+from pdmesh.core.operator_events import BundleChangeRequested, OperationRequested
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
 from pdmesh.service import ServiceContext
@@ -184,7 +184,7 @@ class Simulation:
             case FaultKind.MOVE:
                 self._move(fault, self.now_s + fault.duration_s)
             case FaultKind.ROLE:
-                self._operate(RoleChangeRequested(self._instance_id(fault.target), Role(fault.other)))
+                self._ask_for(OperationKind.ROLE, self._instance_id(fault.target), role=Role(fault.other))
             case FaultKind.BUNDLE:
                 self._operate(BundleChangeRequested(fault.other))
             case FaultKind.NONSENSE if process is not None:
@@ -236,14 +236,21 @@ class Simulation:
             return
         role = self.plan.roles[self.plan.instances.index(name)]
         if instance.role is not role:
-            self._operate(RoleChangeRequested(instance.instance_id, role))
+            self._ask_for(OperationKind.ROLE, instance.instance_id, role=role)
         scheduler = self.processes.get(SCHEDULER)
         driver: Driver | None = None if scheduler is None else scheduler.parts.get("driver")
         views = () if driver is None else driver._core.instances
         if any(view.draining for view in views if view.instance_id == instance.instance_id):
             self._ask_for(OperationKind.UNDRAIN, instance.instance_id)
 
-    def _ask_for(self, kind: OperationKind, instance_id: InstanceId, request_id: RequestId | None = None) -> None:
+    def _ask_for(
+        self,
+        kind: OperationKind,
+        instance_id: InstanceId,
+        *,
+        request_id: RequestId | None = None,
+        role: Role | None = None,
+    ) -> None:
         """Ask for an operation as an operator who insists."""
         operation_id = OperationId(f"operation {self._rng.getrandbits(32):08x}")
         self._operate(
@@ -254,6 +261,7 @@ class Simulation:
                 timeout_s=DRAIN_S,
                 force=True,
                 request_id=request_id,
+                role=role,
             )
         )
 
@@ -264,11 +272,11 @@ class Simulation:
         source, target = self._instance_id(fault.target), self._instance_id(fault.other)
         for view in () if driver is None else driver._core.requests(100):
             if view.decodes and view.instance_ids[-1] == source != target:
-                self._ask_for(OperationKind.MOVE, target, view.request_id)
+                self._ask_for(OperationKind.MOVE, target, request_id=view.request_id)
         if self.now_s + MOVE_EVERY_S < until_s:
             self._later(MOVE_EVERY_S, partial(self._move, fault, until_s))
 
-    def _operate(self, event: OperationRequested | RoleChangeRequested | BundleChangeRequested) -> None:
+    def _operate(self, event: OperationRequested | BundleChangeRequested) -> None:
         scheduler = self.processes.get(SCHEDULER)
         if scheduler is not None and "driver" in scheduler.parts:
             scheduler.context().run(scheduler.parts["driver"].post, event)
