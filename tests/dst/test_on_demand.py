@@ -31,10 +31,10 @@ def preemptions(monkeypatch: pytest.MonkeyPatch) -> Counter[RequestId]:
     resume = Generator.resume
 
     def counted(
-        self: Generator, transcript: Transcript, reason: str, *, cancel: bool = False, preempted: bool = False
+        self: Generator, transcript: Transcript, reason: str, *, blame: float = 0.0, preempted: bool = False
     ) -> None:
         counts[transcript.request_id] += preempted
-        resume(self, transcript, reason, cancel=cancel, preempted=preempted)
+        resume(self, transcript, reason, blame=blame, preempted=preempted)
 
     monkeypatch.setattr(Generator, "resume", counted)
     monkeypatch.setattr("pdmesh.core.scheduler.Growth", lambda on_demand, risk: FixedGrowth(1.0, risk=0.5))

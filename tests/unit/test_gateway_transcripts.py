@@ -12,7 +12,7 @@ from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TurnOv
 from pdmesh_gateway.transcripts import (
     BREAK_GRACE_S,
     MAX_AHEAD,
-    MAX_RESTARTS,
+    MAX_BLAME,
     MAX_SOURCES_AHEAD,
     STALL_GRACE_S,
     Mailbox,
@@ -68,7 +68,7 @@ async def test_tokens_are_delivered_in_order_and_once() -> None:
 async def test_a_late_epoch_is_dropped() -> None:
     t = transcript()
     t.offer(token(0), A)
-    assert t.restart()
+    assert t.restart(blame=1.0)
     t.offer(token(1, epoch=0), A)
     assert [out.index for out in t.take()] == [0]
     t.offer(token(1, epoch=1), A)
@@ -90,7 +90,7 @@ async def test_a_resumed_request_goes_on_from_what_was_delivered() -> None:
     t = transcript([7, 8])
     t.offer(token(0), A)
     t.offer(token(2), A)  # lost: index 1
-    assert t.restart()
+    assert t.restart(blame=1.0)
     generation = t.generation()
     assert generation.epoch == 1
     assert list(unpack_token_ids(generation.token_ids)) == [7, 8, 100]
@@ -113,7 +113,7 @@ async def test_whatever_arrives_the_transcript_has_no_gap_and_no_double(
     taken: list[int] = []
     for i, (epoch, index) in enumerate(arrivals):
         if i in restarts:
-            assert t.restart()
+            assert t.restart(blame=1.0)
         t.offer(token(index, epoch=epoch), A)
         taken += [out.index for out in t.take()]
     assert taken == list(range(len(taken)))
@@ -130,23 +130,47 @@ async def test_what_waits_for_a_gap_is_bounded() -> None:
     assert len(t._ahead) == MAX_SOURCES_AHEAD
 
 
-async def test_restarts_are_bounded() -> None:
+def num_restarts(t: Transcript, blame: float) -> int:
+    """Restart it until that was too often."""
+    number = 0
+    while t.restart(blame=blame):
+        number += 1
+    return number
+
+
+@pytest.mark.parametrize("blame", [1.0, 0.5, 0.25])
+async def test_what_it_may_have_caused_is_bounded(blame: float) -> None:
+    assert num_restarts(transcript(), blame) == MAX_BLAME / blame
+
+
+async def test_what_it_cannot_have_caused_says_nothing_of_the_rest() -> None:
     t = transcript()
-    assert [t.restart() for _ in range(MAX_RESTARTS + 1)] == [True] * MAX_RESTARTS + [False]
+    assert all(t.restart(blame=blame) for blame in (1.0, 0.0, 0.0, 1.0, 0.0))
+    assert num_restarts(t, 1.0) == MAX_BLAME - 2
 
 
 async def test_progress_renews_what_a_request_may_be_restarted() -> None:
     t = transcript()
-    for epoch in range(3 * MAX_RESTARTS):
+    for epoch in range(15):
+        t.offer(token(2 * epoch, epoch=epoch), A)
+        t.offer(token(2 * epoch + 1, epoch=epoch), A)
+        assert t.restart(blame=1.0)
+    assert t.num_restarts == 15
+
+
+async def test_the_token_that_its_prompt_gives_is_no_progress_where_decoding_it_fails() -> None:
+    t = transcript()
+    for epoch in range(3):
         t.offer(token(epoch, epoch=epoch), A)
-        assert t.restart()
-    assert t.num_restarts == 3 * MAX_RESTARTS
+        assert t.restart(blame=1.0)
+    t.offer(token(3, epoch=3), A)
+    assert not t.restart(blame=1.0)
 
 
 async def test_what_is_not_its_fault_is_not_counted() -> None:
     t = transcript()
-    assert all(t.restart(counts=False) for _ in range(3 * MAX_RESTARTS))
-    assert [t.restart() for _ in range(MAX_RESTARTS + 1)] == [True] * MAX_RESTARTS + [False]
+    assert all(t.restart(blame=0.0) for _ in range(15))
+    assert num_restarts(t, 1.0) == MAX_BLAME
 
 
 async def test_a_broken_stream_makes_its_requests_suspect() -> None:
@@ -179,7 +203,7 @@ async def test_no_token_is_delivered_before_all_of_its_prompts_logprobs() -> Non
     t.offer(token(0), A)
     assert (t.take(), list(t.output), t.resume_at_s) == ([], [], 5.0 + STALL_GRACE_S)
     t.offer(token(1), A)  # it does not know
-    assert t.restart()
+    assert t.restart(blame=1.0)
     t.offer_prompt_logprobs(told(1, 2, epoch=1))
     t.offer_prompt_logprobs(told(3, 1, epoch=1))
     t.offer(token(0, epoch=1), B)
@@ -290,7 +314,7 @@ async def test_a_turn_is_for_its_owner_to_give(source: InstanceId) -> None:
 async def test_a_turn_of_an_old_epoch_or_after_the_end_says_nothing() -> None:
     t = transcript()
     t.offer(token(0, next_=B), A)
-    assert t.restart()
+    assert t.restart(blame=1.0)
     t.give_turn(turn(1, C), A)
     assert (t.source, t.num_dropped) == (None, 1)
     t.offer(token(1, epoch=1, finish=FinishReason.LENGTH), A)
@@ -412,23 +436,23 @@ async def test_tokens_that_come_after_the_news_of_the_end_do_not_hide_that_the_l
     assert t.resume_at_s == t.clock() + STALL_GRACE_S
     t.offer(token(1, finish=FinishReason.LENGTH), A)
     assert t.resume_at_s is None
-    assert t.restart()
+    assert t.restart(blame=1.0)
     assert not t.all_drawn
 
 
 async def test_each_restart_in_vain_waits_longer_for_a_missing_token() -> None:
     t = transcript()
     graces_s = [t.stall_grace_s]
-    while t.restart():
+    while t.restart(blame=0.5):
         graces_s.append(t.stall_grace_s)
-    assert graces_s == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert graces_s == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     assert sum(graces_s) >= 90.0  # a way that is broken for so long ends no stream
 
 
 async def test_a_token_makes_the_next_restart_quick_again() -> None:
     t = transcript()
     for _ in range(3):
-        t.restart()
+        t.restart(blame=1.0)
     t.offer(token(0, epoch=3), A)
     assert t.stall_grace_s == STALL_GRACE_S
 
@@ -444,5 +468,5 @@ async def test_a_resumed_request_tells_the_class_of_who_drew_its_last_token() ->
     assert transcripts.arithmetic_of(t) == "bfloat16/ordered-1"
     transcripts.deliver([token(1)], B)
     transcripts.source_lost(B)
-    assert t.restart()
+    assert t.restart(blame=1.0)
     assert t.generation(transcripts.arithmetic_of(t)).arithmetic == "bfloat16/dot-amx-1"

@@ -239,14 +239,19 @@ class Reject(ToGateway, frozen=True, kw_only=True):
         return RecordLine(f"rejected: {self.reason}", self.message)
 
 
+#: Of a request for its own restart, where something else may have caused it as well (`Restart.blame`).
+SHARED_BLAME = 0.5
+
+
 class Restart(ToGateway, frozen=True, kw_only=True):
     """Tell the gateway that the request's KV is lost: it resumes it from the transcript under the next epoch.
 
-    ``preempted``: it was given up for others. That is no failure, and does not count as one.
+    ``preempted``: it was given up for others, and nothing has failed.
     """
 
     reason: str
     preempted: bool = False
+    blame: float = 0.0  # from 0, if it cannot have caused this, to 1, if nothing else is known that may have
 
     @property
     def record_line(self) -> RecordLine | None:

@@ -399,13 +399,25 @@ class MeshState:
         self.refuse(state.request, message, retry_after_s, reason, reject_ttl_s)
         self.end(state, Outcome.REJECTED)
 
-    def restart(self, state: RequestState, reason: str, *, preempted: bool = False) -> None:
-        self.ask_to_resume(state.request.gateway_id, state.key, reason, preempted=preempted)
+    def restart(self, state: RequestState, reason: str, *, preempted: bool = False, blame: float = 0.0) -> None:
+        """Let its gateway resume the request, which may have caused that (`Restart.blame`)."""
+        gateway_id = state.request.gateway_id
+        self.ask_to_resume(gateway_id, state.key, reason, preempted=preempted, blame=blame)
         self.end(state, Outcome.PREEMPTED if preempted else Outcome.RESTARTED)
 
-    def ask_to_resume(self, gateway_id: GatewayId, key: RequestKey, reason: str, *, preempted: bool = False) -> None:
+    def ask_to_resume(
+        self, gateway_id: GatewayId, key: RequestKey, reason: str, *, preempted: bool = False, blame: float = 0.0
+    ) -> None:
+        """Tell a gateway to resume a request, known here or not."""
         self.commands.append(
-            Restart(gateway_id=gateway_id, request_id=key[0], epoch=key[1], reason=reason, preempted=preempted)
+            Restart(
+                gateway_id=gateway_id,
+                request_id=key[0],
+                epoch=key[1],
+                reason=reason,
+                preempted=preempted,
+                blame=blame,
+            )
         )
 
     def free(self, instance_id: InstanceId, key: RequestKey) -> None:

@@ -17,7 +17,7 @@ from itertools import chain, islice
 from math import inf
 from typing import get_args
 
-from pdmesh.core.commands import Command, Outcome, WakeAt
+from pdmesh.core.commands import SHARED_BLAME, Command, Outcome, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
     DecodeReserved,
@@ -388,7 +388,7 @@ class SchedulerCore:
         state = self._mesh.find((event.request_id, event.epoch))
         if state is not None and state.needs(event.instance_id):
             reason = f"instance {event.instance_id} does not serve it: {event.reason}"
-            do_without(self._mesh, state, event.instance_id, reason)
+            do_without(self._mesh, state, event.instance_id, reason, blame=SHARED_BLAME)
         elif state is None or state.move is None or state.move.target_id != event.instance_id:
             self._mesh.ignore("RequestDropped")
 
@@ -413,7 +413,9 @@ class SchedulerCore:
             and state.needs(event.instance_id)
             and not (state.transfer is not None and state.transfer.was_sent_by(event.instance_id))
         ):
-            do_without(self._mesh, state, event.instance_id, f"instance {event.instance_id} dropped its KV")
+            do_without(
+                self._mesh, state, event.instance_id, f"instance {event.instance_id} dropped its KV", blame=SHARED_BLAME
+            )
         self._mesh.grant(self._mesh.broker.release_of(key, event.instance_id))
 
     # --- an operator's changes ---

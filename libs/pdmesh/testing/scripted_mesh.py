@@ -170,14 +170,15 @@ class ScriptedMesh:
         for message in messages:
             self._gateway.post(CommandMessage.of(message) if isinstance(message, GatewayCommand) else message)
 
-    def lose(self, generation: Generation, reason: str = "lost") -> None:
-        """Say that a request's KV is lost."""
+    def lose(self, generation: Generation, reason: str = "lost", *, blame: float = 1.0) -> None:
+        """Say that a request's KV is lost, and that it may have caused that."""
         self.say(
             Restart(
                 gateway_id=generation.gateway_id,
                 request_id=generation.request_id,
                 epoch=generation.epoch,
                 reason=reason,
+                blame=blame,
             )
         )
 

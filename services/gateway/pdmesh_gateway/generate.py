@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import structlog
 
-from pdmesh.core.commands import ForgetRequest, GatewayCommand, Reject, Restart
+from pdmesh.core.commands import SHARED_BLAME, ForgetRequest, GatewayCommand, Reject, Restart
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, request_id_of
 from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
@@ -144,15 +144,23 @@ class Generator:
             self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=len(transcript.output))
         self._transcripts.remove(transcript)
 
-    def resume(self, transcript: Transcript, reason: str, *, cancel: bool = False, preempted: bool = False) -> None:
-        """Submit a request again, from its transcript and under the next epoch. ``preempted``: nothing has failed."""
+    def resume_stalled(self, transcript: Transcript) -> None:
+        """Submit a request again of which a token was lost on the way: nobody has told of its end, so it is cancelled.
+
+        It may be what does not get through; not where the scheduler is another one than it was, or gone.
+        """
+        self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)  # its last epoch tells
+        is_same = self._link.is_connected and transcript.submitted_on == self._link.num_connections
+        self.resume(transcript, "a token was lost on the way", blame=SHARED_BLAME if is_same else 0.0)
+
+    def resume(self, transcript: Transcript, reason: str, *, blame: float = 0.0, preempted: bool = False) -> None:
+        """Submit a request again, from its transcript and under the next epoch. ``preempted``: nothing has failed.
+
+        It fails instead if it got too much of the blame (`Transcript.restart`).
+        """
         tell = log.debug if preempted else log.warning
         tell("resuming", request_id=transcript.request_id, epoch=transcript.epoch, reason=reason)
-        if cancel:  # what it drew is told when its last epoch ends
-            self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)
-        # Where the scheduler is another one than it was, or gone, it is to blame.
-        is_suspect = self._link.is_connected and transcript.submitted_on == self._link.num_connections
-        if not transcript.restart(counts=is_suspect and not preempted):
+        if not transcript.restart(blame=blame):
             transcript.fail(
                 RequestRejected(
                     f"The request was restarted too often; the last reason was: {reason}",
@@ -225,7 +233,7 @@ class Generator:
 
     def on_restarted(self, command: Restart) -> None:
         def resumed(transcript: Transcript) -> None:
-            self.resume(transcript, command.reason, preempted=command.preempted)
+            self.resume(transcript, command.reason, blame=command.blame, preempted=command.preempted)
 
         self._tell(command, resumed)
 

@@ -26,7 +26,7 @@ class Requests(Protocol):
 
     def finish(self, transcript: Transcript) -> None: ...
 
-    def resume(self, transcript: Transcript, reason: str, *, cancel: bool = False) -> None: ...
+    def resume_stalled(self, transcript: Transcript) -> None: ...
 
 
 class TextStream:
@@ -114,6 +114,6 @@ class TextStream:
             now_s = time.monotonic()
             for resume_at_s, transcript in stalled:
                 if resume_at_s <= now_s:
-                    self._requests.resume(transcript, "a token was lost on the way", cancel=True)
+                    self._requests.resume_stalled(transcript)
             if idle_at_s <= now_s:
                 return False

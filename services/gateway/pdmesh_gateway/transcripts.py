@@ -35,14 +35,18 @@ MAX_SOURCES_AHEAD = 4
 
 FIRST_EPOCH = Epoch(0)
 
-#: How often in a row a request is restarted, without a token in between, before its client is told to try again.
-MAX_RESTARTS = 5
+#: The blame that a request may get for restarts, without progress in between, before its client is told to try again.
+#: What kills each instance that computes it, alone, has killed four by then.
+MAX_BLAME = 3.0
+
+#: As many tokens may be drawn by computing the prompt again, where its decoding is what fails: they are no progress.
+NO_PROGRESS_TOKENS = 1
 
 #: How long a missing token may be late before its request is resumed: far more than two streams of one mesh differ.
 STALL_GRACE_S = 2.0
 
-#: It doubles with each restart in vain, up to this: where an instance's way to a gateway is broken, each restart
-#: computes the prompt again, and `MAX_RESTARTS` of them must outlast what breaks a network for a while.
+#: It doubles with each such restart without a token, up to this: where an instance's way to a gateway is broken, each
+#: computes the prompt again, and those up to `MAX_BLAME` must outlast what breaks a network for a while.
 MAX_STALL_GRACE_S = 30.0
 
 #: The same once the stream that it would come on broke: an instance that lives opens it again within a tenth of this.
@@ -116,7 +120,9 @@ class Transcript:
     drawn_by: InstanceId | None = None  # which instance drew the last token
     num_dropped: int = 0
     num_restarts: int = 0
-    num_fruitless: int = 0  # restarts since the last token
+    num_fruitless: int = 0  # restarts since the last token that it may have caused
+    blame: float = 0.0  # for restarts since it last made progress
+    num_drawn: int = 0  # tokens delivered in this epoch
     is_posted: bool = False
     began_s: float = field(init=False)
     _ahead: dict[InstanceId, dict[int, TokenOut]] = field(default_factory=dict[InstanceId, dict[int, TokenOut]])
@@ -227,15 +233,17 @@ class Transcript:
             self.resume_at_s = resume_at_s
             self.mailbox.put(self)
 
-    def restart(self, *, counts: bool = True) -> bool:
-        """Move to the next epoch, so that `generation` resumes the request. False if that was done too often.
+    def restart(self, *, blame: float) -> bool:
+        """Move to the next epoch, so that `generation` resumes the request. False if it got too much of the blame.
 
-        It does not count if the request cannot have been the cause.
+        ``blame`` is this restart's, as in `pdmesh.core.commands.Restart`.
         """
         self.num_restarts += 1
-        self.num_fruitless += counts
-        if self.num_fruitless > MAX_RESTARTS:
+        self.num_fruitless += blame > 0
+        self.blame = blame if self.num_drawn > NO_PROGRESS_TOKENS else self.blame + blame
+        if self.blame > MAX_BLAME:
             return False
+        self.num_drawn = 0
         self.epoch = Epoch(self.epoch + 1)
         self._ahead.clear()
         self.resume_at_s = None
@@ -305,6 +313,7 @@ class Transcript:
             self.output.append(token.token_id)
             self.drawn_by = source
             self.num_fruitless = 0
+            self.num_drawn += 1
         self.inbox.append(token)
         self.mailbox.has_begun = True
         if token.finish_reason is not None:

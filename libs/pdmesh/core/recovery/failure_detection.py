@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdmesh.core.commands import SHARED_BLAME
 from pdmesh.core.groups.recovery import lose_helper
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.recovery.suspects import computing
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.placing import could_place
 from pdmesh.core.transfers.receivers import has_all_kv, lose_receiver
@@ -35,6 +37,7 @@ def start_elsewhere(mesh: MeshState, bundle: Bundle) -> None:
     suspected = [instance for instance in mesh.instances.values() if instance.suspected]
     others = [instance for instance in mesh.instances.values() if instance.takes_new]
     for instance in suspected:
+        computed = computing(instance)
         for key in list(instance.allocations):
             state = mesh.find(key)
             if (
@@ -49,7 +52,8 @@ def start_elsewhere(mesh: MeshState, bundle: Bundle) -> None:
                 if loses_nothing or not _may_have_landed(state):
                     lose_receiver(mesh, state)
             elif loses_nothing and state.request.epoch <= MAX_EPOCH:
-                mesh.restart(state, f"instance {instance.instance_id} is silent")
+                blame = SHARED_BLAME if key in computed else 0.0
+                mesh.restart(state, f"instance {instance.instance_id} is silent", blame=blame)
 
 
 def go_on_without(mesh: MeshState, instance: InstanceState) -> None:

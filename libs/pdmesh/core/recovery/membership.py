@@ -67,7 +67,7 @@ class Membership:
 
     def lost(self, event: InstanceLost, now_s: float) -> None:
         """First its requests start again or go on without it; then moves and operations hear of it."""
-        self._reconciler.instance_lost(event.instance_id)
+        self._reconciler.instance_lost(event.instance_id, now_s)
         self._moves.lost(event.instance_id)
         self._rebalancer.lost(event.instance_id)
         self._operations.lost(event.instance_id, now_s)

@@ -6,13 +6,14 @@ other among the orphans. What has no counterpart when its grace is over is given
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from pdmesh.core.commands import Outcome
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.recovery.orphans import Orphans
+from pdmesh.core.recovery.suspects import Deaths
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.transfers.receivers import do_without
 from pdmesh.model import (
@@ -33,6 +34,7 @@ class Reconciler:
     def __init__(self, mesh: MeshState, grace_s: float) -> None:
         self._mesh = mesh
         self._grace_s = grace_s
+        self._deaths = Deaths()
         self._unclaimed: Orphans[InstanceId] = Orphans()  # residents that no gateway waits for, so far
         self._unfound: Orphans[GatewayId] = Orphans()  # waited for, and on no instance, so far
 
@@ -150,28 +152,36 @@ class Reconciler:
             if being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
                 mesh.free(instance_id, key)
         if old is not None:
+            blames = {} if old.profile.is_process_of(profile) else self._died(old, now_s)
             cut_off = [key for key in old.allocations if key not in instance.allocations]
-            self._restart_without(instance_id, cut_off, f"instance {instance_id} was cut off")
+            self._restart_without(instance_id, cut_off, f"instance {instance_id} was cut off", blames)
             mesh.drop_plans(old)
         mesh.queue.unpark()
 
-    def instance_lost(self, instance_id: InstanceId) -> None:
+    def instance_lost(self, instance_id: InstanceId, now_s: float) -> None:
         instance = self._mesh.remove_instance(instance_id)
         if instance is None:
             self._mesh.ignore("instance_lost")
             return
+        blames = self._died(instance, now_s)
         self._mesh.numbers.give_back(instance.number)
         self._mesh.changed[instance_id] = None
         self._mesh.broker.leave(instance_id)
         self._unclaimed.drop_owner(instance_id)
-        self._restart_without(instance_id, instance.allocations, f"instance {instance_id} was lost")
+        self._restart_without(instance_id, instance.allocations, f"instance {instance_id} was lost", blames)
         self._mesh.drop_plans(instance)
 
-    def _restart_without(self, instance_id: InstanceId, keys: Iterable[RequestKey], reason: str) -> None:
+    def _died(self, instance: InstanceState, now_s: float) -> Mapping[RequestKey, float]:
+        """Blame the requests that an instance computed; no one where it had said that it stops."""
+        return {} if instance.draining else self._deaths.note(instance, now_s)
+
+    def _restart_without(
+        self, instance_id: InstanceId, keys: Iterable[RequestKey], reason: str, blames: Mapping[RequestKey, float]
+    ) -> None:
         for key in keys:
             state = self._mesh.find(key)
             if state is not None and state.needs(instance_id):
-                do_without(self._mesh, state, instance_id, reason)
+                do_without(self._mesh, state, instance_id, reason, blame=blames.get(key, 0.0))
 
     # --- residents ---
 

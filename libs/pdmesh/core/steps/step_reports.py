@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdmesh.core.commands import SHARED_BLAME
 from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
@@ -54,7 +55,7 @@ class StepReports:
                 state.group.compute(event.instance_id, chunk.start, chunk.start + chunk.num_tokens)
             if not is_computed and not state.is_recovering:
                 if state.needs(event.instance_id):  # not one that was freed in the last layer of its last chunk
-                    self._mesh.restart(state, f"instance {event.instance_id} dropped a chunk")
+                    self._mesh.restart(state, f"instance {event.instance_id} dropped a chunk", blame=SHARED_BLAME)
             elif not is_computed:
                 self._mesh.note_interruption(state)
             elif chunk.is_last and state.decode_id == event.instance_id:

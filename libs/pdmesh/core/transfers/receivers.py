@@ -13,17 +13,20 @@ from pdmesh.core.requests import RequestState
 from pdmesh.model import InstanceId
 
 
-def do_without(mesh: MeshState, state: RequestState, instance_id: InstanceId, reason: str) -> None:
+def do_without(
+    mesh: MeshState, state: RequestState, instance_id: InstanceId, reason: str, *, blame: float = 0.0
+) -> None:
     """An instance fails a request that needs it.
 
-    If that was to receive its KV, another one will; if it only helped, the others compute what it did not.
+    If that was to receive its KV, another one will; if it only helped, the others compute what it did not. Else it
+    starts again, and may have caused that (`Restart.blame`).
     """
     if state.is_helped_by(instance_id):
         lose_helper(mesh, state, instance_id)
     elif has_all_kv(mesh, state) and instance_id not in state.prefill_ids:
         lose_receiver(mesh, state)
     else:
-        mesh.restart(state, reason)
+        mesh.restart(state, reason, blame=blame)
 
 
 def has_all_kv(mesh: MeshState, state: RequestState) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdmesh.core.commands import SHARED_BLAME
 from pdmesh.core.events import (
     DecodeReserved,
     TransferFailed,
@@ -71,7 +72,7 @@ class TransferReports:
         elif has_all_kv(self._mesh, state):
             lose_receiver(self._mesh, state, told_by=event.instance_id)
         else:
-            self._mesh.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}")
+            self._mesh.restart(state, f"KV transfer failed on {event.instance_id}: {event.reason}", blame=SHARED_BLAME)
 
     def _find(
         self, event: DecodeReserved | TransferOffered | TransferPaused | TransferLanded | TransferSent, side: Side
