@@ -75,6 +75,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.arithmetic",
     "Reject.reject_ttl_s",
     "Restart.preempted",
+    "Restart.blame",
     "RequestCancelled.gateway_id",
     "RequestCancelled.num_output_tokens",
     "ForgetRequest.gateway_id",

@@ -85,14 +85,14 @@ class Operator:
     async def operate(self, kind: OperationKind, instance: str, request: str | None = None) -> OperationStatus:
         """An operation, once it is over."""
         self._num += 1
-        wish = OperationRequested(
+        requested = OperationRequested(
             operation_id=OperationId(f"o{self._num}"),
             kind=kind,
             instance_id=InstanceId(instance),
             timeout_s=120.0,
             request_id=None if request is None else RequestId(request),
         )
-        status = await self.ask(StartOperation(wish=wish))
+        status = await self.ask(StartOperation(requested=requested))
         assert isinstance(status, OperationStatus)
         while status.state == "running":
             question = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=4.0)

@@ -62,16 +62,16 @@ class Span(NamedTuple):
 async def flip(mesh: RunningMesh, instance: str, role: Role) -> OperationStatus:
     """Ask for it, and wait until it is over."""
     security = SecurityConfig(mesh_token=mesh.record.mesh_token)
-    wish = OperationRequested(
+    requested = OperationRequested(
         operation_id=OperationId(secrets.token_hex(4)),
         kind=OperationKind.ROLE,
         instance_id=InstanceId(instance),
         timeout_s=1.0,
         role=role,
     )
-    status = await ask_scheduler(mesh.record.scheduler_address, security, StartOperation(wish=wish))
+    status = await ask_scheduler(mesh.record.scheduler_address, security, StartOperation(requested=requested))
     while isinstance(status, OperationStatus) and status.state == "running":
-        question = WaitOperation(operation_id=wish.operation_id, num_left=status.num_left, wait_s=MAX_WAIT_S)
+        question = WaitOperation(operation_id=requested.operation_id, num_left=status.num_left, wait_s=MAX_WAIT_S)
         status = await ask_scheduler(mesh.record.scheduler_address, security, question)
     assert isinstance(status, OperationStatus)
     return status

@@ -29,8 +29,8 @@ READ_BY_MSGSPEC = (
     "policy/profile.py",
 )
 
-#: Services have operations of their own, and a Python class cannot inherit from a compiled one.
-INHERITED_FROM = ("core/operators",)
+#: Nothing here is done often, and what is desired is kept and sent as it is.
+SELDOM_DONE = ("core/operators",)
 
 #: No event passes through these tools of the simulator.
 TOOLS = tuple(
@@ -43,7 +43,7 @@ GROUP = "pdmesh.compiled"
 
 def sources() -> list[Path]:
     """Return the modules to compile, relative to the repository's root."""
-    left_out = {SOURCES / name for name in (*READ_BY_MSGSPEC, *INHERITED_FROM, *TOOLS)}
+    left_out = {SOURCES / name for name in (*READ_BY_MSGSPEC, *SELDOM_DONE, *TOOLS)}
     paths = [path for package in PACKAGES for path in sorted((SOURCES / package).rglob("*.py"))]
     return [path for path in paths if path.stem != "__init__" and not left_out & {path, *path.parents}]
 

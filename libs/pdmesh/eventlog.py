@@ -41,7 +41,7 @@ from pdmesh.settings import values_of
 
 log = structlog.get_logger()
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 #: No record is larger; a length beyond it is corruption.
 MAX_RECORD_BYTES = 64 * 1024 * 1024

@@ -81,6 +81,16 @@ class OperationKind(StrEnum):
     ROLLING = "rolling"  # a restart of every process, one after the other
 
 
+class OperationState(StrEnum):
+    """How far an operator's operation is, or how it ended."""
+
+    RUNNING = "running"
+    DONE = "done"
+    REFUSED = "refused"  # nothing was changed
+    CANCELLED = "cancelled"  # the instance is used as before
+    FAILED = "failed"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCounts:
     """How many instances of each role."""
@@ -122,6 +132,26 @@ class PoolMember:
 
     instance_id: InstanceId
     role: Role
+
+
+class ProcessKind(StrEnum):
+    """What a process is that an actuator keeps running, in the order in which a rolling restart replaces them."""
+
+    INSTANCE = "instance"
+    GATEWAY = "gateway"
+    SCHEDULER = "scheduler"  # the last, since the others dial it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagedProcess:
+    """A process that an actuator keeps running. Instances go by their ids, as ``pdmesh status`` lists them.
+
+    ``pid`` is a number that no other process had under the name; 0 while one is being started. It is only compared.
+    """
+
+    name: str
+    pid: int
+    kind: ProcessKind = ProcessKind.INSTANCE
 
 
 class FinishReason(StrEnum):

@@ -60,25 +60,30 @@ from pdmesh.core.events import (
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.operator_events import (
-    ActuatorFacts,
+    ActuatorLost,
+    ActuatorReported,
     BatchingChangeRequested,
     BundleChangeRequested,
-    InstanceStartFailed,
+    FailedStart,
     OperationCancelled,
     OperationRequested,
-    ProcessesReported,
     ResizeRequested,
+    RollingRequested,
 )
-from pdmesh.core.operators.records import OperationState
+from pdmesh.core.operators.actuators import host_bytes
+from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
     Epoch,
     GatewayId,
     InstanceId,
+    ManagedProcess,
     OperationId,
     OperationKind,
+    OperationState,
     PoolCounts,
     PoolMember,
+    ProcessKind,
     RejectReason,
     Request,
     RequestId,
@@ -201,6 +206,7 @@ class MeshMachine(RuleBasedStateMachine):
         }
         self.drawn_in: dict[RequestKey, str] = {}  # class of the instance that drew the last token
         self.processes = set(self.profiles)  # that the actuator has, of instances that are there or come back
+        self.services = {"gateway": 1, "scheduler": 1}  # processes that are no instances, with their pids
         self.mesh = ModelledMesh(self.profiles.values(), self.max_total_of)
         self.num_requests = 0
         self.num_operations = 0
@@ -218,8 +224,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     def new_core(self) -> None:
         core: SchedulerCore | None = getattr(self, "core", None)
-        wishes = [] if core is None else core.wishes
-        resize_wish = None if core is None else core.resize_wish
+        desired = DesiredState() if core is None else core.desired
         self.core, self.diligent = (
             SchedulerCore(self.config, make_bundle(self.chosen.name, self.policy), random.Random(0)) for _ in range(2)
         )
@@ -249,15 +254,13 @@ class MeshMachine(RuleBasedStateMachine):
         self.silent: set[InstanceId] = set()
         self.roles: dict[InstanceId, Role] = {}
         self.has_resized = False
-        self.told: tuple[InstanceId, ...] | None = None  # as the actuator has last
+        self.told: tuple[object, ...] | None = None  # as the actuator has last
         self.allocated: set[InstanceId] = set()  # their residents wait for the end of a prefill phase
         self.ahead: dict[RequestKey, tuple[InstanceId, int]] = {}  # computed without room to decode, and never had any
         for gateway_id in GATEWAYS:
             self.gateway_joins(gateway_id)
-        for wish in wishes:
-            self.feed(replace(wish, again=True))
-        if resize_wish is not None:
-            self.feed(replace(resize_wish, again=True))
+        for event in desired.events():
+            self.feed(replace(event, patience_s=5.0) if isinstance(event, RollingRequested) else event)
         for instance in self.mesh.instances.values():
             self.feed(instance.rejoin(self.gateway_of))
 
@@ -446,7 +449,8 @@ class MeshMachine(RuleBasedStateMachine):
         self.closed: set[InstanceId] = set()
         self.has_resized |= any(view.kind is OperationKind.RESIZE for view in self.core.operations)
         if self.has_resized:  # what it started, or took back, is in use whatever was done to its name before
-            self.closed.update(wish.instance_id for wish in self.core.wishes if wish.kind is OperationKind.DRAIN)
+            drains = [each for each in self.core.desired.operations if each.kind is OperationKind.DRAIN]
+            self.closed.update(each.instance_id for each in drains)
         for view in () if self.has_resized else self.core.operations:
             if view.state is OperationState.DONE and view.kind not in (OperationKind.ROLE, OperationKind.MOVE):
                 (self.closed.add if view.kind is OperationKind.DRAIN else self.closed.discard)(view.instance_id)
@@ -974,15 +978,22 @@ class MeshMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def stopped_process_starts_again(self, data: st.DataObject) -> None:
         """An operation asked for that; what is still there is lost with it."""
-        told = [instance for instance in self.mesh.instances.values() if instance.untimed.is_told_to_stop]
-        if instance := self.pick(data, told):
-            instance_id = instance.instance_id
-            self.mesh.pieces.cut_off(instance_id)
-            self.feed(InstanceLost(instance_id))
-            before = self.profiles[instance_id]
-            self.profiles[instance_id] = replace(before, pid=before.pid + 1)
-            self.mesh.instances[instance_id] = self.new_instance(instance_id)
-            self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
+        if instance := self.pick(data, self.told_to_stop):
+            self.start_again(instance)
+
+    @property
+    def told_to_stop(self) -> list[ModelledInstance]:
+        return [instance for instance in self.mesh.instances.values() if instance.untimed.is_told_to_stop]
+
+    def start_again(self, instance: ModelledInstance) -> None:
+        """A process ends, and another one takes its place."""
+        instance_id = instance.instance_id
+        self.mesh.pieces.cut_off(instance_id)
+        self.feed(InstanceLost(instance_id))
+        before = self.profiles[instance_id]
+        self.profiles[instance_id] = replace(before, pid=before.pid + 1)
+        self.mesh.instances[instance_id] = self.new_instance(instance_id)
+        self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
 
     @rule(data=st.data())
     def instance_returns(self, data: st.DataObject) -> None:
@@ -1089,27 +1100,107 @@ class MeshMachine(RuleBasedStateMachine):
     def operator_resizes(
         self, counts: tuple[int, int, int], timeout_s: float, start_timeout_s: float, num_spare: int
     ) -> None:
-        self.num_operations += 1
+        self.actuator_tells(num_spare=num_spare)
         prefill, decode, mixed = counts
-        actuator = ActuatorFacts(instance_ids=self.running, available_bytes=num_spare, instance_bytes=1)
+        self.num_operations += 1
         self.feed(
             ResizeRequested(
                 operation_id=OperationId(f"o{self.num_operations}"),
                 pools=PoolCounts(prefill=prefill, decode=decode, mixed=mixed),
                 timeout_s=timeout_s,
                 start_timeout_s=start_timeout_s,
-                actuator=actuator,
             )
         )
+
+    @rule(
+        timeout_s=st.sampled_from((0.0, 4.0, 60.0)),
+        start_timeout_s=st.sampled_from((4.0, 200.0)),
+        num_spare=st.sampled_from((0, 9, 9)),
+        force=st.booleans(),
+    )
+    def operator_restarts_everything(
+        self, timeout_s: float, start_timeout_s: float, num_spare: int, force: bool
+    ) -> None:
+        self.actuator_tells(num_spare=num_spare)
+        self.num_operations += 1
+        self.feed(
+            RollingRequested(
+                operation_id=OperationId(f"o{self.num_operations}"),
+                timeout_s=timeout_s,
+                start_timeout_s=start_timeout_s,
+                force=force,
+            )
+        )
+
+    @rule(
+        num_rounds=st.sampled_from((1, 5, 30, 60)),
+        timeout_s=st.sampled_from((0.0, 60.0)),
+        is_cancelled=st.sampled_from((False, False, True)),
+    )
+    def everything_is_restarted(self, num_rounds: int, timeout_s: float, is_cancelled: bool) -> None:
+        """All goes well for so long; what is begun goes on under other rules."""
+        is_quiet = not any(view.state is OperationState.RUNNING for view in self.core.operations)
+        is_whole = set(self.profiles) == set(self.mesh.instances) == self.processes
+        is_ready = is_whole and all(each.untimed.admits and not each.events for each in self.mesh.instances.values())
+        is_ready = is_ready and all(view.reachable and not view.draining for view in self.core.instances)
+        is_ready = is_ready and self.core.unready_reason is None
+        before = {instance_id: self.profiles[instance_id].pid for instance_id in self.mesh.instances} | self.services
+        self.operator_restarts_everything(timeout_s=timeout_s, start_timeout_s=200.0, num_spare=9, force=False)
+        name = OperationId(f"o{self.num_operations}")
+        for turn in range(num_rounds):
+            if is_cancelled and turn == num_rounds // 2:
+                self.feed(OperationCancelled(name))
+            self.all_goes_well()
+            for instance in self.mesh.instances.values():
+                if not instance.own.held and len(instance.untimed.residents):
+                    instance.draw(99)
+                    self.see_drawn(instance)
+            for what in self.wanted()[:1]:
+                self.actuate(what)
+            if self.now_told != self.told:
+                self.actuator_tells()
+            for instance in self.told_to_stop[:1]:
+                self.start_again(instance)
+            self.time_passes(4.0)
+            states = {view.operation_id: view for view in self.core.operations}
+            if is_quiet and is_ready:
+                assert self.core.unready_reason is None, "nobody serves while another one is restarted"
+                assert states[name].state is not OperationState.FAILED, states[name].detail
+        if any(view.operation_id == name and view.state is OperationState.DONE for view in self.core.operations):
+            after = {instance_id: profile.pid for instance_id, profile in self.profiles.items()} | self.services
+            assert all(after[each] > pid for each, pid in before.items() if each in after), f"{before}, {after}"
 
     @property
     def running(self) -> tuple[InstanceId, ...]:
         return tuple(sorted(self.processes))
 
+    @rule(num_spare=st.sampled_from((0, 9, 9)))
+    def actuator_tells(self, num_spare: int = 9, failed: InstanceId | None = None) -> None:
+        """What runs; what an instance takes is one byte."""
+        self.told = self.now_told
+        instances = [
+            ManagedProcess(name=name, pid=self.profiles[name].pid) for name in self.running if name in self.profiles
+        ]
+        services = [ManagedProcess(name=name, pid=pid, kind=ProcessKind(name)) for name, pid in self.services.items()]
+        failures = () if failed is None else (FailedStart(instance_id=failed, reason="no memory"),)
+        self.feed(
+            ActuatorReported(
+                actuator_id="a",
+                processes=(*instances, *services),
+                available_bytes=num_spare * host_bytes(next(iter(self.profiles.values()))),
+                failed=failures,
+            )
+        )
+
+    @property
+    def now_told(self) -> tuple[object, ...]:
+        """What there is to tell."""
+        return (*self.running, *self.services.items())
+
     @rule()
-    def actuator_tells(self) -> None:
-        self.told = self.running
-        self.feed(ProcessesReported(self.running))
+    def actuator_falls_silent(self) -> None:
+        self.told = None
+        self.feed(ActuatorLost("a"))
 
     @rule(data=st.data(), fails=st.sampled_from((False, False, True)))
     def actuator_acts(self, data: st.DataObject, fails: bool) -> None:
@@ -1117,21 +1208,26 @@ class MeshMachine(RuleBasedStateMachine):
         if wanted := self.wanted():
             self.actuate(data.draw(st.sampled_from(wanted)), fails=fails)
 
-    def wanted(self) -> list[PoolMember | InstanceId]:
-        """What the actuator has not done yet: to start one, or to stop one."""
-        desired = self.core.desired_pools
+    def wanted(self) -> list[PoolMember | InstanceId | ManagedProcess]:
+        """What the actuator has not done yet: to start one, to stop one, or to replace a process."""
+        desired = self.core.desired_processes("a")
         start = [member for member in desired.start if member.instance_id not in self.processes]
-        return [*start, *(instance_id for instance_id in desired.stop if instance_id in self.processes)]
+        stop = [instance_id for instance_id in desired.stop if instance_id in self.processes]
+        return [*start, *stop, *(each for each in desired.replace if self.services.get(each.name) == each.pid)]
 
-    def actuate(self, what: PoolMember | InstanceId, *, fails: bool = False) -> None:
-        if not isinstance(what, PoolMember):
+    def actuate(self, what: PoolMember | InstanceId | ManagedProcess, *, fails: bool = False) -> None:
+        if isinstance(what, ManagedProcess):
+            self.services[what.name] += 1
+            if what.kind is ProcessKind.SCHEDULER:
+                self.new_core()
+        elif not isinstance(what, PoolMember):
             self.processes.remove(what)
             del self.profiles[what]
             if (instance := self.mesh.instances.pop(what, None)) is not None:
                 assert not instance.held, f"{what} is stopped, and holds {instance.held}"
                 self.feed(InstanceLost(what))
         elif fails:
-            self.feed(InstanceStartFailed(what.instance_id, "no memory"))
+            self.actuator_tells(failed=what.instance_id)
         else:
             instance_id = what.instance_id
             like = next(iter(self.profiles.values()))
@@ -1226,7 +1322,10 @@ class MeshMachine(RuleBasedStateMachine):
         while wanted := self.wanted():
             self.actuate(wanted[0])
             busy = True
-        if self.running != self.told:
+        for instance in self.told_to_stop:
+            self.start_again(instance)
+            busy = True
+        if self.now_told != self.told:
             self.actuator_tells()
             busy = True
         for instance in self.mesh.instances.values():

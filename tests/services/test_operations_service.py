@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import anyio
 import anyio.lowlevel
-import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from pdmesh.apikeys import Operator, entry_of, hash_key
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.commands import SetRole
-from pdmesh.core.operator_events import OperationRequested
+from pdmesh.core.operator_events import (
+    BundleChangeRequested,
+    FailedStart,
+    OperationRequested,
+    ResizeRequested,
+    RollingRequested,
+)
+from pdmesh.core.operators.actuators import DesiredProcesses
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
+from pdmesh.model import InstanceId, ManagedProcess, OperationId, OperationKind, PoolCounts, ProcessKind, Role
+from pdmesh.testing.core import a_report
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import OPERATOR_METADATA
@@ -28,7 +35,6 @@ from pdmesh.wire.messages import (
     AdminResponse,
     CancelOperation,
     ExpectInstances,
-    FailedStart,
     FollowPools,
     GetPolicies,
     GetRequest,
@@ -39,8 +45,7 @@ from pdmesh.wire.messages import (
     OperationList,
     OperationStatus,
     Policies,
-    PoolsWanted,
-    ServiceProcess,
+    PoolsDesired,
     SetBatching,
     SetPolicy,
     StartOperation,
@@ -49,7 +54,7 @@ from pdmesh.wire.messages import (
     WaitOperation,
 )
 from pdmesh_scheduler.admin import is_local
-from pdmesh_scheduler.operations import read_wishes
+from pdmesh_scheduler.desired_file import read_desired
 from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.testing import CONFIG as DEFAULTS
 from pdmesh_scheduler.testing import SchedulerBench, running_scheduler
@@ -63,10 +68,10 @@ DECODE = modelled_profile("d0", Role.DECODE)
 
 
 def asking(kind: OperationKind, instance: str, name: str = "x", role: Role | None = None) -> StartOperation:
-    wish = OperationRequested(
+    requested = OperationRequested(
         operation_id=OperationId(name), kind=kind, instance_id=InstanceId(instance), timeout_s=5.0, role=role
     )
-    return StartOperation(wish=wish)
+    return StartOperation(requested=requested)
 
 
 def kept_in(path: Path) -> MeshConfig:
@@ -300,7 +305,7 @@ async def test_the_next_scheduler_knows_what_operators_asked_for(tmp_path: Path)
         await ask(mesh, SetPolicy(bundle="fcfs"))
         await ask(mesh, SetBatching(batching="ebplus"))
         await ask(mesh, asking(OperationKind.DRAIN, "p0"))
-    assert len(read_wishes(path).operations) == 1
+    assert len(read_desired(path, now=0.0, patience_s=0.0).operations) == 1
     assert path.stat().st_mode & 0o777 == 0o600
     async with (
         running_scheduler(kept_in(path)) as mesh,
@@ -338,17 +343,15 @@ async def test_a_disk_that_takes_nothing_ends_no_operation(tmp_path: Path) -> No
         assert done.state == "done"
 
 
-FOLLOWING = FollowPools(
-    actuator_id="a",
-    services=(
-        ServiceProcess(name="scheduler", pid=1),
-        ServiceProcess(name="gateway", pid=2),
-        *(ServiceProcess(name=name, pid=3) for name in ("p0", "p1", "d0")),
-    ),
-    available_bytes=1 << 40,
-    revision=-1,
-    wait_s=0.0,
-)
+def following(
+    *names: str, scheduler_pid: int = 1, revision: int = -1, wait_s: float = 0.0, **report: Any
+) -> FollowPools:
+    """A supervisor's question that keeps these instances, a gateway and the scheduler running."""
+    said = a_report(*names, services={"scheduler": scheduler_pid, "gateway": 2})
+    return FollowPools(report=replace(said, **report), revision=revision, wait_s=wait_s)
+
+
+FOLLOWING = following("p0", "p1", "d0")
 
 
 async def test_a_new_scheduler_refuses_nothing_for_those_whom_it_has_not_heard_of() -> None:
@@ -384,28 +387,26 @@ async def test_an_actuator_is_told_what_to_start_and_the_next_scheduler_tells_it
         nobody = await ask(mesh, resizing(1, 2, "before"))
         assert isinstance(nobody, OperationStatus)
         assert (nobody.state, nobody.needs_actuator) == ("refused", True)
-        services = tuple(each for each in FOLLOWING.services if each.name != "p1")
-        following = msgspec.structs.replace(FOLLOWING, services=services)
-        nothing = await ask(mesh, following)
-        assert isinstance(nothing, PoolsWanted)
-        assert (nothing.start, nothing.stop) == ((), ())
-        other = await ask(mesh, msgspec.structs.replace(following, actuator_id="b"))
+        nothing = await ask(mesh, following("p0", "d0"))
+        assert isinstance(nothing, PoolsDesired)
+        assert nothing.processes == DesiredProcesses()
+        other = await ask(mesh, following("p0", "d0", actuator_id="b"))
         assert isinstance(other, AdminError), "there is one at a time"
         begun = await ask(mesh, resizing(1, 2))
         assert isinstance(begun, OperationStatus)
         assert (begun.state, begun.detail) == ("running", "decode-0 to start")
-        wanted = await ask(mesh, msgspec.structs.replace(following, revision=nothing.revision, wait_s=4.0))
-        assert isinstance(wanted, PoolsWanted)
-        assert [member.instance_id for member in wanted.start] == ["decode-0"]
+        wanted = await ask(mesh, following("p0", "d0", revision=nothing.revision, wait_s=4.0))
+        assert isinstance(wanted, PoolsDesired)
+        assert [member.instance_id for member in wanted.processes.start] == ["decode-0"]
     async with running_scheduler(kept_in(path)) as mesh:
         wanted = await ask(mesh, FOLLOWING)
-        assert isinstance(wanted, PoolsWanted)
-        assert [member.instance_id for member in wanted.start] == ["decode-0"]
+        assert isinstance(wanted, PoolsDesired)
+        assert [member.instance_id for member in wanted.processes.start] == ["decode-0"]
         status = await ask(mesh, GetStatus())
         assert isinstance(status, MeshStatus)
         assert status.pools == PoolCounts(prefill=1, decode=2)
         failed = FailedStart(instance_id=InstanceId("decode-0"), reason="no memory")
-        await ask(mesh, msgspec.structs.replace(FOLLOWING, failed=(failed,)))
+        await ask(mesh, following("p0", "p1", "d0", failed=(failed,)))
         over = await ask(mesh, WaitOperation(operation_id=OperationId("r"), num_left=0, wait_s=0.0))
         assert isinstance(over, OperationStatus)
         assert (over.state, over.detail) == ("failed", "decode-0 could not be started: no memory")
@@ -428,13 +429,48 @@ async def test_a_service_is_replaced_by_the_actuator_also_past_the_end_of_a_sche
         assert isinstance(again, OperationStatus)
         assert (again.state, again.detail) == ("refused", "operation s (restart) runs on scheduler: wait for it")
         wanted = await ask(mesh, FOLLOWING)
-        assert isinstance(wanted, PoolsWanted)
-        assert wanted.replace == (ServiceProcess(name="scheduler", pid=1),)
+        assert isinstance(wanted, PoolsDesired)
+        assert wanted.processes.replace == (ManagedProcess(name="scheduler", pid=1, kind=ProcessKind.SCHEDULER),)
     async with running_scheduler(kept_in(path)) as mesh:
-        services = (ServiceProcess(name="scheduler", pid=9), *FOLLOWING.services[1:])
-        wanted = await ask(mesh, msgspec.structs.replace(FOLLOWING, services=services))
-        assert isinstance(wanted, PoolsWanted)
-        assert wanted.replace == ()
+        wanted = await ask(mesh, following("p0", "p1", "d0", scheduler_pid=9))
+        assert isinstance(wanted, PoolsDesired)
+        assert wanted.processes.replace == ()
         over = await ask(mesh, WaitOperation(operation_id=OperationId("s"), num_left=0, wait_s=0.0))
         assert isinstance(over, OperationStatus)
         assert over.state == "done"
+
+
+async def test_what_the_version_before_kept_is_read(tmp_path: Path) -> None:
+    """As a scheduler wrote it of which the rolling restart was no part of the core."""
+    path = tmp_path / "operations.json"
+    path.write_text(
+        """{
+  "bundle": "fcfs", "batching": null,
+  "operations": [{"operation_id": "d", "kind": "drain", "instance_id": "p1", "timeout_s": 5.0, "role": null,
+    "force": false, "again": false, "pid": null, "stopped_pid": null, "request_id": null, "judged": false,
+    "role_before": null}],
+  "pools": {"operation_id": "r", "pools": {"prefill": 1, "decode": 2, "mixed": 0}, "timeout_s": 5.0,
+    "start_timeout_s": 5.0, "actuator": null, "again": true, "flips": [],
+    "starts": [{"instance_id": "decode-1", "role": "decode"}], "leaves": []},
+  "replacements": [{"operation_id": "x/gateway", "kind": "restart", "instance_id": "gateway", "timeout_s": 5.0,
+    "role": null, "force": false, "again": false, "pid": 7, "stopped_pid": 7, "request_id": null, "judged": false,
+    "role_before": null}],
+  "rolling": {"operation_id": "x", "timeout_s": 5.0, "start_timeout_s": 20.0, "force": false, "began_at": 990.0,
+    "left": [{"name": "gateway", "pid": 7, "is_instance": false}], "beside": [],
+    "part": {"operation_id": "x/gateway", "restarts": {"name": "gateway", "pid": 7, "is_instance": false},
+    "grows": null}, "ends_as": null, "why": ""}
+}"""
+    )
+    desired = read_desired(path, now=1000.0, patience_s=3.0)
+    bundle, drain, replacement, pools, rolling = desired.events()
+    assert bundle == BundleChangeRequested("fcfs")
+    assert isinstance(drain, OperationRequested)
+    assert (drain.instance_id, drain.again, drain.of_service) == ("p1", True, False)
+    assert isinstance(replacement, OperationRequested)
+    assert (replacement.stopped_pid, replacement.again, replacement.of_service) == (7, True, True)
+    assert isinstance(pools, ResizeRequested)
+    assert [member.instance_id for member in pools.starts] == ["decode-1"]
+    assert isinstance(rolling, RollingRequested)
+    assert (rolling.age_s, rolling.patience_s, rolling.again) == (10.0, 3.0, True)
+    assert rolling.part is not None
+    assert rolling.part.restarts == rolling.left[0]

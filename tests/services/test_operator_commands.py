@@ -21,6 +21,7 @@ from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import PdmeshError
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
+from pdmesh.testing.core import a_report
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
@@ -33,13 +34,12 @@ from pdmesh.wire.messages import (
     MeshStatus,
     OperationList,
     OperationStatus,
-    ServiceProcess,
     SetPolicy,
     StartOperation,
     StartResize,
     WaitOperation,
 )
-from pdmesh_scheduler.operations import read_wishes
+from pdmesh_scheduler.desired_file import read_desired
 from pdmesh_scheduler.testing import CONFIG, SchedulerBench, running_scheduler
 
 pytestmark = pytest.mark.anyio
@@ -177,7 +177,7 @@ async def test_what_is_asked_of_a_scheduler_that_is_being_started_again_is_done_
 async def test_a_restart_whose_answer_was_lost_is_not_done_again() -> None:
     """The next scheduler does not know of it; the process that was to go has gone."""
     profile = modelled_profile("p1", Role.PREFILL)
-    wish = OperationRequested(
+    requested = OperationRequested(
         operation_id=OperationId("x"),
         kind=OperationKind.RESTART,
         instance_id=InstanceId("p1"),
@@ -190,16 +190,20 @@ async def test_a_restart_whose_answer_was_lost_is_not_done_again() -> None:
         mesh.worker(modelled_profile("d0", Role.DECODE)),
         mesh.worker(replace(profile, pid=8)),
     ):
-        done = await ask(mesh, StartOperation(wish=wish))
+        done = await ask(mesh, StartOperation(requested=requested))
         assert isinstance(done, OperationStatus)
         assert (done.state, done.detail) == ("done", "another process registered as this instance before")
-        again = replace(wish, operation_id=OperationId("y"), pid=8)
-        begun = await ask(mesh, StartOperation(wish=again))
+        again = replace(requested, operation_id=OperationId("y"), pid=8)
+        begun = await ask(mesh, StartOperation(requested=again))
         assert isinstance(begun, OperationStatus)
         assert begun.state == "running"
-        for forged in (replace(wish, again=True), replace(wish, stopped_pid=8), replace(wish, role_before=Role.MIXED)):
+        for forged in (
+            replace(requested, again=True),
+            replace(requested, stopped_pid=8),
+            replace(requested, role_before=Role.MIXED),
+        ):
             with pytest.raises(PdmeshError, match="only a scheduler may send an operation again"):
-                await ask(mesh, StartOperation(wish=forged))
+                await ask(mesh, StartOperation(requested=forged))
 
 
 async def test_nobody_is_asked_again_who_has_said_no(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,13 +218,7 @@ async def test_nobody_is_asked_again_who_has_said_no(monkeypatch: pytest.MonkeyP
 # --- a supervisor that stands still ---
 
 
-FOLLOWING = FollowPools(
-    actuator_id="a",
-    services=tuple(ServiceProcess(name=name, pid=3) for name in NAMES),
-    available_bytes=1 << 40,
-    revision=-1,
-    wait_s=0.0,
-)
+FOLLOWING = FollowPools(report=a_report(*NAMES), revision=-1, wait_s=0.0)
 
 
 async def resized(mesh: SchedulerBench, pools: PoolCounts, start_timeout_s: float) -> OperationStatus:
@@ -269,15 +267,16 @@ async def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
         return target
 
     monkeypatch.setattr(Path, "replace", replaced)
-    monkeypatch.setattr("pdmesh_scheduler.operations.WRITE_AGAIN_S", 0.02)
+    monkeypatch.setattr("pdmesh_scheduler.desired_file.WRITE_AGAIN_S", 0.02)
     async with three_instances(replace(CONFIG, scheduler=replace(CONFIG.scheduler, operations_file=path))) as mesh:
         await ask(mesh, SetPolicy(bundle="fcfs"))
         await written[-1].wait()
         with monkeypatch.context() as full:
             full.setattr(os, "fsync", no_room)
             assert (await typed(mesh, "drain", "p1")).code == 0, "an operation does not wait for the disk"
-            assert (read_wishes(path).bundle, read_wishes(path).operations) == ("fcfs", ()), "what was there is whole"
+            there = read_desired(path, now=0.0, patience_s=0.0)
+            assert (there.bundle, there.operations) == ("fcfs", ()), "what was there is whole"
             written.append(anyio.Event())
         await written[-1].wait()
-        kept = read_wishes(path)
-        assert (kept.bundle, [wish.instance_id for wish in kept.operations]) == ("fcfs", ["p1"])
+        kept = read_desired(path, now=0.0, patience_s=0.0)
+        assert (kept.bundle, [each.instance_id for each in kept.operations]) == ("fcfs", ["p1"])

@@ -16,6 +16,7 @@ from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import StopInstance
 from pdmesh.errors import InstanceUnavailable, PdmeshError
 from pdmesh.model import InstanceId, OperationId, PoolMember, Role
+from pdmesh.testing.core import a_report
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
@@ -27,12 +28,11 @@ from pdmesh.wire.messages import (
     GetStatus,
     MeshStatus,
     OperationStatus,
-    PoolsWanted,
-    ServiceProcess,
+    PoolsDesired,
     StartRolling,
     WaitOperation,
 )
-from pdmesh_scheduler.operations import read_wishes
+from pdmesh_scheduler.desired_file import read_desired
 from pdmesh_scheduler.testing import CONFIG, SchedulerBench, running_scheduler
 
 pytestmark = pytest.mark.anyio
@@ -135,17 +135,14 @@ class Machine:
     ) -> None:
         revision = -1
         while True:
-            services = (*self.beside.items(), *self.instances.items())
-            question = FollowPools(
-                actuator_id="a",
-                services=tuple(ServiceProcess(name=name, pid=pid) for name, pid in services),
+            report = replace(
+                a_report(*self.instances, services=self.beside, pids=self.instances),
                 available_bytes=self.available_bytes,
-                revision=revision,
-                wait_s=0.05,
             )
-            wanted = await ask(mesh, question)
-            assert isinstance(wanted, PoolsWanted), wanted
-            revision = wanted.revision
+            question = FollowPools(report=report, revision=revision, wait_s=0.05)
+            answer = await ask(mesh, question)
+            assert isinstance(answer, PoolsDesired), answer
+            revision, wanted = answer.revision, answer.processes
             for member in wanted.start:
                 if member.instance_id not in self.instances:
                     self._start(member)
@@ -210,13 +207,13 @@ async def test_the_next_scheduler_goes_on_with_it_and_restarts_nothing_twice(tmp
     async with running_scheduler(config) as mesh, there.serving(mesh):
         await ask(mesh, ROLLING)
         await there.did(at)
-    assert read_wishes(path).rolling is not None
+    assert read_desired(path, now=0.0, patience_s=0.0).rolling is not None
     async with running_scheduler(config) as mesh, there.serving(mesh):
         ended = await over(mesh)
         assert (ended.state, ended.detail) == ("done", "")
         assert set(await rows(mesh)) == set(PAIR)
     assert [name for name in there.told if name[0] not in "+-"] == ["prefill-0", "decode-0", "gateway", "scheduler"]
-    assert read_wishes(path).rolling is None
+    assert read_desired(path, now=0.0, patience_s=0.0).rolling is None
 
 
 async def test_a_cancelled_one_begins_nothing_more_and_takes_away_what_it_had_started() -> None:

@@ -17,14 +17,15 @@ import pytest
 
 from pdmesh.cli import actuator as actuator_module
 from pdmesh.cli import supervisor as supervisor_module
-from pdmesh.cli.actuator import follow_scheduler
 from pdmesh.cli.http import is_live
 from pdmesh.cli.processes import ChildSpec, ProcessId, process_id, wait_for_end
 from pdmesh.cli.supervisor import Backoff, MeshPlan, StartFailed, Supervisor
+from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import SecurityConfig
-from pdmesh.model import InstanceId, PoolMember, Role
+from pdmesh.core.operators.actuators import DesiredProcesses
+from pdmesh.model import InstanceId, ManagedProcess, PoolMember, Role
 from pdmesh.testing.processes import is_running, write_stand_in
-from pdmesh.wire.messages import FollowPools, PoolsWanted, ServiceProcess
+from pdmesh.wire.messages import FollowPools, PoolsDesired
 
 DEADLINE_S = 30.0
 
@@ -50,7 +51,7 @@ class Mesh:
         self.expected: list[list[str]] = []  # which instances the scheduler heard are coming
         self.scheduler_hears = True
         self.asked: list[FollowPools] = []
-        self.wanted: PoolsWanted | None = None  # None: no answer
+        self.wanted: PoolsDesired | None = None  # None: no answer
         self.shares: dict[str, int] = {}  # of how many a worker takes its part
         self.ready = anyio.Event()
         self.changed = anyio.Event()
@@ -108,7 +109,7 @@ class Mesh:
         self.shares[spec.name] = num_workers
         return spec
 
-    async def _follow(self, question: FollowPools) -> PoolsWanted | None:
+    async def _follow(self, question: FollowPools) -> PoolsDesired | None:
         self.asked.append(question)
         self._on_change(self.supervisor)
         while self.wanted is not None and self.wanted.revision == question.revision:
@@ -119,18 +120,23 @@ class Mesh:
         members = tuple(PoolMember(instance_id=InstanceId(name), role=Role(name[:-2])) for name in start)
         revision = 0 if self.wanted is None else self.wanted.revision + 1
         leaving = tuple(InstanceId(name) for name in stop)
-        replaced = tuple(ServiceProcess(name=name, pid=pid) for name, pid in (replace or {}).items())
-        self.wanted = PoolsWanted(revision=revision, start=members, stop=leaving, replace=replaced)
+        old = tuple(ManagedProcess(name=name, pid=pid) for name, pid in (replace or {}).items())
+        desired = DesiredProcesses(start=members, stop=leaving, replace=old)
+        self.wanted = PoolsDesired(revision=revision, processes=desired)
         self._on_change(self.supervisor)
 
     def pids_told(self, name: str) -> set[int]:
         """Of a service, as the scheduler has last heard."""
-        return {service.pid for service in self.asked[-1].services if service.name == name} if self.asked else set()
+        return (
+            {service.pid for service in self.asked[-1].report.processes if service.name == name}
+            if self.asked
+            else set()
+        )
 
     @property
     def serving(self) -> set[str]:
         """As the scheduler has last heard."""
-        return {service.name for service in self.asked[-1].services} if self.asked else set()
+        return {service.name for service in self.asked[-1].report.processes} if self.asked else set()
 
     def _on_change(self, supervisor: Supervisor) -> None:
         if supervisor.ready:
@@ -355,11 +361,11 @@ async def test_a_worker_that_cannot_be_started_is_told_once_and_ends_nothing(tmp
             tasks.start_soon(mesh.supervisor.run)
             await mesh.ready.wait()
             mesh.want("decode-1")
-            await mesh.until(lambda: any(question.failed for question in mesh.asked))
+            await mesh.until(lambda: any(question.report.failed for question in mesh.asked))
             mesh.want("decode-1")
             await mesh.until(lambda: mesh.asked[-1].revision == mesh.wanted.revision)  # type: ignore[union-attr]
             stop_ourselves()
-    (failed,) = next(question.failed for question in mesh.asked if question.failed)
+    (failed,) = next(question.report.failed for question in mesh.asked if question.report.failed)
     assert failed.instance_id == "decode-1"
     assert "decode-1 did not start: it exited with code 1" in failed.reason
     assert sum("decode-1 starts, because" in line for line in mesh.said) == 1
@@ -380,7 +386,7 @@ async def test_a_worker_that_is_wanted_no_longer_while_it_starts_is_ended(tmp_pa
             mesh.want(stop=("decode-1",))
             assert await child.wait() == -signal.SIGKILL, "nothing is on it yet"
             stop_ourselves()
-    assert not mesh.asked[-1].failed
+    assert not mesh.asked[-1].report.failed
     assert "decode-1 stopped" not in mesh.events()
 
 

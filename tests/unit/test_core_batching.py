@@ -190,11 +190,11 @@ def test_an_instance_that_comes_back_is_not_thought_to_hold_its_residents() -> N
 def test_another_bundle_batches_as_it_is_configured(configured: str, own: str) -> None:
     bench = a_bench(batching=configured)
     bench.feed(BatchingChangeRequested("eb", 0.5))
-    assert (bench.core.batching, bench.core.batching_wish) == ("eb", BatchingChangeRequested("eb", 0.5))
+    assert (bench.core.batching, bench.core.desired.batching) == ("eb", BatchingChangeRequested("eb", 0.5))
     bench.feed(BundleChangeRequested("no such bundle"))
     assert bench.core.batching == "eb"
     bench.feed(BundleChangeRequested("pdmesh"))
-    assert (bench.core.batching, bench.core.batching_wish) == (own, None)
+    assert (bench.core.batching, bench.core.desired.batching) == (own, None)
     bench.feed(BatchingChangeRequested("eb"))
     bench.feed(InstanceJoined(modelled_profile("n", Role.MIXED), ()))
     assert bench.core.batching == "eb"

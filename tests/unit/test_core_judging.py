@@ -20,13 +20,14 @@ from pdmesh.core.operators.judging import (
     has_enough_data,
     why_worse,
 )
-from pdmesh.core.operators.records import OperationState, OperationView
+from pdmesh.core.operators.records import OperationView
 from pdmesh.core.requests import RequestState
 from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     OperationId,
     OperationKind,
+    OperationState,
     Request,
     Role,
 )
@@ -46,7 +47,7 @@ def standing(num_met: int, num_judged: int, wait_s: float = 0.0) -> Standing:
     return Standing(num_judged, num_judged, num_met, wait_s)
 
 
-def wish(instance: str, role: Role, name: str, *, judged: bool = True, force: bool = False) -> OperationRequested:
+def asked_for(instance: str, role: Role, name: str, *, judged: bool = True, force: bool = False) -> OperationRequested:
     return OperationRequested(
         operation_id=OperationId(name),
         kind=OperationKind.ROLE,
@@ -132,7 +133,7 @@ def test_a_flip_that_made_things_worse_is_taken_back_and_not_made_again_soon() -
     bench = CoreBench(*(profile(name) for name in ("p0", "p1", "d0")))
     for number in range(NUM_TO_JUDGE):
         serve(bench, f"before-{number}", 0.2)
-    bench.feed(wish("p1", Role.DECODE, "x"))
+    bench.feed(asked_for("p1", Role.DECODE, "x"))
     assert (state(bench, "x").state, role_of(bench, "p1")) == (OperationState.RUNNING, Role.DECODE)
     for number in range(NUM_TO_JUDGE):
         assert state(bench, "x").state is OperationState.RUNNING, number
@@ -140,19 +141,19 @@ def test_a_flip_that_made_things_worse_is_taken_back_and_not_made_again_soon() -
     assert state(bench, "x").state is OperationState.FAILED
     assert "0% of 30 requests met their targets, 100% of 30 before" in state(bench, "x").detail
     assert (state(bench, "x/back").state, role_of(bench, "p1")) == (OperationState.DONE, Role.PREFILL)
-    bench.feed(wish("p1", Role.DECODE, "y"))
+    bench.feed(asked_for("p1", Role.DECODE, "y"))
     assert "was taken back 0 s ago" in state(bench, "y").detail
-    bench.feed(wish("p1", Role.DECODE, "z", judged=False))
+    bench.feed(asked_for("p1", Role.DECODE, "z", judged=False))
     assert state(bench, "z").state is OperationState.DONE
-    bench.feed(wish("p1", Role.PREFILL, "back", judged=False))
+    bench.feed(asked_for("p1", Role.PREFILL, "back", judged=False))
     bench.now_s += COOL_DOWN_S
-    bench.feed(wish("p1", Role.DECODE, "later"))
+    bench.feed(asked_for("p1", Role.DECODE, "later"))
     assert state(bench, "later").state is OperationState.RUNNING
 
 
 def test_a_flip_that_nobody_notices_is_done_when_its_time_is_over() -> None:
     bench = CoreBench(*(profile(name) for name in ("p0", "p1", "d0")))
-    bench.feed(wish("p1", Role.DECODE, "x"))
+    bench.feed(asked_for("p1", Role.DECODE, "x"))
     bench.now_s += JUDGE_S
     bench.feed(Tick())
     assert (state(bench, "x").state, role_of(bench, "p1")) == (OperationState.DONE, Role.DECODE)
@@ -167,7 +168,7 @@ def test_requests_that_wait_for_room_once_they_are_computed_wait_too() -> None:
     bench.feed(BundleChangeRequested("pdmesh"))
     for number in range(NUM_TO_JUDGE):
         serve(bench, f"before-{number}", 0.2)
-    bench.feed(wish("d1", Role.PREFILL, "x"))
+    bench.feed(asked_for("d1", Role.PREFILL, "x"))
     for name in ("first", "ahead"):  # the only seat is taken by the first one
         (step,) = of(RunStep, bench.arrive(name))
         bench.done(step.instance_id, step.plan)

@@ -31,13 +31,14 @@ from pdmesh.core.events import (
     TransferFailed,
 )
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
-from pdmesh.core.operators.records import OperationState, OperationView
+from pdmesh.core.operators.records import OperationView
 from pdmesh.core.transfers.moves import MAX_AT_ONCE
 from pdmesh.model import (
     Epoch,
     InstanceId,
     OperationId,
     OperationKind,
+    OperationState,
     RequestId,
     Resident,
     Role,

@@ -20,12 +20,12 @@ from pdmesh.core.commands import (
 from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.core.operators.operations import COME_BACK_S
-from pdmesh.core.operators.records import MAX_ENDED, OperationState
-from pdmesh.model import InstanceId, OperationId, OperationKind, Role
+from pdmesh.core.operators.records import MAX_ENDED
+from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, Role
 from pdmesh.testing.core import CoreBench, bench_of, named_profile, of
 
 
-def wish(
+def asked_for(
     kind: str, instance: str, *, role: str | None = None, timeout_s: float = 10.0, name: str = "", force: bool = False
 ) -> OperationRequested:
     return OperationRequested(
@@ -45,14 +45,14 @@ def restarted(commands: list[Command]) -> list[str]:
 def test_a_drain_is_done_when_the_last_request_has_left() -> None:
     bench = bench_of("p0", "d0", "d1")
     target = bench.decoding("a")
-    assert not restarted(bench.feed(wish("drain", target, name="x")))
+    assert not restarted(bench.feed(asked_for("drain", target, name="x")))
     assert (bench.operation("x").state, bench.operation("x").num_left) == (OperationState.RUNNING, 1)
     (place,) = of(PlaceDecode, bench.arrive("b"))
     assert place.instance_id != target
     bench.finish(target, "a")
     bench.released(target, "a")
     assert bench.operation("x").state is OperationState.DONE
-    bench.feed(wish("undrain", target))
+    bench.feed(asked_for("undrain", target))
     assert bench.operation(f"undrain-{target}").state is OperationState.DONE
     assert not next(view for view in bench.core.instances if view.instance_id == target).draining
 
@@ -60,7 +60,7 @@ def test_a_drain_is_done_when_the_last_request_has_left() -> None:
 def test_what_is_left_at_the_time_limit_starts_again_elsewhere() -> None:
     bench = bench_of("p0", "d0", "d1")
     target = bench.decoding("a")
-    commands = bench.feed(wish("drain", target, name="x", timeout_s=3.0))
+    commands = bench.feed(asked_for("drain", target, name="x", timeout_s=3.0))
     assert [wake.at_s for wake in of(WakeAt, commands)] == [bench.now_s + 3.0]
     bench.now_s += 3.0
     commands = bench.feed(Tick())
@@ -77,7 +77,7 @@ def test_what_is_left_at_the_time_limit_starts_again_elsewhere() -> None:
 def test_a_prompt_that_would_take_longer_than_the_limit_leaves_at_once() -> None:
     bench = bench_of("p0", "p1", "d0")
     (step,) = of(RunStep, bench.arrive("a"))
-    assert restarted(bench.feed(wish("drain", step.instance_id, timeout_s=0.0))) == ["a"]
+    assert restarted(bench.feed(asked_for("drain", step.instance_id, timeout_s=0.0))) == ["a"]
 
 
 def test_a_process_that_is_named_is_restarted_once() -> None:
@@ -85,7 +85,7 @@ def test_a_process_that_is_named_is_restarted_once() -> None:
     first = replace(named_profile("p1"), pid=1)
     bench.feed(InstanceLost(first.instance_id))
     bench.feed(InstanceJoined(first, ()))
-    asked = replace(wish("restart", "p1", name="x"), pid=1)
+    asked = replace(asked_for("restart", "p1", name="x"), pid=1)
     assert of(StopInstance, bench.feed(asked))
     bench.feed(InstanceLost(first.instance_id))
     gone = replace(asked, operation_id=OperationId("y"))
@@ -100,26 +100,26 @@ def test_a_process_that_is_named_is_restarted_once() -> None:
 
 def test_the_last_of_its_kind_is_drained_by_force_only() -> None:
     bench = bench_of("p0", "d0")
-    bench.feed(wish("drain", "d0", name="x"))
+    bench.feed(asked_for("drain", "d0", name="x"))
     assert bench.operation("x").state is OperationState.REFUSED
     assert "the last that can decode" in bench.operation("x").detail
     assert of(RunStep, bench.arrive("a")), "nothing has changed"
-    bench.feed(wish("drain", "d0", name="y", force=True))
+    bench.feed(asked_for("drain", "d0", name="y", force=True))
     assert bench.operation("y").state is OperationState.RUNNING
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (wish("drain", "nobody", name="x"), "no instance 'nobody' is there: there are d0, d1, p0"),
-        (wish("role", "p0", role="decode", name="x"), "the last that can prefill"),
-        (wish("drain", "d0", name="x"), "operation first (drain) runs on d0"),
+        (asked_for("drain", "nobody", name="x"), "no instance 'nobody' is there: there are d0, d1, p0"),
+        (asked_for("role", "p0", role="decode", name="x"), "the last that can prefill"),
+        (asked_for("drain", "d0", name="x"), "operation first (drain) runs on d0"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_changes(asked: OperationRequested, reason: str) -> None:
     bench = bench_of("p0", "d0", "d1")
     assert bench.decoding("a") == "d0"
-    bench.feed(wish("drain", "d0", name="first"))
+    bench.feed(asked_for("drain", "d0", name="first"))
     before = bench.core.instances
     assert not bench.feed(asked)
     assert bench.operation("x").state is OperationState.REFUSED
@@ -130,15 +130,15 @@ def test_what_cannot_be_is_refused_before_anything_changes(asked: OperationReque
 def test_asked_twice_is_done_once() -> None:
     bench = bench_of("p0", "d0", "d1")
     bench.decoding("a")
-    bench.feed(wish("drain", "d0", name="x"))
-    assert not bench.feed(wish("drain", "d0", name="x"))
+    bench.feed(asked_for("drain", "d0", name="x"))
+    assert not bench.feed(asked_for("drain", "d0", name="x"))
     assert [view.state for view in bench.core.operations] == [OperationState.RUNNING]
 
 
 def test_an_operation_that_is_taken_back_leaves_the_instance_as_it_was() -> None:
     bench = bench_of("p0", "d0", "d1")
     target = bench.decoding("a")
-    bench.feed(wish("drain", target, name="x"))
+    bench.feed(asked_for("drain", target, name="x"))
     bench.feed(OperationCancelled(OperationId("x")))
     assert bench.operation("x").state is OperationState.CANCELLED
     assert not any(view.draining for view in bench.core.instances)
@@ -149,7 +149,7 @@ def test_an_operation_that_is_taken_back_leaves_the_instance_as_it_was() -> None
 def test_an_instance_takes_on_its_new_role_at_once_and_the_operation_is_done_when_its_old_work_has_left() -> None:
     bench = bench_of("p0", "d0", "d1")
     target = bench.decoding("a")
-    commands = bench.feed(wish("role", target, role="prefill", name="x"))
+    commands = bench.feed(asked_for("role", target, role="prefill", name="x"))
     assert [(command.instance_id, command.role) for command in of(SetRole, commands)] == [(target, Role.PREFILL)]
     view = next(view for view in bench.core.instances if view.instance_id == target)
     assert (view.role, view.draining) == (Role.PREFILL, False)
@@ -166,7 +166,7 @@ def test_an_instance_takes_on_its_new_role_at_once_and_the_operation_is_done_whe
 def test_what_comes_to_an_instance_in_its_new_role_need_not_leave_it() -> None:
     bench = bench_of("p0", "p1", "d0")
     (step,) = of(RunStep, bench.arrive("a"))
-    bench.feed(wish("role", step.instance_id, role="decode", name="x", timeout_s=10.0))
+    bench.feed(asked_for("role", step.instance_id, role="decode", name="x", timeout_s=10.0))
     assert bench.operation("x").num_left == 1
     places = [place.instance_id for name in "bcd" for place in of(PlaceDecode, bench.arrive(name))]
     assert step.instance_id in places, "it decodes while its prompt is computed to its end"
@@ -176,10 +176,13 @@ def test_what_comes_to_an_instance_in_its_new_role_need_not_leave_it() -> None:
 
 
 def test_undrain_and_cancel_give_an_instance_its_old_role_again() -> None:
-    for name, again in (("cancel", OperationCancelled(OperationId("x"))), ("undrain", wish("undrain", "", name="u"))):
+    for name, again in (
+        ("cancel", OperationCancelled(OperationId("x"))),
+        ("undrain", asked_for("undrain", "", name="u")),
+    ):
         bench = bench_of("p0", "d0", "d1")
         target = bench.decoding("a")
-        bench.feed(wish("role", target, role="prefill", name="x"))
+        bench.feed(asked_for("role", target, role="prefill", name="x"))
         bench.feed(again if isinstance(again, OperationCancelled) else replace(again, instance_id=InstanceId(target)))
         view = next(view for view in bench.core.instances if view.instance_id == target)
         assert (view.role, bench.operation("x").state) == (Role.DECODE, OperationState.CANCELLED), name
@@ -188,8 +191,8 @@ def test_undrain_and_cancel_give_an_instance_its_old_role_again() -> None:
 def test_the_next_scheduler_knows_which_role_an_instance_had() -> None:
     bench = bench_of("p0", "d0", "d1")
     target = bench.decoding("a")
-    bench.feed(replace(wish("role", target, role="prefill", name="x"), judged=True))
-    (again,) = bench.core.wishes
+    bench.feed(replace(asked_for("role", target, role="prefill", name="x"), judged=True))
+    (again,) = bench.core.desired.operations
     assert again.role_before is Role.DECODE
     after = CoreBench()
     after.feed(replace(again, again=True))
@@ -202,15 +205,15 @@ def test_the_next_scheduler_knows_which_role_an_instance_had() -> None:
 def test_a_role_that_does_more_changes_at_once() -> None:
     bench = bench_of("p0", "d0")
     bench.decoding("a")
-    commands = bench.feed(wish("role", "d0", role="mixed", name="x"))
+    commands = bench.feed(asked_for("role", "d0", role="mixed", name="x"))
     assert of(SetRole, commands)
     assert bench.operation("x").state is OperationState.DONE
 
 
 def test_what_was_wanted_holds_for_an_instance_that_comes_back() -> None:
     bench = bench_of("p0", "d0", "d1", "m0")
-    bench.feed(wish("drain", "d0"))
-    bench.feed(wish("role", "m0", role="decode"))
+    bench.feed(asked_for("drain", "d0"))
+    bench.feed(asked_for("role", "m0", role="decode"))
     for name in ("d0", "m0"):
         bench.feed(InstanceLost(InstanceId(name)))
     commands = [command for name in ("d0", "m0") for command in bench.feed(InstanceJoined(named_profile(name), ()))]
@@ -224,8 +227,8 @@ def test_a_drain_is_done_when_the_instance_dies_and_a_role_waits_for_it() -> Non
     bench = bench_of("p0", "d0", "d1", "d2")
     bench.decoding("a")
     bench.decoding("b")
-    bench.feed(wish("drain", "d0", name="x"))
-    bench.feed(wish("role", "d1", role="prefill", name="y"))
+    bench.feed(asked_for("drain", "d0", name="x"))
+    bench.feed(asked_for("role", "d1", role="prefill", name="y"))
     for name in ("d0", "d1"):
         bench.feed(InstanceLost(InstanceId(name)))
     assert (bench.operation("x").state, bench.operation("y").state) == (OperationState.DONE, OperationState.RUNNING)
@@ -236,15 +239,15 @@ def test_a_drain_is_done_when_the_instance_dies_and_a_role_waits_for_it() -> Non
 def test_the_next_scheduler_goes_on_with_what_was_asked_of_this_one() -> None:
     bench = bench_of("p0", "p1", "d0", "d1")
     target = bench.decoding("a")
-    bench.feed(wish("drain", "p0", name="done"))
-    bench.feed(wish("role", target, role="mixed", name="role"))
+    bench.feed(asked_for("drain", "p0", name="done"))
+    bench.feed(asked_for("role", target, role="mixed", name="role"))
     other = "d1" if target == "d0" else "d0"
-    bench.feed(wish("drain", target, name="running"))
-    wishes = bench.core.wishes
-    assert [each.operation_id for each in wishes] == ["role", "done", "running"]
+    bench.feed(asked_for("drain", target, name="running"))
+    desired = bench.core.desired.operations
+    assert [each.operation_id for each in desired] == ["role", "done", "running"]
 
     after = CoreBench()
-    for each in wishes:
+    for each in desired:
         after.feed(replace(each, again=True))
     for name in ("p0", "p1", target, other):
         after.feed(InstanceJoined(named_profile(name), ()))
@@ -256,7 +259,7 @@ def test_the_next_scheduler_goes_on_with_what_was_asked_of_this_one() -> None:
 
 def test_an_instance_that_never_comes_back_ends_the_operation_at_its_limit() -> None:
     bench = bench_of("p0", "d0")
-    bench.feed(replace(wish("role", "d9", role="mixed", name="x"), again=True))
+    bench.feed(replace(asked_for("role", "d9", role="mixed", name="x"), again=True))
     bench.now_s += 10.0
     bench.feed(Tick())
     assert bench.operation("x").state is OperationState.FAILED
@@ -265,7 +268,7 @@ def test_an_instance_that_never_comes_back_ends_the_operation_at_its_limit() -> 
 def test_only_so_many_that_are_over_are_remembered() -> None:
     bench = bench_of("p0", "d0")
     for number in range(MAX_ENDED + 50):
-        bench.feed(wish("drain", "nobody", name=f"x{number}"))
+        bench.feed(asked_for("drain", "nobody", name=f"x{number}"))
     assert len(bench.core.operations) <= MAX_ENDED + 1
 
 
@@ -276,7 +279,7 @@ def again(name: str, pid: int) -> InstanceJoined:
 def test_a_restart_stops_the_process_once_all_has_left_and_is_done_when_the_next_one_joins() -> None:
     bench = bench_of("p0", "d0", "d1")
     target = bench.decoding("a")
-    assert not of(StopInstance, bench.feed(wish("restart", target, name="x")))
+    assert not of(StopInstance, bench.feed(asked_for("restart", target, name="x")))
     bench.finish(target, "a")
     commands = bench.released(target, "a")
     assert [command.instance_id for command in of(StopInstance, commands)] == [target]
@@ -289,7 +292,7 @@ def test_a_restart_stops_the_process_once_all_has_left_and_is_done_when_the_next
 
 def test_a_process_that_only_reconnects_is_told_again_to_stop() -> None:
     bench = bench_of("p0", "d0", "d1")
-    assert of(StopInstance, bench.feed(wish("restart", "d0", name="x")))
+    assert of(StopInstance, bench.feed(asked_for("restart", "d0", name="x")))
     assert of(StopInstance, bench.feed(again("d0", pid=0)))
     (place,) = of(PlaceDecode, bench.arrive("a"))
     assert place.instance_id == "d1"
@@ -297,8 +300,8 @@ def test_a_process_that_only_reconnects_is_told_again_to_stop() -> None:
 
 def test_a_restart_under_way_is_not_begun_again_by_the_next_scheduler() -> None:
     bench = bench_of("p0", "d0", "d1")
-    bench.feed(wish("restart", "d0", name="x"))
-    (carried,) = bench.core.wishes
+    bench.feed(asked_for("restart", "d0", name="x"))
+    (carried,) = bench.core.desired.operations
     after = CoreBench()
     after.feed(replace(carried, again=True))
     commands = [command for event in (again("p0", 0), again("d1", 0), again("d0", 9)) for command in after.feed(event)]
@@ -309,7 +312,7 @@ def test_a_restart_under_way_is_not_begun_again_by_the_next_scheduler() -> None:
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_a_process_that_does_not_come_back_ends_the_restart(is_gone: bool) -> None:
     bench = bench_of("p0", "d0", "d1")
-    bench.feed(wish("restart", "d0", name="x"))
+    bench.feed(asked_for("restart", "d0", name="x"))
     if is_gone:
         bench.feed(InstanceLost(InstanceId("d0")))
     bench.now_s += COME_BACK_S

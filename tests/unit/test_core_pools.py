@@ -12,36 +12,42 @@ from hypothesis import strategies as st
 from pdmesh.core.commands import SetRole
 from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import (
-    ActuatorFacts,
-    InstanceStartFailed,
+    ActuatorLost,
+    ActuatorReported,
+    FailedStart,
     OperationCancelled,
     OperationRequested,
-    ProcessesReported,
     ResizeRequested,
 )
+from pdmesh.core.operators.actuators import DesiredProcesses, host_bytes
 from pdmesh.core.operators.pools import GONE_S, plan_pools
-from pdmesh.core.operators.records import OperationState
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
-from pdmesh.testing.core import CoreBench, bench_of, named_profile, of
+from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, Role
+from pdmesh.testing.core import CoreBench, a_report, bench_of, named_profile, of
 
 PAIR = ("prefill-0", "decode-0")
 
 
-def resize(bench: CoreBench, prefill: int, decode: int, mixed: int = 0, **other: Any) -> ResizeRequested:
+def resize(
+    bench: CoreBench, prefill: int, decode: int, mixed: int = 0, *, actuated: bool = True, **other: Any
+) -> ResizeRequested:
     """Asked for where an actuator looks after all that is there, and has room."""
-    there = tuple(view.instance_id for view in bench.core.instances)
-    wish = ResizeRequested(
+    if actuated:
+        bench.feed(a_report(*(view.instance_id for view in bench.core.instances)))
+    requested = ResizeRequested(
         operation_id=OperationId("x"),
         pools=PoolCounts(prefill=prefill, decode=decode, mixed=mixed),
         timeout_s=10.0,
         start_timeout_s=100.0,
-        actuator=ActuatorFacts(instance_ids=there, available_bytes=1000, instance_bytes=100),
     )
-    return replace(wish, **other)
+    return replace(requested, **other)
+
+
+def stops(bench: CoreBench) -> tuple[str, ...]:
+    return bench.core.desired_processes("a").stop
 
 
 def started(bench: CoreBench) -> list[str]:
-    return [member.instance_id for member in bench.core.desired_pools.start]
+    return [member.instance_id for member in bench.core.desired_processes("a").start]
 
 
 def join(bench: CoreBench, *names: str) -> None:
@@ -51,12 +57,12 @@ def join(bench: CoreBench, *names: str) -> None:
 
 def runs(bench: CoreBench, *names: str) -> None:
     """The actuator has processes of these instances, and of no others."""
-    bench.feed(ProcessesReported(tuple(InstanceId(name) for name in names)))
+    bench.feed(a_report(*names))
 
 
 def test_what_is_missing_is_started_and_the_resize_is_done_when_it_has_joined() -> None:
     bench = bench_of(*PAIR)
-    assert bench.core.desired_pools == ((), ())
+    assert bench.core.desired_processes("a") == DesiredProcesses()
     bench.feed(resize(bench, 2, 3))
     assert started(bench) == ["prefill-1", "decode-1", "decode-2"]
     join(bench, "prefill-1", "decode-1")
@@ -70,7 +76,7 @@ def test_what_leaves_is_drained_and_then_stopped() -> None:
     bench = bench_of("prefill-0", "decode-0", "decode-1")
     idle = "decode-1" if bench.decoding("a") == "decode-0" else "decode-0"
     bench.feed(resize(bench, 1, 1))
-    assert bench.core.desired_pools.stop == (idle,), "the one that does least leaves"
+    assert stops(bench) == (idle,), "the one that does least leaves"
     assert bench.operation("x").state is OperationState.RUNNING
     runs(bench, "prefill-0", "decode-0", "decode-1")
     bench.feed(InstanceLost(InstanceId(idle)))
@@ -94,37 +100,66 @@ def test_who_is_named_leaves_before_others() -> None:
 
 def test_a_role_changes_before_a_process_is_started() -> None:
     bench = bench_of("prefill-0", "prefill-1", "decode-0")
-    commands = bench.feed(resize(bench, 1, 2, actuator=None))
+    commands = bench.feed(resize(bench, 1, 2, actuated=False))
     (flip,) = of(SetRole, commands)
     assert flip.role is Role.DECODE
     assert bench.operation("x").state is OperationState.DONE, "and nobody has to start one"
 
 
+INSTANCE_BYTES = host_bytes(named_profile("decode-0"))
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("pools", "report", "reason"),
     [
-        ({"pools": PoolCounts(prefill=0, decode=1)}, "no instance could prefill"),
-        ({"pools": PoolCounts(prefill=1, decode=0)}, "no instance could decode"),
-        ({"actuator": None}, "no supervisor is connected to start and stop processes"),
+        ((0, 1), a_report(*PAIR), "no instance could prefill"),
+        ((1, 0), a_report(*PAIR), "no instance could decode"),
+        ((1, 2), None, "no supervisor is connected to start and stop processes"),
         (
-            {"actuator": ActuatorFacts(instance_ids=("prefill-0", "decode-0"), available_bytes=99, instance_bytes=100)},  # type: ignore[arg-type]
-            "1 more instances need about 0.0 GiB of memory",
+            (1, 3),
+            a_report(*PAIR, available_bytes=2 * INSTANCE_BYTES - 1),
+            "2 more instances need about",
         ),
-        (
-            {"actuator": ActuatorFacts(instance_ids=("prefill-0", "gone"), available_bytes=999, instance_bytes=100)},  # type: ignore[arg-type]
-            "gone is restarting",
-        ),
+        ((1, 2), a_report("prefill-0", "gone"), "gone is restarting"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_changes(change: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_changes(
+    pools: tuple[int, int], report: ActuatorReported | None, reason: str
+) -> None:
     bench = bench_of(*PAIR)
+    if report is not None:
+        bench.feed(report)
     before = bench.core.instances
-    assert not bench.feed(resize(bench, 1, 2, **change))
+    assert not bench.feed(resize(bench, *pools, actuated=False))
     assert bench.operation("x").state is OperationState.REFUSED
     assert reason in bench.operation("x").detail
-    assert bench.operation("x").needs_actuator is (change.get("actuator", 1) is None)
+    assert bench.operation("x").needs_actuator is (report is None)
     assert bench.core.instances == before
-    assert bench.core.desired_pools == ((), ())
+    assert bench.core.desired_processes("a") == DesiredProcesses()
+
+
+def test_an_actuator_that_is_lost_starts_and_stops_nothing() -> None:
+    bench = bench_of(*PAIR)
+    bench.feed(a_report(*PAIR))
+    bench.feed(ActuatorLost("a"))
+    bench.feed(resize(bench, 1, 2, actuated=False))
+    assert bench.operation("x").needs_actuator
+
+
+def test_what_is_started_is_started_where_most_memory_is_left_and_named_after_its_host() -> None:
+    """Two supervisors, one on each host."""
+    bench = bench_of(*PAIR)
+    here = a_report(*PAIR, available_bytes=3 * INSTANCE_BYTES)
+    bench.feed(here)
+    bench.feed(replace(a_report(available_bytes=2 * INSTANCE_BYTES), actuator_id="b", name_prefix="far-"))
+    bench.feed(resize(bench, 1, 6, actuated=False))
+    assert started(bench) == ["decode-1", "decode-2", "decode-3"]
+    assert [member.instance_id for member in bench.core.desired_processes("b").start] == [
+        "far-decode-0",
+        "far-decode-1",
+    ]
+    assert bench.core.actuators.why_not("c", "far-") == "another supervisor already manages the pools of this mesh"
+    assert bench.core.actuators.why_not("c", "elsewhere-") is None
 
 
 def test_one_resize_at_a_time_and_not_over_another_operation() -> None:
@@ -153,7 +188,7 @@ def test_a_worker_that_never_registers_fails_it_and_what_was_started_leaves() ->
     assert bench.operation("x").state is OperationState.FAILED
     assert bench.operation("x").detail == "decode-2 did not register within 100 s"
     assert started(bench) == []
-    assert bench.core.desired_pools.stop == ("decode-1", "decode-2")
+    assert stops(bench) == ("decode-1", "decode-2")
     bench.feed(InstanceLost(InstanceId("decode-1")))
     runs(bench, *PAIR)
     assert bench.operation("x/back").state is OperationState.DONE
@@ -163,9 +198,9 @@ def test_a_worker_that_never_registers_fails_it_and_what_was_started_leaves() ->
 def test_one_that_cannot_be_started_fails_it_at_once() -> None:
     bench = bench_of(*PAIR)
     bench.feed(resize(bench, 1, 2))
-    bench.feed(InstanceStartFailed(InstanceId("decode-7"), "not ours"))
+    bench.feed(a_report(*PAIR, failed=(FailedStart(instance_id=InstanceId("decode-7"), reason="not ours"),)))
     assert bench.operation("x").state is OperationState.RUNNING
-    bench.feed(InstanceStartFailed(InstanceId("decode-1"), "no memory"))
+    bench.feed(a_report(*PAIR, failed=(FailedStart(instance_id=InstanceId("decode-1"), reason="no memory"),)))
     assert (bench.operation("x").state, bench.operation("x").detail) == (
         OperationState.FAILED,
         "decode-1 could not be started: no memory",
@@ -175,20 +210,20 @@ def test_one_that_cannot_be_started_fails_it_at_once() -> None:
 def test_a_process_that_nobody_stops_fails_it_and_is_used_again() -> None:
     bench = bench_of("prefill-0", "decode-0", "decode-1")
     bench.feed(resize(bench, 1, 1))
-    (leaving,) = bench.core.desired_pools.stop
+    (leaving,) = stops(bench)
     bench.now_s += GONE_S
     bench.feed(Tick())
     assert bench.operation("x").state is OperationState.FAILED
     assert "did not end within 60 s" in bench.operation("x").detail
     assert not next(view for view in bench.core.instances if view.instance_id == leaving).draining
-    assert bench.core.desired_pools == ((), ())
+    assert bench.core.desired_processes("a") == DesiredProcesses()
 
 
 def test_a_process_that_does_not_end_fails_it_though_its_instance_has_left() -> None:
     bench = bench_of("prefill-0", "decode-0", "decode-1")
     runs(bench, "prefill-0", "decode-0", "decode-1")
     bench.feed(resize(bench, 1, 1))
-    (leaving,) = bench.core.desired_pools.stop
+    (leaving,) = stops(bench)
     bench.feed(InstanceLost(InstanceId(leaving)))
     bench.now_s += GONE_S
     bench.feed(Tick())
@@ -205,7 +240,7 @@ def test_a_cancelled_resize_is_taken_back() -> None:
     join(bench, "prefill-1")
     bench.feed(OperationCancelled(OperationId("x")))
     assert bench.operation("x").state is OperationState.CANCELLED
-    assert bench.core.desired_pools.stop == ("prefill-1", "decode-1")
+    assert stops(bench) == ("prefill-1", "decode-1")
     bench.feed(InstanceLost(InstanceId("prefill-1")))
     runs(bench, *PAIR)
     assert bench.operation("x/back").state is OperationState.DONE
@@ -217,7 +252,7 @@ def test_what_is_restarted_meanwhile_is_not_used_when_a_resize_is_taken_back() -
     """Found by the law machine."""
     bench = bench_of("prefill-0", "prefill-1", "decode-0")
     bench.feed(resize(bench, 1, 1))
-    (leaving,) = bench.core.desired_pools.stop
+    (leaving,) = stops(bench)
     bench.feed(
         OperationRequested(
             operation_id=OperationId("r"), kind=OperationKind.RESTART, instance_id=InstanceId(leaving), timeout_s=60.0
@@ -232,14 +267,15 @@ def test_what_is_restarted_meanwhile_is_not_used_when_a_resize_is_taken_back() -
 def test_the_next_scheduler_goes_on_with_it() -> None:
     bench = bench_of(*PAIR)
     bench.feed(resize(bench, 1, 2))
-    wish = bench.core.resize_wish
-    assert wish is not None
+    desired = bench.core.desired
     after = CoreBench()
-    after.feed(wish)
+    for event in desired.events():
+        after.feed(event)
+    after.feed(a_report())
     assert started(after) == ["decode-1"]
     join(after, "prefill-0", "decode-0", "decode-1")
     assert after.operation("x").state is OperationState.DONE
-    assert after.core.resize_wish == wish
+    assert after.core.desired == desired
 
 
 @given(

@@ -145,15 +145,15 @@ def test_the_last_key_that_leaves_the_file_lets_nobody_in(tmp_path: Path, name: 
 
 def test_a_key_asks_only_for_what_it_may() -> None:
     one = client(Clock(), min_priority=0, max_priority=5, min_slo_ttft_ms=200)
-    one.check_wish(0, NO_SLO)
-    one.check_wish(5, Slo(ttft_s=0.2))
+    one.check_service_level(0, NO_SLO)
+    one.check_service_level(5, Slo(ttft_s=0.2))
     for priority, slo, param in (
         (-1, NO_SLO, "priority"),
         (6, NO_SLO, "priority"),
         (0, Slo(ttft_s=0.001), "slo_ttft_ms"),
     ):
         with pytest.raises(RequestRejected) as refused:
-            one.check_wish(priority, slo)
+            one.check_service_level(priority, slo)
         assert (refused.value.status, refused.value.param) == (400, param)
 
 

@@ -16,9 +16,8 @@ from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.progress import progress_line
 from pdmesh.cli.terminal import terminal
 from pdmesh.core.operator_events import OperationRequested
-from pdmesh.core.operators.records import OperationState
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestId, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, RequestId, Role
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
@@ -72,7 +71,7 @@ def start(
 
     Raises PdmeshError if no mesh can be asked, or it takes no change from here.
     """
-    wish = OperationRequested(
+    requested = OperationRequested(
         operation_id=_new_id(),
         kind=kind,
         instance_id=InstanceId(instance),
@@ -83,7 +82,7 @@ def start(
         judged=judged,
         pid=_pid(asked, instance) if kind is OperationKind.RESTART else None,
     )
-    return anyio.run(_run, asked, StartOperation(wish=wish), wait)
+    return anyio.run(_run, asked, StartOperation(requested=requested), wait)
 
 
 def _pid(asked: Asked, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""From a configuration and a wish ("two of these, one of those") to the child processes of a mesh."""
+"""From a configuration and numbers ("two of these, one of those") to the child processes of a mesh."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class StateFolder:
         except (OSError, ValueError):
             return None
 
-    def forget_wishes(self) -> None:
+    def forget_desired(self) -> None:
         """What was said to an earlier supervisor, or asked of its mesh, is not for this one."""
         with self._usable():
             self._drain_file.unlink(missing_ok=True)

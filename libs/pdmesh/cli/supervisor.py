@@ -21,9 +21,9 @@ import anyio.abc
 from pdmesh.cli.processes import Child, ChildSpec, describe_exit, describe_oom, is_gateway, start_child
 from pdmesh.errors import PdmeshError, leaves
 from pdmesh.host import memory_limit_bytes, num_oom_kills
-from pdmesh.model import PoolMember
+from pdmesh.model import PoolMember, ProcessKind
 from pdmesh.service import ENDING_LIMIT_S
-from pdmesh.wire.messages import FollowPools, PoolsWanted
+from pdmesh.wire.messages import FollowPools, PoolsDesired
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 15.0
@@ -272,7 +272,7 @@ class MeshPlan:
     #: Called as the mesh begins to drain: nothing new comes.
     close: Callable[[], None]
     #: Tell the scheduler what runs, and wait for what it wants; None if it does not answer.
-    follow: Callable[[FollowPools], Awaitable[PoolsWanted | None]]
+    follow: Callable[[FollowPools], Awaitable[PoolsDesired | None]]
 
 
 class Supervisor:
@@ -305,9 +305,15 @@ class Supervisor:
     def workers(self) -> list[Service]:
         return [service for service in self.services if not self.is_beside(service)]
 
+    def kind(self, service: Service) -> ProcessKind:
+        """What a service's process is."""
+        if service.name == self._plan.scheduler.name:
+            return ProcessKind.SCHEDULER
+        return ProcessKind.GATEWAY if is_gateway(service.name) else ProcessKind.INSTANCE
+
     def is_beside(self, service: Service) -> bool:
         """Whether it is no worker."""
-        return service.name == self._plan.scheduler.name or is_gateway(service.name)
+        return self.kind(service) is not ProcessKind.INSTANCE
 
     @property
     def changed(self) -> anyio.Event:
@@ -425,16 +431,14 @@ class Supervisor:
     async def _drain(self) -> None:
         self._plan.close()
 
-        def rank(service: Service) -> int:
-            return 0 if is_gateway(service.name) else 2 if service.name == self._plan.scheduler.name else 1
-
         deadline_s = anyio.current_time() + self._plan.drain_s()
-        for turn in range(3):
+        for kind in (ProcessKind.GATEWAY, ProcessKind.INSTANCE, ProcessKind.SCHEDULER):
             left_s = deadline_s - anyio.current_time()
             async with anyio.create_task_group() as tasks:
                 for service in self.services:
-                    if rank(service) == turn:
-                        tasks.start_soon(service.stop, left_s if turn == 0 else max(left_s, MIN_DRAIN_S))
+                    if self.kind(service) is kind:
+                        limit_s = left_s if kind is ProcessKind.GATEWAY else max(left_s, MIN_DRAIN_S)
+                        tasks.start_soon(service.stop, limit_s)
 
     async def _watch_signals(self) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:

@@ -22,7 +22,6 @@ import anyio
 import anyio.to_thread
 import typer
 
-from pdmesh.cli.actuator import follow_scheduler
 from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import (
     WorkerSpecs,
@@ -35,6 +34,7 @@ from pdmesh.cli.preflight import check_checkpoint, check_machine
 from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
+from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.host import num_usable_cores
@@ -43,7 +43,7 @@ from pdmesh.rotation import cut_off
 from pdmesh.telemetry.logs import UnfailingStream
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import bind_socket
-from pdmesh.wire.messages import ExpectInstances, FollowPools, PoolsWanted
+from pdmesh.wire.messages import ExpectInstances, FollowPools, PoolsDesired
 
 #: Where no limit is set and none is told.
 LONGEST_DRAIN_S = 7 * 24 * 3600.0
@@ -81,7 +81,7 @@ class MeshRun:
             self.config = _with_token(resolved(self.config))
             check_checkpoint(self.config, Path(str(self.config.model)), num_instances=self.pools.total)
             check_profile(self.config)
-            self.state.forget_wishes()
+            self.state.forget_desired()
             gateway = self.config.gateway
             listener = bind_socket(gateway.host, gateway.port, setting="gateway.port")
             self._supervisor = supervisor = Supervisor(
@@ -144,14 +144,14 @@ class MeshRun:
             return False  # it may have died, too
         return True
 
-    async def _follow(self, question: FollowPools) -> PoolsWanted | None:
+    async def _follow(self, question: FollowPools) -> PoolsDesired | None:
         assert self._supervisor is not None
         address = str(self._supervisor.facts("scheduler")["address"])
         try:
             answer = await ask_scheduler(address, self.config.security, question)
         except PdmeshError:
             return None  # it may be away; that another supervisor is there is in its own log
-        assert isinstance(answer, PoolsWanted)
+        assert isinstance(answer, PoolsDesired)
         return answer
 
     async def _tend(self) -> None:

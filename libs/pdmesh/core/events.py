@@ -8,15 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pdmesh.core.operator_events import (
-    BatchingChangeRequested,
-    BundleChangeRequested,
-    InstanceStartFailed,
-    OperationCancelled,
-    OperationRequested,
-    ProcessesReported,
-    ResizeRequested,
-)
+from pdmesh.core.operator_events import OperatorEvent
 from pdmesh.core.record_line import RecordLine, ms
 from pdmesh.model import (
     NO_TRANSFER,
@@ -409,13 +401,7 @@ Event = (
     | InstanceUnreachable
     | InstanceSuspected
     | InstanceLost
-    | OperationRequested
-    | OperationCancelled
-    | ResizeRequested
-    | InstanceStartFailed
-    | ProcessesReported
-    | BundleChangeRequested
-    | BatchingChangeRequested
+    | OperatorEvent
     | Tick
     | InstanceEvent
 )

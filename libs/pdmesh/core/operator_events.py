@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, PoolMember, RequestId, Role
-from pdmesh.ranges import ANY_COUNT, Range
+from pdmesh.model import (
+    InstanceId,
+    ManagedProcess,
+    OperationId,
+    OperationKind,
+    OperationState,
+    PoolCounts,
+    PoolMember,
+    RequestId,
+    Role,
+)
+from pdmesh.ranges import ANY_COUNT, SECONDS, Range
 
 #: No operator waits longer for requests to leave an instance by themselves.
 MAX_OPERATION_S = 86_400.0
@@ -32,6 +42,7 @@ class OperationRequested:
     request_id: RequestId | None = None  # of a move
     judged: bool = False  # a change of roles that makes things worse is taken back
     role_before: Role | None = None  # of one that is asked for again: the instance may have its new role already
+    of_service: bool = False  # the same, of a restart: it is of a process that is no instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +53,17 @@ class OperationCancelled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActuatorFacts:
-    """The actuator as it was when an operator asked for something."""
-
-    instance_ids: tuple[InstanceId, ...]  # that it looks after
-    available_bytes: Annotated[int, ANY_COUNT]  # of the host's memory
-    instance_bytes: Annotated[int, ANY_COUNT]  # that another instance would take; 0: not known
-    name_prefix: str = ""  # of the ids of instances
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRequested:
     """An operator wants pools of other sizes, or (``again``) a scheduler that is gone had taken that on.
 
     Instances that are to leave are drained as `OperationRequested` does, with ``timeout_s``. One that is to be started
-    has ``start_timeout_s`` to register. ``actuator`` is None where nobody starts and stops processes.
+    has ``start_timeout_s`` to register.
     """
 
     operation_id: OperationId
     pools: PoolCounts
     timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
     start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]
-    actuator: ActuatorFacts | None = None
     again: bool = False
     # What was decided, of one that is asked for again. Of another one ``leaves`` says who goes before others.
     flips: tuple[PoolMember, ...] = ()
@@ -71,19 +71,76 @@ class ResizeRequested:
     leaves: tuple[InstanceId, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceStartFailed:
-    """The actuator could not start an instance that is wanted."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldProcess:
+    """A process that a rolling restart has still to replace."""
+
+    name: str
+    pid: int
+    is_instance: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollingPart:
+    """What of a rolling restart is under way: a process is replaced, or (None) the pools get other sizes."""
+
+    operation_id: OperationId
+    restarts: OldProcess | None = None
+    grows: Role | None = None  # else they shrink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollingRequested:
+    """An operator wants every process replaced, one after the other, or (``again``) a scheduler had taken that on.
+
+    All that the next scheduler has to know of it is here: what is ``left``, and what is under way.
+    """
+
+    operation_id: OperationId
+    timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for requests to leave an instance
+    start_timeout_s: Annotated[float, Range(0, MAX_OPERATION_S)]  # for one that is started beside the last of a kind
+    force: bool = False  # though nobody does meanwhile what the last of a kind does
+    again: bool = False
+    began_at: float = 0.0  # Unix time, seconds
+    age_s: Annotated[float, SECONDS] = 0.0  # since it began, of one that is asked for again
+    patience_s: Annotated[float, SECONDS] = 0.0  # of the same: time for all others to register before it goes on
+    # What was decided, of one that is asked for again.
+    left: tuple[OldProcess, ...] = ()  # still to be replaced, in this order
+    beside: tuple[InstanceId, ...] = ()  # started for a while
+    part: RollingPart | None = None
+    ends_as: OperationState | None = None  # nothing more is replaced: what was started beside leaves, and it is over
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedStart:
+    """An instance that is wanted and could not be started."""
 
     instance_id: InstanceId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessesReported:
-    """The actuator has another set of processes: of instances that run, are being started, or end."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActuatorReported:
+    """Whoever starts and stops processes, on one host or in a cluster, says what runs: all of it, again and again.
 
-    instance_ids: tuple[InstanceId, ...]
+    There may be several of them, one on each host. What is to be started under a name that begins with ``name_prefix``
+    is this one's to start.
+    """
+
+    actuator_id: str
+    processes: tuple[ManagedProcess, ...]  # all that it keeps running
+    unsettled: tuple[InstanceId, ...] = ()  # besides: their processes are being started, or end
+    available_bytes: Annotated[int, ANY_COUNT]  # of its host's memory
+    name_prefix: str = ""  # of the ids of its instances
+    failed: tuple[FailedStart, ...] = ()  # since it was last heard
+
+
+@dataclass(frozen=True, slots=True)
+class ActuatorLost:
+    """An actuator was not heard of for long: nobody starts and stops what it did."""
+
+    actuator_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +159,15 @@ class BatchingChangeRequested:
 
     batching: str
     threshold: float | None = None
+
+
+OperatorEvent = (
+    OperationRequested
+    | OperationCancelled
+    | ResizeRequested
+    | RollingRequested
+    | ActuatorReported
+    | ActuatorLost
+    | BundleChangeRequested
+    | BatchingChangeRequested
+)

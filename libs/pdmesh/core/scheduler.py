@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import chain, islice
 from math import inf
 from typing import get_args
@@ -54,19 +55,12 @@ from pdmesh.core.instances.allocations import MOVES_AWAY
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.on_demand import OnDemandKv
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.operator_events import (
-    BatchingChangeRequested,
-    BundleChangeRequested,
-    InstanceStartFailed,
-    OperationCancelled,
-    OperationRequested,
-    ProcessesReported,
-    ResizeRequested,
-)
+from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
+from pdmesh.core.operators.actuators import Actuators, DesiredProcesses
+from pdmesh.core.operators.all_operations import AllOperations
 from pdmesh.core.operators.bundle_choice import BundleChoice
+from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.operators.judging import Judge
-from pdmesh.core.operators.operations import Operations
-from pdmesh.core.operators.pools import DesiredPools, Pools
 from pdmesh.core.operators.records import OperationView
 from pdmesh.core.recovery.membership import Membership
 from pdmesh.core.recovery.reconcile import Reconciler
@@ -104,8 +98,7 @@ class SchedulerCore:
         self._rebalancer = Rebalancer(self._mesh, self._moves)
         self._on_demand = OnDemandKv(self._mesh, self._rebalancer)
         self._judge = Judge()
-        self._operations = Operations(self._mesh, self._moves, self._judge)
-        self._pools = Pools(self._mesh, self._operations)
+        self._operations = AllOperations(self._mesh, self._moves, self._judge)
         self._modes = Modes(self._mesh)
         self._handovers = HandOvers(self._mesh, config.max_queue_s)
         self._packer = Packer(self._mesh, config.plans_in_flight, bundle, self._modes, self._handovers)
@@ -171,11 +164,6 @@ class SchedulerCore:
         """The batching mode that is chosen for all instances: `mb`, `eb` or `ebplus`."""
         return self._choice.bundle.batching.name
 
-    @property
-    def batching_wish(self) -> BatchingChangeRequested | None:
-        """What operators want of batching, beside the bundle: for the scheduler that comes after this one."""
-        return self._choice.batching_wish
-
     def batching_of(self, instance_id: InstanceId) -> BatchingView:
         """What an instance that is there does, and why."""
         return self._modes.view(self._mesh.instances[instance_id])
@@ -205,27 +193,26 @@ class SchedulerCore:
     @property
     def operations(self) -> list[OperationView]:
         """Operators' operations that run, and the last that are over, in the order in which they came."""
-        return sorted([*self._operations.views, *self._pools.views], key=lambda view: view.began_s)
+        return self._operations.records.views
 
     @property
     def num_operation_changes(self) -> int:
-        """How often `operations`, `wishes` or `desired_pools` changed."""
-        return self._operations.num_changes + self._pools.num_changes
+        """How often `operations`, or what is desired, changed."""
+        return self._operations.records.num_changes
 
     @property
-    def wishes(self) -> list[OperationRequested]:
-        """What operators want of the instances: for the scheduler that comes after this one, to ask for again."""
-        return self._operations.wishes
+    def desired(self) -> DesiredState:
+        """What operators asked for that still holds: for the scheduler that comes after this one."""
+        return replace(self._operations.desired, bundle=self._choice.desired_bundle, batching=self._choice.desired)
+
+    def desired_processes(self, actuator_id: str) -> DesiredProcesses:
+        """Return what an actuator has to do."""
+        return self._operations.desired_processes(actuator_id)
 
     @property
-    def resize_wish(self) -> ResizeRequested | None:
-        """What they want of the pools, for the same."""
-        return self._pools.wish
-
-    @property
-    def desired_pools(self) -> DesiredPools:
-        """What whoever starts and stops processes has to do."""
-        return self._pools.desired
+    def actuators(self) -> Actuators:
+        """What starts and stops processes, as it says itself."""
+        return self._operations.actuators
 
     @property
     def ignored(self) -> Mapping[str, int]:
@@ -266,11 +253,9 @@ class SchedulerCore:
             self._handovers.expire(now_s)
         self._handlers.handle(event, now_s)
         self._operations.advance(now_s)
-        while self._pools.advance(now_s):
-            self._operations.advance(now_s)
         bundle = self._choice.bundle
         if self._config.evacuates:
-            self._moves.evacuate(self._operations.leaving, bundle.decode_placement)
+            self._moves.evacuate(self._operations.on_instances.leaving, bundle.decode_placement)
             if bundle.rebalancing is not None:
                 self._rebalancer.speed_up(bundle.rebalancing, now_s)
         self._on_demand.serve(bundle, self._choice.learner.model, now_s, moves=self._config.evacuates)
@@ -291,7 +276,7 @@ class SchedulerCore:
             self._on_demand,
             self._moves,
             self._rebalancer,
-            self._operations,
+            self._operations.on_instances,
         )
         handlers.on_timed(RequestArrived, self._request_arrived)
         handlers.on(RequestCancelled, self._new_requests.cancelled)
@@ -319,11 +304,7 @@ class SchedulerCore:
         handlers.on(MoveFailed, self._moves.failed)
         handlers.on(KvReleased, self._released)
         handlers.on(KvLow, self._kv_low)
-        handlers.on_timed(OperationRequested, self._operations.request)
-        handlers.on_timed(OperationCancelled, self._operation_cancelled)
-        handlers.on_timed(ResizeRequested, self._pools.request)
-        handlers.on_timed(InstanceStartFailed, self._pools.start_failed)
-        handlers.on(ProcessesReported, self._pools.processes_reported)
+        self._operations.register(handlers)
         handlers.on(BundleChangeRequested, self._choice.change)
         handlers.on(BatchingChangeRequested, self._choice.change_batching)
         handlers.on(Tick, self._ticked)
@@ -418,12 +399,6 @@ class SchedulerCore:
             )
         self._mesh.grant(self._mesh.broker.release_of(key, event.instance_id))
 
-    # --- an operator's changes ---
-
-    def _operation_cancelled(self, event: OperationCancelled, now_s: float) -> None:
-        owner = self._pools if self._pools.knows(event.operation_id) else self._operations
-        owner.cancel(event.operation_id, now_s)
-
     # --- time ---
 
     def _ticked(self, _: Tick) -> None:
@@ -434,7 +409,6 @@ class SchedulerCore:
             self._mesh.queue.next_deadline_s,
             self._reconciler.next_deadline_s,
             self._operations.next_deadline_s,
-            self._pools.next_deadline_s,
             self._handovers.next_deadline_s,
             self._modes.wake_s,
         )

@@ -15,6 +15,7 @@ from pdmesh.core.commands import (
     Outcome,
     Reject,
     Restart,
+    StopInstance,
     ToInstance,
     WakeAt,
 )
@@ -53,6 +54,8 @@ class SimConfig:
     max_decode_steps: int = 128  # in one appointment; less changes only the cost, and the last bits of what is reported
     events_between_checks: int = 10_000  # of the core's state
     deaths: Sequence[Death] = ()  # of any instances
+    requests_of_operators: Sequence[tuple[float, Event]] = ()  # when, and what
+    restart_s: float = 1.0  # until a process that an operation ends is there again
 
 
 class Simulator:
@@ -111,6 +114,8 @@ class Simulator:
         self._inbox.extend(InstanceJoined(instance.profile, ()) for instance in self._instances.values())
         for death in self._config.deaths:
             self._agenda.at(death.at_s, partial(self._die, death))
+        for at_s, requested in self._config.requests_of_operators:
+            self._agenda.at(at_s, partial(self._inbox.append, requested))
         if self._closed_loop is None:
             self._await_arrival()
         else:
@@ -206,6 +211,9 @@ class Simulator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
+            case StopInstance(instance_id=instance_id):
+                at_s = self._agenda.now_s + self._config.control_delay_s
+                self._agenda.at(at_s, partial(self._die, Death(instance_id, at_s, self._config.restart_s)))
             case ToInstance():
                 take = self._instances[command.instance_id].take
                 if self._config.control_delay_s:
@@ -230,7 +238,8 @@ class Simulator:
             case Reject():
                 pass  # ForgetRequest comes with it
             case Restart():
-                assert command.preempted or self._config.deaths, f"nothing fails here, and yet: {command}"
+                is_foreseen = command.preempted or self._config.deaths or self._config.requests_of_operators
+                assert is_foreseen, f"nothing fails here, and yet: {command}"
                 self._resume((command.request_id, command.epoch), decodes=command.preempted)
             case _:
                 assert_never(command)
@@ -262,7 +271,8 @@ class Simulator:
     def _come_back(self, instance_id: InstanceId) -> None:
         """Another process, with nothing; what it does is added to what the one before did."""
         before = self._instances[instance_id]
-        instance = self._instances[instance_id] = self._new_instance(before.profile, before.model)
+        profile = replace(before.profile, pid=before.profile.pid + 1)
+        instance = self._instances[instance_id] = self._new_instance(profile, before.model)
         instance.steps = before.steps
         self._links.connect(before.instance_id)
         self._report(InstanceJoined(instance.profile, ()))

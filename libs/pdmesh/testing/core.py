@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.instances.kv_growth import Growth
-from pdmesh.core.operator_events import OperationRequested
+from pdmesh.core.operator_events import ActuatorReported, FailedStart, OperationRequested
 from pdmesh.core.operators.records import OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
@@ -34,8 +35,10 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    ManagedProcess,
     OperationId,
     OperationKind,
+    ProcessKind,
     Request,
     RequestId,
     Role,
@@ -81,6 +84,24 @@ def a_role(instance_id: str, role: Role, operation_id: str = "role") -> Operatio
         timeout_s=60.0,
         role=role,
         force=True,
+    )
+
+
+def a_report(
+    *names: str,
+    services: Mapping[str, int] | None = None,
+    available_bytes: int = 1 << 40,
+    failed: tuple[FailedStart, ...] = (),
+    pids: Mapping[str, int] | None = None,
+) -> ActuatorReported:
+    """An actuator says that it keeps these instances running, and services that are none, with their pids."""
+    instances = [ManagedProcess(name=name, pid=(pids or {}).get(name, 1)) for name in names]
+    others = [
+        ManagedProcess(name=name, pid=pid, kind=ProcessKind(name.partition("-")[0]))
+        for name, pid in (services or {}).items()
+    ]
+    return ActuatorReported(
+        actuator_id="a", processes=(*instances, *others), available_bytes=available_bytes, failed=failed
     )
 
 

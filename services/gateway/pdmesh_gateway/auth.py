@@ -82,7 +82,7 @@ class Client:
                 code="missing_scope",
             )
 
-    def check_wish(self, priority: int, slo: Slo) -> None:
+    def check_service_level(self, priority: int, slo: Slo) -> None:
         """Check what a request asks for beyond its turn. Raises RequestRejected."""
         low, high, least_ms = self.key.min_priority, self.key.max_priority, self.key.min_slo_ttft_ms
         if (low is not None and priority < low) or (high is not None and priority > high):

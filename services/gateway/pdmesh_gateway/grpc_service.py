@@ -159,7 +159,7 @@ class _Inference(pb_grpc.InferenceServicer):
             ttft_s=target_s("slo_ttft_ms", request.slo_ttft_ms if request.HasField("slo_ttft_ms") else None),
             tpot_s=target_s("slo_tpot_ms", request.slo_tpot_ms if request.HasField("slo_tpot_ms") else None),
         )
-        client.check_wish(request.priority, slo)
+        client.check_service_level(request.priority, slo)
         return GenerationJob(
             tenant=client.name,
             share=client.share,

@@ -6,6 +6,7 @@ none, for this machine. What actuators say is for our own processes.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ from pdmesh.core.operator_events import (
     BatchingChangeRequested,
     BundleChangeRequested,
     OperationCancelled,
+    OperationRequested,
     ResizeRequested,
+    RollingRequested,
 )
 from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
@@ -55,12 +58,11 @@ from pdmesh.wire.messages import (
     StartRolling,
     WaitOperation,
 )
-from pdmesh_scheduler.actuators import ActuatorDesk
+from pdmesh_scheduler.actuators import ActuatorLinks
 from pdmesh_scheduler.driver import Driver
-from pdmesh_scheduler.operations import OperationsDesk
+from pdmesh_scheduler.operations import OperationStatuses
 from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.records import RequestRecords
-from pdmesh_scheduler.rolling import RollingDesk, RollingWish
 from pdmesh_scheduler.startup_grace import StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
 
@@ -78,9 +80,8 @@ class Admin:
 
     driver: Driver
     records: RequestRecords
-    operations: OperationsDesk
-    actuators: ActuatorDesk
-    rolling: RollingDesk
+    operations: OperationStatuses
+    actuators: ActuatorLinks
     startup_grace: StartupGrace
     operators: Operators
     mesh_token: str
@@ -125,9 +126,7 @@ class Admin:
     ) -> AdminResponse:
         match question:
             case GetStatus():
-                return msgspec.structs.replace(
-                    self.driver.state(), tenants=self.tenants.statuses, services=tuple(self.actuators.services)
-                )
+                return msgspec.structs.replace(self.driver.state(), tenants=self.tenants.statuses)
             case GetRequest():
                 match self.records.find(question.request_id):
                     case ():
@@ -145,18 +144,12 @@ class Admin:
                 self.driver.expect(instance_ids)
                 return self.driver.state()
             case ListOperations():
-                return OperationList(operations=self.operations.statuses())
+                return OperationList(operations=self.operations.all())
             case WaitOperation(operation_id=operation_id, num_left=num_left, wait_s=wait_s):
                 status = await self.operations.wait(operation_id, num_left, wait_s)
                 return status or _unknown(operation_id)
             case FollowPools():
-                heard = self.actuators.hear(question)
-                self.startup_grace.tell()
-                if isinstance(heard, AdminError):
-                    return heard
-                for event in heard:
-                    await self.driver.act(event)
-                return await self.actuators.follow(question, lambda: self.operations.changed)
+                return await self.actuators.follow(question)
             case _:
                 assert_never(question)
 
@@ -208,68 +201,66 @@ class Admin:
                 return self._policies()
             case SetBatching():
                 return await self._set_batching(change)
-            case StartOperation(wish=wish):
-                if wish.again or wish.stopped_pid is not None or wish.role_before is not None:
+            case StartOperation(requested=requested):
+                if (
+                    requested.again
+                    or requested.of_service
+                    or requested.stopped_pid is not None
+                    or requested.role_before is not None
+                ):
                     return AdminError(message="only a scheduler may send an operation again")
-                if (wish.kind is OperationKind.ROLE) is (wish.role is None):
+                if (requested.kind is OperationKind.ROLE) is (requested.role is None):
                     return AdminError(message="only a change of role takes a role")
-                if wish.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
+                if requested.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
                     return AdminError(message="this operation is for the whole mesh, not for one instance")
-                if (wish.kind is OperationKind.MOVE) is (wish.request_id is None):
+                if (requested.kind is OperationKind.MOVE) is (requested.request_id is None):
                     return AdminError(message="only a move takes a request")
-                if wish.request_id is not None:
-                    records = self.records.find(wish.request_id)
+                if requested.request_id is not None:
+                    records = self.records.find(requested.request_id)
                     if len(records) > 1:
                         return AdminError(
-                            message=f"{len(records)} requests match {wish.request_id!r}: give a full request id"
+                            message=f"{len(records)} requests match {requested.request_id!r}: give a full request id"
                         )
                     if records:
-                        wish = replace(wish, request_id=RequestId(records[0].request_id))
-                if not _is_id(wish.operation_id):
+                        requested = replace(requested, request_id=RequestId(records[0].request_id))
+                if not _is_id(requested.operation_id):
                     return AdminError(message=_WANTED_ID)
-                await self.startup_grace.wait()
-                if wish.kind is OperationKind.RESTART and self.actuators.takes(wish.instance_id):
-                    self.actuators.request(wish)
-                else:
-                    await self.driver.act(wish)
-                return self.operations.status(wish.operation_id) or _unknown(wish.operation_id)
+                return await self._begin(requested)
             case StartResize():
                 if not _is_id(change.operation_id):
                     return AdminError(message=_WANTED_ID)
-                await self.startup_grace.wait()
+                await self.startup_grace.wait()  # for the number of those that are kept
                 there = Counter(view.role for view in self.driver.instances)
                 pools = {str(role): there[role] if role in change.kept else change.pools.of(role) for role in Role}
-                await self.driver.act(
-                    ResizeRequested(
-                        operation_id=change.operation_id,
-                        pools=PoolCounts(**pools),
-                        timeout_s=change.timeout_s,
-                        start_timeout_s=change.start_timeout_s,
-                        actuator=self.actuators.facts(self.driver.profiles),
-                    )
+                resize = ResizeRequested(
+                    operation_id=change.operation_id,
+                    pools=PoolCounts(**pools),
+                    timeout_s=change.timeout_s,
+                    start_timeout_s=change.start_timeout_s,
                 )
-                return self.operations.status(change.operation_id) or _unknown(change.operation_id)
+                return await self._begin(resize)
             case StartRolling():
                 if not _is_id(change.operation_id):
                     return AdminError(message=_WANTED_ID)
-                await self.startup_grace.wait()
-                rolling = RollingWish(
+                rolling = RollingRequested(
                     operation_id=change.operation_id,
                     timeout_s=change.timeout_s,
                     start_timeout_s=change.start_timeout_s,
                     force=change.force,
+                    began_at=time.time(),
                 )
-                self.rolling.request(rolling, self.driver.profiles)
-                return self.operations.status(change.operation_id) or _unknown(change.operation_id)
+                return await self._begin(rolling)
             case CancelOperation(operation_id=operation_id):
-                if self.operations.status(operation_id) is None:
-                    return _unknown(operation_id)
-                is_whole = await self.rolling.cancel(operation_id, self.driver)
-                if not is_whole and not self.actuators.cancel(operation_id):
-                    await self.driver.act(OperationCancelled(operation_id))
-                return self.operations.status(operation_id) or _unknown(operation_id)
+                await self.driver.act(OperationCancelled(operation_id))
+                return self.operations.of(operation_id) or _unknown(operation_id)
             case _:
                 assert_never(change)
+
+    async def _begin(self, requested: OperationRequested | ResizeRequested | RollingRequested) -> AdminResponse:
+        """Ask the core for an operation, once it has heard of everybody."""
+        await self.startup_grace.wait()
+        await self.driver.act(requested)
+        return self.operations.of(requested.operation_id) or _unknown(requested.operation_id)
 
     async def _set_batching(self, question: SetBatching) -> AdminResponse:
         name, threshold = question.batching, question.threshold

@@ -44,7 +44,6 @@ from pdmesh.core.events import (
     TransferLanded,
 )
 from pdmesh.core.lives import Lives
-from pdmesh.core.operator_events import OperationCancelled, OperationRequested, ResizeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
@@ -138,6 +137,7 @@ class Driver:
         self._moving: dict[RequestKey, _Moving] = {}  # what a receiver needs of those whose KV has not landed
         self._profiles: dict[InstanceId, InstanceProfile] = {}
         self._loads: dict[InstanceId, LoadReported] = {}
+        self._num_operation_changes = 0
         self._wake_at_s: float | None = None
         self._wake_changed = anyio.Event()
         self._coming: set[InstanceId] = set()  # being started again
@@ -228,6 +228,9 @@ class Driver:
         for command in commands:
             self._carry_out(command)
         self._follow_up(event)
+        if self._core.num_operation_changes != self._num_operation_changes:
+            self._num_operation_changes = self._core.num_operation_changes
+            self._tell_readiness()
 
     def _remember(self, event: Event, generation: Generation | None) -> None:
         match event:
@@ -269,8 +272,6 @@ class Driver:
                 self._silent.discard(event.profile.instance_id)
                 self._tell_readiness()
             case InstanceUnreachable() | DrainRequested():
-                self._tell_readiness()
-            case OperationRequested() | OperationCancelled() | ResizeRequested():
                 self._tell_readiness()
             case InstanceLost():
                 lost = self._profiles.pop(event.instance_id, None)
@@ -393,7 +394,7 @@ class Driver:
         return list(self._profiles.values())
 
     def state(self) -> MeshStatus:
-        wish = self._core.resize_wish
+        resize = self._core.desired.pools
         reason = self._core.unready_reason
         return MeshStatus(
             ready=reason is None,
@@ -406,7 +407,8 @@ class Driver:
             max_model_len=self._max_model_len(),
             num_gateways=len(self._gateways),
             num_coming=self._num_coming,
-            pools=None if wish is None else wish.pools,
+            services=tuple(self._core.actuators.processes),
+            pools=None if resize is None else resize.pools,
             groups=tuple(
                 GroupStatus(
                     request_id=view.request_id,

@@ -7,6 +7,7 @@ import secrets
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -15,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from pdmesh.config import MeshConfig
 from pdmesh.core.config import CoreConfig, KvReservation, LatencyLearning
 from pdmesh.core.lives import Lives
-from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
@@ -31,18 +31,18 @@ from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
 from pdmesh_scheduler.activity import ActivityFeed
-from pdmesh_scheduler.actuators import ActuatorDesk
+from pdmesh_scheduler.actuators import ActuatorLinks
 from pdmesh_scheduler.admin import Admin
+from pdmesh_scheduler.desired_file import DesiredFile, read_desired
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
 from pdmesh_scheduler.metrics import SchedulerMetrics
-from pdmesh_scheduler.operations import OperationsDesk, read_wishes
+from pdmesh_scheduler.operations import OperationStatuses
 from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
-from pdmesh_scheduler.rolling import RollingDesk
 from pdmesh_scheduler.spans import SchedulerSpans
-from pdmesh_scheduler.startup_grace import StartupGrace
+from pdmesh_scheduler.startup_grace import REGISTER_S, StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.workers import RETURN_GRACE_S, WorkerStreams
 
@@ -77,19 +77,14 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         return began_at + at_s - began_s
 
     records = RequestRecords(wall_time)
-    actuators = ActuatorDesk(core, clock)
-    startup_grace = StartupGrace(core, actuators, until_s=began_s + settings.orphan_grace_s, clock=clock)
-    rolling = RollingDesk(core, actuators, startup_grace, clock=clock, wall_time=wall_time)
-    operations = OperationsDesk(
-        core,
-        actuators=actuators,
-        rolling=rolling,
-        configured_bundle=settings.bundle,
-        path=settings.operations_file,
-        wall_time=wall_time,
-    )
+    startup_grace = StartupGrace(core, until_s=began_s + settings.orphan_grace_s, clock=clock)
+    operations = OperationStatuses(core, wall_time)
+    desired_file = DesiredFile(core, settings.operations_file, operations.changed)
     operators = await anyio.to_thread.run_sync(Operators, config.security)
-    wishes = await anyio.to_thread.run_sync(read_wishes, settings.operations_file)
+    patience_s = settings.orphan_grace_s + REGISTER_S
+    desired = await anyio.to_thread.run_sync(
+        partial(read_desired, settings.operations_file, now=began_at, patience_s=patience_s)
+    )
     tenants = TenantUsage(core)
 
     with ExitStack() as closing:
@@ -126,24 +121,12 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 records,
                 SchedulerSpans(context.tracing, wall_time),
                 operations,
-                rolling,
                 startup_grace,
                 tenants,
             ),
             event_log=event_log,
         )
-        if wishes.bundle is not None:
-            driver.post(BundleChangeRequested(wishes.bundle))
-        if wishes.batching is not None:
-            driver.post(wishes.batching)
-        for wish in wishes.operations:
-            driver.post(wish)
-        if wishes.pools is not None:
-            driver.post(wishes.pools)
-        for wish in wishes.replacements:
-            actuators.request(wish)
-        if wishes.rolling is not None:
-            rolling.resume(wishes.rolling)
+        actuators = ActuatorLinks(core, driver, operations.changed)
         worker_streams = WorkerStreams(
             driver, workers, worker_leases, silences, absences, settings, context.stopping, profile
         )
@@ -156,7 +139,6 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 records=records,
                 operations=operations,
                 actuators=actuators,
-                rolling=rolling,
                 startup_grace=startup_grace,
                 operators=operators,
                 mesh_token=config.security.mesh_token,
@@ -167,8 +149,10 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             if event_log is not None:
                 tasks.start_soon(event_log.run)
             tasks.start_soon(driver.run)
-            tasks.start_soon(operations.run)
-            tasks.start_soon(rolling.run, driver, lambda: operations.changed)
+            for event in desired.events():
+                await driver.act(event)
+            tasks.start_soon(desired_file.run)  # now that the core has heard of all that the file holds
+            tasks.start_soon(actuators.run)
             tasks.start_soon(worker_streams.watch)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
             async with serving(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import anyio
 
 from pdmesh.core.events import InstanceJoined
+from pdmesh.core.operator_events import ActuatorReported
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh_scheduler.actuators import ActuatorDesk
 from pdmesh_scheduler.observing import Handled
 
 #: For instances whose processes run, as the actuator says, to register; commands wait longer for their first answer.
@@ -16,28 +16,22 @@ REGISTER_S = 5.0
 
 
 class StartupGrace:
-    """Ends once the actuator and all its instances were heard from, at ``until_s``, or `REGISTER_S` later.
+    """Ends once an actuator and all its instances were heard from, at ``until_s``, or `REGISTER_S` later.
 
     Implements `pdmesh_scheduler.observing.Observer`.
     """
 
-    def __init__(
-        self, core: SchedulerCore, actuators: ActuatorDesk, *, until_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, core: SchedulerCore, *, until_s: float, clock: Callable[[], float]) -> None:
         self._core = core
-        self._actuators = actuators
         self._until_s = until_s
         self._clock = clock
         self._news = anyio.Event()
 
     def observe(self, handled: Handled) -> None:
-        if isinstance(handled.event, InstanceJoined):
-            self.tell()
-
-    def tell(self) -> None:
-        """Note that the actuator or an instance was heard from."""
-        self._news.set()
-        self._news = anyio.Event()
+        """Look again once an actuator or an instance was heard from."""
+        if isinstance(handled.event, InstanceJoined | ActuatorReported):
+            self._news.set()
+            self._news = anyio.Event()
 
     async def wait(self) -> None:
         """Wait until the time to settle is over."""
@@ -47,9 +41,8 @@ class StartupGrace:
 
     def _left_s(self) -> float:
         """Return seconds left, at most."""
-        followed = self._actuators.instance_ids
-        if followed is None:
+        if not self._core.actuators.there:
             return self._until_s - self._clock()
-        if {view.instance_id for view in self._core.instances}.issuperset(followed):
+        if not self._core.actuators.away:
             return 0.0
         return self._until_s + REGISTER_S - self._clock()

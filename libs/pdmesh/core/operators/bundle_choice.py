@@ -22,6 +22,7 @@ class BundleChoice:
         self._mesh = mesh
         self._configured = self.policy = config.policy
         self.bundle = bundle
+        self._configured_name = bundle.name
         self.learner = LatencyLearner(config.policy.latency, config.learning)
         mesh.broker.computed_first = bundle.sends_computed_first
 
@@ -57,7 +58,12 @@ class BundleChoice:
             self.policy = policy
 
     @property
-    def batching_wish(self) -> BatchingChangeRequested | None:
+    def desired_bundle(self) -> str | None:
+        """The bundle that operators chose; None: the configured one."""
+        return None if self.bundle.name == self._configured_name else self.bundle.name
+
+    @property
+    def desired(self) -> BatchingChangeRequested | None:
         """The mode that was chosen beside the bundle; None: nobody has."""
         if self.policy is self._configured:
             return None

@@ -26,13 +26,13 @@ from pdmesh.core.operators.judging import (
     has_enough_data,
     why_worse,
 )
-from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
+from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.placing import have_pair
 from pdmesh.core.transfers.moves import Moves
 from pdmesh.core.transfers.receivers import do_without
 from pdmesh.core.transfers.transfer import Move
-from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, RequestKey, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, RequestId, RequestKey, Role
 
 #: A process that was stopped is started again by then: a large model is loaded meanwhile.
 COME_BACK_S = 600.0
@@ -47,7 +47,7 @@ _STAYS: dict[Role, Collection[AllocationKind]] = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Operation(OperationRecord):
-    wish: OperationRequested
+    requested: OperationRequested
     has_moved_all: bool = False  # what was left at its time limit
     stopped_pid: int | None = None  # of the process that was told to end
     back_by_s: float = inf  # then the next one has joined
@@ -61,53 +61,48 @@ class _Operation(OperationRecord):
     def deadline_s(self) -> float:
         if self.changed_s is not None:
             return self.changed_s + JUDGE_S
-        return self.back_by_s if self.has_moved_all else self.began_s + self.wish.timeout_s
+        return self.back_by_s if self.has_moved_all else self.began_s + self.requested.timeout_s
 
     @property
-    def wish_again(self) -> OperationRequested:
-        return replace(self.wish, stopped_pid=self.stopped_pid, role_before=self.role_before)
+    def desired(self) -> OperationRequested:
+        """What the next scheduler has to be asked for."""
+        return replace(self.requested, stopped_pid=self.stopped_pid, role_before=self.role_before)
 
     @classmethod
-    def of(cls, wish: OperationRequested, now_s: float) -> _Operation:
+    def of(cls, requested: OperationRequested, now_s: float) -> _Operation:
         """One that begins now."""
         return cls(
-            operation_id=wish.operation_id,
-            kind=wish.kind,
-            timeout_s=wish.timeout_s,
+            operation_id=requested.operation_id,
+            kind=requested.kind,
+            timeout_s=requested.timeout_s,
             began_s=now_s,
-            instance_id=wish.instance_id,
-            role=wish.role,
-            request_id=wish.request_id,
-            wish=wish,
-            role_before=wish.role_before,
+            instance_id=requested.instance_id,
+            role=requested.role,
+            request_id=requested.request_id,
+            requested=requested,
+            role_before=requested.role_before,
         )
 
 
 class Operations:
     """Operations on instances, at most one each. What operators want outlives instances and schedulers."""
 
-    def __init__(self, mesh: MeshState, moves: Moves, judge: Judge) -> None:
+    def __init__(self, mesh: MeshState, records: OperationRecords, moves: Moves, judge: Judge) -> None:
         self._mesh = mesh
+        self._records = records
         self._moves = moves
         self._moving: dict[OperationId, _Operation] = {}  # that move one request
         self._judge = judge
         self._taken_back_s: dict[InstanceId, float] = {}  # when a change of its role was
-        self._operations: OperationRecords[_Operation] = OperationRecords()
         self._running: dict[InstanceId, _Operation] = {}
         #: The operations whose outcome still holds, by instance: what a new scheduler has to be told.
         self._drains: dict[InstanceId, OperationRequested] = {}
         self._roles: dict[InstanceId, OperationRequested] = {}
-        #: Of any operation, or of what is wanted of instances: who looks on need not compare.
-        self.num_changes = 0
 
     @property
-    def views(self) -> list[OperationView]:
-        return self._operations.views
-
-    @property
-    def wishes(self) -> list[OperationRequested]:
+    def desired(self) -> list[OperationRequested]:
         """What operators want of the instances, in the order to ask for it again."""
-        running = [operation.wish_again for operation in self._running.values()]
+        running = [operation.desired for operation in self._running.values()]
         return list(dict.fromkeys([*self._roles.values(), *self._drains.values(), *running]))
 
     @property
@@ -120,13 +115,13 @@ class Operations:
 
     @staticmethod
     def _empties(operation: _Operation) -> bool:
-        match operation.wish.kind:
+        match operation.requested.kind:
             case OperationKind.DRAIN:
                 return True
             case OperationKind.RESTART:
                 return operation.stopped_pid is None
             case OperationKind.ROLE:
-                return operation.wish.role is Role.PREFILL
+                return operation.requested.role is Role.PREFILL
             case OperationKind.UNDRAIN | OperationKind.MOVE | OperationKind.RESIZE | OperationKind.ROLLING:
                 return False
 
@@ -136,92 +131,93 @@ class Operations:
             return inf
         return min([operation.deadline_s for operation in (*self._running.values(), *self._moving.values())])
 
-    def find(self, operation_id: OperationId) -> OperationView | None:
-        operation = self._operations.get(operation_id)
-        return None if operation is None else operation.view
-
-    def running_on(self, instance_id: InstanceId) -> OperationView | None:
-        operation = self._running.get(instance_id)
-        return None if operation is None else operation.view
+    def running_on(self, instance_id: InstanceId) -> OperationRecord | None:
+        """The operation that runs on an instance."""
+        return self._running.get(instance_id)
 
     # --- events ---
 
-    def request(self, wish: OperationRequested, now_s: float) -> None:
-        if wish.operation_id in self._operations:
+    def request(self, requested: OperationRequested, now_s: float) -> None:
+        """Begin an operation on an instance, or refuse it before anything has changed."""
+        if requested.operation_id in self._records:
             return  # asked again
-        self.num_changes += 1
-        operation = _Operation.of(wish, now_s)
-        self._operations.add(operation)
-        if wish.kind is OperationKind.MOVE:
+        operation = _Operation.of(requested, now_s)
+        self._records.add(operation)
+        if requested.kind is OperationKind.MOVE:
             self._begin_move(operation, now_s)
             return
-        refusal = None if wish.again else self._refusal(wish, now_s)
-        if wish.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
+        refusal = None if requested.again else self._refusal(requested, now_s)
+        if requested.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
             refusal = "this operation is for the whole mesh, not for one instance"
         if refusal is not None:
             self._end(operation, OperationState.REFUSED, refusal, now_s)
             return
-        there = self._mesh.instances.get(wish.instance_id)
-        if there is not None and wish.pid not in (None, there.profile.pid) and wish.stopped_pid is None:
+        there = self._mesh.instances.get(requested.instance_id)
+        if there is not None and requested.pid not in (None, there.profile.pid) and requested.stopped_pid is None:
             self._end(operation, OperationState.DONE, "another process registered as this instance before", now_s)
             return
-        before = self._running.get(wish.instance_id)
-        if before is not None and before.wish.again:  # its outcome is kept, and holds when the instance comes
+        before = self._running.get(requested.instance_id)
+        if before is not None and before.requested.again:  # its outcome is kept, and holds when the instance comes
             self._end(before, OperationState.DONE, "", now_s)
         elif before is not None:
-            instance = self._mesh.instances.get(wish.instance_id)
+            instance = self._mesh.instances.get(requested.instance_id)
             if instance is not None and before.changed_s is None:
                 self._restore(before, instance)
-            self._end(before, OperationState.CANCELLED, f"{wish.kind} came after it", now_s)
-        if wish.kind is OperationKind.UNDRAIN:
-            self._drains.pop(wish.instance_id, None)
-        elif wish.again and wish.kind is OperationKind.DRAIN:
-            self._drains[wish.instance_id] = wish
-        elif wish.again and wish.kind is OperationKind.ROLE:
-            self._roles[wish.instance_id] = wish
-        if wish.stopped_pid is not None:
-            self._stops(operation, wish.stopped_pid, now_s)
-        self._running[wish.instance_id] = operation
+            self._end(before, OperationState.CANCELLED, f"{requested.kind} came after it", now_s)
+        if requested.kind is OperationKind.UNDRAIN:
+            self._drains.pop(requested.instance_id, None)
+        elif requested.again and requested.kind is OperationKind.DRAIN:
+            self._drains[requested.instance_id] = requested
+        elif requested.again and requested.kind is OperationKind.ROLE:
+            self._roles[requested.instance_id] = requested
+        if requested.stopped_pid is not None:
+            self._stops(operation, requested.stopped_pid, now_s)
+        self._running[requested.instance_id] = operation
         self._begin(operation, now_s)
 
-    def cancel(self, operation_id: OperationId, now_s: float) -> None:
-        """Use the instance as before; nothing happens if the operation is over, or is not known."""
-        operation = self._operations.get(operation_id)
-        if operation is None or not operation.is_running:
-            self._mesh.ignore("OperationCancelled")
-            return
+    def cancel(self, operation_id: OperationId, now_s: float) -> bool:
+        """Whether it runs here; its instance is used as before."""
+        running = (*self._running.values(), *self._moving.values())
+        operation = next((each for each in running if each.operation_id == operation_id), None)
+        if operation is None:
+            return False
         if operation.moving is not None:
             self._moves.cancel(operation.moving[0])
             operation.is_taken_back = True
-            return  # it may have landed all the same
-        if instance := self._mesh.instances.get(operation.wish.instance_id):
+            return True  # it may have landed all the same
+        if instance := self._mesh.instances.get(operation.requested.instance_id):
             self._restore(operation, instance)
         self._end(operation, OperationState.CANCELLED, TAKEN_BACK, now_s)
+        return True
 
     def forget(self, instance_id: InstanceId) -> None:
         """What was wanted of it: the next one under its name is another one."""
-        self.num_changes += bool(self._drains.pop(instance_id, None)) + bool(self._roles.pop(instance_id, None))
+        self._drains.pop(instance_id, None)
+        self._roles.pop(instance_id, None)
+        self._records.note_change()
 
     def use_again(self, instance: InstanceState) -> None:
         """Use an instance again that was drained; an operation that drains or restarts it now goes on."""
         self._drains.pop(instance.instance_id, None)
         running = self._running.get(instance.instance_id)
-        instance.set_closed(running is not None and running.wish.kind in (OperationKind.DRAIN, OperationKind.RESTART))
+        instance.set_closed(
+            running is not None and running.requested.kind in (OperationKind.DRAIN, OperationKind.RESTART)
+        )
         self._mesh.queue.unpark()
-        self.num_changes += 1
+        self._records.note_change()
 
     def joined(self, instance_id: InstanceId, now_s: float) -> None:
         """An instance came (back): what was wanted of it still is."""
         instance = self._mesh.instances[instance_id]
-        if (wish := self._roles.get(instance_id)) and wish.role is not None:
-            self._set_role(instance, wish.role)
+        if (requested := self._roles.get(instance_id)) and requested.role is not None:
+            self._set_role(instance, requested.role)
         if instance_id in self._drains:
             instance.set_closed(True)
         if (operation := self._running.get(instance_id)) is None:
             return
         if operation.changed_s is not None:
             return  # it goes on being judged
-        replaced = operation.wish.pid if operation.stopped_pid is None else operation.stopped_pid
+        replaced = operation.requested.pid if operation.stopped_pid is None else operation.stopped_pid
         if replaced not in (None, instance.profile.pid):
             self._end(operation, OperationState.DONE, "", now_s)
         elif operation.stopped_pid is None:
@@ -232,7 +228,7 @@ class Operations:
     def lost(self, instance_id: InstanceId, now_s: float) -> None:
         """Handle an instance that is gone and holds nothing: its drain is done."""
         operation = self._running.get(instance_id)
-        if operation is not None and operation.wish.kind is OperationKind.DRAIN:
+        if operation is not None and operation.requested.kind is OperationKind.DRAIN:
             self._drained(operation, "the instance is gone", now_s)
 
     def advance(self, now_s: float) -> None:
@@ -242,7 +238,7 @@ class Operations:
         for operation in list(self._moving.values()):
             self._look_at_move(operation, now_s)
         for operation in list(self._running.values()):
-            instance = self._mesh.instances.get(operation.wish.instance_id)
+            instance = self._mesh.instances.get(operation.requested.instance_id)
             if instance is None:
                 if operation.deadline_s <= now_s:
                     self._end(operation, OperationState.FAILED, "the instance did not come back", now_s)
@@ -257,44 +253,43 @@ class Operations:
                 continue
             if operation.deadline_s <= now_s:
                 operation.has_moved_all = True
-                for key in self._left(operation.wish, instance):
+                for key in self._left(operation.requested, instance):
                     self._restart(key, instance)
-            num_left = len(self._left(operation.wish, instance))
-            self.num_changes += num_left != operation.num_left
-            operation.num_left = num_left
-            if not operation.num_left:
+            num_left = len(self._left(operation.requested, instance))
+            self._records.tell(operation, operation.detail, num_left)
+            if not num_left:
                 self._complete(operation, instance, now_s)
 
     # --- what is asked for ---
 
-    def _refusal(self, wish: OperationRequested, now_s: float) -> str | None:
+    def _refusal(self, requested: OperationRequested, now_s: float) -> str | None:
         instances = self._mesh.instances
-        instance = instances.get(wish.instance_id)
-        if instance is None and wish.pid is None:
+        instance = instances.get(requested.instance_id)
+        if instance is None and requested.pid is None:
             known = ", ".join(sorted(instances)) or "none"
-            return f"no instance {wish.instance_id!r} is there: there are {known}"
-        running = self._running.get(wish.instance_id)
-        if running is not None and wish.kind is not OperationKind.UNDRAIN:
+            return f"no instance {requested.instance_id!r} is there: there are {known}"
+        running = self._running.get(requested.instance_id)
+        if running is not None and requested.kind is not OperationKind.UNDRAIN:
             return (
-                f"operation {running.wish.operation_id} ({running.wish.kind}) runs on {wish.instance_id}: wait for it, "
-                f"or `pdmesh ops cancel {running.wish.operation_id}`"
+                f"operation {running.operation_id} ({running.kind}) runs on {requested.instance_id}: wait for it, "
+                f"or `pdmesh ops cancel {running.operation_id}`"
             )
-        if instance is None or wish.kind is OperationKind.UNDRAIN or wish.force:
+        if instance is None or requested.kind is OperationKind.UNDRAIN or requested.force:
             return None
-        taken_back_s = self._taken_back_s.get(wish.instance_id)
-        if wish.judged and taken_back_s is not None and now_s < taken_back_s + COOL_DOWN_S:
+        taken_back_s = self._taken_back_s.get(requested.instance_id)
+        if requested.judged and taken_back_s is not None and now_s < taken_back_s + COOL_DOWN_S:
             return (
-                f"a change of {wish.instance_id}'s role was taken back {now_s - taken_back_s:.0f} s ago since it made "
-                f"things worse: wait until {COOL_DOWN_S:g} s have passed, or --force"
+                f"a change of {requested.instance_id}'s role was taken back {now_s - taken_back_s:.0f} s ago since it "
+                f"made things worse: wait until {COOL_DOWN_S:g} s have passed, or --force"
             )
         others = [other for other in instances.values() if other is not instance and other.is_usable]
-        if wish.role in (Role.MIXED, instance.role):
+        if requested.role in (Role.MIXED, instance.role):
             return None  # it goes on with all that it does
-        if not have_pair(others) and (have_pair([instance, *others]) or wish.kind is OperationKind.ROLE):
+        if not have_pair(others) and (have_pair([instance, *others]) or requested.kind is OperationKind.ROLE):
             kind = "prefill and decode" if instance.role is Role.MIXED else str(instance.role)
             return (
-                f"without {wish.instance_id} no request can be served: it is the last that can {kind}. Start another "
-                "one first, or use --force: then new requests wait, and are refused in the end"
+                f"without {requested.instance_id} no request can be served: it is the last that can {kind}. Start "
+                "another one first, or use --force: then new requests wait, and are refused in the end"
             )
         return None
 
@@ -303,28 +298,28 @@ class Operations:
 
         One that gets another role takes on what that does from here on, while what it did leaves: it is never idle.
         """
-        instance = self._mesh.instances.get(operation.wish.instance_id)
+        instance = self._mesh.instances.get(operation.requested.instance_id)
         if instance is None:
-            operation.detail = "waits for the instance to come back"
+            self._records.tell(operation, "waits for the instance to come back")
             return
-        operation.detail = ""
-        wish = operation.wish
-        if wish.role is not None:
+        self._records.tell(operation, "")
+        requested = operation.requested
+        if requested.role is not None:
             operation.role_before = operation.role_before or instance.role
             operation.before = operation.before or self._judge.before(now_s)
-            self._set_role(instance, wish.role)
-        elif wish.kind is not OperationKind.UNDRAIN:
+            self._set_role(instance, requested.role)
+        elif requested.kind is not OperationKind.UNDRAIN:
             instance.set_closed(True)
-        for key in self._left(wish, instance):
+        for key in self._left(requested, instance):
             if self._takes_longer(key, operation.deadline_s - now_s):
                 self._restart(key, instance)
 
     @staticmethod
-    def _left(wish: OperationRequested, instance: InstanceState) -> Sequence[RequestKey]:
+    def _left(requested: OperationRequested, instance: InstanceState) -> Sequence[RequestKey]:
         """What has to leave the instance."""
-        if wish.kind is OperationKind.UNDRAIN:
+        if requested.kind is OperationKind.UNDRAIN:
             return ()
-        stays = () if wish.role is None else _STAYS[wish.role]
+        stays = () if requested.role is None else _STAYS[requested.role]
         return [key for key, allocation in instance.allocations.items() if allocation.kind not in stays]
 
     def _takes_longer(self, key: RequestKey, limit_s: float) -> bool:
@@ -343,19 +338,21 @@ class Operations:
     # --- of one request ---
 
     def _begin_move(self, operation: _Operation, now_s: float) -> None:
-        wish = operation.wish
-        state = self._mesh.requests.get(RequestId(wish.request_id or ""))
-        target = self._mesh.instances.get(wish.instance_id)
+        requested = operation.requested
+        state = self._mesh.requests.get(RequestId(requested.request_id or ""))
+        target = self._mesh.instances.get(requested.instance_id)
         if state is None or target is None:
             missing = (
-                f"request {wish.request_id!r} runs" if state is None else f"instance {wish.instance_id!r} is there"
+                f"request {requested.request_id!r} runs"
+                if state is None
+                else f"instance {requested.instance_id!r} is there"
             )
             self._end(operation, OperationState.REFUSED, f"no {missing}", now_s)
         elif (why_not := self._moves.why_not(state, target)) is not None:
-            self._end(operation, OperationState.REFUSED, f"request {wish.request_id} {why_not}", now_s)
+            self._end(operation, OperationState.REFUSED, f"request {requested.request_id} {why_not}", now_s)
         else:
             operation.moving, operation.num_left = (state, self._moves.begin(state, target)), 1
-            self._moving[wish.operation_id] = operation
+            self._moving[requested.operation_id] = operation
 
     def _look_at_move(self, operation: _Operation, now_s: float) -> None:
         assert operation.moving is not None
@@ -376,8 +373,8 @@ class Operations:
     # --- the end of one ---
 
     def _complete(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:
-        wish = operation.wish
-        match wish.kind:
+        requested = operation.requested
+        match requested.kind:
             case OperationKind.DRAIN:
                 self._drained(operation, "", now_s)
                 return
@@ -387,11 +384,10 @@ class Operations:
             case OperationKind.UNDRAIN:
                 self.use_again(instance)
             case OperationKind.ROLE:
-                self._roles[wish.instance_id] = wish
-                if wish.judged and operation.role_before is not wish.role:
+                self._roles[requested.instance_id] = requested
+                if requested.judged and operation.role_before is not requested.role:
                     operation.changed_s = now_s
-                    operation.detail = f"judged by {NUM_TO_JUDGE} requests, or for {JUDGE_S:g} s"
-                    self.num_changes += 1
+                    self._records.tell(operation, f"judged by {NUM_TO_JUDGE} requests, or for {JUDGE_S:g} s")
                     return
             case OperationKind.RESIZE | OperationKind.ROLLING:
                 pass  # of pools, not of an instance (`pdmesh.core.operators.pools`)
@@ -406,11 +402,10 @@ class Operations:
 
     def _stops(self, operation: _Operation, pid: int, now_s: float) -> None:
         operation.stopped_pid, operation.has_moved_all, operation.back_by_s = pid, True, now_s + COME_BACK_S
-        operation.detail = "its process is started again"
-        self.num_changes += 1
+        self._records.tell(operation, "its process is started again")
 
     def _drained(self, operation: _Operation, detail: str, now_s: float) -> None:
-        self._drains[operation.wish.instance_id] = operation.wish
+        self._drains[operation.requested.instance_id] = operation.requested
         self._end(operation, OperationState.DONE, detail, now_s)
 
     def _look_how_it_goes(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:
@@ -431,8 +426,8 @@ class Operations:
         self._taken_back_s[instance.instance_id] = now_s
         self._end(operation, OperationState.FAILED, f"taken back: {worse}", now_s)
         back = replace(
-            operation.wish,
-            operation_id=OperationId(f"{operation.wish.operation_id}/back"),
+            operation.requested,
+            operation_id=OperationId(f"{operation.requested.operation_id}/back"),
             role=operation.role_before,
             judged=False,
             force=True,
@@ -456,16 +451,13 @@ class Operations:
         self._mesh.queue.unpark()
 
     def _end(self, operation: _Operation, state: OperationState, detail: str, now_s: float) -> None:
-        self.num_changes += 1
-        operation.end(state, detail, now_s)
-        operation.num_left = 0
-        self._moving.pop(operation.wish.operation_id, None)
-        if self._running.get(operation.wish.instance_id) is operation:
-            del self._running[operation.wish.instance_id]
+        self._records.end(operation, state, detail, now_s)
+        self._moving.pop(operation.requested.operation_id, None)
+        if self._running.get(operation.requested.instance_id) is operation:
+            del self._running[operation.requested.instance_id]
 
     def check_integrity(self) -> None:
         for instance_id, operation in self._running.items():
-            assert operation.is_running, f"{instance_id}: {operation.wish.operation_id} is over"
-        running = len(self._operations.running)
-        counted = len(self._running) + len(self._moving)
-        assert running == counted, f"{running} operations run, recorded: {counted}"
+            assert operation.is_running, f"{instance_id}: {operation.requested.operation_id} is over"
+        for operation in self._moving.values():
+            assert operation.is_running, f"{operation.operation_id}, a move, is over"

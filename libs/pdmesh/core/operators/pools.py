@@ -3,34 +3,29 @@
 A resize is an operation. What it wants of single instances are operations too (`pdmesh.core.operators.operations`),
 under ids that begin with its own. It is refused before anything changes, or runs: roles change first, since that costs
 least; what is missing is started; only when all that is there does the rest leave. It is done when the processes of
-those that left have ended. Who starts and stops processes, the *actuator*, reads `Pools.desired`, and says which there
-are. A resize that fails, or is cancelled, is taken back by another one.
+those that left have ended. What starts and stops processes (`pdmesh.core.operators.actuators`) is told which, and says
+which there are. A resize that fails, or is cancelled, is taken back by another one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from math import inf
 from typing import NamedTuple
 
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.operator_events import InstanceStartFailed, OperationRequested, ProcessesReported, ResizeRequested
+from pdmesh.core.operator_events import FailedStart, OperationRequested, ResizeRequested
+from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.operations import Operations
-from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords, OperationState, OperationView
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, PoolMember, Role
+from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
+from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, PoolMember, Role
 
 #: For a process on which nothing is left to end, once its actuator has been told.
 GONE_S = 60.0
-
-
-class DesiredPools(NamedTuple):
-    """What an actuator has to do, unless it is done already."""
-
-    start: tuple[PoolMember, ...]
-    stop: tuple[InstanceId, ...]  # nothing is left on them, or they are not there
 
 
 class PoolPlan(NamedTuple):
@@ -42,9 +37,16 @@ class PoolPlan(NamedTuple):
 
 
 def plan_pools(
-    instances: Iterable[InstanceState], wanted: PoolCounts, name_prefix: str = "", first: Collection[InstanceId] = ()
+    instances: Iterable[InstanceState],
+    wanted: PoolCounts,
+    prefixes: Iterator[str] | None = None,
+    first: Collection[InstanceId] = (),
 ) -> PoolPlan:
-    """Change as few processes as possible. ``first`` go first, then those that do least; of equal ones, the newest."""
+    """Change as few processes as possible. ``first`` go first, then those that do least; of equal ones, the newest.
+
+    What is started has a name that begins with the next of ``prefixes``, by default with its role.
+    """
+    prefixes = repeat("") if prefixes is None else prefixes
     there = list(instances)
     surplus: list[InstanceState] = []
     missing: list[Role] = []
@@ -58,8 +60,8 @@ def plan_pools(
     names = {each.instance_id for each in there}
     starts: list[PoolMember] = []
     for role in missing[len(flips) :]:
-        number = 0
-        while (name := InstanceId(f"{name_prefix}{role}-{number}")) in names:
+        number, prefix = 0, next(prefixes)
+        while (name := InstanceId(f"{prefix}{role}-{number}")) in names:
             number += 1
         names.add(name)
         starts.append(PoolMember(instance_id=name, role=role))
@@ -73,45 +75,45 @@ def _least_used(instance: InstanceState) -> tuple[bool, int, int]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Resize(OperationRecord):
-    wish: ResizeRequested
+    requested: ResizeRequested
     before: PoolCounts
     gone_by_s: float = inf  # when the actuator should have stopped all that leave
     roles: dict[InstanceId, Role] | None = None  # of those that leave, to start them again
 
     def part(self, instance_id: InstanceId) -> OperationId:
         """Names the operation on one instance."""
-        return OperationId(f"{self.wish.operation_id}/{instance_id}")
+        return OperationId(f"{self.requested.operation_id}/{instance_id}")
 
 
 class Pools:
     """Resizes the pools, one at a time. What is wanted outlives the resize, and schedulers."""
 
-    def __init__(self, mesh: MeshState, operations: Operations) -> None:
+    def __init__(
+        self, mesh: MeshState, records: OperationRecords, actuators: Actuators, operations: Operations
+    ) -> None:
         self._mesh = mesh
+        self._records = records
+        self._actuators = actuators
         self._operations = operations
-        self._resizes: OperationRecords[_Resize] = OperationRecords()
         self._running: _Resize | None = None
-        self._wanted: ResizeRequested | None = None  # the last one that was taken on
-        self._processes: Collection[InstanceId] | None = None  # that the actuator has; None: it has not said
-        self.num_changes = 0
+        self._desired: ResizeRequested | None = None  # the last one that was taken on
 
     @property
-    def views(self) -> list[OperationView]:
-        return self._resizes.views
+    def running(self) -> OperationRecord | None:
+        """The resize that runs."""
+        return self._running
 
     @property
-    def wish(self) -> ResizeRequested | None:
-        """What is wanted of the pools, for the next scheduler."""
-        return self._wanted
+    def desired(self) -> ResizeRequested | None:
+        """What is wanted of the pools, for the next scheduler; None if no pool was ever resized."""
+        return self._desired
 
     @property
-    def desired(self) -> DesiredPools:
-        """What the actuator has to do; nothing if no pool was ever resized."""
-        if self._wanted is None:
-            return DesiredPools((), ())
-        instances = self._mesh.instances
-        stop = [each for each in self._wanted.leaves if each not in instances or _is_free(instances[each])]
-        return DesiredPools(self._wanted.starts, tuple(stop))
+    def stops(self) -> tuple[InstanceId, ...]:
+        """The instances whose processes are to end: they are to leave, and nothing is left on them."""
+        instances, desired = self._mesh.instances, self._desired
+        leaves = () if desired is None else desired.leaves
+        return tuple(each for each in leaves if each not in instances or _is_free(instances[each]))
 
     @property
     def next_deadline_s(self) -> float:
@@ -119,77 +121,74 @@ class Pools:
         if resize is None:
             return inf
         instances = self._mesh.instances
-        if any(self._operations.running_on(member.instance_id) is not None for member in resize.wish.flips):
+        if any(self._operations.running_on(member.instance_id) is not None for member in resize.requested.flips):
             return inf  # each is an operation of its own, with its own limit
-        started = all(member.instance_id in instances for member in resize.wish.starts)
-        return resize.gone_by_s if started else resize.began_s + resize.wish.start_timeout_s
-
-    def knows(self, operation_id: OperationId) -> bool:
-        return operation_id in self._resizes
+        started = all(member.instance_id in instances for member in resize.requested.starts)
+        return resize.gone_by_s if started else resize.began_s + resize.requested.start_timeout_s
 
     # --- events ---
 
-    def request(self, wish: ResizeRequested, now_s: float) -> None:
-        if wish.operation_id in self._resizes:
+    def request(self, requested: ResizeRequested, now_s: float) -> None:
+        """Begin a resize, or refuse it before anything has changed; or go on with what another scheduler began."""
+        if requested.operation_id in self._records:
             return  # asked again
-        self.num_changes += 1
         resize = _Resize(
-            operation_id=wish.operation_id,
+            operation_id=requested.operation_id,
             kind=OperationKind.RESIZE,
-            timeout_s=wish.timeout_s,
+            timeout_s=requested.timeout_s,
             began_s=now_s,
-            pools=wish.pools,
-            wish=wish,
+            pools=requested.pools,
+            requested=requested,
             before=self._sizes(),
         )
-        self._resizes.add(resize)
-        if not wish.again:
-            prefix = wish.actuator.name_prefix if wish.actuator else ""
-            plan = plan_pools(self._mesh.instances.values(), wish.pools, prefix, wish.leaves)
-            resize.wish = wish = replace(wish, flips=plan.flips, starts=plan.starts, leaves=plan.leaves)
+        self._records.add(resize)
+        if not requested.again:
+            prefixes = self._actuators.prefixes()
+            plan = plan_pools(self._mesh.instances.values(), requested.pools, prefixes, requested.leaves)
+            resize.requested = requested = replace(requested, flips=plan.flips, starts=plan.starts, leaves=plan.leaves)
             if (refusal := self._refusal(resize)) is not None:
                 self._end(resize, OperationState.REFUSED, refusal, now_s)
                 return
-        resize.roles = {each: self._mesh.instances[each].role for each in wish.leaves if each in self._mesh.instances}
-        for member in wish.starts:
+        resize.roles = {
+            each: self._mesh.instances[each].role for each in requested.leaves if each in self._mesh.instances
+        }
+        for member in requested.starts:
             self._operations.forget(member.instance_id)
-        self._running, self._wanted = resize, replace(wish, again=True, actuator=None)
+        self._running, self._desired = resize, replace(requested, again=True)
 
-    def cancel(self, operation_id: OperationId, now_s: float) -> None:
-        """Take a resize back; nothing happens if it is over."""
-        resize = self._resizes.get(operation_id)
-        if resize is None or resize is not self._running:
-            self._mesh.ignore("OperationCancelled")
-            return
-        self._take_back(resize, OperationState.CANCELLED, TAKEN_BACK, now_s)
-
-    def start_failed(self, event: InstanceStartFailed, now_s: float) -> None:
+    def cancel(self, operation_id: OperationId, now_s: float) -> bool:
+        """Whether it runs here; it is taken back."""
         resize = self._running
-        wanted = () if resize is None else [member.instance_id for member in resize.wish.starts]
-        if resize is None or event.instance_id not in wanted or event.instance_id in self._mesh.instances:
-            self._mesh.ignore("InstanceStartFailed")
-            return
-        reason = f"{event.instance_id} could not be started: {event.reason}"
-        self._take_back(resize, OperationState.FAILED, reason, now_s)
+        if resize is None or resize.operation_id != operation_id:
+            return False
+        self._take_back(resize, OperationState.CANCELLED, TAKEN_BACK, now_s)
+        return True
 
-    def processes_reported(self, event: ProcessesReported) -> None:
-        self._processes = frozenset(event.instance_ids)
+    def start_failed(self, failed: FailedStart, now_s: float) -> None:
+        """Take the resize back that wanted an instance which could not be started."""
+        resize = self._running
+        wanted = () if resize is None else [member.instance_id for member in resize.requested.starts]
+        if resize is None or failed.instance_id not in wanted or failed.instance_id in self._mesh.instances:
+            self._mesh.ignore("FailedStart")
+            return
+        reason = f"{failed.instance_id} could not be started: {failed.reason}"
+        self._take_back(resize, OperationState.FAILED, reason, now_s)
 
     def advance(self, now_s: float) -> bool:
         """Look how far the resize is, after any event; whether something was asked of an instance."""
         resize = self._running
         if resize is None:
             return False
-        instances, wish = self._mesh.instances, resize.wish
-        starting = [member.instance_id for member in wish.starts if member.instance_id not in instances]
+        instances, requested = self._mesh.instances, resize.requested
+        starting = [member.instance_id for member in requested.starts if member.instance_id not in instances]
         flipping = [
             member
-            for member in wish.flips
+            for member in requested.flips
             if (each := instances.get(member.instance_id))
             and (each.role is not member.role or self._operations.running_on(member.instance_id) is not None)
         ]
-        leaving = [each for each in wish.leaves if each in instances]
-        ending = [each for each in wish.leaves if each not in instances and self._may_run(each)]
+        leaving = [each for each in requested.leaves if each in instances]
+        ending = [each for each in requested.leaves if each not in instances and self._actuators.may_run(each)]
         self._say(resize, starting, [member.instance_id for member in flipping], leaving, ending)
         if (reason := self._why_hopeless(resize, flipping, leaving)) is not None:
             self._take_back(resize, OperationState.FAILED, reason, now_s)
@@ -198,8 +197,8 @@ class Pools:
             member = flipping[0]  # one after the other: the others serve
             return self._ask(resize, OperationKind.ROLE, member.instance_id, now_s, role=member.role)
         if starting:
-            if resize.began_s + wish.start_timeout_s <= now_s:
-                reason = f"{', '.join(starting)} did not register within {wish.start_timeout_s:g} s"
+            if resize.began_s + requested.start_timeout_s <= now_s:
+                reason = f"{', '.join(starting)} did not register within {requested.start_timeout_s:g} s"
                 self._take_back(resize, OperationState.FAILED, reason, now_s)
                 return True
             return False
@@ -207,13 +206,13 @@ class Pools:
         if any(asked):
             return True
         if not leaving and not ending:
-            for instance_id in wish.leaves:
+            for instance_id in requested.leaves:
                 self._operations.forget(instance_id)  # one that comes under its name is another one
             self._end(resize, OperationState.DONE, "", now_s)
         elif all(_is_free(instances[instance_id]) for instance_id in leaving):
             if resize.gone_by_s == inf:
                 resize.gone_by_s = now_s + GONE_S
-                self.num_changes += 1
+                self._records.note_change()
             elif resize.gone_by_s <= now_s:
                 reason = f"the process of {', '.join((*leaving, *ending))} did not end within {GONE_S:g} s"
                 self._take_back(resize, OperationState.FAILED, reason, now_s)
@@ -228,8 +227,8 @@ class Pools:
         """Why what was asked of an instance will not come true: it failed, or was undone; None if it may."""
         changed = [member.instance_id for member in flipping]
         for instance_id in (*leaving, *changed):
-            part = self._operations.find(resize.part(instance_id))
-            if part is None or part.state is OperationState.RUNNING:
+            part = self._records.get(resize.part(instance_id))
+            if part is None or part.is_running:
                 continue
             if part.state is not OperationState.DONE:
                 return f"{part.kind} {instance_id} was {part.state}: {part.detail}"
@@ -237,68 +236,57 @@ class Pools:
                 return f"{part.kind} {instance_id} was undone meanwhile"
         return None
 
-    def _may_run(self, instance_id: InstanceId) -> bool:
-        """Whether there may be a process of an instance, though that has left: its memory is not free yet."""
-        return self._processes is None or instance_id in self._processes
-
     # --- what is asked for ---
 
     def _refusal(self, resize: _Resize) -> str | None:
-        wish = resize.wish
-        if (why_not := wish.pools.why_not) is not None:
+        requested = resize.requested
+        if (why_not := requested.pools.why_not) is not None:
             return why_not
         if (running := self._running) is not None:
             return (
-                f"operation {running.wish.operation_id} (pool resize to {running.wish.pools}) runs: wait for it, or "
-                f"`pdmesh ops cancel {running.wish.operation_id}`"
+                f"operation {running.operation_id} (pool resize to {running.pools}) runs: wait for it, or "
+                f"`pdmesh ops cancel {running.operation_id}`"
             )
-        for instance_id in (*(member.instance_id for member in wish.flips), *wish.leaves):
+        for instance_id in (*(member.instance_id for member in requested.flips), *requested.leaves):
             if (other := self._operations.running_on(instance_id)) is not None:
                 return f"operation {other.operation_id} ({other.kind}) runs on {instance_id}: wait for it"
-        if not wish.starts and not wish.leaves:
+        if not requested.starts and not requested.leaves:
             return None
-        if (actuator := wish.actuator) is None:
+        if not self._actuators.there:
             resize.needs_actuator = True
             return "no supervisor is connected to start and stop processes"
-        away = [each for each in actuator.instance_ids if each not in self._mesh.instances]
-        if away:
+        if away := self._actuators.away:
             return f"{', '.join(away)} is restarting: try again when it is back"
-        strangers = [each for each in wish.leaves if each not in actuator.instance_ids]
+        strangers = [each for each in requested.leaves if each not in self._actuators.instance_ids]
         if strangers:
             return f"{', '.join(strangers)} would have to stop, but was not started by this mesh's supervisor"
-        num_bytes = len(wish.starts) * actuator.instance_bytes
-        if num_bytes > actuator.available_bytes:
-            return (
-                f"{len(wish.starts)} more instances need about {num_bytes / 2**30:.1f} GiB of memory, and "
-                f"{actuator.available_bytes / 2**30:.1f} GiB are free"
-            )
-        return None
+        return self._actuators.why_no_memory(requested.starts)
 
     def _ask(
         self, resize: _Resize, kind: OperationKind, instance_id: InstanceId, now_s: float, role: Role | None = None
     ) -> bool:
         """Ask for an operation on an instance; False if it was asked for before."""
-        wish = OperationRequested(
+        requested = OperationRequested(
             operation_id=resize.part(instance_id),
             kind=kind,
             instance_id=instance_id,
-            timeout_s=resize.wish.timeout_s,
+            timeout_s=resize.requested.timeout_s,
             role=role,
             force=True,  # pools that can serve are there when it is over
         )
-        if self._operations.find(wish.operation_id) is not None:
+        if self._records.get(requested.operation_id) is not None:
             return False
-        self._operations.request(wish, now_s)
+        self._operations.request(requested, now_s)
         return True
 
     def _take_back(self, resize: _Resize, state: OperationState, reason: str, now_s: float) -> None:
         """What was started leaves again, and what was to leave stays, or is started again. Roles that changed stay."""
-        instances, wish = self._mesh.instances, resize.wish
+        instances, requested = self._mesh.instances, resize.requested
         self._end(resize, state, reason, now_s)
         back: list[PoolMember] = []
-        for instance_id in (*wish.leaves, *(member.instance_id for member in wish.flips)):
-            part = self._operations.find(resize.part(instance_id))
-            if part is not None and part.state is OperationState.RUNNING:
+        for instance_id in (*requested.leaves, *(member.instance_id for member in requested.flips)):
+            part = self._records.get(resize.part(instance_id))
+            if part is not None and part.is_running:
                 self._operations.cancel(part.operation_id, now_s)
         for instance_id, role in (resize.roles or {}).items():
             instance = instances.get(instance_id)
@@ -307,18 +295,17 @@ class Pools:
                 back.append(PoolMember(instance_id=instance_id, role=role))
             else:
                 self._operations.use_again(instance)
-        if not wish.starts and not back:
-            self._wanted = None
+        if not requested.starts and not back:
+            self._desired = None
             return
         again = replace(
-            wish,
-            operation_id=OperationId(f"{wish.operation_id}/back"),
+            requested,
+            operation_id=OperationId(f"{requested.operation_id}/back"),
             pools=resize.before,
             again=True,
-            actuator=None,
             flips=(),
             starts=tuple(back),
-            leaves=tuple(member.instance_id for member in wish.starts),
+            leaves=tuple(member.instance_id for member in requested.starts),
         )
         self.request(again, now_s)
 
@@ -337,14 +324,10 @@ class Pools:
             (ending, "to end its process"),
         )
         detail = "; ".join(f"{', '.join(names)} {what}" for names, what in parts if names)
-        if detail != resize.detail:
-            resize.detail, resize.num_left = detail, sum(len(names) for names, _ in parts)
-            self.num_changes += 1
+        self._records.tell(resize, detail, sum(len(names) for names, _ in parts))
 
     def _end(self, resize: _Resize, state: OperationState, detail: str, now_s: float) -> None:
-        self.num_changes += 1
-        resize.end(state, detail, now_s)
-        resize.num_left = 0
+        self._records.end(resize, state, detail, now_s)
         if self._running is resize:
             self._running = None
 

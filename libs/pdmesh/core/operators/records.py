@@ -1,17 +1,16 @@
 """Operators' operations as they are remembered, whoever carries them out.
 
-Operations on instances are `pdmesh.core.operators.operations`, on pools `pdmesh.core.operators.pools`; the service
-replaces processes of its own and restarts all of them, one after the other.
+Operations on instances are `pdmesh.core.operators.operations`, on pools `pdmesh.core.operators.pools`, on processes
+that are no instances `pdmesh.core.operators.replacements`, and on all processes `pdmesh.core.operators.rolling`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass
-from enum import StrEnum, auto
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, RequestId, Role
+from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, RequestId, Role
 
 #: Operations that are over and still remembered.
 MAX_ENDED = 256
@@ -23,14 +22,6 @@ NO_INSTANCE = InstanceId("")
 TAKEN_BACK = "an operator took it back"
 
 
-class OperationState(StrEnum):
-    RUNNING = auto()
-    DONE = auto()
-    REFUSED = auto()  # nothing was changed
-    CANCELLED = auto()  # the instance is used as before
-    FAILED = auto()
-
-
 class OperationView(NamedTuple):
     """An operation as others may see it."""
 
@@ -40,7 +31,7 @@ class OperationView(NamedTuple):
     role: Role | None
     state: OperationState
     detail: str
-    num_left: int  # requests that have to leave the instance
+    num_left: int  # requests that have to leave the instance; instances, or processes, of the whole mesh
     began_s: float
     ended_s: float | None
     timeout_s: float
@@ -91,43 +82,55 @@ class OperationRecord:
             request_id=self.request_id,
         )
 
-    def end(self, state: OperationState, detail: str, now_s: float) -> None:
-        """End the operation with this outcome."""
-        self.state, self.detail, self.ended_s = state, detail, now_s
 
+class OperationRecords:
+    """Operations in the order in which they came: all that run, and the last `MAX_ENDED` that are over.
 
-_RecordT = TypeVar("_RecordT", bound=OperationRecord)
-
-
-class OperationRecords(Generic[_RecordT]):
-    """Operations in the order in which they came: all that run, and the last `MAX_ENDED` that are over."""
+    ``num_changes`` counts what changes of them, and of what operators want, so that observers need not compare.
+    """
 
     def __init__(self) -> None:
-        self._records: dict[OperationId, _RecordT] = {}
+        self._records: dict[OperationId, OperationRecord] = {}
+        self._ended: deque[OperationId] = deque()
+        self.num_changes = 0
 
     def __contains__(self, operation_id: OperationId) -> bool:
         return operation_id in self._records
 
-    def __iter__(self) -> Iterator[_RecordT]:
-        return iter(self._records.values())
-
-    def get(self, operation_id: OperationId) -> _RecordT | None:
+    def get(self, operation_id: OperationId) -> OperationRecord | None:
         """The operation, if it is remembered."""
         return self._records.get(operation_id)
 
-    def add(self, record: _RecordT) -> None:
-        """Remember one more, and forget the oldest that are over and too many."""
+    def add(self, record: OperationRecord) -> None:
+        """Remember one more, which runs."""
         self._records[record.operation_id] = record
-        ended = [key for key, each in self._records.items() if not each.is_running]
-        for key in ended[: max(0, len(ended) - MAX_ENDED)]:
-            del self._records[key]
+        self.num_changes += 1
+
+    def note_change(self) -> None:
+        """Take note that something else is wanted, of an operation or of what it left."""
+        self.num_changes += 1
+
+    def tell(self, record: OperationRecord, detail: str, num_left: int | None = None) -> None:
+        """Say how far an operation is; ``num_left`` is as it was if it is None."""
+        num_left = record.num_left if num_left is None else num_left
+        if (detail, num_left) != (record.detail, record.num_left):
+            record.detail, record.num_left = detail, num_left
+            self.num_changes += 1
+
+    def end(self, record: OperationRecord, state: OperationState, detail: str, now_s: float) -> None:
+        """End an operation with this outcome, and forget the one that has been over for longest if there are many."""
+        record.state, record.detail, record.ended_s, record.num_left = state, detail, now_s, 0
+        self.num_changes += 1
+        self._ended.append(record.operation_id)
+        if len(self._ended) > MAX_ENDED:
+            del self._records[self._ended.popleft()]
 
     @property
     def views(self) -> list[OperationView]:
-        """What others see of them."""
-        return [record.view for record in self._records.values()]
+        """What others see of them, in the order in which they began."""
+        return sorted((record.view for record in self._records.values()), key=lambda view: view.began_s)
 
     @property
-    def running(self) -> list[_RecordT]:
-        """Return the operations that are not over."""
-        return [record for record in self._records.values() if record.is_running]
+    def num_running(self) -> int:
+        """Number of those that are not over."""
+        return len(self._records) - len(self._ended)

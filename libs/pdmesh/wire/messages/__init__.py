@@ -17,7 +17,7 @@ method                         client sends           server sends
 carries it as metadata (`pdmesh.wire.endpoint`).
 """
 
-from pdmesh.wire.messages.actuators import MAX_WAIT_S, FailedStart, FollowPools, PoolsWanted, ServiceProcess
+from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsDesired
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
 from pdmesh.wire.messages.gateways import (
     GatewayDown,
@@ -109,7 +109,6 @@ __all__ = [
     "ExpectInstances",
     "ExpectKv",
     "ExpectMove",
-    "FailedStart",
     "FollowPools",
     "GatewayDown",
     "GatewayHeartbeat",
@@ -133,7 +132,7 @@ __all__ = [
     "OtherChoice",
     "PeerGone",
     "Policies",
-    "PoolsWanted",
+    "PoolsDesired",
     "PromptLogprobs",
     "RecordEntry",
     "RegisterGateway",
@@ -143,7 +142,6 @@ __all__ = [
     "RequestActivity",
     "RequestList",
     "RequestRecord",
-    "ServiceProcess",
     "SetBatching",
     "SetPolicy",
     "StartOperation",

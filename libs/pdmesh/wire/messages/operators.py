@@ -16,7 +16,7 @@ from pdmesh.model import (
     Role,
 )
 from pdmesh.ranges import Range
-from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsWanted
+from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsDesired
 from pdmesh.wire.messages.envelope import Message
 from pdmesh.wire.messages.state import MeshStatus
 
@@ -63,7 +63,7 @@ class SetBatching(Message, frozen=True, kw_only=True):
 class StartOperation(Message, frozen=True, kw_only=True):
     """Answered by an `OperationStatus` once the core has decided: it runs, or was refused."""
 
-    wish: OperationRequested
+    requested: OperationRequested
 
 
 class StartResize(Message, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class OperationStatus(Message, frozen=True, kw_only=True):
     kind: OperationKind
     instance_id: InstanceId
     role: Role | None
-    state: str  # as in `pdmesh.core.operators.operations.OperationState`
+    state: str  # as in `pdmesh.model.OperationState`
     detail: str
     num_left: int  # requests that have to leave the instance; instances, or processes, of the whole mesh
     began_at: float  # Unix time, seconds
@@ -206,5 +206,5 @@ class AdminError(Message, frozen=True, kw_only=True):
 
 
 AdminResponse = (
-    MeshStatus | RequestRecord | RequestList | Policies | OperationStatus | OperationList | PoolsWanted | AdminError
+    MeshStatus | RequestRecord | RequestList | Policies | OperationStatus | OperationList | PoolsDesired | AdminError
 )

@@ -10,11 +10,11 @@ import msgspec
 from pdmesh.model import (
     ComputePath,
     InstanceId,
+    ManagedProcess,
     PoolCounts,
     RequestId,
     Role,
 )
-from pdmesh.wire.messages.actuators import ServiceProcess
 from pdmesh.wire.messages.envelope import Message
 
 
@@ -111,7 +111,7 @@ class MeshStatus(Message, frozen=True, kw_only=True):
     pools: PoolCounts | None = None  # that an operator wants; None if none asked for other ones
     groups: tuple[GroupStatus, ...] = ()  # some, where there are many
     tenants: tuple[TenantStatus, ...] = ()  # for operators alone, as is
-    services: tuple[ServiceProcess, ...] = ()  # all that `pdmesh up` keeps running
+    services: tuple[ManagedProcess, ...] = ()  # all that `pdmesh up` keeps running
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

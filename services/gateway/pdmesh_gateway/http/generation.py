@@ -73,8 +73,8 @@ class Rendering(ABC):
         return generation.num_output_tokens
 
 
-class _Wish(msgspec.Struct):
-    """What of a body the door looks at; all else is passed over."""
+class _RequestHints(msgspec.Struct):
+    """What of a body the reject cache goes by; all else is passed over."""
 
     n: int | None = None
     priority: int | None = None
@@ -91,7 +91,7 @@ class _Wish(msgspec.Struct):
         return len(_decode_list(prompt)) > 1
 
 
-_decode_wish = msgspec.json.Decoder(_Wish).decode
+_decode_hints = msgspec.json.Decoder(_RequestHints).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
@@ -131,17 +131,17 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         if len(body) > INLINE_BYTES:
             return None
         try:
-            wish = _decode_wish(body)
-            slo_ttft_s = _target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", wish.slo_ttft_ms)
-            slo_tpot_s = _target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", wish.slo_tpot_ms)
-            if wish.n not in (None, 1) or wish.has_several_prompts:
+            hints = _decode_hints(body)
+            slo_ttft_s = _target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", hints.slo_ttft_ms)
+            slo_tpot_s = _target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", hints.slo_tpot_ms)
+            if hints.n not in (None, 1) or hints.has_several_prompts:
                 return None  # the last of them wait for the first, which end with them
         except (RequestRejected, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None  # it will be told what is wrong with it
         return RequestKind(
             self.operation,
             exchange.known_client.name,
-            wish.priority or 0,
+            hints.priority or 0,
             slo_ttft_s,
             slo_tpot_s,
             len(body).bit_length(),
@@ -187,7 +187,7 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
             tpot_s=_target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", request.slo_tpot_ms),
         )
         client = exchange.known_client
-        client.check_wish(request.priority or 0, slo)
+        client.check_service_level(request.priority or 0, slo)
         return GenerationJob(
             tenant=client.name,
             share=client.share,

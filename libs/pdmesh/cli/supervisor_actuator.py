@@ -1,0 +1,133 @@
+"""The local supervisor as an actuator: its children are the processes that the scheduler wants."""
+
+from __future__ import annotations
+
+import secrets
+
+import anyio
+import anyio.abc
+
+from pdmesh.cli.actuator import follow
+from pdmesh.cli.processes import is_gateway
+from pdmesh.cli.supervisor import Service, Supervisor
+from pdmesh.core.operator_events import ActuatorReported, FailedStart
+from pdmesh.core.operators.actuators import DesiredProcesses
+from pdmesh.errors import PdmeshError
+from pdmesh.host import free_host_bytes
+from pdmesh.model import InstanceId, ManagedProcess, PoolMember
+
+
+async def follow_scheduler(supervisor: Supervisor, tasks: anyio.abc.TaskGroup) -> None:
+    """Start and stop the supervisor's children as the scheduler wants, until cancelled."""
+    await follow(SupervisorActuator(supervisor, tasks), supervisor.plan.follow)
+
+
+class SupervisorActuator:
+    """Does what the scheduler wants of a supervisor, whose children live in ``tasks``.
+
+    Implements `pdmesh.cli.actuator.Actuator`.
+    """
+
+    def __init__(self, supervisor: Supervisor, tasks: anyio.abc.TaskGroup) -> None:
+        self._supervisor = supervisor
+        self._plan = supervisor.plan
+        self._tasks = tasks
+        self._id = secrets.token_hex(8)
+        self._starting: dict[InstanceId, anyio.CancelScope] = {}
+        self._replacing: set[int] = set()  # processes, by pid
+        self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
+        self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
+
+    @property
+    def changed(self) -> anyio.Event:
+        """Set at the next change of a child."""
+        return self._supervisor.changed
+
+    def report(self) -> ActuatorReported:
+        """Say which children run, are being started or end."""
+        return ActuatorReported(
+            actuator_id=self._id,
+            processes=tuple(
+                ManagedProcess(
+                    name=service.instance_id,
+                    pid=0 if service.child is None else service.child.pid,
+                    kind=self._supervisor.kind(service),
+                )
+                for service in self._supervisor.services
+                if service.facts and (self._supervisor.is_beside(service) or not service.is_stopping)
+            ),
+            unsettled=tuple(
+                InstanceId(service.instance_id if service.facts else f"{self._plan.name_prefix}{service.name}")
+                for service in self._supervisor.workers
+                if not service.facts or service.is_stopping
+            ),
+            available_bytes=free_host_bytes() or 0,
+            name_prefix=self._plan.name_prefix,
+            failed=tuple(self._failed),
+        )
+
+    def heard(self, report: ActuatorReported) -> None:
+        """Forget the failed starts that the scheduler has heard of."""
+        del self._failed[: len(report.failed)]
+
+    def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
+        """Begin what is not yet done, or begun."""
+        there = {service.instance_id: service for service in self._supervisor.workers}
+        self._refused &= {member.instance_id for member in desired.start}
+        missing = [
+            member for member in desired.start if member.instance_id not in {*there, *self._starting, *self._refused}
+        ]
+        num_workers = len(there) + len(self._starting) + len(missing)
+        for member in missing:
+            self._starting[member.instance_id] = anyio.CancelScope()
+            tasks.start_soon(self._start, member, num_workers)
+        for instance_id in desired.stop:
+            if (scope := self._starting.get(instance_id)) is not None:
+                scope.cancel()
+            elif (service := there.get(instance_id)) is not None and not service.is_stopping:
+                tasks.start_soon(self._remove, service)
+        for process in desired.replace:
+            for service in self._supervisor.services:
+                is_it = service.name == process.name and service.child is not None and service.child.pid == process.pid
+                if is_it and process.pid not in self._replacing:
+                    self._replacing.add(process.pid)
+                    tasks.start_soon(self._replace, service, process.pid)
+
+    async def _replace(self, service: Service, pid: int) -> None:
+        """Replace a process. The scheduler's successor takes its port; gateways share theirs, so there is no gap."""
+        self._supervisor.say(f"{service.name} is being replaced")
+        try:
+            if is_gateway(service.name):
+                await self._supervisor.add(self._tasks, service.spec)
+                await self._supervisor.remove(service, self._plan.drain_s())
+            else:
+                await service.restart(self._plan.drain_s())
+        except PdmeshError as error:
+            self._supervisor.say(f"{service.name} stays as it is: {error}")
+        finally:
+            self._replacing.discard(pid)
+
+    async def _start(self, member: PoolMember, num_workers: int) -> None:
+        self._supervisor.say(f"{member.instance_id} starts, because the pools grow")
+        try:
+            with self._starting[member.instance_id]:
+                spec = self._plan.worker(member, num_workers)
+                await self._supervisor.add(self._tasks, spec)
+                self._share(len(self._supervisor.workers))
+        except PdmeshError as error:
+            self._supervisor.say(f"{member.instance_id} could not be started: {error}")
+            self._refused.add(member.instance_id)
+            self._failed.append(FailedStart(instance_id=member.instance_id, reason=str(error)))
+            self._supervisor.note_change()
+        finally:
+            del self._starting[member.instance_id]
+
+    async def _remove(self, service: Service) -> None:
+        self._supervisor.say(f"{service.name} stops, because the pools shrink")
+        await self._supervisor.remove(service, self._plan.drain_s())
+        self._share(len(self._supervisor.workers))
+
+    def _share(self, num_workers: int) -> None:
+        """Let those that run take their share of the machine when they are started again."""
+        for service in self._supervisor.workers:
+            service.spec = self._plan.resized(service.spec, num_workers)

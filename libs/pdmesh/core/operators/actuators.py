@@ -1,0 +1,139 @@
+"""What starts and stops processes, as it says itself: one actuator on each host, or one for a cluster.
+
+The scheduler tells an actuator a state, never an order (`DesiredProcesses`), so that a question that is lost, or asked
+twice, does nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.operator_events import ActuatorLost, ActuatorReported
+from pdmesh.model import InstanceId, InstanceProfile, ManagedProcess, PoolMember, ProcessKind
+
+_BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredProcesses:
+    """What an actuator has to do, unless it is done already."""
+
+    start: tuple[PoolMember, ...] = ()
+    stop: tuple[InstanceId, ...] = ()  # nothing is left on them, or they are not there
+    replace: tuple[ManagedProcess, ...] = ()  # by other processes, without a gap where that can be
+
+
+class Actuators:
+    """The actuators that are there, at most one for each prefix of names."""
+
+    def __init__(self, mesh: MeshState) -> None:
+        self._mesh = mesh
+        self._reports: dict[str, ActuatorReported] = {}  # the last, by the prefix of names
+        self._lost: set[str] = set()  # of these
+        self.heard_s = 0.0  # when anyone was heard of last
+
+    # --- events ---
+
+    def reported(self, event: ActuatorReported, now_s: float) -> None:
+        """Take note of what runs. One that `why_not` says something against takes the place of the other."""
+        self._reports[event.name_prefix] = event
+        self._lost.discard(event.name_prefix)
+        self.heard_s = now_s
+
+    def lost(self, event: ActuatorLost) -> None:
+        """Count on an actuator no longer, though its processes may run on."""
+        self._lost |= {prefix for prefix, each in self._reports.items() if each.actuator_id == event.actuator_id}
+
+    # --- what is known ---
+
+    def why_not(self, actuator_id: str, name_prefix: str) -> str | None:
+        """Return why an actuator is not to start and stop processes here; None if it may."""
+        other = self._reports.get(name_prefix)
+        if other is None or name_prefix in self._lost or other.actuator_id == actuator_id:
+            return None
+        return "another supervisor already manages the pools of this mesh"
+
+    @property
+    def there(self) -> Sequence[ActuatorReported]:
+        """What those have said last that are there."""
+        return [report for prefix, report in self._reports.items() if prefix not in self._lost]
+
+    @property
+    def instance_ids(self) -> Sequence[InstanceId]:
+        """The instances that are kept running."""
+        return [
+            InstanceId(each.name)
+            for report in self.there
+            for each in report.processes
+            if each.kind is ProcessKind.INSTANCE
+        ]
+
+    @property
+    def services(self) -> Sequence[ManagedProcess]:
+        """The processes that are kept running and are no instances."""
+        processes = (each for report in self.there for each in report.processes)
+        return [each for each in processes if each.kind is not ProcessKind.INSTANCE]
+
+    @property
+    def processes(self) -> Sequence[ManagedProcess]:
+        """All processes that are kept running."""
+        return [each for report in self.there for each in report.processes]
+
+    @property
+    def away(self) -> Sequence[InstanceId]:
+        """Instances that are kept running, and are not registered."""
+        return [each for each in self.instance_ids if each not in self._mesh.instances]
+
+    def may_run(self, instance_id: InstanceId) -> bool:
+        """Whether there may be a process of an instance: its memory is not free then, though it has left."""
+        reports = self._reports.values()
+        named = (instance_id in report.unsettled or _runs(report, instance_id) for report in reports)
+        return not reports or any(named)
+
+    # --- what is to be started ---
+
+    def home_of(self, instance_id: InstanceId) -> ActuatorReported | None:
+        """The actuator that is to start an instance: of those whose prefix fits, the one with the longest."""
+        fitting = [report for report in self.there if instance_id.startswith(report.name_prefix)]
+        return max(fitting, key=lambda report: len(report.name_prefix), default=None)
+
+    def prefixes(self) -> Iterator[str]:
+        """Return the prefix of each further instance's name: always where most memory is left."""
+        left = {report.name_prefix: report.available_bytes for report in self.there} or {"": 0}
+        while True:
+            prefix = max(left, key=lambda each: left[each])
+            left[prefix] -= self.instance_bytes
+            yield prefix
+
+    def why_no_memory(self, starts: Sequence[PoolMember]) -> str | None:
+        """Return why these cannot be started; None if there is memory for them."""
+        for report in self.there:
+            number = sum(self.home_of(member.instance_id) is report for member in starts)
+            num_bytes = number * self.instance_bytes
+            if num_bytes > report.available_bytes:
+                return (
+                    f"{number} more instances need about {num_bytes / 2**30:.1f} GiB of memory, and "
+                    f"{report.available_bytes / 2**30:.1f} GiB are free"
+                )
+        return None
+
+    @property
+    def instance_bytes(self) -> int:
+        """Bytes of host memory that another instance takes, at most."""
+        return max((host_bytes(each.profile) for each in self._mesh.instances.values()), default=0)
+
+
+def _runs(report: ActuatorReported, instance_id: InstanceId) -> bool:
+    return any(each.name == instance_id for each in report.processes)
+
+
+def host_bytes(profile: InstanceProfile) -> int:
+    """Return bytes of host memory that another such instance takes: weights and KV; 0 if on a device."""
+    if profile.device != "cpu":
+        return 0
+    layout = profile.kv_layout
+    return profile.num_blocks * layout.num_layers * layout.block_bytes + (
+        profile.num_parameters * _BYTES_OF.get(layout.dtype, 4)
+    )

@@ -1,0 +1,115 @@
+"""What operators ask for, and which part of the core carries each of it out."""
+
+from __future__ import annotations
+
+from math import inf
+
+from pdmesh.core.handlers import Handlers
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.operator_events import (
+    ActuatorLost,
+    ActuatorReported,
+    OperationCancelled,
+    OperationRequested,
+    ResizeRequested,
+    RollingRequested,
+)
+from pdmesh.core.operators.actuators import Actuators, DesiredProcesses
+from pdmesh.core.operators.desired import DesiredState
+from pdmesh.core.operators.judging import Judge
+from pdmesh.core.operators.operations import Operations
+from pdmesh.core.operators.pools import Pools
+from pdmesh.core.operators.records import OperationRecords
+from pdmesh.core.operators.replacements import Replacements
+from pdmesh.core.operators.rolling import RollingRestarts
+from pdmesh.core.transfers.moves import Moves
+from pdmesh.model import OperationKind
+
+
+class AllOperations:
+    """Operations on instances, pools and processes, and what all of them need."""
+
+    def __init__(self, mesh: MeshState, moves: Moves, judge: Judge) -> None:
+        self._mesh = mesh
+        self.records = records = OperationRecords()
+        self.actuators = actuators = Actuators(mesh)
+        self.on_instances = Operations(mesh, records, moves, judge)
+        self._pools = Pools(mesh, records, actuators, self.on_instances)
+        self._replacements = Replacements(records, actuators)
+        self._rolling = RollingRestarts(mesh, records, actuators, self.on_instances, self._pools, self._replacements)
+
+    def register(self, handlers: Handlers) -> None:
+        """Handle what operators and actuators say."""
+        handlers.on_timed(OperationRequested, self._requested)
+        handlers.on_timed(OperationCancelled, self._cancelled)
+        handlers.on_timed(ResizeRequested, self._pools.request)
+        handlers.on_timed(RollingRequested, self._rolling.request)
+        handlers.on_timed(ActuatorReported, self._reported)
+        handlers.on(ActuatorLost, self.actuators.lost)
+
+    # --- what others look at ---
+
+    @property
+    def desired(self) -> DesiredState:
+        """All that still holds, but for the policies."""
+        return DesiredState(
+            operations=tuple(self.on_instances.desired),
+            pools=self._pools.desired,
+            replacements=self._replacements.desired,
+            rolling=self._rolling.desired,
+        )
+
+    def desired_processes(self, actuator_id: str) -> DesiredProcesses:
+        """Return what an actuator has to do; nothing if it is not known."""
+        report = next((each for each in self.actuators.there if each.actuator_id == actuator_id), None)
+        if report is None:
+            return DesiredProcesses()
+        starts = () if self._pools.desired is None else self._pools.desired.starts
+        return DesiredProcesses(
+            start=tuple(each for each in starts if self.actuators.home_of(each.instance_id) is report),
+            stop=self._pools.stops,
+            replace=self._replacements.replaced_by(report),
+        )
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When something that runs takes too long."""
+        if not self.records.num_running:
+            return inf
+        return min(
+            self.on_instances.next_deadline_s,
+            self._pools.next_deadline_s,
+            self._replacements.next_deadline_s,
+            self._rolling.next_deadline_s,
+        )
+
+    # --- events ---
+
+    def _requested(self, event: OperationRequested, now_s: float) -> None:
+        is_of_service = event.kind is OperationKind.RESTART and self._replacements.takes(event.instance_id)
+        carrier = self._replacements if event.of_service or is_of_service else self.on_instances
+        carrier.request(event, now_s)
+
+    def _cancelled(self, event: OperationCancelled, now_s: float) -> None:
+        for carrier in (self._rolling, self._pools, self._replacements, self.on_instances):
+            if carrier.cancel(event.operation_id, now_s):
+                return
+        self._mesh.ignore("OperationCancelled")
+
+    def _reported(self, event: ActuatorReported, now_s: float) -> None:
+        self.actuators.reported(event, now_s)
+        for failed in event.failed:
+            self._pools.start_failed(failed, now_s)
+
+    def advance(self, now_s: float) -> None:
+        """Look how far everything is, after any event."""
+        if not self.records.num_running:
+            return
+        self._replacements.advance(now_s)
+        self.on_instances.advance(now_s)
+        while self._pools.advance(now_s) or self._rolling.advance(now_s):
+            self.on_instances.advance(now_s)
+
+    def check_integrity(self) -> None:
+        """Assert that what runs is what is remembered as running."""
+        self.on_instances.check_integrity()

@@ -1,0 +1,112 @@
+"""Restarts of processes that are no instances: gateways, and the scheduler itself. Their actuators replace them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from pdmesh.core.operator_events import ActuatorReported, OperationRequested
+from pdmesh.core.operators.actuators import Actuators
+from pdmesh.core.operators.operations import COME_BACK_S
+from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
+from pdmesh.model import ManagedProcess, OperationId, OperationState
+
+#: A replacement that no actuator has been heard of for so long has failed.
+SILENCE_LIMIT_S = 60.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Replacement(OperationRecord):
+    requested: OperationRequested  # with the pid of the process that is to go
+
+
+class Replacements:
+    """Replaces processes, at most one under a name at a time."""
+
+    def __init__(self, records: OperationRecords, actuators: Actuators) -> None:
+        self._records = records
+        self._actuators = actuators
+        self._running: dict[OperationId, _Replacement] = {}
+
+    @property
+    def desired(self) -> tuple[OperationRequested, ...]:
+        """Those under way, for the next scheduler: often enough it is the one that is replaced."""
+        return tuple(each.requested for each in self._running.values())
+
+    def replaced_by(self, report: ActuatorReported) -> tuple[ManagedProcess, ...]:
+        """The processes that an actuator is to replace."""
+        pids = {str(each.instance_id): each.requested.stopped_pid for each in self._running.values()}
+        return tuple(replace(each, pid=pids[each.name] or 0) for each in report.processes if each.name in pids)
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When the first of those under way has taken too long."""
+        return min((self._deadline_s(each) for each in self._running.values()), default=inf)
+
+    def _deadline_s(self, each: _Replacement) -> float:
+        silent_s = max(self._actuators.heard_s, each.began_s) + SILENCE_LIMIT_S
+        return min(silent_s, each.began_s + each.timeout_s + COME_BACK_S)
+
+    def _pids(self, name: str) -> Sequence[int]:
+        return [each.pid for each in self._actuators.services if each.name == name and each.pid]
+
+    # --- events ---
+
+    def takes(self, name: str) -> bool:
+        """Whether this is the name of a process that is no instance."""
+        return any(each.name == name for each in self._actuators.services)
+
+    def request(self, requested: OperationRequested, now_s: float) -> None:
+        """Let an actuator replace the process that is named, or that is there."""
+        if requested.operation_id in self._records:
+            return  # asked again
+        pids = self._pids(requested.instance_id)
+        if not requested.again:
+            pid = requested.pid or (pids[0] if pids else 0)
+            requested = replace(requested, stopped_pid=pid, of_service=True)
+        added = _Replacement(
+            operation_id=requested.operation_id,
+            kind=requested.kind,
+            timeout_s=requested.timeout_s,
+            began_s=now_s,
+            instance_id=requested.instance_id,
+            detail="its process is being replaced",
+            requested=requested,
+        )
+        self._records.add(added)
+        other = next((each for each in self._running.values() if each.instance_id == requested.instance_id), None)
+        if other is not None:
+            what = f"operation {other.operation_id} ({other.kind}) runs on {other.instance_id}: wait for it"
+            self._records.end(added, OperationState.REFUSED, what, now_s)
+        elif pids and requested.stopped_pid not in pids:
+            self._records.end(added, OperationState.DONE, "another process registered as this instance before", now_s)
+        else:
+            self._running[added.operation_id] = added
+
+    def cancel(self, operation_id: OperationId, now_s: float) -> bool:
+        """Whether it runs here. What the actuator has begun it ends."""
+        found = self._running.pop(operation_id, None)
+        if found is not None:
+            self._records.end(found, OperationState.CANCELLED, TAKEN_BACK, now_s)
+        return found is not None
+
+    def advance(self, now_s: float) -> None:
+        """End what is done, and what takes too long."""
+        for each in list(self._running.values()):
+            pids = self._pids(each.instance_id)
+            if pids and each.requested.stopped_pid not in pids:
+                self._end(each, OperationState.DONE, "", now_s)
+            elif self._deadline_s(each) <= now_s:
+                silent_s = now_s - max(self._actuators.heard_s, each.began_s)
+                is_silent = silent_s >= SILENCE_LIMIT_S
+                why = (
+                    f"the supervisor has been silent for {silent_s:.0f} s"
+                    if is_silent
+                    else "no successor process serves"
+                )
+                self._end(each, OperationState.FAILED, why, now_s)
+
+    def _end(self, each: _Replacement, state: OperationState, detail: str, now_s: float) -> None:
+        del self._running[each.operation_id]
+        self._records.end(each, state, detail, now_s)

@@ -1,0 +1,298 @@
+"""A restart of every process, one after the other: instances, gateways, the scheduler. Nobody's stream breaks.
+
+It is an operation that consists of others, under ids that begin with its own. Beside the last instance of a kind
+another one is started first, and leaves once that kind is done. What is still to be restarted is a list of processes,
+so that nothing is restarted twice: whoever asks for a part again names the process that is to go. It goes on under the
+next scheduler, which is the last of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.operator_events import (
+    OldProcess,
+    OperationRequested,
+    ResizeRequested,
+    RollingPart,
+    RollingRequested,
+)
+from pdmesh.core.operators.actuators import Actuators
+from pdmesh.core.operators.operations import Operations
+from pdmesh.core.operators.pools import Pools
+from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
+from pdmesh.core.operators.replacements import Replacements
+from pdmesh.core.steps.placing import have_pair
+from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, ProcessKind, Role
+
+_ROLES, _KINDS = tuple(Role), tuple(ProcessKind)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Rolling(OperationRecord):
+    requested: RollingRequested  # with what is left of it
+    settles_by_s: float = -inf  # until then not all may have registered since the scheduler began
+    waits_by_s: float | None = None  # for an instance that is away
+
+
+class RollingRestarts:
+    """Restarts every process, in one operation at a time."""
+
+    def __init__(
+        self,
+        mesh: MeshState,
+        records: OperationRecords,
+        actuators: Actuators,
+        operations: Operations,
+        pools: Pools,
+        replacements: Replacements,
+    ) -> None:
+        self._mesh = mesh
+        self._records = records
+        self._actuators = actuators
+        self._operations = operations
+        self._pools = pools
+        self._replacements = replacements
+        self._running: _Rolling | None = None
+
+    @property
+    def desired(self) -> RollingRequested | None:
+        """The one that runs, for the next scheduler."""
+        return None if self._running is None else self._running.requested
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When one that waits for somebody does so no longer."""
+        rolling = self._running
+        if rolling is None:
+            return inf
+        waits_by_s = inf if rolling.waits_by_s is None else rolling.waits_by_s
+        return waits_by_s if rolling.settles_by_s == -inf else min(waits_by_s, rolling.settles_by_s)
+
+    # --- what is asked for ---
+
+    def request(self, requested: RollingRequested, now_s: float) -> None:
+        """Begin one, or refuse it before anything has changed; or go on with what another scheduler began."""
+        if requested.operation_id in self._records:
+            return  # asked again
+        if not requested.again:
+            requested = replace(requested, left=self._processes())
+        rolling = _Rolling(
+            operation_id=requested.operation_id,
+            kind=OperationKind.ROLLING,
+            timeout_s=requested.timeout_s,
+            began_s=now_s - requested.age_s,
+            num_left=len(requested.left),
+            requested=requested,
+        )
+        self._records.add(rolling)
+        refusal = None if requested.again else self._refusal(rolling)
+        if refusal is not None:
+            self._records.end(rolling, OperationState.REFUSED, refusal, now_s)
+            return
+        if requested.again:
+            rolling.settles_by_s = now_s + requested.patience_s
+        self._running = rolling
+
+    def cancel(self, operation_id: OperationId, now_s: float) -> bool:
+        """Whether it runs here. The process that is being restarted is; what was started beside it leaves."""
+        rolling = self._running
+        if rolling is None or rolling.operation_id != operation_id:
+            return False
+        if rolling.requested.ends_as is None:
+            part = rolling.requested.part
+            self._records.tell(rolling, _both(TAKEN_BACK, rolling.detail))
+            self._change(rolling, ends_as=OperationState.CANCELLED, why=TAKEN_BACK)
+            if part is not None and part.grows is not None:
+                self._pools.cancel(part.operation_id, now_s)
+        return True
+
+    def _processes(self) -> tuple[OldProcess, ...]:
+        """All that there are, in their turn."""
+        instances = sorted(self._mesh.instances.values(), key=lambda each: (_ROLES.index(each.role), each.instance_id))
+        services = sorted(self._actuators.services, key=lambda each: (_KINDS.index(each.kind), each.name))
+        return (
+            *(OldProcess(name=each.instance_id, pid=each.profile.pid, is_instance=True) for each in instances),
+            *(OldProcess(name=each.name, pid=each.pid, is_instance=False) for each in services if each.pid),
+        )
+
+    def _refusal(self, rolling: _Rolling) -> str | None:
+        running = [each for each in (self._running, self._pools.running) if each is not None]
+        for other in running:
+            return f"operation {other.operation_id} ({other.kind}) runs: wait for it"
+        instances, actuators = self._mesh.instances, self._actuators
+        if not instances:
+            return "no instance is there"
+        if away := actuators.away:
+            return f"{', '.join(away)} is restarting: try again when it is back"
+        last = next((each for each in instances.values() if self._is_last(each)), None)
+        if rolling.requested.force or last is None:
+            return None
+        if not actuators.there:
+            rolling.needs_actuator = True
+            return (
+                f"without {last.instance_id} no request can be served, and no supervisor is connected to start "
+                "another: start one first, or use --force"
+            )
+        available_bytes = max(report.available_bytes for report in actuators.there)
+        if actuators.instance_bytes > available_bytes:
+            return (
+                f"another instance beside {last.instance_id} takes about {actuators.instance_bytes / 2**30:.1f} GiB of "
+                f"memory, and {available_bytes / 2**30:.1f} GiB are free: free some, or --force"
+            )
+        return None
+
+    def _is_last(self, instance: InstanceState) -> bool:
+        """Whether the mesh could not serve while the instance is away, and can now."""
+        usable = [each for each in self._mesh.instances.values() if each.is_usable]
+        return have_pair(usable) and not have_pair([each for each in usable if each is not instance])
+
+    # --- what becomes of it ---
+
+    def advance(self, now_s: float) -> bool:
+        """Take note of what is done, and ask for what comes next; whether anything was asked for."""
+        rolling, has_asked = self._running, False
+        while rolling is not None and rolling.is_running and not self._settles(rolling, now_s):
+            part = rolling.requested.part or self._next(rolling.requested)
+            if part is None:
+                self._end(rolling, now_s)
+                break
+            self._change(rolling, part=part)
+            record = self._records.get(part.operation_id)
+            if record is None:
+                if part.grows is not None and rolling.requested.ends_as is not None:
+                    self._change(rolling, part=None)  # it was taken back before it was asked for
+                    continue
+                if part.restarts is None and self._waits(rolling, now_s):
+                    break
+                self._ask(rolling.requested, part, now_s)
+                has_asked = True
+                record = self._records.get(part.operation_id)
+            if record is not None and record.is_running:
+                self._say(rolling, part, record)
+                break
+            self._note(rolling, part, record)
+        return has_asked
+
+    def _settles(self, rolling: _Rolling, now_s: float) -> bool:
+        """Whether not all have been heard of since the scheduler began: it would take those for away."""
+        is_whole = self._actuators.there and not self._actuators.away
+        if rolling.settles_by_s > now_s and not is_whole:
+            self._records.tell(rolling, "waits for all processes to register with the scheduler")
+            return True
+        rolling.settles_by_s = -inf
+        return False
+
+    def _waits(self, rolling: _Rolling, now_s: float) -> bool:
+        """Whether somebody is away, or no actuator has told of what it started: the pools cannot change then.
+
+        Nobody is waited for longer than for a start.
+        """
+        followed = self._actuators.instance_ids
+        strange = [each for each in rolling.requested.beside if each in self._mesh.instances and each not in followed]
+        away = [*self._actuators.away, *strange]
+        if not away:
+            rolling.waits_by_s = None
+            return False
+        if rolling.waits_by_s is None:
+            rolling.waits_by_s = now_s + rolling.requested.start_timeout_s
+        self._records.tell(rolling, f"waits for {', '.join(away)} to come back")
+        return now_s < rolling.waits_by_s
+
+    def _next(self, requested: RollingRequested) -> RollingPart | None:
+        """What is to be done next; None if nothing is left."""
+        instances = self._mesh.instances
+        process = requested.left[0] if requested.left and requested.ends_as is None else None
+        instance = None if process is None else instances.get(InstanceId(process.name))
+        roles = {instances[each].role for each in requested.beside if each in instances}
+        if requested.beside and (instance is None or instance.role not in roles):
+            return RollingPart(operation_id=_name(requested, "fewer", requested.beside[0]))
+        if process is None:
+            return None
+        if instance is not None and not requested.force and self._is_last(instance):
+            return RollingPart(operation_id=_name(requested, "more", instance.role), grows=instance.role)
+        return RollingPart(operation_id=_name(requested, process.name), restarts=process)
+
+    def _ask(self, requested: RollingRequested, part: RollingPart, now_s: float) -> None:
+        if (process := part.restarts) is not None:
+            restart = OperationRequested(
+                operation_id=part.operation_id,
+                kind=OperationKind.RESTART,
+                instance_id=InstanceId(process.name),
+                timeout_s=requested.timeout_s,
+                force=requested.force,
+                pid=process.pid,
+            )
+            carrier = self._operations if process.is_instance else self._replacements
+            carrier.request(restart, now_s)
+            return
+        there = Counter(each.role for each in self._mesh.instances.values())
+        if part.grows is None:
+            there.subtract(each.role for each in self._mesh.instances.values() if each.instance_id in requested.beside)
+        else:
+            there[part.grows] += 1
+        resize = ResizeRequested(
+            operation_id=part.operation_id,
+            pools=PoolCounts(**{str(role): max(0, there[role]) for role in Role}),
+            timeout_s=requested.timeout_s,
+            start_timeout_s=requested.start_timeout_s,
+            leaves=() if part.grows else requested.beside,
+        )
+        self._pools.request(resize, now_s)
+
+    def _note(self, rolling: _Rolling, part: RollingPart, record: OperationRecord | None) -> None:
+        """A part of it is over; without a record it was never taken on."""
+        requested = replace(rolling.requested, part=None)
+        done = record is not None and record.state is OperationState.DONE
+        if part.restarts is not None:
+            if done:
+                left = tuple(each for each in requested.left if each != part.restarts)
+                requested = replace(requested, left=left)
+        elif part.grows is None:
+            requested = replace(requested, beside=())  # a failed one is not tried again
+        elif done and (grown := self._pools.desired) is not None:
+            requested = replace(requested, beside=tuple(member.instance_id for member in grown.starts))
+        is_last = part.restarts is None and part.grows is None
+        if not done and (is_last or requested.ends_as is None):  # what was taken back is over as it should be
+            outcome = "not known" if record is None else f"{record.state}: {record.detail}"
+            what = f"the restart of {part.restarts.name}" if part.restarts else "the change of the pools"
+            why = f"{what} was {outcome}"
+            if is_last:
+                beside = ", ".join(rolling.requested.beside)
+                why += f"; {beside} may be there besides: see `pdmesh pool resize`"
+            requested = replace(requested, ends_as=OperationState.FAILED, why=_both(requested.why, why))
+        self._set(rolling, requested)
+
+    def _change(self, rolling: _Rolling, **changes: Any) -> None:
+        self._set(rolling, replace(rolling.requested, **changes))
+
+    def _set(self, rolling: _Rolling, requested: RollingRequested) -> None:
+        if requested != rolling.requested:
+            rolling.requested, rolling.num_left = requested, len(requested.left)
+            self._records.note_change()
+
+    def _say(self, rolling: _Rolling, part: RollingPart, record: OperationRecord) -> None:
+        if part.restarts is not None:
+            detail = f"{part.restarts.name}: {record.detail or f'{record.num_left} requests leave it'}"
+        elif part.grows is not None:
+            detail = f"another one beside the last {part.grows} instance: {record.detail}"
+        else:
+            detail = f"no more need of another one: {record.detail}"
+        self._records.tell(rolling, _both(rolling.requested.why, detail))
+
+    def _end(self, rolling: _Rolling, now_s: float) -> None:
+        requested, self._running = rolling.requested, None
+        self._records.end(rolling, requested.ends_as or OperationState.DONE, requested.why, now_s)
+
+
+def _name(requested: RollingRequested, *parts: str) -> OperationId:
+    return OperationId("/".join((requested.operation_id, *parts)))
+
+
+def _both(why: str, detail: str) -> str:
+    return "; ".join(filter(None, (why, detail)))
