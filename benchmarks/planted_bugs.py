@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,12 +114,21 @@ def _environ(copy: Path) -> dict[str, str]:
 
 
 def _failing_test(copy: Path, tests: list[str]) -> str | None:
-    """The first that fails of those that `make test` runs; None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", f"--ignore={OF_THESE_BUGS}", *tests]
+    """Return the first that fails of those that `make test` runs, and fails again by itself; None if all pass."""
+    passed_again: list[str] = []  # a machine that is busy has some fail that do not see the bug
+    while (failed := _first_failure(copy, [*(f"--deselect={name}" for name in passed_again), *tests])) is not None:
+        if _first_failure(copy, [failed]) is not None:
+            return failed.rpartition("::")[2]
+        passed_again.append(failed)
+    return None
+
+
+def _first_failure(copy: Path, arguments: Sequence[str]) -> str | None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", f"--ignore={OF_THESE_BUGS}", *arguments]
     ended = subprocess.run(command, cwd=copy, env=_environ(copy), capture_output=True, text=True, check=False)
     if ended.returncode == 0:
         return None
-    if (failed := re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", ended.stdout, re.M)) is None:
+    if (failed := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ended.stdout, re.M)) is None:
         raise RuntimeError(f"tests broke off:\n{ended.stdout}{ended.stderr}")
     return failed[1]
 
