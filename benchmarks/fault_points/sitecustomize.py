@@ -116,8 +116,8 @@ def _kv_receiver(module: ModuleType) -> None:
     place = cls.place
 
     @functools.wraps(place)
-    def placing(self: Any, header: Any) -> None:
-        place(self, header)
+    def placing(self: Any, header: Any, blocks: Any) -> None:
+        place(self, header, blocks)
         if self._num_context_tokens is None:  # of a move
             at("target: pages come")
 
