@@ -109,6 +109,18 @@ def references_of(checkpoint: Path, dtype: str, level: str) -> list[Reference]:
     return [engine_reference(engine, prompt, MAX_TOKENS) for prompt in prompts]
 
 
+@contextmanager
+def capped_torch(level: str) -> Generator[None]:
+    """Let torch in processes that are started meanwhile use no more of the processor than a level has."""
+    caps = TORCH_CAPS.get(level, {})
+    os.environ.update(caps)
+    try:
+        yield
+    finally:
+        for name in caps:
+            del os.environ[name]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="float32")
@@ -158,18 +170,6 @@ def main() -> None:
                     print(f"       {sentence}")
     print(f"{num_asked} completions, {num_wrong} differ")
     sys.exit(1 if num_wrong else 0)
-
-
-@contextmanager
-def capped_torch(level: str) -> Generator[None]:
-    """Let torch in processes that are started meanwhile use no more of the processor than a level has."""
-    caps = TORCH_CAPS.get(level, {})
-    os.environ.update(caps)
-    try:
-        yield
-    finally:
-        for name in caps:
-            del os.environ[name]
 
 
 if __name__ == "__main__":

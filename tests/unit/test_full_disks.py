@@ -167,7 +167,7 @@ def test_a_state_folder_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     state = StateFolder("x", tmp_path / "file" / "x")
     with (
-        pytest.raises(ConfigError, match=r"cannot use the state folder .*: .*; XDG_STATE_HOME"),
+        pytest.raises(ConfigError, match=r"cannot use the state folder .*: .*; set XDG_STATE_HOME"),
         state.lock(),
     ):
         pass

@@ -157,7 +157,8 @@ def test_no_other_phase_of_the_renewal_model_is_better(outputs: list[int], switc
         return (switch_s + num_steps) * phases
 
     best = min(cost(num_steps) for num_steps in range(1, max(outputs) + 1))
-    assert cost(round(threshold.num_steps)) <= 1.012 * best
+    # The next point of the 2 % grid above the best phase has no more phases, and takes 2 % more at most.
+    assert cost(round(threshold.num_steps)) <= 1.02 * best
     assert (switch_s + threshold.num_steps) / threshold.idle_share == pytest.approx(cost(round(threshold.num_steps)))
 
 
