@@ -67,9 +67,8 @@ class Grammars:
         if self._tokenizer is None:
             if not self._path.is_file():
                 raise ConfigError(f"{self._path.parent} has no tokenizer.json: answers cannot be held to a grammar")
-            self._tokenizer = LLTokenizer(
-                str(self._path), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
-            )
+            end_id = next(iter(self._eos_token_ids), None)  # one is enough: engines know the others
+            self._tokenizer = LLTokenizer(str(self._path), n_vocab=self._vocab_size, eos_token=end_id)
         return self._tokenizer
 
 

@@ -63,7 +63,7 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
     (structured(json=OBJECT), '{"a":-1}', '{"a":"'),
     (structured(json=json.dumps(OBJECT)), '{"a":0}', "a"),
     (structured(json=OBJECT, disable_any_whitespace=False), '{ "a": 12 }', '{ "b'),
-    (structured(json=OBJECT, whitespace_pattern=" ?"), '{ "a": 12}', "{  "),
+    (structured(json=OBJECT, whitespace_pattern=" ?"), '{ "a": 12}', "{\n"),
     (structured(json_object=True), "{}", "1"),
     (structured(regex="[0-9]{3}-[a-z]+"), "123-ab", "12-"),
     (structured(choice=["a.b", "a(c"]), "a(c", "aab"),

@@ -62,5 +62,5 @@ class Guide:
         allowed[[token_id for token_id in self._model_end_ids if token_id < len(logits)]] = False
         allowed[[token_id for token_id in end_token_ids if token_id < len(logits)]] = self._matcher.is_accepting()
         if not allowed.any():
-            allowed[self._model_end_ids] = True
+            allowed[self._model_end_ids[:1]] = True
         logits[~allowed] = -np.inf

@@ -210,7 +210,7 @@ def _result(part: SequenceSlice, drawn: _Drawn | None, prompt_logprobs: tuple[Lo
     sequence = part.sequence
     reason, stop_token_id = finish_reason(sequence.params, sequence.num_output_tokens + 1, drawn.token_id)
     if sequence.guide is not None:
-        reason = _end_by_grammar(sequence.guide, drawn.token_id) or reason
+        reason = _end_by_grammar(sequence.guide, drawn.token_id, reason)
     return SliceResult(
         token_id=drawn.token_id,
         logprobs=drawn.logprobs,
@@ -220,10 +220,11 @@ def _result(part: SequenceSlice, drawn: _Drawn | None, prompt_logprobs: tuple[Lo
     )
 
 
-def _end_by_grammar(guide: Guide, token_id: int) -> FinishReason | None:
-    """Return how a sequence ends with a token after which its grammar lets nothing follow; None if it goes on."""
-    guide.take([token_id])
+def _end_by_grammar(guide: Guide, token_id: int, reason: FinishReason | None) -> FinishReason | None:
+    """Return how a sequence ends with a token: for ``reason``, or as its grammar lets nothing follow; None: not yet."""
+    if reason is not FinishReason.STOP:  # else the token stands for the end, and is none of the grammar's
+        guide.take([token_id])
     if guide.error:
         log.warning("an answer cannot be held to its grammar any more", error=guide.error)
         return FinishReason.ERROR
-    return FinishReason.STOP if guide.is_complete else None
+    return FinishReason.STOP if guide.is_complete else reason
