@@ -28,5 +28,7 @@ def test_the_first_commands_work(
     with running_mesh(tmp_path, model=None, settings={"WORKER_CPU_LEVEL": level}) as mesh:
         answer = mesh.pdmesh("chat", "--message", "Why separate prefill and decode?", "--temperature", "0")
         assert answer.startswith("Because they want different things.")
-        assert f"native {level}" in mesh.logs()
+        # Dot products read heads of a multiple of 32 dimensions; the demo's have 40, so the next level computes them.
+        computes = level if level.is_ordered else CpuLevel.AVX512
+        assert f"native {computes}" in mesh.logs()
     record_property("cpu_level", f"{level}, a mesh")
