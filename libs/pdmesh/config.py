@@ -83,6 +83,9 @@ class GatewayConfig:
     trust_request_templates: Annotated[
         bool, "render chat templates that come with requests, in separate processes with limits"
     ] = False
+    strict_fields: Annotated[
+        bool, "refuse requests with unknown fields; otherwise, those that cannot change an answer are ignored"
+    ] = False
     max_body_values: Annotated[int, COUNT, "most values in the JSON of an HTTP request; more get a 413"] = 2_000_000
     max_messages: Annotated[int, COUNT, "most messages of a conversation"] = 8192
     max_n: Annotated[int, COUNT, "most choices of one prompt (`n`)"] = 128

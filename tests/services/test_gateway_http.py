@@ -307,7 +307,7 @@ async def test_probes_documents_and_metrics(model: Path) -> None:
         for path in ("/health", "/ready", "/live", "/ping", "/version", "/docs", "/openapi.json", "/v1/models/tiny"):
             assert (await client.get(path)).status_code == 200, path
         page = (await client.get("/docs")).text
-        fields, refused = page[: page.index("POST /v1/completions")].split("Refused unless they ask for nothing")
+        fields, refused = page.split("Refused unless")
         assert "<code>temperature</code>" in fields
         assert "<code>guided_json</code>" in refused
         assert "guided_json" not in fields
@@ -373,7 +373,8 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs `logprobs`"),
     ("chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template", "does not render"),
     ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
-    ("chat/completions", {**CHAT, "colour": 1}, 400, "colour", "Unrecognized request argument supplied: colour"),
+    ("chat/completions", {**CHAT, "maxtokens": 1}, 400, "maxtokens", "supplied: maxtokens. Did you mean `max_tokens`"),
+    ("chat/completions", {**CHAT, "audio": {"voice": "x"}}, 400, "audio", "not supported"),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -424,6 +425,21 @@ async def test_fields_of_benchmarks_and_clients_are_accepted(model: Path) -> Non
         assert again.json()["id"] == f"cmpl-{second.generation.request_id}"
         assert first.generation.request_id != second.generation.request_id
         assert (first.priority, first.generation.params.eos_token_ids) == (3, ())
+
+
+async def test_unknown_fields_are_passed_over_counted_and_named(model: Path) -> None:
+    body = {**CHAT, "max_tokens": 1, "colour": 1, "shape": None, "nice": {"a": 1}, "audio": None}
+    async with served(model) as (client, _mesh, _running):
+        response = await client.post("/v1/chat/completions", json=body)
+        assert (response.status_code, response.headers["x-ignored-fields"]) == (200, "colour, nice")
+        tokenized = await client.post("/tokenize", json={"prompt": "a", "colour": 1})
+        assert (tokenized.status_code, tokenized.headers["x-ignored-fields"]) == (200, "colour")
+        refused = await client.post("/v1/chat/completions", json={**body, "temperature": 5})
+        assert (refused.status_code, refused.headers["x-ignored-fields"]) == (400, "colour, nice")
+        assert "\npdmesh:ignored_fields_total 5.0\n" in (await client.get("/metrics")).text
+    async with served(model, gateway=GatewayConfig(strict_fields=True)) as (client, _mesh, _running):
+        error = error_of(await client.post("/v1/chat/completions", json=body))
+        assert (error["code"], error["param"]) == ("unknown_parameter", "colour")
 
 
 async def test_default_lengths(model: Path) -> None:

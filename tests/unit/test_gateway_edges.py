@@ -16,8 +16,9 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.testing.tokenizers import write_tokenizer
 from pdmesh_gateway.http.body import ClientGone, decode_body, may_hold_more_values, read_body
 from pdmesh_gateway.http.chat import template_messages
+from pdmesh_gateway.http.unknown import _INSTEAD, REFUSED, header_value
 from pdmesh_gateway.limits import SMALL_BODY_BYTES, RequestLimiter
-from pdmesh_gateway.protocol import ChatMessage, ChatRequest, CompletionRequest
+from pdmesh_gateway.protocol import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from pdmesh_gateway.sampling import sampling_params, target_s
 from pdmesh_gateway.templates import MAX_NESTING, RequestTemplates, TemplateFailed, check_nesting, compile_template
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -88,12 +89,18 @@ async def test_a_client_that_leaves_while_sending_is_gone() -> None:
         (b'{"n": 1.5}', "n", "got `float`"),
         (b'{"n": true}', "n", "got `bool`"),
         (b'{"stop": [1]}', "stop", r"`stop\[0\]`"),
-        (b'{"colour": 1}', "colour", "Unrecognized request argument supplied: colour"),
-        (b'{"shape": null, "colour": 1}', "colour", "Unrecognized request argument supplied: colour"),
+        (b'{"maxTokens": 1}', "maxTokens", "supplied: maxTokens. Did you mean `max_tokens`?"),
+        (b'{"shape": null, "temprature": 1}', "temprature", "Did you mean `temperature`?"),
         (b'{"colour": null, "n": "many"}', "n", "Invalid value for `n`"),
-        (b'{"colour": null, "prompt": "', "colour", "Unrecognized request argument supplied: colour"),
+        (b'{"colour": 1, "n": "many"}', "n", "Invalid value for `n`"),
+        (b'{"colour": null, "prompt": "', None, "could not parse"),
+        (b'{"colour": [' + b"[" * 100_000, None, "could not parse"),
+        (b'{"mirostat": 2}', "mirostat", "`mirostat` is not supported by this server"),
+        (b'{"max_new_tokens": 2}', "max_new_tokens", "Use `max_tokens`"),
+        (b'{"messages": []}', "messages", "not supported"),
+        (b"{" + b",".join(b'"a%d": 1' % i for i in range(65)) + b"}", "a0", "65 fields are unknown"),
         (b'{"prompt": "\xff"}', None, "could not parse|Invalid"),
-        (b'{"temperature": NaN, "colour": 1}', "colour", "Unrecognized request argument"),
+        (b'{"temperature": NaN, "regex": "a"}', "regex", "Use `structured_outputs`"),
         (b'{"temperature": NaN, "prompt": "\\ud800"}', None, "could not parse"),
     ],
 )
@@ -113,12 +120,38 @@ async def test_a_missing_field_is_named() -> None:
 async def test_unknown_fields_that_are_null_ask_for_nothing() -> None:
     """As clients write that know more fields than we do; what is null and known keeps its meaning."""
     body = b'{"lora_path": null, "prompt": "a", "max_tokens": null, "ebnf": null}'
-    request = await decode_body(msgspec.json.Decoder(CompletionRequest), body, max_values=9)
-    assert (request.prompt, request.max_tokens) == ("a", None)
+    request, ignored = await decode_body(msgspec.json.Decoder(CompletionRequest), body, max_values=9, strict=True)
+    assert (request.prompt, request.max_tokens, ignored) == ("a", None, ())
+
+
+@pytest.mark.parametrize("padding", [b"", b" " * 70_000])
+async def test_unknown_fields_are_passed_over_and_told(padding: bytes) -> None:
+    body = b'{"colour": {"deep": [1]}, "prompt": "a", "mirostat": 0, "keep_alive": 5, "shape": null}' + padding
+    decoder = msgspec.json.Decoder(CompletionRequest)
+    request, ignored = await decode_body(decoder, body, max_values=100)
+    assert (request.prompt, ignored) == ("a", ("colour", "keep_alive"))
+    with pytest.raises(RequestRejected, match=r"Unrecognized request argument supplied: colour$"):
+        await decode_body(decoder, body, max_values=100, strict=True)
+
+
+def test_no_field_that_is_refused_is_one_of_ours() -> None:
+    """What an endpoint knows is never looked up among the refused; what none knows should be there for a reason."""
+    ours = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__, *TokenizeRequest.__struct_fields__}
+    assert {name for name in REFUSED if name in ours} == {
+        *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
+        *("echo", "messages", "prompt", "tool_choice", "tools", "top_logprobs"),
+    }
+    assert set(_INSTEAD) <= set(REFUSED)
+
+
+def test_a_header_holds_only_names_that_it_can() -> None:
+    assert header_value(["a", "b-c.d"]) == b"a, b-c.d"
+    assert header_value(["a\r\nset-cookie: x", "\u20ac", "b" * 65, "ok"]) == b"ok, 3 more"
+    assert header_value(map(str, range(20))) == b"0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 4 more"
 
 
 async def test_nan_is_read_so_that_its_field_can_be_named() -> None:
-    request = await decode_body(msgspec.json.Decoder(CompletionRequest), b'{"temperature": NaN}', max_values=9)
+    request, _ = await decode_body(msgspec.json.Decoder(CompletionRequest), b'{"temperature": NaN}', max_values=9)
     assert request.temperature is not None
     assert math.isnan(request.temperature)
 

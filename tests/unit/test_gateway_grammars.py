@@ -15,8 +15,8 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.grammars import Grammars
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.grammars import MAX_PROPERTIES, GrammarChecker, asked_for
+from pdmesh_gateway.http.unknown import without_unknown
 from pdmesh_gateway.protocol import ChatRequest
-from pdmesh_gateway.sampling import check_supported
 
 pytestmark = pytest.mark.anyio
 
@@ -129,7 +129,7 @@ async def test_what_cannot_be_obeyed_is_a_400_that_names_the_field(
 @pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"])
 def test_fields_that_vllm_has_given_up_point_to_the_new_one(name: str) -> None:
     with pytest.raises(RequestRejected, match=f"`{name}` is not supported by this server. Use `structured_outputs`."):
-        check_supported(request(**{name: "x"}))
+        without_unknown({name: "x"}, (), strict=False)
 
 
 async def test_a_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,9 @@ class GatewayMetrics:
         self._responses = Counter(
             f"{PREFIX}:http_requests", "HTTP responses.", ["path", "status"], registry=self.registry
         )
+        self._ignored = Counter(
+            f"{PREFIX}:ignored_fields", "Fields of requests that were unknown and passed over.", registry=self.registry
+        )
         self._failures = Counter(
             f"{PREFIX}:internal_errors",
             "Requests that failed with an unexpected error.",
@@ -209,6 +212,10 @@ class GatewayMetrics:
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
+
+    def ignored(self, num_fields: int) -> None:
+        """Fields of a request were passed over."""
+        self._ignored.inc(num_fields)
 
     def failed(self, where: str, error: str) -> None:
         """A request failed by a bug: at which path or method, and the error's type."""

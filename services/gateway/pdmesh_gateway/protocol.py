@@ -1,8 +1,7 @@
 """The HTTP edge's vocabulary: what OpenAI's and vLLM's clients send, as msgspec structs.
 
-Every field such a client may send is here. Fields that we cannot honour are typed ``Any`` and listed in
-`UNSUPPORTED`: a neutral value passes, another one is refused by name. A field that is not here is refused as OpenAI
-does. Ranges are checked in `pdmesh_gateway.sampling`, so that every refusal names its field.
+Fields that we honour are here, and those that change nothing. What becomes of others says
+`pdmesh_gateway.http.unknown`. Ranges are checked in `pdmesh_gateway.sampling`, so that every refusal names its field.
 """
 
 from __future__ import annotations
@@ -98,46 +97,6 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     early_stopping: Any = None
     vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    # Refused unless neutral.
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    guided_choice: Any = None
-    guided_decoding_backend: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_whitespace_pattern: Any = None
-    logits_processors: Any = None
-    prompt_logprobs: Any = None
-    return_tokens_as_token_ids: Any = None
-    structural_tag: Any = None
-    use_beam_search: Any = None
-
-
-#: Fields whose meaning we do not implement, with the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "logits_processors": ([],),
-    "prompt_logprobs": (),
-    "return_tokens_as_token_ids": (False,),
-    "structural_tag": (),
-    "use_beam_search": (False,),
-    # chat
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "web_search_options": (),
-    # completions
-    "suffix": ("",),
-    "prompt_embeds": (),
-}
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -149,8 +108,6 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Any = None
-    prompt_embeds: Any = None
 
     @property
     def asked_tokens(self) -> int | msgspec.UnsetType | None:
@@ -204,13 +161,6 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
     store: bool | None = None
     verbosity: str | None = None
-    # Refused unless neutral.
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

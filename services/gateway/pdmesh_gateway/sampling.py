@@ -10,7 +10,7 @@ from typing import Any
 from pdmesh.engine.files import ModelInfo
 from pdmesh.errors import RequestRejected
 from pdmesh.model import SamplingParams
-from pdmesh_gateway.protocol import UNSUPPORTED, SamplingFields
+from pdmesh_gateway.protocol import SamplingFields
 
 #: Stop strings of one request: each costs a search per token.
 MAX_STOPS = 64
@@ -25,16 +25,6 @@ MAX_SEED = 2**63 - 1
 #: Nothing is done within a microsecond (and in seconds a smaller target could vanish); one of more than a day is none.
 MIN_TARGET_MS = 0.001
 MAX_TARGET_MS = 86_400_000
-
-
-def check_supported(fields: SamplingFields) -> None:
-    """Refuse a field whose meaning we do not implement, by name, rather than ignore it."""
-    for name, neutral in UNSUPPORTED.items():
-        value = getattr(fields, name, None)
-        if value is not None and value not in neutral:
-            instead = " Use `structured_outputs`." if name.startswith("guided_") or name == "structural_tag" else ""
-            message = f"`{name}` is not supported by this server.{instead}"
-            raise RequestRejected(message, param=name, code="unsupported_value")
 
 
 def number(

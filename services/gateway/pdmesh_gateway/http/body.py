@@ -12,6 +12,7 @@ import anyio.to_thread
 import msgspec
 
 from pdmesh.errors import RequestRejected
+from pdmesh_gateway.http.unknown import ignored_names, unrecognized, without_unknown
 from pdmesh_gateway.limits import Upload
 
 T = TypeVar("T")
@@ -64,19 +65,23 @@ def _too_big(max_bytes: int) -> RequestRejected:
     return RequestRejected(f"The request body is larger than {max_bytes} bytes.", status=413, code="body_too_large")
 
 
-async def decode_body(decoder: msgspec.json.Decoder[T], body: bytes, *, max_values: int) -> T:
-    """A body as its struct. Raises RequestRejected naming the field and what is wrong with it, or 413 if it may hold
-    more than ``max_values`` values: to build them would hold the interpreter up for everybody.
+async def decode_body(
+    decoder: msgspec.json.Decoder[T], body: bytes, *, max_values: int, strict: bool = False
+) -> tuple[T, tuple[str, ...]]:
+    """A body as its struct, and the names of the fields that were passed over, being unknown: none if ``strict``.
+
+    Raises RequestRejected naming the field and what is wrong with it, or 413 if it may hold more than ``max_values``
+    values: to build them would hold the interpreter up for everybody.
     """
     if len(body) <= INLINE_BYTES:
-        return _decode(decoder, body)
+        return _decode(decoder, body, strict)
 
-    def decode() -> T:
+    def decode() -> tuple[T, tuple[str, ...]]:
         if may_hold_more_values(body, max_values):
             raise RequestRejected(
                 f"The request body contains more than {max_values} values.", status=413, code="too_many_values"
             )
-        return _decode(decoder, body)
+        return _decode(decoder, body, strict)
 
     return await anyio.to_thread.run_sync(decode)
 
@@ -93,43 +98,36 @@ def may_hold_more_values(body: bytes, most: int) -> bool:
     return False
 
 
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes, strict: bool) -> tuple[T, tuple[str, ...]]:
     try:
-        return decoder.decode(body)
+        return decoder.decode(body), ()
     except msgspec.ValidationError as error:
-        if _UNKNOWN_FIELD.search(str(error)) is not None:
-            return _without_unknown_nulls(decoder, body, error)
-        raise invalid_body(error) from None
+        if _UNKNOWN_FIELD.search(str(error)) is None:
+            raise invalid_body(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if b"NaN" not in body and b"Infinity" not in body:
             raise _not_json(error) from None
-    # Python's own encoder writes NaN and Infinity, which are not JSON: read them, so that the field can be named.
     try:
-        value = json.loads(body)
-        msgspec.json.encode(value)  # refuses halves of a surrogate pair, which Python's decoder lets through
-        return msgspec.convert(value, decoder.type)
+        fields = _fields(body)
+        if not isinstance(fields, dict):
+            return msgspec.convert(fields, decoder.type), ()  # raises: a struct is an object
+        known = without_unknown(fields, getattr(decoder.type, "__struct_encode_fields__", ()), strict=strict)
+        return msgspec.convert(known, decoder.type), ignored_names(fields, known)
     except msgspec.ValidationError as error:
         raise invalid_body(error) from None
     except (ValueError, RecursionError) as error:
         raise _not_json(error) from None
 
 
-def _without_unknown_nulls(decoder: msgspec.json.Decoder[T], body: bytes, error: msgspec.ValidationError) -> T:
-    """Decode again without the null fields that we do not know: whoever writes all fields of a type of theirs asks for
-    nothing by these. Raises RequestRejected.
-    """
+def _fields(body: bytes) -> Any:
+    """The value of a JSON text. Raises ValueError and RecursionError."""
     try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise invalid_body(error) from None
-    known = getattr(decoder.type, "__struct_encode_fields__", ())
-    given = {name: value for name, value in fields.items() if value is not None or name in known}
-    if len(given) == len(fields):
-        raise invalid_body(error) from None
-    try:
-        return msgspec.convert(given, decoder.type)
-    except msgspec.ValidationError as still:
-        raise invalid_body(still) from None
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # Python's own encoder writes NaN and Infinity, which are not JSON: read them, so that the field can be named.
+        value = json.loads(body)
+        msgspec.json.encode(value)  # refuses halves of a surrogate pair, which Python's decoder lets through
+        return value
 
 
 def _not_json(error: Exception) -> RequestRejected:
@@ -141,8 +139,7 @@ def invalid_body(error: msgspec.ValidationError) -> RequestRejected:
     message = str(error)
     unknown = _UNKNOWN_FIELD.search(message)
     if unknown is not None:
-        name = ".".join(filter(None, (unknown["path"], unknown["name"])))
-        return RequestRejected(f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter")
+        return unrecognized(".".join(filter(None, (unknown["path"], unknown["name"]))))
     path = _PATH.search(message)
     if path is None:
         missing = re.search(r"missing required field `([^`]*)`", message)

@@ -17,7 +17,7 @@ from pdmesh_gateway.http.logprobs import chat_logprobs
 from pdmesh_gateway.http.sse import ChunkWriter, usage_of
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import ChatChoice, ChatMessage, ChatRequest, ChatResponse, ResponseMessage, Usage
-from pdmesh_gateway.sampling import MAX_LOGPROBS, check_supported, fit_max_tokens, num_choices, number, sampling_params
+from pdmesh_gateway.sampling import MAX_LOGPROBS, fit_max_tokens, num_choices, number, sampling_params
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import check_nesting, nested_too_deep
 from pdmesh_gateway.text_stream import TextStream
@@ -38,7 +38,6 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     async def prepare(self, request: ChatRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
         serving = self._serving
         serving.check_model(request.model)
-        check_supported(request)
         _check_tools(request)
         n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
         number("max_tokens", request.max_tokens, low=1)

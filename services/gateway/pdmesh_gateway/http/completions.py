@@ -24,7 +24,7 @@ from pdmesh_gateway.protocol import (
     CompletionResponse,
     Usage,
 )
-from pdmesh_gateway.sampling import check_supported, fit_max_tokens, num_choices, number, sampling_params
+from pdmesh_gateway.sampling import fit_max_tokens, num_choices, number, sampling_params
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -41,7 +41,6 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
     async def prepare(self, request: CompletionRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
         serving = self._serving
         serving.check_model(request.model)
-        check_supported(request)
         n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
         asked = None if request.asked_tokens is msgspec.UNSET else request.asked_tokens
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"

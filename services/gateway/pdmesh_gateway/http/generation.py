@@ -16,8 +16,9 @@ from pdmesh.metrics import Slo
 from pdmesh.model import RejectReason, SamplingParams
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.http.body import INLINE_BYTES, decode_body
+from pdmesh_gateway.http.body import INLINE_BYTES
 from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.intake import decode_request, read_body
 from pdmesh_gateway.http.sse import DONE, KEEP_ALIVE, usage_of
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import SamplingFields, Usage
@@ -110,9 +111,8 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         """Check a request and turn it into a job. Raises RequestRejected."""
 
     async def __call__(self, exchange: Exchange) -> None:
-        config = self._serving.config
         admission = self._serving.admission
-        body = await exchange.body(admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        body = await read_body(exchange, self._serving)
         reject_cache = self._serving.reject_cache
         try:
             if not reject_cache.is_open and (kind := self._kind(exchange, body)) is not None:
@@ -149,7 +149,7 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
 
     async def _serve(self, exchange: Exchange, body: bytes) -> None:
         serving = self._serving
-        request = await decode_body(self._decoder, body, max_values=serving.config.max_body_values)
+        request = await decode_request(exchange, serving, self._decoder, body)
         options = request.stream_options
         if options is not None and not request.stream:
             raise RequestRejected(

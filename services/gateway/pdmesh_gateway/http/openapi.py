@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pdmesh_gateway import protocol
+from pdmesh_gateway.http.unknown import HEADER, REFUSED
 
 #: path → (method, summary, request, response)
 _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None]] = {
@@ -68,10 +69,7 @@ def docs_page(document: dict[str, Any]) -> bytes:
             if "requestBody" in operation:
                 schema = operation["requestBody"]["content"]["application/json"]["schema"]
                 properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
-                known = [name for name in properties if name not in protocol.UNSUPPORTED]
-                fields = f"<p>Fields: {_listed(known)}</p>"
-                if refused := [name for name in properties if name in protocol.UNSUPPORTED]:
-                    fields += f"<p>Refused unless they ask for nothing: {_listed(refused)}</p>"
+                fields = f"<p>Fields: {_listed(properties)}</p>"
             sections.append(
                 f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>"
                 f"<p>{html.escape(operation['summary'])}</p>{fields}"
@@ -83,6 +81,9 @@ def docs_page(document: dict[str, Any]) -> bytes:
         "h2{font-size:1.05rem;margin:1.6rem 0 0}p{margin:.3rem 0}</style>"
         f"<h1>{html.escape(title)}</h1><p>Machine-readable: <a href=openapi.json>openapi.json</a></p>"
         + "".join(sections)
+        + "<h2>Other fields</h2><p>Fields that are not listed are ignored, and named in the header "
+        f"<code>{HEADER.decode()}</code>. Refused unless they are fields of the endpoint, or ask for nothing: "
+        f"{_listed(sorted(REFUSED))}</p>"
     )
     return page.encode()
 

@@ -53,7 +53,7 @@ class Origins:
         """Return headers of an answer to a page that `may_read` it."""
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")),
-            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            (b"access-control-expose-headers", b"x-request-id, retry-after, x-ignored-fields"),
             (b"vary", b"origin"),
         ]
 

@@ -9,9 +9,9 @@ import msgspec
 
 from pdmesh.build_info import core_build
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.body import decode_body
 from pdmesh_gateway.http.chat import template_messages
 from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.intake import decode_request, read_body
 from pdmesh_gateway.http.openapi import docs_page, openapi_document
 from pdmesh_gateway.protocol import (
     DetokenizeRequest,
@@ -114,8 +114,6 @@ class UtilityEndpoints:
         )
 
     async def _read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
-        config = self._serving.config
-        admission = self._serving.admission
-        body = await exchange.body(admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-        with admission.hold(num_bytes=len(body)):
-            return await decode_body(decoder, body, max_values=config.max_body_values)
+        body = await read_body(exchange, self._serving)
+        with self._serving.admission.hold(num_bytes=len(body)):
+            return await decode_request(exchange, self._serving, decoder, body)
