@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,24 @@ async def test_a_service_tells_its_supervisor_why_it_fails(
             assert await child.wait() == code
             (words,) = child.last_words()
     assert told in words
+
+
+@pytest.mark.anyio
+async def test_a_signal_to_a_child_leaves_its_exit_code_to_whoever_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poll(_: subprocess.Popen[bytes]) -> int | None:
+        raise AssertionError("this may reap the child before asyncio waits for it, which then says 255")
+
+    spec = ChildSpec(
+        name="decode", command=("sh", "-c", "exec sleep 60"), environment={**os.environ}, log_file=tmp_path / "log"
+    )
+    with anyio.fail_after(30):
+        async with start_child(spec) as child:
+            monkeypatch.setattr(subprocess.Popen, "poll", poll)
+            child.send_signal(signal.SIGTERM)
+            assert await child.wait() == -signal.SIGTERM
+            child.send_signal(signal.SIGTERM)  # to one that has ended it is nothing
 
 
 def test_a_service_without_a_supervisor_says_it_on_stderr(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ class Child:
     name: str
     process: anyio.abc.Process
     _pipe_fd: int
+    _pidfd: int | None  # None: it had ended before it could be opened
     _said: bytearray = field(default_factory=bytearray)
 
     @property
@@ -127,8 +128,14 @@ class Child:
         return await self.process.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.process.returncode is None:
-            self.process.send_signal(number)
+        """Send a signal; nothing happens if the child has ended.
+
+        Not by the process's own method: it reaps a child that has just ended, and whoever waits for the child is then
+        told 255 instead of the exit code (python/cpython#87744).
+        """
+        if self._pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
 
 
 def ending_with_us(command: Sequence[str]) -> list[str]:
@@ -165,14 +172,24 @@ async def start_child(spec: ChildSpec) -> AsyncGenerator[Child]:
         raise
     finally:
         os.close(write_fd)
+    pidfd = _open_pidfd(process.pid)
+    child = Child(spec.name, process, read_fd, pidfd)
     try:
-        yield Child(spec.name, process, read_fd)
+        yield child
     finally:
         os.close(read_fd)
+        child.send_signal(signal.SIGKILL)
+        if pidfd is not None:
+            os.close(pidfd)
         with anyio.CancelScope(shield=True):
-            if process.returncode is None:
-                process.kill()
             await process.aclose()
+
+
+def _open_pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
 
 
 #: What usually stands behind a signal that no process sent.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import shlex
@@ -89,8 +88,6 @@ class MeshRun:
                 self._plan(listener), act=follow_scheduler, on_change=self._changed, say=_say
             )
             try:
-                # A child that ends as its pipe is closed may be reaped before asyncio asks; its warning says nothing.
-                logging.getLogger("asyncio").setLevel(logging.ERROR)
                 with listener:
                     anyio.run(supervisor.run)
             finally:
