@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, NamedTuple, NewType
 
+from msgspec import Meta
+
 from pdmesh.ranges import ANY_COUNT, COUNT, FINITE, SECONDS, Range
 
 RequestId = NewType("RequestId", str)
@@ -47,6 +49,20 @@ MAX_REQUEST_TOKENS = 1 << 24
 
 NumTokens = Annotated[int, Range(0, MAX_REQUEST_TOKENS)]
 SomeTokens = Annotated[int, Range(1, MAX_REQUEST_TOKENS)]
+
+#: Tokens of a *granule*: KV is kept for other requests, and reused, in granules of a prompt's tokens.
+GRANULE_TOKENS = 128
+
+#: Names a granule and all that comes before it: equal hashes, equal tokens from the first on, of one model and tenant.
+PrefixHash = NewType("PrefixHash", bytes)
+
+#: 16 bytes each.
+PrefixHashes = tuple[Annotated[PrefixHash, Meta(min_length=16, max_length=16)], ...]
+
+
+def blocks_of_granule(block_size: int) -> int:
+    """Blocks that hold a granule's KV; 0 where blocks of ``block_size`` tokens do not divide it: nothing is kept."""
+    return 0 if GRANULE_TOKENS % block_size else GRANULE_TOKENS // block_size
 
 
 class Role(StrEnum):
@@ -211,11 +227,17 @@ class Request:
     share: Annotated[int, COUNT] = 1  # of that key, among others
     num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
     arithmetic: str = ""  # class of the instance that drew its last token, of one that is resumed
+    prefix: PrefixHashes = ()  # its *chain*: of all full granules of its prompt, in order; empty: no KV is reused
 
     @property
     def max_total_tokens(self) -> int:
         """Tokens whose KV may exist at once. The last output token's KV is never written."""
         return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def max_reused_granules(self) -> int:
+        """Granules of its prompt that need not be computed, if their KV is kept. The last token always is."""
+        return min(len(self.prefix), (self.num_prompt_tokens - 1) // GRANULE_TOKENS)
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -368,6 +390,7 @@ class Resident:
     decoding: bool
     max_total_tokens: Annotated[int, ANY_COUNT] = 0  # whose KV may exist at once; 0: those that it has room for
     transfer_id: TransferId = NO_TRANSFER  # that is to bring its KV, or brought it
+    granules: PrefixHashes = ()  # of its blocks, in order: those that the instance keeps for others, too
 
 
 #: An instance reports its own decode steps after so many without another report that would have told of them.

@@ -50,14 +50,16 @@ class PrefillGroup(Struct, frozen=True, kw_only=True):
         return tuple([member_id for member_id in self.member_ids if member_id not in self.lost_ids])
 
 
-class TransferPlan(Struct, frozen=True, kw_only=True):
-    """A transfer's ends. Each source sends what it holds to every destination that is to hold it."""
+class TransferPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A transfer's ends. Each source sends what it holds to every destination that is to hold it, and does not yet."""
 
     transfer_id: TransferId
     purpose: TransferPurpose
     sources: tuple[KvShard, ...]
     destinations: tuple[KvShard, ...]  # the first is where the request decodes
     capability: int  # 64 random bits; a piece without them is dropped
+    #: So many granules of the request's chain are kept at the destinations, which share them: what follows is sent.
+    num_reused_granules: int = 0
 
     @property
     def source_ids(self) -> tuple[InstanceId, ...]:

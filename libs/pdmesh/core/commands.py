@@ -15,6 +15,7 @@ from pdmesh.model import (
     Epoch,
     GatewayId,
     InstanceId,
+    PrefixHashes,
     RejectReason,
     RequestId,
     Role,
@@ -63,12 +64,16 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     or, where it ``awaits_receiver``, that a later grant says where it goes (or KeepKv that it stays).
     A member of ``group`` that does not lead it is asked for one shard, its own copy, and has no transfer: it computes
     chunks, and passes their KV on to the other members.
+    The first ``num_reused_granules`` of the request's chain are kept there: it shares their blocks, which count among
+    those of its shard, and its chunks begin behind them. ``drop`` are granules to give up first, in this order.
     """
 
     shards: tuple[KvShard, ...]
     transfer: TransferPlan | None
     group: PrefillGroup | None = None
     awaits_receiver: bool = False
+    num_reused_granules: int = 0
+    drop: PrefixHashes = ()
 
     @property
     def moves_on(self) -> bool:
@@ -125,13 +130,15 @@ class RunStep(ToInstance, frozen=True, kw_only=True):
     plan: StepPlan
 
 
-class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Reserve blocks on a destination of ``transfer``, and expect the request's KV there.
+class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
+    """Reserve blocks on a destination of ``transfer``, and expect the request's KV there, but for what is reused.
 
     Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws.
+    ``drop`` are kept granules to give up first, in this order.
     """
 
     transfer: TransferPlan
+    drop: PrefixHashes = ()
 
     @property
     def num_blocks(self) -> int:
@@ -181,10 +188,14 @@ class WithdrawTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
         return RecordLine("receiver lost", "its KV is kept for another one", self.instance_id)
 
 
-class KeepKv(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """The request decodes where its prompt is computed after all, and holds ``num_blocks`` there."""
+class KeepKv(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
+    """The request decodes where its prompt is computed after all, and holds ``num_blocks`` there.
+
+    ``drop`` are kept granules to give up first, in this order.
+    """
 
     num_blocks: int
+    drop: PrefixHashes = ()
 
     @property
     def record_line(self) -> RecordLine | None:
@@ -201,8 +212,10 @@ class ResumeDecode(ToInstanceOfRequest, frozen=True, kw_only=True):
         return RecordLine("decodes on", "its move is over", self.instance_id)
 
 
-class GrowKv(ToInstance, frozen=True, kw_only=True):
+class GrowKv(ToInstance, frozen=True, kw_only=True, omit_defaults=True):
     """Let a request hold ``num_blocks`` on the instance in all. Idempotent: it never takes any away.
+
+    ``drop`` are kept granules to give up first, in this order.
 
     Of the instance's memory, not of the request's life: it comes every few tokens.
     """
@@ -210,6 +223,7 @@ class GrowKv(ToInstance, frozen=True, kw_only=True):
     request_id: RequestId
     epoch: Epoch
     num_blocks: int
+    drop: PrefixHashes = ()
 
 
 class FreeKv(ToInstanceOfRequest, frozen=True, kw_only=True):

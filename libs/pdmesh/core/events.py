@@ -19,6 +19,7 @@ from pdmesh.model import (
     InstanceProfile,
     NumTokens,
     OwnDecodeSteps,
+    PrefixHashes,
     Request,
     RequestId,
     Resident,
@@ -333,10 +334,12 @@ class KvReleased(RequestReport):
     """An instance gave back the blocks (and the reservation) of a request. The core's books follow this alone.
 
     It may be told twice, and what was given back be promised anew in between: so it says which ``transfer_id`` that was
-    for, where one was to bring the KV.
+    for, where one was to bring the KV. ``granules`` are those that drawn tokens completed, in order after the prompt's:
+    they stay, as all of its chain do that were computed or landed there, until a command says to drop them.
     """
 
     transfer_id: TransferId = NO_TRANSFER
+    granules: PrefixHashes = ()
 
     @property
     def record_line(self) -> RecordLine | None:
@@ -352,14 +355,29 @@ class KvLow:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheReported:
+    """All granules that an instance keeps, those used longest ago first: what the core thought of it is replaced.
+
+    It comes after the instance joins with what it had before, and when it had to give up, or lacked, something unasked.
+    """
+
+    instance_id: InstanceId
+    kept: PrefixHashes
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReported:
-    """An instance's books at a heartbeat: ``free + held + quarantined = total`` blocks."""
+    """An instance's books at a heartbeat: ``free + held + kept + quarantined = total`` blocks.
+
+    Held is what requests have, shared blocks counted once, and kept what is there for others alone.
+    """
 
     instance_id: InstanceId
     num_free_blocks: Annotated[int, ANY_COUNT]
     num_held_blocks: Annotated[int, ANY_COUNT]
     num_quarantined_blocks: Annotated[int, ANY_COUNT]
     num_decoding: Annotated[int, ANY_COUNT]
+    num_kept_blocks: Annotated[int, ANY_COUNT] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +407,7 @@ InstanceEvent = (
     | RequestFinished
     | KvReleased
     | KvLow
+    | CacheReported
     | LoadReported
 )
 

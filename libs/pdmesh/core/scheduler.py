@@ -21,6 +21,7 @@ from typing import get_args
 from pdmesh.core.commands import SHARED_BLAME, Command, Outcome, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
+    CacheReported,
     DecodeReserved,
     DecodeStepsDone,
     DrainRequested,
@@ -289,6 +290,7 @@ class SchedulerCore:
         handlers.on(InstanceSuspected, members.suspected)
         handlers.on_timed(InstanceLost, members.lost)
         handlers.on(DrainRequested, members.stops)
+        handlers.on(CacheReported, self._cache_reported)
         handlers.on(LoadReported, self._load_reported)
         handlers.on_timed(StepDone, self._step_done)
         handlers.on(DecodeStepsDone, self._learnt_before)
@@ -338,6 +340,9 @@ class SchedulerCore:
     def _kv_low(self, event: KvLow) -> None:
         if instance := self._mesh.instance_of(event):
             self._on_demand.is_low(instance, event.residents)
+
+    def _cache_reported(self, event: CacheReported) -> None:
+        """Nothing is reused yet."""
 
     def _load_reported(self, event: LoadReported) -> None:
         if instance := self._mesh.instance_of(event):

@@ -14,7 +14,7 @@ from pdmesh.config import SchedulerConfig
 from pdmesh.core.commands import Reject
 from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import GatewayId, RejectReason, Request, is_request_of
+from pdmesh.model import GRANULE_TOKENS, GatewayId, RejectReason, Request, is_request_of
 from pdmesh.ranges import out_of_range
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
@@ -137,6 +137,8 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
         return "has the id of another gateway's request"
     if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
         return f"has {len(generation.token_ids)} bytes of tokens for {generation.num_prompt_tokens} prompt tokens"
+    if len(generation.prefix) not in (0, generation.num_tokens // GRANULE_TOKENS):
+        return f"has {len(generation.prefix)} hashes of granules of {generation.num_tokens} tokens"
     if generation.epoch < 0:
         return f"is in epoch {generation.epoch}"
     if not 0 <= submit.age_s < math.inf:
@@ -164,4 +166,5 @@ def _request(submit: Submit, generation: Generation, now_s: float, index: int) -
         share=submit.share,
         num_tokens_before=submit.num_tokens_before + index * generation.num_tokens,
         arithmetic=generation.arithmetic,
+        prefix=generation.prefix,
     )

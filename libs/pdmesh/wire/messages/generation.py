@@ -10,6 +10,7 @@ import msgspec
 from pdmesh.model import (
     Epoch,
     GatewayId,
+    PrefixHashes,
     RequestId,
     SamplingParams,
 )
@@ -49,6 +50,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceparent: str | None = None  # W3C trace context
     label: str = ""  # what its client calls it, for people to find it by; several requests may have the same
     arithmetic: str = ""  # class of the instance that drew the last token delivered before
+    prefix: PrefixHashes = ()  # of all full granules of ``token_ids``, in order; empty: no KV is reused or kept
 
     @property
     def num_tokens(self) -> int:
