@@ -317,7 +317,9 @@ class Generator:
         return Choice(
             index=index,
             transcript=transcript,
-            detokenizer=self._tokenizer.detokenizer(prompt[-32:], skip_special_tokens=job.skip_special_tokens),
+            detokenizer=self._tokenizer.detokenizer(
+                prompt[-32:], skip_special_tokens=job.skip_special_tokens, shown_ids=job.shown_ids
+            ),
             stop=StopFinder(job.stop, job.include_stop),
         )
 

@@ -21,6 +21,7 @@ class GenerationJob:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are shown all the same
     priority: int = 0
     slo: Slo = NO_SLO
     tenant: str = ""  # the name of the client's key

@@ -210,6 +210,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Number of an answer's tokens that came before the answer proper."""
+
+    reasoning_tokens: int = 0
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Tokens of a whole HTTP request: a prompt counts once, each of its choices' outputs by itself."""
 
@@ -217,6 +223,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
+    completion_tokens_details: CompletionTokensDetails = msgspec.field(default_factory=CompletionTokensDetails)
 
 
 class ChatTopLogprob(msgspec.Struct):
@@ -251,16 +258,54 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    """A called function's name and JSON arguments; a piece of these in a chunk."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that the answer makes."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is new of a call; its first one has id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall
+
+
+class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is new of an answer."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under its other name
+    tool_calls: list[ToolCallDelta] | None = None
+
+
 class ResponseMessage(msgspec.Struct, kw_only=True):
-    """The answer. It is never a refusal."""
+    """The answer. It is never a refusal; its content is null where it only calls tools."""
 
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET  # the same, under its other name
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer. ``finish_reason`` is ``stop`` or ``length``; ``stop_reason`` the string or token id that ended it."""
+    """One answer. ``finish_reason`` is ``stop``, ``tool_calls`` or ``length``; ``stop_reason`` the string or token id
+    that ended it.
+    """
 
     index: int
     message: ResponseMessage

@@ -27,6 +27,12 @@ MIN_TARGET_MS = 0.001
 MAX_TARGET_MS = 86_400_000
 
 
+def check_stream_options(fields: SamplingFields) -> None:
+    """Refuse what is only told by a stream, where none is asked for. Raises RequestRejected."""
+    if fields.stream_options is not None and not fields.stream:
+        raise invalid("stream_options", "`stream_options` is only allowed when `stream` is true.")
+
+
 def number(
     name: str,
     value: float | None,

@@ -136,9 +136,11 @@ class ModelTokenizer:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._heavy if size > HEAVY_CHARS else self._light)
 
-    def detokenizer(self, prompt_tail: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """An incremental decoder for one generation."""
-        hidden_ids = self.special_ids if skip_special_tokens else frozenset[int]()
+    def detokenizer(
+        self, prompt_tail: Sequence[int], *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """An incremental decoder for one generation; ``shown_ids`` are special tokens that are not skipped."""
+        hidden_ids = self.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         return Detokenizer(self._tokenizer, hidden_ids=hidden_ids, prompt_tail=prompt_tail)
 
     def token_text(self, token_id: int) -> str:

@@ -11,13 +11,23 @@ import msgspec
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.http.exchange import Exchange
-from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
+from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, ItemRendering, Rendering
 from pdmesh_gateway.http.logprobs import chat_logprobs
-from pdmesh_gateway.http.sse import ChunkWriter, usage_of
+from pdmesh_gateway.http.sse import ChunkWriter, content_body, usage_of
+from pdmesh_gateway.items import ChoiceItems, ItemEvent, ItemKind, TextAdded, WholeAnswer
 from pdmesh_gateway.jobs import GenerationJob
-from pdmesh_gateway.protocol import ChatChoice, ChatMessage, ChatRequest, ChatResponse, ResponseMessage, Usage
-from pdmesh_gateway.sampling import MAX_LOGPROBS, fit_max_tokens, num_choices, number, sampling_params
+from pdmesh_gateway.protocol import (
+    ChatChoice,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    ChatResponse,
+    ResponseMessage,
+    Usage,
+)
+from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, num_choices, number
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import check_nesting, nested_too_deep
 from pdmesh_gateway.text_stream import TextStream
@@ -38,37 +48,29 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
     async def prepare(self, request: ChatRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
         serving = self._serving
         serving.check_model(request.model)
+        check_stream_options(request)
         _check_tools(request)
         n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
         number("max_tokens", request.max_tokens, low=1)
         number("max_completion_tokens", request.max_completion_tokens, low=1)
-        num_top = _num_top_logprobs(request)
-        prompt = await self._prompt(request)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        max_tokens = fit_max_tokens(
-            asked,
-            num_prompt_tokens=len(prompt),
-            max_model_len=serving.max_model_len,
-            default=serving.config.default_max_tokens,
-            what="messages",
+        conversation = await self._conversation(request)
+        job, answers = await self.conversation_job(
+            conversation, request, exchange, max_tokens=asked, logprobs=_num_top_logprobs(request), n=n
         )
-        grammar = await serving.grammars.grammar(request)
-        params = sampling_params(request, serving.info, max_tokens=max_tokens, logprobs=num_top, grammar=grammar)
-        job = self.job(request, exchange, prompts=[prompt], params=params, n=n)
-        return job, _ChatRendering(request, serving.tokenizer, model=request.model or serving.model, job=job)
+        model = request.model or serving.model
+        return job, _ChatRendering(request, serving.tokenizer, answers, model=model, job=job)
 
-    async def _prompt(self, request: ChatRequest) -> Sequence[int]:
-        serving = self._serving
-        text = await serving.tokenizer.render_chat(
-            await template_messages(request.messages, most=serving.config.max_messages),
+    async def _conversation(self, request: ChatRequest) -> Conversation:
+        return Conversation(
+            messages=await template_messages(request.messages, most=self._serving.config.max_messages),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
+            add_special_tokens=bool(request.add_special_tokens),
             template=request.chat_template,
             variables={**(request.chat_template_kwargs or {}), "documents": request.documents},
+            truncate=request.truncate_prompt_tokens,
         )
-        # The template writes the special tokens itself.
-        token_ids = await serving.encode(text, add_special_tokens=bool(request.add_special_tokens), what="messages")
-        return serving.check_prompt(token_ids, what="messages", truncate=request.truncate_prompt_tokens)
 
 
 def _check_tools(request: ChatRequest) -> None:
@@ -137,30 +139,38 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     return result
 
 
-class _ChatRendering(Rendering):
-    def __init__(self, request: ChatRequest, tokenizer: ModelTokenizer, *, model: str, job: GenerationJob) -> None:
+class _ChatRendering(ItemRendering):
+    def __init__(
+        self,
+        request: ChatRequest,
+        tokenizer: ModelTokenizer,
+        answers: Sequence[ChoiceItems],
+        *,
+        model: str,
+        job: GenerationJob,
+    ) -> None:
+        super().__init__(answers)
         self._request = request
         self._tokenizer = tokenizer
         self._id = f"chatcmpl-{job.request_id}"
         self._created = int(time.time())
         self._model = model
-        options = request.stream_options
-        self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
         self._writer = ChunkWriter(
             kind="chat.completion.chunk",
             response_id=self._id,
             created=self._created,
             model=model,
-            null_usage=options is not None and bool(options.include_usage) and not self._continuous_usage,
+            options=request.stream_options,
         )
         self._begun = [False] * job.num_choices
 
-    def chunk(self, delta: Delta, generation: TextStream) -> bytes:
+    def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
         request = self._request
         job = generation.job
-        usage = (
-            usage_of(job.num_prompt_tokens, generation.num_tokens_of(delta.index)) if self._continuous_usage else None
-        )
+        usage: Usage | None = None
+        if self._writer.continuous_usage:
+            reasoning = self._answers[delta.index].num_reasoning_tokens
+            usage = usage_of(job.num_prompt_tokens, generation.num_tokens_of(delta.index), reasoning)
         head = b""
         if not self._begun[delta.index]:
             self._begun[delta.index] = True
@@ -168,19 +178,21 @@ class _ChatRendering(Rendering):
             head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=usage)
         return head + self._writer.delta(
             delta.index,
-            delta.text,
+            _body(events),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            logprobs=chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs) if request.logprobs else None,
+            logprobs=self._logprobs(delta),
             token_ids=delta.token_ids if request.return_token_ids else None,
             usage=usage,
         )
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._writer.usage(usage)
+    def tail(self, generation: TextStream) -> bytes:
+        return self._writer.tail(self._usage(generation))
 
-    def response(self, choices: Sequence[Collected], generation: TextStream, usage: Usage) -> msgspec.Struct:
-        request = self._request
+    def whole(
+        self, answers: Sequence[WholeAnswer], choices: Sequence[Collected], generation: TextStream
+    ) -> msgspec.Struct:
+        with_ids = bool(self._request.return_token_ids)
         return ChatResponse(
             id=self._id,
             created=self._created,
@@ -188,16 +200,24 @@ class _ChatRendering(Rendering):
             choices=[
                 ChatChoice(
                     index=index,
-                    message=ResponseMessage(content=choice.text),
-                    logprobs=chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs)
-                    if request.logprobs
-                    else None,
+                    message=ResponseMessage(content=answer.text_of(ItemKind.TEXT)),
+                    logprobs=self._logprobs(choice),
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
-                    token_ids=choice.token_ids if request.return_token_ids else msgspec.UNSET,
+                    token_ids=choice.token_ids if with_ids else msgspec.UNSET,
                 )
-                for index, choice in enumerate(choices)
+                for index, (answer, choice) in enumerate(zip(answers, choices, strict=True))
             ],
-            usage=usage,
-            prompt_token_ids=list(generation.job.prompts[0]) if request.return_token_ids else msgspec.UNSET,
+            usage=self._usage(generation),
+            prompt_token_ids=list(generation.job.prompts[0]) if with_ids else msgspec.UNSET,
         )
+
+    def _usage(self, generation: TextStream) -> Usage:
+        return usage_of(generation.job.num_prompt_tokens, generation.num_output_tokens, self.num_reasoning_tokens)
+
+    def _logprobs(self, of: Delta | Collected) -> ChatLogprobs | None:
+        return chat_logprobs(self._tokenizer, of.token_ids, of.logprobs) if self._request.logprobs else None
+
+
+def _body(events: Sequence[ItemEvent]) -> bytes:
+    return content_body("".join([event.text for event in events if isinstance(event, TextAdded)]))

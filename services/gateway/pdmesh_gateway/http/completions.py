@@ -14,7 +14,7 @@ from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
 from pdmesh_gateway.http.logprobs import completion_logprobs
-from pdmesh_gateway.http.sse import ChunkWriter, usage_of
+from pdmesh_gateway.http.sse import ChunkWriter, text_body, usage_of
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import (
     DEFAULT_COMPLETION_TOKENS,
@@ -24,7 +24,7 @@ from pdmesh_gateway.protocol import (
     CompletionResponse,
     Usage,
 )
-from pdmesh_gateway.sampling import fit_max_tokens, num_choices, number, sampling_params
+from pdmesh_gateway.sampling import check_stream_options, fit_max_tokens, num_choices, number, sampling_params
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -41,6 +41,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
     async def prepare(self, request: CompletionRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
         serving = self._serving
         serving.check_model(request.model)
+        check_stream_options(request)
         n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
         asked = None if request.asked_tokens is msgspec.UNSET else request.asked_tokens
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
@@ -140,19 +141,14 @@ class _CompletionRendering(Rendering):
         self._model = model
         self._echoed = echoed  # by prompt; empty without echo
         self._prompt_only = request.asked_tokens == 0
-        options = request.stream_options
-        self._continuous_usage = options is not None and bool(options.continuous_usage_stats)
         self._writer = ChunkWriter(
             kind="text_completion",
             response_id=self._id,
             created=self._created,
             model=model,
-            null_usage=options is not None and bool(options.include_usage) and not self._continuous_usage,
+            options=request.stream_options,
         )
         self._begun = [False] * job.num_choices
-
-    def num_output_tokens(self, generation: TextStream) -> int:
-        return 0 if self._prompt_only else generation.num_output_tokens
 
     def chunk(self, delta: Delta, generation: TextStream) -> bytes:
         index = delta.index
@@ -164,43 +160,37 @@ class _CompletionRendering(Rendering):
         new_token_ids = delta.token_ids
         if is_first and self._echoed:
             delta = self._with_echo(delta, generation)
-        num_output_tokens = 0 if self._prompt_only else generation.num_tokens_of(index)
+        usage: Usage | None = None
+        if self._writer.continuous_usage:
+            usage = usage_of(len(prompt), 0 if self._prompt_only else generation.num_tokens_of(index))
         return self._writer.delta(
             index,
-            delta.text,
+            text_body(delta.text),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             logprobs=self._logprobs(delta),
             token_ids=new_token_ids if self._request.return_token_ids else None,
             prompt_token_ids=list(prompt) if self._request.return_token_ids and is_first else None,
-            usage=usage_of(len(prompt), num_output_tokens) if self._continuous_usage else None,
+            usage=usage,
         )
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._writer.usage(usage)
+    def tail(self, generation: TextStream) -> bytes:
+        return self._writer.tail(self._usage(generation))
 
-    def response(self, choices: Sequence[Collected], generation: TextStream, usage: Usage) -> msgspec.Struct:
+    def response(self, choices: Sequence[Collected], generation: TextStream) -> msgspec.Struct:
         return CompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
             choices=[self._choice(index, choice, generation) for index, choice in enumerate(choices)],
-            usage=usage,
+            usage=self._usage(generation),
         )
 
+    def _usage(self, generation: TextStream) -> Usage:
+        return usage_of(generation.job.num_prompt_tokens, 0 if self._prompt_only else generation.num_output_tokens)
+
     def _choice(self, index: int, choice: Collected, generation: TextStream) -> CompletionChoice:
-        own = self._own(
-            Delta(
-                index=index,
-                text=choice.text,
-                token_ids=choice.token_ids,
-                text_offsets=choice.text_offsets,
-                logprobs=choice.logprobs,
-                finish_reason=choice.finish_reason,
-                stop_reason=choice.stop_reason,
-            ),
-            generation.job,
-        )
+        own = self._own(choice.delta(index), generation.job)
         whole = self._with_echo(own, generation) if self._echoed else own
         with_ids = bool(self._request.return_token_ids)
         return CompletionChoice(

@@ -1,4 +1,8 @@
-"""What chat and completions have in common: from a body to a job, and from a generation to a response or a stream."""
+"""What endpoints that generate have in common: from a body to a job, and from a generation to a response or a stream.
+
+A dialect is a `GenerationEndpoint`, which reads its requests, and a `Rendering`. One whose answers are items renders
+these (`ItemRendering`), and prepares its jobs with `GenerationEndpoint.conversation_job`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -16,18 +20,26 @@ from pdmesh.metrics import Slo
 from pdmesh.model import RejectReason, SamplingParams
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.conversations import Conversation, prepare
 from pdmesh_gateway.http.body import INLINE_BYTES
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.intake import decode_request, read_body
-from pdmesh_gateway.http.sse import DONE, KEEP_ALIVE, usage_of
+from pdmesh_gateway.http.sse import KEEP_ALIVE
+from pdmesh_gateway.items import ChoiceItems, ItemEvent, WholeAnswer, collect
 from pdmesh_gateway.jobs import GenerationJob
-from pdmesh_gateway.protocol import SamplingFields, Usage
+from pdmesh_gateway.protocol import SamplingFields
 from pdmesh_gateway.reject_cache import RequestKind
-from pdmesh_gateway.sampling import stop_strings, target_s
+from pdmesh_gateway.sampling import fit_max_tokens, sampling_params, stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent
 from pdmesh_gateway.text_stream import TextStream
 
-RequestT = TypeVar("RequestT", bound=SamplingFields)
+
+class _Request(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+
+RequestT = TypeVar("RequestT", bound=_Request)
 
 
 @dataclass(slots=True)
@@ -54,24 +66,72 @@ class Collected:
     def text(self) -> str:
         return "".join(self.texts)
 
+    def delta(self, index: int) -> Delta:
+        """Return all of it as one delta."""
+        return Delta(
+            index=index,
+            text=self.text,
+            token_ids=self.token_ids,
+            text_offsets=self.text_offsets,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
 
 class Rendering(ABC):
     """How one request's deltas look in its dialect of the API."""
 
+    #: Sent when nothing else was for a while.
+    keep_alive: bytes = KEEP_ALIVE
+
+    def head(self, generation: TextStream) -> bytes:
+        """Events that come before all others."""
+        return b""
+
     @abstractmethod
     def chunk(self, delta: Delta, generation: TextStream) -> bytes:
-        """One or more events for a choice's news."""
+        """Events for a choice's news; none if there is nothing to tell."""
 
     @abstractmethod
-    def response(self, choices: Sequence[Collected], generation: TextStream, usage: Usage) -> msgspec.Struct:
+    def tail(self, generation: TextStream) -> bytes:
+        """Events that come after the last choice has ended."""
+
+    @abstractmethod
+    def response(self, choices: Sequence[Collected], generation: TextStream) -> msgspec.Struct:
         """The whole response."""
 
-    @abstractmethod
-    def usage_chunk(self, usage: Usage) -> bytes:
-        """The event with the usage, after the last choice has ended."""
 
-    def num_output_tokens(self, generation: TextStream) -> int:
-        return generation.num_output_tokens
+class ItemRendering(Rendering):
+    """How one request's items look in its dialect of the API."""
+
+    def __init__(self, answers: Sequence[ChoiceItems]) -> None:
+        self._answers = answers
+
+    @abstractmethod
+    def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
+        """Server-sent events for a choice's news: ``events`` are what came of ``delta``'s text, maybe none."""
+
+    @abstractmethod
+    def whole(
+        self, answers: Sequence[WholeAnswer], choices: Sequence[Collected], generation: TextStream
+    ) -> msgspec.Struct:
+        """The whole response: of each choice its items, and its tokens."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens of all choices so far that were reasoning."""
+        return sum(answer.num_reasoning_tokens for answer in self._answers)
+
+    def chunk(self, delta: Delta, generation: TextStream) -> bytes:
+        return self.events(self._answers[delta.index].advance(delta), delta, generation)
+
+    def response(self, choices: Sequence[Collected], generation: TextStream) -> msgspec.Struct:
+        answers = [
+            collect(answer.advance(choice.delta(index)))
+            for index, (answer, choice) in enumerate(zip(self._answers, choices, strict=True))
+        ]
+        return self.whole(answers, choices, generation)
 
 
 class _RequestHints(msgspec.Struct):
@@ -150,24 +210,40 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
     async def _serve(self, exchange: Exchange, body: bytes) -> None:
         serving = self._serving
         request = await decode_request(exchange, serving, self._decoder, body)
-        options = request.stream_options
-        if options is not None and not request.stream:
-            raise RequestRejected(
-                "`stream_options` is only allowed when `stream` is true.", param="stream_options", code="invalid_value"
-            )
         job, rendering = await self.prepare(request, exchange)
         async with serving.generation(exchange.known_client, job) as generation:
             if request.stream:
-                with_usage = options is not None and bool(options.include_usage)
-                await _stream(
-                    exchange,
-                    generation,
-                    rendering,
-                    with_usage=with_usage,
-                    keep_alive_s=serving.config.sse_keep_alive_s or math.inf,
-                )
+                idle_s = serving.config.sse_keep_alive_s or math.inf
+                await _stream(exchange, generation, rendering, idle_s=idle_s)
             else:
                 await _respond(exchange, generation, rendering)
+
+    async def conversation_job(
+        self,
+        conversation: Conversation,
+        fields: SamplingFields,
+        exchange: Exchange,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        n: int = 1,
+    ) -> tuple[GenerationJob, list[ChoiceItems]]:
+        """Return the job of a conversation, and what makes items of each of its choices. Raises RequestRejected."""
+        serving = self._serving
+        prepared = await prepare(serving, conversation, fields)
+        fitting = fit_max_tokens(
+            max_tokens,
+            num_prompt_tokens=len(prepared.prompt),
+            max_model_len=serving.max_model_len,
+            default=serving.config.default_max_tokens,
+            what="messages",
+        )
+        params = sampling_params(fields, serving.info, max_tokens=fitting, logprobs=logprobs, grammar=prepared.grammar)
+        job = self.job(fields, exchange, prompts=[prepared.prompt], params=params, n=n, shown_ids=prepared.shown_ids)
+        exchange.extra_headers += [
+            (b"x-pdmesh-warning", warning.encode("latin-1", "replace")) for warning in prepared.warnings
+        ]
+        return job, prepared.answers(job)
 
     def job(
         self,
@@ -177,6 +253,7 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         n: int,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> GenerationJob:
         serving = self._serving
         serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
@@ -199,6 +276,7 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
             stop=stop_strings(request),
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
+            shown_ids=shown_ids,
             priority=request.priority or 0,
             slo=slo,
             traceparent=check_traceparent(exchange.header("traceparent")),
@@ -215,17 +293,17 @@ def _target_s(exchange: Exchange, header: str, name: str, field: float | None) -
     return own_s if given is None else target_s(header, given)
 
 
-async def _stream(
-    exchange: Exchange, generation: TextStream, rendering: Rendering, *, with_usage: bool, keep_alive_s: float
-) -> None:
+async def _stream(exchange: Exchange, generation: TextStream, rendering: Rendering, *, idle_s: float) -> None:
     # The response begins with its first token, or the first keep-alive: until then an error has a status of its own.
-    async for batch in generation.deltas(idle_s=keep_alive_s):
+    async for batch in generation.deltas(idle_s=idle_s):
+        head = b""
         if not exchange.started:
             await exchange.start_events()
-        events = b"".join([rendering.chunk(delta, generation) for delta in batch])
-        await exchange.send_events(events or KEEP_ALIVE)
-    tail = rendering.usage_chunk(_usage(generation, rendering)) if with_usage else b""
-    await exchange.send_events(tail + DONE, more=False)
+            head = rendering.head(generation)
+        events = head + b"".join([rendering.chunk(delta, generation) for delta in batch])
+        if events or not batch:
+            await exchange.send_events(events or rendering.keep_alive)
+    await exchange.send_events(rendering.tail(generation), more=False)
 
 
 async def _respond(exchange: Exchange, generation: TextStream, rendering: Rendering) -> None:
@@ -233,8 +311,4 @@ async def _respond(exchange: Exchange, generation: TextStream, rendering: Render
     async for batch in generation.deltas():
         for delta in batch:
             choices[delta.index].add(delta)
-    await exchange.respond_json(rendering.response(choices, generation, _usage(generation, rendering)))
-
-
-def _usage(generation: TextStream, rendering: Rendering) -> Usage:
-    return usage_of(generation.job.num_prompt_tokens, rendering.num_output_tokens(generation))
+    await exchange.respond_json(rendering.response(choices, generation))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdmesh_gateway.protocol import PromptTokensDetails, Usage
+from pdmesh_gateway.protocol import ChatDelta, CompletionTokensDetails, StreamOptions, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -21,16 +21,18 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChunkWriter:
-    """Chunks of one response. ``kind`` is the ``object``: ``chat.completion.chunk`` or ``text_completion``."""
+    """Chunks of one response. ``kind`` is the ``object``: ``chat.completion.chunk`` or ``text_completion``.
 
-    def __init__(self, *, kind: str, response_id: str, created: int, model: str, null_usage: bool) -> None:
-        self._is_chat = kind == "chat.completion.chunk"
+    ``body`` of a choice is bytes of JSON: `text_body`, `content_body` or `delta_body`.
+    """
+
+    def __init__(self, *, kind: str, response_id: str, created: int, model: str, options: StreamOptions | None) -> None:
+        self.continuous_usage = options is not None and bool(options.continuous_usage_stats)
+        self._with_usage = options is not None and bool(options.include_usage)
         head = _encode({"id": response_id, "object": kind, "created": created, "model": model})
         self._head = b"data: " + head[:-1] + b',"choices":['
-        self._text_key = b',"delta":{"content":' if self._is_chat else b',"text":'
-        self._text_end = b"}" if self._is_chat else b""
         # With include_usage every chunk has the field, null but in the last.
-        self._plain_end = b',"usage":null' + _END if null_usage else _END
+        self._plain_end = b',"usage":null' + _END if self._with_usage and not self.continuous_usage else _END
 
     def role(self, index: int, *, prompt_token_ids: Sequence[int] | None = None, usage: Usage | None = None) -> bytes:
         """A chat choice's first chunk."""
@@ -41,7 +43,7 @@ class ChunkWriter:
     def delta(
         self,
         index: int,
-        text: str,
+        body: bytes,
         *,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
@@ -50,13 +52,11 @@ class ChunkWriter:
         prompt_token_ids: Sequence[int] | None = None,
         usage: Usage | None = None,
     ) -> bytes:
-        """New text of a choice; the last has its finish reason."""
+        """What is new of a choice; the last has its finish reason."""
         parts = [
             self._head,
-            b'{"index":%d' % index,
-            self._text_key,
-            _encode(text),
-            self._text_end,
+            b'{"index":%d,' % index,
+            body,
             b',"logprobs":',
             b"null" if logprobs is None else _encode(logprobs),
         ]
@@ -71,19 +71,34 @@ class ChunkWriter:
         parts += (b"}]", self._end(usage))
         return b"".join(parts)
 
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk after the last: no choices."""
-        return b"".join((self._head, b"]", self._end(usage)))
+    def tail(self, usage: Usage) -> bytes:
+        """What follows the last chunk of a choice: one without choices, if usage was asked for, and the end."""
+        return b"".join((self._head, b"]", self._end(usage), DONE)) if self._with_usage else DONE
 
     def _end(self, usage: Usage | None) -> bytes:
         return self._plain_end if usage is None else b',"usage":' + _encode(usage) + _END
 
 
-def usage_of(num_prompt_tokens: int, num_output_tokens: int) -> Usage:
+def text_body(text: str) -> bytes:
+    """A completion's new text."""
+    return b'"text":' + _encode(text)
+
+
+def content_body(text: str) -> bytes:
+    """A chat's new text."""
+    return b'"delta":{"content":' + _encode(text) + b"}"
+
+
+def delta_body(delta: ChatDelta) -> bytes:
+    """What is new in a chat, text or not."""
+    return b'"delta":' + _encode(delta)
+
+
+def usage_of(num_prompt_tokens: int, num_output_tokens: int, num_reasoning_tokens: int = 0) -> Usage:
     """Return usage in tokens as OpenAI counts them. None are cached, because the mesh shares no prefixes."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
-        prompt_tokens_details=PromptTokensDetails(),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
     )

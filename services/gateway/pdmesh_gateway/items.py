@@ -1,0 +1,235 @@
+"""An answer as items: reasoning, text and calls of tools, as a stream of events that every dialect renders.
+
+A choice's deltas go through its `ChoiceItems`, which says what is new as `ItemEvent`s. Items of a choice are numbered
+from 0 and follow each other: one ends before the next begins. However the text is cut into deltas, the items are the
+same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from pdmesh_gateway.choices import Delta
+
+
+class ItemKind(StrEnum):
+    """What an item is."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemBegun:
+    """The item numbered ``item`` begins. Calls have an ``id`` and the whole ``name`` of a tool; others have neither."""
+
+    item: int
+    kind: ItemKind
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextAdded:
+    """More of a text, or of reasoning (``kind``); never empty."""
+
+    item: int
+    kind: ItemKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsAdded:
+    """More of a call's arguments: a piece of a JSON object's text; never empty."""
+
+    item: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ItemEnded:
+    """Nothing is added to the item any more."""
+
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnded:
+    """The choice has ended, by ``stop`` or ``length``; calls do not change that. The last item may be cut then."""
+
+    finish_reason: str
+    stop_reason: int | str | None
+    num_calls: int
+
+
+ItemEvent = ItemBegun | TextAdded | ArgumentsAdded | ItemEnded | AnswerEnded
+
+
+class ItemWriter:
+    """Puts events together: an item ends where another kind begins. Take them with `take`."""
+
+    def __init__(self, call_seed: str = "", *, shows_reasoning: bool = True) -> None:
+        self._call_seed = call_seed
+        self._shows_reasoning = shows_reasoning
+        self._events: list[ItemEvent] = []
+        self._open: ItemKind | None = None
+        self._num_items = 0
+        self.num_calls = 0
+
+    def text(self, piece: str) -> None:
+        self._add(ItemKind.TEXT, piece)
+
+    def reasoning(self, piece: str) -> None:
+        if self._shows_reasoning:
+            self._add(ItemKind.REASONING, piece)
+
+    def begin_call(self, name: str) -> None:
+        self.end_item()
+        self._begin(ItemBegun(self._num_items, ItemKind.CALL, call_id(self._call_seed, self.num_calls), name))
+        self.num_calls += 1
+
+    def arguments(self, piece: str) -> None:
+        """Add to the call that has begun."""
+        if piece:
+            self._events.append(ArgumentsAdded(self._num_items - 1, piece))
+
+    def end_item(self) -> None:
+        """End the item that is open, if one is."""
+        if self._open is not None:
+            self._open = None
+            self._events.append(ItemEnded(self._num_items - 1))
+
+    def take(self) -> list[ItemEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _add(self, kind: ItemKind, piece: str) -> None:
+        if not piece:
+            return
+        if self._open is not kind:
+            self.end_item()
+            self._begin(ItemBegun(self._num_items, kind))
+        self._events.append(TextAdded(self._num_items - 1, kind, piece))
+
+    def _begin(self, begun: ItemBegun) -> None:
+        self._open = begun.kind
+        self._num_items += 1
+        self._events.append(begun)
+
+
+def call_id(seed: str, number: int) -> str:
+    """Return the id of a choice's call: the same again for the same ``seed``, which only this choice has."""
+    return "call_" + hashlib.blake2b(f"{seed}-{number}".encode(), digest_size=12).hexdigest()
+
+
+class ItemParser(Protocol):
+    """Reads a choice's text as it comes and writes its items. It takes any text, and raises for none."""
+
+    @property
+    def reasoning_chars(self) -> int | None:
+        """Number of characters up to where the answer proper begins; None while it has not."""
+
+    def push(self, text: str, writer: ItemWriter) -> None:
+        """Take a piece; what may still become a marker is held back."""
+
+    def end(self, writer: ItemWriter) -> None:
+        """The text is over: write what was held back."""
+
+
+class PlainText:
+    """An `ItemParser` for answers that are text and nothing else."""
+
+    reasoning_chars = 0
+
+    def push(self, text: str, writer: ItemWriter) -> None:
+        writer.text(text)
+
+    def end(self, writer: ItemWriter) -> None:
+        """Nothing is held back."""
+
+
+class ChoiceItems:
+    """One choice from deltas to item events, and how many of its tokens were reasoning."""
+
+    def __init__(self, parser: ItemParser | None = None, writer: ItemWriter | None = None) -> None:
+        self._parser = parser or PlainText()
+        self._writer = writer or ItemWriter()
+        self._offsets: list[int] = []  # of the tokens, while the answer may still be reasoning
+        self._num_reasoning_tokens = 0
+
+    def advance(self, delta: Delta) -> list[ItemEvent]:
+        """Return what is new with ``delta``; the last one of a choice ends all its items."""
+        was_reasoning = self._parser.reasoning_chars is None
+        if delta.text:
+            self._parser.push(delta.text, self._writer)
+        if delta.finish_reason is not None:
+            self._parser.end(self._writer)
+            self._writer.end_item()
+        if was_reasoning:
+            self._count(delta)
+        events = self._writer.take()
+        if delta.finish_reason is not None:
+            events.append(AnswerEnded(delta.finish_reason, delta.stop_reason, self._writer.num_calls))
+        return events
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens up to the end of the reasoning; so far, while it goes on."""
+        return self._num_reasoning_tokens
+
+    def _count(self, delta: Delta) -> None:
+        self._offsets += delta.text_offsets
+        end = self._parser.reasoning_chars
+        self._num_reasoning_tokens = len(self._offsets) if end is None else bisect_left(self._offsets, end)
+
+
+@dataclass(slots=True)
+class Item:
+    """A whole item: the text of one, or the arguments of a call, as the JSON text that was drawn."""
+
+    kind: ItemKind
+    id: str = ""
+    name: str = ""
+    text: str = ""
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    """All items of a choice."""
+
+    items: list[Item] = field(default_factory=list[Item])
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def text_of(self, kind: ItemKind) -> str:
+        return "".join(item.text for item in self.items if item.kind is kind)
+
+    @property
+    def calls(self) -> list[Item]:
+        return [item for item in self.items if item.kind is ItemKind.CALL]
+
+
+def collect(events: Iterable[ItemEvent]) -> WholeAnswer:
+    """Return the answer that all events of a choice make."""
+    answer = WholeAnswer()
+    pieces: list[list[str]] = []
+    for event in events:
+        match event:
+            case ItemBegun(_, kind, id, name):
+                answer.items.append(Item(kind, id, name))
+                pieces.append([])
+            case TextAdded(number, _, text) | ArgumentsAdded(number, text):
+                pieces[number].append(text)
+            case AnswerEnded(finish_reason, stop_reason):
+                answer.finish_reason, answer.stop_reason = finish_reason, stop_reason
+            case ItemEnded():
+                pass
+    for item, texts in zip(answer.items, pieces, strict=True):
+        item.text = "".join(texts)
+    return answer
