@@ -60,7 +60,9 @@ class SecurityConfig:
         Path | None, "authority that peers' certificates are checked against (mutual TLS between services)"
     ] = None
     trusted_network: Annotated[
-        bool, "allow listening beyond loopback without TLS and keys, because the network is trusted"
+        bool,
+        "allow listening beyond loopback without TLS and keys, because the network is trusted. Of KV's network says "
+        "`transfer.trusted_network`",
     ] = False
 
 
@@ -73,7 +75,11 @@ class GatewayConfig:
     grpc_port: Annotated[int, PORT, "protobuf service for typed clients; 0 takes a free port"] = 0
     token_host: Annotated[str, "address that workers stream tokens to"] = LOOPBACK
     token_port: Annotated[int, PORT, "0 takes a free port"] = 0
-    token_address: Annotated[str | None, "address that workers connect to; default: token_host:token_port"] = None
+    token_address: Annotated[
+        str | None,
+        "address that workers connect to; default: token_host:token_port. For a wildcard it is the address by which "
+        "this host reaches the scheduler",
+    ] = None
     max_body_bytes: Annotated[int, COUNT, "largest body of an HTTP request; a larger one gets a 413"] = 32 * 1024 * 1024
     allowed_hosts: Annotated[
         str,
@@ -151,7 +157,12 @@ class SchedulerConfig:
         "KV for output tokens: granted as requests grow (some restart if none is left), or reserved from the start",
     ] = "on_demand"
     kv_risk: Annotated[float, KV_RISK, "with on_demand: accepted risk, at admission, of running out of KV later"] = 0.01
-    lease_s: Annotated[float, "silence after which an instance or gateway counts as lost"] = 5.0
+    lease_s: Annotated[float, "silence after which an instance counts as lost"] = 5.0
+    gateway_lease_s: Annotated[
+        float,
+        "silence after which a gateway counts as lost, with all its requests. Tokens do not pass through the "
+        "scheduler: a gateway that is cut off from it alone goes on serving",
+    ] = 30.0
     suspect_s: Annotated[
         float,
         "silence after which nothing new is placed on an instance; a live one sends a heartbeat three times as often",
@@ -242,7 +253,10 @@ class TransferConfig:
     deadline_s: Annotated[
         float, "longest time for KV to land, once the transfer is granted and the prompt computed"
     ] = 120.0
-    no_progress_s: Annotated[float, "longest time that one piece may take"] = 10.0
+    no_progress_s: Annotated[float, "longest time that one piece may take between instances of one host"] = 10.0
+    network_no_progress_s: Annotated[
+        float, "the same between hosts: an instance that is cut off is given up for another one"
+    ] = 2.0
     group_no_progress_s: Annotated[
         float, "longest wait for KV within a prefill group, before the prompt is given up there"
     ] = 30.0
@@ -257,9 +271,14 @@ class TransferConfig:
     ] = None
     ucx_net_devices: Annotated[
         str,
-        "network devices that UCX listens on for KV between hosts: names or 'all'; needs `trusted_network`. If not "
-        "set, UCX listens nowhere and KV stays inside this host. UCX_NET_DEVICES overrides it",
+        "network devices that UCX listens on for KV between hosts: names or 'all'; needs `transfer.trusted_network`. "
+        "If not set, UCX listens nowhere and KV stays inside this host. UCX_NET_DEVICES overrides it",
     ] = ""
+    trusted_network: Annotated[
+        bool,
+        "say that only hosts of the mesh reach the network devices that KV is sent over: UCX knows neither TLS nor "
+        "keys, and a stranger's bytes at its port end an instance",
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +374,7 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
     by_variable = {variable_of(setting): setting for setting in settings.values()}
     for variable, text in environ.items():
         if variable.startswith(PREFIX) and variable not in _NO_SETTINGS:
+            _check_no_service_link(variable, text)
             setting = _lookup(by_variable, variable, variable)
             values[setting.name] = setting.checked(setting.parsed(text), variable)
 
@@ -422,6 +442,15 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, o
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def _check_no_service_link(variable: str, text: str) -> None:
+    """Raise ConfigError for what Kubernetes puts into the pods beside a Service whose name begins like ours."""
+    if text.startswith(("tcp://", "udp://")) or variable.endswith(("_SERVICE_HOST", "_SERVICE_PORT")):
+        raise ConfigError(
+            f"{variable} = {text} is no setting but a service link of Kubernetes, made for a Service whose name begins "
+            "with pdmesh: set enableServiceLinks: false in the pod's spec, or name the Service otherwise"
+        )
 
 
 def _lookup(known: Mapping[str, Setting], name: str, where: str) -> Setting:

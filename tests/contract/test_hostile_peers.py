@@ -45,7 +45,7 @@ SEED = int(os.environ.get("FUZZ_SEED", "0"))
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60 + NUMBER)]
 
-CONFIG = replace(SMALL_TRANSFER, transport="ucx", no_progress_s=20.0)
+CONFIG = replace(SMALL_TRANSFER, transport="ucx", no_progress_s=20.0, network_no_progress_s=20.0)
 #: More than this a victim may not grow by.
 GROWTH_BYTES = 64 << 20
 

@@ -33,7 +33,7 @@ from pdmesh.transport.ucx_api import names_shared_memory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ucx]
 
-CONFIG = replace(SMALL_TRANSFER, transport="ucx", no_progress_s=0.3)
+CONFIG = replace(SMALL_TRANSFER, transport="ucx", no_progress_s=0.3, network_no_progress_s=0.3)
 #: With shared memory (no UCX error handling inside a host), and without it.
 BOTH = pytest.mark.parametrize("tls", [None, "tcp"], ids=["shared_memory", "tcp"])
 
@@ -143,7 +143,7 @@ async def test_a_stopped_peer_is_noticed_and_reached_again_when_it_goes_on(tls: 
 
 @BOTH
 async def test_a_cancelled_send_keeps_its_buffer_quarantined_until_the_endpoint_is_closed(tls: str | None) -> None:
-    config = replace(CONFIG, ucx_tls=tls, num_send_buffers=1, no_progress_s=60.0)
+    config = replace(CONFIG, ucx_tls=tls, num_send_buffers=1, no_progress_s=60.0, network_no_progress_s=60.0)
     async with open_peer(tls) as peer, UcxTransport(config) as transport:
         peer.echo(transport)
         await send(transport, peer.address, b"before")
@@ -189,7 +189,7 @@ async def test_a_killed_peer_is_an_error(tls: str | None) -> None:
 
 @BOTH
 async def test_a_peer_that_dies_is_noticed_before_any_limit(tls: str | None) -> None:
-    config = replace(CONFIG, ucx_tls=tls, no_progress_s=600.0)
+    config = replace(CONFIG, ucx_tls=tls, no_progress_s=600.0, network_no_progress_s=600.0)
     async with open_peer(tls) as peer, UcxTransport(config) as transport:
         peer.echo(transport)
         await send(transport, peer.address, b"before")
@@ -227,7 +227,7 @@ async def test_closing_does_not_wait_for_a_stopped_sender(tls: str | None) -> No
 @BOTH
 async def test_senders_killed_in_the_middle_of_their_pieces_cost_nothing(tls: str | None) -> None:
     """`benchmarks/killed_senders.py` does it hundreds of times."""
-    config = replace(CONFIG, ucx_tls=tls, max_payload_bytes=1 << 20, no_progress_s=5.0)
+    config = replace(CONFIG, ucx_tls=tls, max_payload_bytes=1 << 20, no_progress_s=5.0, network_no_progress_s=5.0)
     async with UcxTransport(config) as transport:
         pieces = aiter(transport.receive())
         for _ in range(4):

@@ -399,7 +399,13 @@ def serve(
         gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
         stopping = anyio.Event()
         worker_streams = WorkerStreams(driver, workers, worker_leases, silences, absences, settings, stopping)
-        gateway_streams = GatewayStreams(driver, gateways, gateway_leases, settings, stopping, lambda: agenda.now_s)
+
+        async def is_refused(_address: str) -> bool:
+            return False
+
+        gateway_streams = GatewayStreams(
+            driver, gateways, gateway_leases, settings, stopping, lambda: agenda.now_s, is_refused
+        )
         gateway = Gateway(arrivals, mesh)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(driver.run)

@@ -34,6 +34,15 @@ def toml_file(folder: Path, text: str) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [("PDMESH_SCHEDULER_PORT", "tcp://10.1.2.3:7000"), ("PDMESH_SCHEDULER_SERVICE_HOST", "10.1.2.3")],
+)
+def test_a_service_link_of_kubernetes_is_called_one(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match="enableServiceLinks: false"):
+        load_config(None, {variable: text}, {})
+
+
 def test_without_anything_it_is_the_default_tree() -> None:
     assert load_config(None, {}, {}) == MeshConfig()
 

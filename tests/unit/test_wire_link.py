@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,7 +11,7 @@ import grpc.aio
 import msgspec
 import pytest
 
-from pdmesh.config import SecurityConfig
+from pdmesh.config import SecurityConfig, TransferConfig
 from pdmesh.core.commands import FreeKv
 from pdmesh.core.events import KvReleased, LoadReported
 from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull
@@ -199,10 +198,10 @@ def test_a_wide_bind_needs_tls_and_a_key() -> None:
 def test_kv_on_a_network_needs_somebody_who_vouches_for_it(devices: str) -> None:
     """UCX has neither TLS nor keys: `transfer.ucx_net_devices=all` used to start without a word."""
     for inside in ("", "lo"):
-        check_kv_devices(inside, SecurityConfig())
-    check_kv_devices(devices, SecurityConfig(trusted_network=True))
+        check_kv_devices(inside, TransferConfig())
+    check_kv_devices(devices, TransferConfig(trusted_network=True))
     with pytest.raises(ConfigError, match="unencrypted"):
-        check_kv_devices(devices, SecurityConfig(mesh_token="secret", tls_cert=Path("cert"), tls_key=Path("key")))
+        check_kv_devices(devices, TransferConfig())
 
 
 async def test_a_stranger_is_answered_before_it_has_said_a_word() -> None:

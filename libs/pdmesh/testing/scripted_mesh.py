@@ -139,7 +139,6 @@ class ScriptedMesh:
     script: Script = echo_prompt
     state: MeshStatus = READY
     scheduler_id: str = ""  # empty: another one for each registration, as if it had been started again
-    lease_s: float = 30.0
     heartbeat_s: float = 10.0
     address: str = ""  # the scheduler's host:port
     submitted: list[Submit] = field(default_factory=list[Submit])
@@ -243,7 +242,6 @@ class ScriptedMesh:
                 self.registrations.append(message)
                 welcome = WelcomeGateway(
                     scheduler_id=self.scheduler_id or f"scheduler-{len(self.registrations)}",
-                    lease_s=self.lease_s,
                     heartbeat_s=self.heartbeat_s,
                 )
                 link.post(welcome)

@@ -44,6 +44,11 @@ class Link(Protocol):
     @property
     def alive(self) -> bool: ...
 
+    @property
+    def no_progress_s(self) -> float:
+        """How long the peer may take nothing."""
+        ...
+
     def begin(self, send: Send) -> None:
         """Start sending. Raises KvTransferError."""
         ...
@@ -63,8 +68,9 @@ class _Busy:
         self.last_progress_s = time.monotonic()
         self.sends: dict[int, Send] = {}  # by number, the oldest first
 
-    def waiting_since_s(self) -> float:
-        return max(self.last_progress_s, next(iter(self.sends.values())).started_s)
+    def patient_until_s(self) -> float:
+        """When the link is given up, unless one of its sends has ended."""
+        return max(self.last_progress_s, next(iter(self.sends.values())).started_s) + self.link.no_progress_s
 
 
 class Links:
@@ -73,11 +79,10 @@ class Links:
     A broken one that nobody uses is closed when the next peer comes, or is forgotten by name.
     """
 
-    def __init__(self, pool: SendPool, open_link: Callable[[bytes], Link], *, no_progress_s: float) -> None:
+    def __init__(self, pool: SendPool, open_link: Callable[[bytes], Link]) -> None:
         """``open_link`` makes a link to an address, or raises KvTransferError."""
         self._pool = pool
         self._open_link = open_link
-        self._no_progress_s = no_progress_s
         self._sending = anyio.Event()
         self._links: OrderedDict[bytes, _Busy] = OrderedDict()
         self._next_number = 1
@@ -109,19 +114,19 @@ class Links:
             raise KvTransferError(f"the piece was not sent: {send.error}")
 
     async def watch(self) -> None:
-        """Give up a link when none of its sends has ended for ``no_progress_s``. Run beside `send`."""
+        """Give up a link when none of its sends has ended for its ``no_progress_s``. Run beside `send`."""
         while True:
             working = [busy for busy in self._links.values() if busy.sends]
             if not working:
                 self._sending = anyio.Event()
                 await self._sending.wait()
                 continue
-            busy = min(working, key=_Busy.waiting_since_s)
-            left_s = busy.waiting_since_s() + self._no_progress_s - time.monotonic()
+            busy = min(working, key=_Busy.patient_until_s)
+            left_s = busy.patient_until_s() - time.monotonic()
             if left_s > 0:
                 await anyio.sleep(left_s)
                 continue
-            self.close(busy.link.peer.address, f"the peer took nothing for {self._no_progress_s:g} s")
+            self.close(busy.link.peer.address, f"the peer took nothing for {busy.link.no_progress_s:g} s")
 
     def ended(self, link: Link, number: int, error: str | None) -> None:
         """A send has ended; ignored if it was given up, or was another link's."""

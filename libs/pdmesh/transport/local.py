@@ -57,9 +57,18 @@ class Verdict(IntEnum):
 class LocalLink:
     """`pdmesh.transport.links.Link` to a process of this host and user."""
 
-    def __init__(self, peer: Peer, own_id: bytes, links: Links, *, on_unreadable: Callable[[LocalLink], None]) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        own_id: bytes,
+        links: Links,
+        *,
+        no_progress_s: float,
+        on_unreadable: Callable[[LocalLink], None],
+    ) -> None:
         """Connect. Raises KvTransferError."""
         self.peer = peer
+        self.no_progress_s = no_progress_s
         self._links = links
         self._on_unreadable = on_unreadable
         self._loop = asyncio.get_running_loop()

@@ -98,13 +98,15 @@ class UcxTransport:
         self._stack = AsyncExitStack()
         self._stack.callback(self._shut_down)
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
-        self._links = Links(self._pool, self._open_link, no_progress_s=config.no_progress_s)
+        self._links = Links(self._pool, self._open_link)
         self._failed = anyio.Event()
         self._failure: BaseException | None = None
         self._tasks.start_soon(self._links.watch)
         self._tasks.start_soon(self._raise_failure)
         if self._api is not None:
-            self._ucx_links = UcxLinks(self._api, self._links, wake=self._wake)
+            self._ucx_links = UcxLinks(
+                self._api, self._links, no_progress_s=config.network_no_progress_s, wake=self._wake
+            )
             self._loop.add_reader(self._api.worker.epoll_file_descriptor, self._wake)
             self._progress()
         return self
@@ -181,7 +183,13 @@ class UcxTransport:
     def _open_link(self, address: bytes) -> Link:
         peer = self._peers.admit(address)
         if self._reads(peer):
-            return LocalLink(peer, self._own.id, self._links, on_unreadable=self._use_messages)
+            return LocalLink(
+                peer,
+                self._own.id,
+                self._links,
+                no_progress_s=self._config.no_progress_s,
+                on_unreadable=self._use_messages,
+            )
         if self._api is None:
             where = "may not read this process's memory" if peer.id in self._unreadable else "is on another host"
             raise KvTransferError(f"the peer {where}: set transfer.ucx_net_devices to a network device to reach it by")

@@ -66,6 +66,8 @@ def open_ucx(config: TransferConfig) -> UcxApi:
         "RNDV_THRESH": str(RENDEZVOUS_BYTES),
         "NET_DEVICES": devices,
         "TLS": "^sm" if tls == "all" else tls,
+        # Else connecting blocks the event loop, for minutes where a host does not answer.
+        "TCP_CONN_NB": "y",
     }
     try:
         context = ucx.UCXContext(options, feature_flags=(ucx.Feature.TAG, ucx.Feature.WAKEUP))

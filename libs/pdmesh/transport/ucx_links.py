@@ -18,8 +18,9 @@ from pdmesh.transport.ucx_api import RENDEZVOUS_BYTES, UcxApi
 class UcxLink:
     """`pdmesh.transport.links.Link` over a UCX endpoint."""
 
-    def __init__(self, peer: Peer, endpoint: Any, links: UcxLinks) -> None:
+    def __init__(self, peer: Peer, endpoint: Any, links: UcxLinks, no_progress_s: float) -> None:
         self.peer = peer
+        self.no_progress_s = no_progress_s
         self.endpoint = endpoint
         self.requests: dict[int, Any] = {}  # by the piece's number
         self._links = links
@@ -38,10 +39,11 @@ class UcxLink:
 class UcxLinks:
     """All links of one UCX worker."""
 
-    def __init__(self, api: UcxApi, links: Links, *, wake: Callable[[], None]) -> None:
+    def __init__(self, api: UcxApi, links: Links, *, no_progress_s: float, wake: Callable[[], None]) -> None:
         self._api = api
         self._all = links
         self._wake = wake
+        self._no_progress_s = no_progress_s
         self._open: list[UcxLink] = []
         self._zombies: list[tuple[Any, Any]] = []  # endpoint, request: given up, but UCX has not let go of the request
 
@@ -54,7 +56,7 @@ class UcxLinks:
             )
         except ucx.UCXError as error:
             raise KvTransferError(f"the peer cannot be reached: {error}") from error
-        link = UcxLink(peer, endpoint, self)
+        link = UcxLink(peer, endpoint, self, self._no_progress_s)
         self._open.append(link)
         return link
 

@@ -15,7 +15,7 @@ import anyio
 import grpc
 import grpc.aio
 
-from pdmesh.config import SecurityConfig
+from pdmesh.config import SecurityConfig, TransferConfig
 from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
 from pdmesh.wire.link import GRPC_OPTIONS
@@ -154,14 +154,15 @@ def metadata_of(details: grpc.HandlerCallDetails) -> dict[str, str]:
     return {key: value for key, value in metadata if isinstance(value, str)}
 
 
-def check_kv_devices(devices: str, security: SecurityConfig) -> None:
+def check_kv_devices(devices: str, config: TransferConfig) -> None:
     """Refuse KV on a network that nobody vouches for: UCX knows neither TLS nor keys. Raises ConfigError."""
     beyond = [device for device in devices.split(",") if device.strip() not in {"", "lo"}]
-    if beyond and not security.trusted_network:
+    if beyond and not config.trusted_network:
         raise ConfigError(
             f"KV would be sent over {', '.join(beyond)} unencrypted, and UCX accepts data from anybody there, with "
             "or without TLS: leave transfer.ucx_net_devices (UCX_NET_DEVICES) unset to keep KV inside this host, or "
-            "set security.trusted_network if only trusted hosts can reach it"
+            "set transfer.trusted_network if only hosts of the mesh can reach it (security.trusted_network says "
+            "nothing of it)"
         )
 
 

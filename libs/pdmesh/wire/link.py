@@ -52,6 +52,8 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A service that was started again elsewhere has another address under its name; the default is 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 250),
 )
 
 

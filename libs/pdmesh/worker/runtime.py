@@ -43,7 +43,7 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
     if config.transfer.transport == "ucx":
-        check_kv_devices(ucx_devices(config.transfer), config.security)
+        check_kv_devices(ucx_devices(config.transfer), config.transfer)
     num_threads = fair_num_threads(config.worker.num_threads)
     async with EngineThread() as thread:
         engine = await thread.run(partial(build_engine, config, num_threads))

@@ -17,6 +17,7 @@ from pdmesh.grammars import Grammars
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import watch_event_loop
+from pdmesh.wire.dialing import is_wildcard, own_host_towards
 from pdmesh.wire.endpoint import bind_socket, check_bind
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.auth import ApiKeys
@@ -59,12 +60,13 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
 
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
-    link = GatewaySession(gateway_id, config.scheduler_address, config.security)
-    metrics = GatewayMetrics(model, transcripts, lambda: link.state)
-    activity = ActivityHub(model, metrics.latencies, link.ask_activity)
-    watch_event_loop(metrics.registry)
+    token_host = await anyio.to_thread.run_sync(token_host_of, config)
     async with serve_tokens(transcripts, gateway, config.security) as token_port:
-        token_address = gateway.token_address or _address(gateway.token_host, token_port)
+        token_address = gateway.token_address or _address(token_host, token_port)
+        link = GatewaySession(gateway_id, config.scheduler_address, config.security, token_address=token_address)
+        metrics = GatewayMetrics(model, transcripts, lambda: link.state)
+        activity = ActivityHub(model, metrics.latencies, link.ask_activity)
+        watch_event_loop(metrics.registry)
         generator = Generator(
             gateway_id=gateway_id,
             token_address=token_address,
@@ -136,6 +138,20 @@ async def _end_streams(context: ServiceContext, transcripts: Transcripts) -> Non
             retry_after_s=1,
         )
     )
+
+
+def token_host_of(config: MeshConfig) -> str:
+    """Return the host by which workers reach the token port. Raises ConfigError if a wildcard hides it."""
+    gateway = config.gateway
+    if gateway.token_address is not None or not is_wildcard(gateway.token_host):
+        return gateway.token_host
+    try:
+        return own_host_towards(config.scheduler_address)
+    except ConfigError as error:
+        raise ConfigError(
+            f"workers on other hosts cannot be told to send tokens to {gateway.token_host}: set gateway.token_address "
+            f"to the host:port by which they reach this gateway ({error})"
+        ) from error
 
 
 def _served_name(model: str) -> str:

@@ -39,8 +39,8 @@ log = structlog.get_logger()
 
 METHOD = "/pdmesh.v1.Scheduler/Gateway"
 
-#: Without a word from the scheduler for so many leases the stream is given up. It speaks at each heartbeat.
-SILENT_LEASES = 3
+#: Without a word from the scheduler for so many heartbeats, each of which it answers, the stream is given up.
+SILENT_BEATS = 15
 
 
 class Outlook(Enum):
@@ -80,8 +80,10 @@ class Watchers(Protocol):
 class GatewaySession:
     """`run` keeps the stream up; the other methods never block."""
 
-    def __init__(self, gateway_id: GatewayId, address: str, security: SecurityConfig) -> None:
+    def __init__(self, gateway_id: GatewayId, address: str, security: SecurityConfig, *, token_address: str) -> None:
+        """``address`` is the scheduler's; workers reach us at ``token_address``."""
         self._gateway_id = gateway_id
+        self._token_address = token_address
         self._address = address
         self._security = security
         self._session: Session[GatewayUp, GatewayDown] | None = None
@@ -149,6 +151,7 @@ class GatewaySession:
             waiting=waiting.waiting(),
             scheduler_id=self.scheduler_id or "",
             unbegun=() if self.scheduler_id is None else waiting.unbegun(self.scheduler_id),
+            token_address=self._token_address,
         )
 
     def connected(self, welcome: WelcomeGateway) -> None:
@@ -193,7 +196,7 @@ class _Talk:
         self.waiting.on_connected()
         if self.watchers.is_watched:
             self.link.ask_activity()
-        return Terms(heartbeat_s=welcome.heartbeat_s, silence_s=SILENT_LEASES * welcome.lease_s)
+        return Terms(heartbeat_s=welcome.heartbeat_s, silence_s=SILENT_BEATS * welcome.heartbeat_s)
 
     def heartbeat(self) -> GatewayUp:
         return GatewayHeartbeat()

@@ -1,10 +1,14 @@
-"""Gateways' streams: the requests they bring, and what becomes of these when they are lost."""
+"""Gateways' streams: the requests they bring, and what becomes of these when they are lost.
+
+Tokens do not pass here, so a gateway that only this stream is cut off from goes on serving, for a lease that is longer
+than an instance's. One whose process has ended is known by its token port: its host refuses connections there.
+"""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import anyio
@@ -41,7 +45,10 @@ MIN_TARGET_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class GatewayStreams:
-    """A gateway whose stream breaks has the rest of its lease to come back; its requests go on meanwhile."""
+    """A gateway whose stream breaks has the rest of its lease to come back; its requests go on meanwhile.
+
+    Unless its process has ended.
+    """
 
     driver: Driver
     peers: Peers[GatewayId, GatewayDown]
@@ -49,6 +56,7 @@ class GatewayStreams:
     config: SchedulerConfig
     stopping: anyio.Event
     clock: Callable[[], float]
+    is_refused: Callable[[str], Awaitable[bool]]  # whether nobody listens at an address
     scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
@@ -67,14 +75,12 @@ class GatewayStreams:
                 await self._take(gateway_id, messages)
 
         with anyio.CancelScope() as scope:
-            connection: Connection[GatewayId, GatewayDown] = Connection(gateway_id, link, scope)
+            connection: Connection[GatewayId, GatewayDown] = Connection(gateway_id, link, scope, address=peer)
             self.peers.add(connection)
             self.leases.renew(gateway_id)
             log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(waiting), peer=peer)
             try:
-                welcome = WelcomeGateway(
-                    scheduler_id=self.scheduler_id, lease_s=self.config.lease_s, heartbeat_s=self.config.heartbeat_s
-                )
+                welcome = WelcomeGateway(scheduler_id=self.scheduler_id, heartbeat_s=self.config.heartbeat_s)
                 link.post(welcome)
                 unbegun = registered.unbegun if registered.scheduler_id == self.scheduler_id else ()
                 self.driver.post(GatewayJoined(gateway_id, waiting, unbegun))
@@ -82,8 +88,17 @@ class GatewayStreams:
             finally:
                 if self.peers.remove(connection):
                     log.warning("gateway's stream ended", gateway_id=gateway_id)
+                    await self._look_whether_it_lives(gateway_id, registered.token_address)
         if scope.cancelled_caught:
             raise InstanceUnavailable("the lease ran out, or another stream of this gateway took over")
+
+    async def _look_whether_it_lives(self, gateway_id: GatewayId, token_address: str) -> None:
+        """Give a gateway up soon that its stream has left, if nobody listens at its token port."""
+        if not token_address or self.stopping.is_set():
+            return
+        with anyio.CancelScope(shield=True):  # the handler of a stream that broke is being cancelled
+            if await self.is_refused(token_address) and self.peers.get(gateway_id) is None:
+                self.leases.stream_broke(gateway_id)
 
     def expired(self, gateway_id: GatewayId) -> None:
         log.error("gateway lost: its lease ran out", gateway_id=gateway_id)

@@ -27,6 +27,7 @@ from pdmesh.profiles import load_profile
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.wire.admin import ADMIN_METHOD
+from pdmesh.wire.dialing import is_refused
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
@@ -71,7 +72,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
     silences: Leases[InstanceId] = Leases(settings.suspect_s)
     absences: Leases[InstanceId] = Leases(min(RETURN_GRACE_S, settings.max_queue_s))
-    gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
+    gateway_leases: Leases[GatewayId] = Leases(settings.gateway_lease_s)
 
     def wall_time(at_s: float) -> float:
         return began_at + at_s - began_s
@@ -130,7 +131,9 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         worker_streams = WorkerStreams(
             driver, workers, worker_leases, silences, absences, settings, context.stopping, profile
         )
-        gateway_streams = GatewayStreams(driver, gateways, gateway_leases, settings, context.stopping, clock)
+        gateway_streams = GatewayStreams(
+            driver, gateways, gateway_leases, settings, context.stopping, clock, is_refused
+        )
         methods = {
             "Worker": serve_link(worker_streams.serve, WorkerUp),
             "Gateway": serve_link(gateway_streams.serve, GatewayUp),

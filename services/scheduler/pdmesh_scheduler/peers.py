@@ -33,6 +33,7 @@ class Connection(Generic[IdT, DownT]):
     peer_id: IdT
     link: FrameLink[DownT, Any]
     scope: anyio.CancelScope
+    address: str  # of the other end, for people
     #: Whether what is decided by now may be said on it. What was decided before a peer's registration was applied is
     #: meant for its stream of before, and lost with it.
     is_open: bool = True
@@ -49,6 +50,9 @@ class Peers(Generic[IdT, DownT]):
 
     def __len__(self) -> int:
         return len(self._connections)
+
+    def get(self, peer_id: IdT) -> Connection[IdT, DownT] | None:
+        return self._connections.get(peer_id)
 
     def __iter__(self) -> Iterator[IdT]:
         return iter(tuple(self._connections))

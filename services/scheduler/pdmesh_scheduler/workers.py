@@ -67,11 +67,14 @@ class WorkerStreams:
         frames = link.frames()
         registered, rest = await registration(frames, RegisterWorker)
         _check(registered)
-        self._check_profile(registered.profile)
         instance_id = registered.profile.instance_id
+        self._check_only(registered.profile, peer)
+        self._check_profile(registered.profile)
 
         with anyio.CancelScope() as scope:
-            connection: Connection[InstanceId, WorkerDown] = Connection(instance_id, link, scope, is_open=False)
+            connection: Connection[InstanceId, WorkerDown] = Connection(
+                instance_id, link, scope, address=peer, is_open=False
+            )
 
             async def read() -> None:
                 done = await self._report(connection, rest)
@@ -102,6 +105,21 @@ class WorkerStreams:
                     self.driver.post(InstanceUnreachable(instance_id))
         if scope.cancelled_caught:
             raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
+
+    def _check_only(self, instance: InstanceProfile, peer: str) -> None:
+        """Refuse another process of an instance that is there: each would end the other's stream for ever.
+
+        One that is silent may have lost its host, and somebody else takes its place. Raises ProtocolError.
+        """
+        instance_id = instance.instance_id
+        there = self.peers.get(instance_id)
+        if there is None or instance_id in self._suspected or self._profiles[instance_id].is_process_of(instance):
+            return
+        log.error("instance refused: another has its id", instance_id=instance_id, peer=peer, other=there.address)
+        raise ProtocolError(
+            f"{instance_id} is there already, at {there.address}: give each instance an id of its own "
+            "(worker.instance_id), or stop that one"
+        )
 
     def _check_profile(self, instance: InstanceProfile) -> None:
         """Refuse an instance that the operator's profile says nothing of, or of an arithmetic class that may not be.

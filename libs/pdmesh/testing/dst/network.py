@@ -115,6 +115,10 @@ class Network:
     def insecure_channel(self, target: str, options: Any = None) -> SimulatedChannel:
         return SimulatedChannel(self, target)
 
+    async def is_refused(self, address: str) -> bool:
+        """Whether nobody listens there any more."""
+        return address not in self.listeners
+
     def reachable(self, client: Process, address: str) -> Listener | None:
         server = self.listeners.get(address)
         if server is None or server.process.is_stopped:

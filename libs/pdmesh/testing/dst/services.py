@@ -92,12 +92,13 @@ async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
     """Serve as `pdmesh_gateway.main.serve` does, without HTTP and a model's files."""
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
-    link = GatewaySession(gateway_id, config.scheduler_address, config.security)
     async with serve_tokens(transcripts, config.gateway, config.security) as token_port:
+        address = f"127.0.0.1:{token_port}"
+        link = GatewaySession(gateway_id, config.scheduler_address, config.security, token_address=address)
         metrics = GatewayMetrics("simulated", transcripts, lambda: link.state)
         generator = Generator(
             gateway_id=gateway_id,
-            token_address=f"127.0.0.1:{token_port}",
+            token_address=address,
             tokenizer=cast(ModelTokenizer, _Tokenizer()),
             transcripts=transcripts,
             link=link,

@@ -100,6 +100,7 @@ def simulated_surroundings(
             (worker_runtime, "serve_metrics", no_metrics),
             (worker_runtime, "Instance", _remembered(Instance, "instance")),
             (scheduler_main, "serve_metrics", no_metrics),
+            (scheduler_main, "is_refused", network.is_refused),
             (scheduler_main, "rare_collections", nullcontext),
             (scheduler_main, "SchedulerCore", WatchedCore),
             (scheduler_main, "Driver", _remembered(Driver, "driver")),

@@ -24,6 +24,7 @@ class RegisterGateway(Message, frozen=True, kw_only=True):
     waiting: tuple[tuple[RequestId, Epoch], ...]
     scheduler_id: str = ""  # whom it was registered with last, if it was
     unbegun: tuple[RequestId, ...] = ()  # of those waited for: sent to that scheduler, and not heard of since
+    token_address: str = ""  # where it takes tokens; empty: it does not say
     version: int = PROTOCOL_VERSION
 
 
@@ -68,10 +69,9 @@ GatewayUp = RegisterGateway | GatewayHeartbeat | Submit | EventMessage | NextAct
 
 
 class WelcomeGateway(Message, frozen=True, kw_only=True):
-    """The registration is accepted. Without a heartbeat for ``lease_s`` the gateway is given up."""
+    """The registration is accepted. Each heartbeat is answered."""
 
     scheduler_id: str  # of this process: one that was started again has another
-    lease_s: float
     heartbeat_s: float
 
 
