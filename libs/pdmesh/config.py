@@ -110,6 +110,12 @@ class GatewayConfig:
     default_max_tokens: Annotated[
         int | None, COUNT, "output limit of requests that set none; if not set, the context length"
     ] = None
+    prefix_reuse: Annotated[
+        str,
+        one_of("tenant", "all", "off"),
+        "who shares the KV of prompts that begin alike: requests of one API key, all requests, or none. "
+        "`cache_salt` in a request sets it apart from others in any case",
+    ] = "off"
     linger_s: Annotated[
         float,
         Range(0, 3600),

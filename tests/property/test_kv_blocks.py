@@ -25,6 +25,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.held: list[list[int]] = []
         self.pins: list[tuple[list[int], ExitStack]] = []
         self.releasing: list[list[int]] = []  # freed, not yet released
+        self.kept: set[int] = set()
+        self.dropped: set[int] = set()
 
     def pinned(self) -> set[int]:
         return {block for blocks, _ in self.pins for block in blocks}
@@ -33,8 +35,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         return {block for blocks in self.held for block in blocks}
 
     def free_blocks(self) -> set[int]:
-        freed = {block for blocks in self.releasing for block in blocks}
-        return set(range(NUM_BLOCKS)) - self.held_blocks() - (freed & self.pinned())
+        freed = {block for blocks in self.releasing for block in blocks} | self.dropped
+        return set(range(NUM_BLOCKS)) - self.held_blocks() - self.kept - (freed & self.pinned())
 
     @rule(num_blocks=st.integers(0, NUM_BLOCKS + 1))
     def allocate(self, num_blocks: int) -> None:
@@ -56,7 +58,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         blocks = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        unheld = [block for block in blocks if block not in self.held_blocks()]
+        unheld = [block for block in blocks if block not in self.held_blocks() | self.kept]
         released: list[int] = []
         self.releasing.append(unheld)
 
@@ -77,6 +79,28 @@ class BlockPoolMachine(RuleBasedStateMachine):
         shared = blocks[: data.draw(st.integers(0, len(blocks)))]
         self.pool.share(shared)
         self.held.append(shared)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def share_kept(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.kept)), unique=True))
+        self.pool.share(blocks)
+        self.held.append(blocks)
+
+    @precondition(lambda self: self.held_blocks() - self.kept)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.held_blocks() - self.kept)), unique=True))
+        self.pool.keep(blocks)
+        self.kept |= set(blocks)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.kept)), unique=True))
+        self.pool.drop(blocks)
+        self.kept -= set(blocks)
+        self.dropped |= set(blocks) - self.held_blocks()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -99,7 +123,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.references == Counter(block for blocks in self.held for block in blocks)
         assert self.pool.num_held == len(self.held_blocks())
         assert self.pool.num_free == len(self.free_blocks())
-        assert self.pool.num_free + self.pool.num_held + self.pool.num_quarantined == NUM_BLOCKS
+        assert self.pool.num_kept == len(self.kept - self.held_blocks())
+        num_used = self.pool.num_held + self.pool.num_kept + self.pool.num_quarantined
+        assert self.pool.num_free + num_used == NUM_BLOCKS
         for blocks in self.releasing:
             assert set(blocks) & self.pinned(), "released late"
 
@@ -108,6 +134,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             stack.close()
         for blocks in self.held:
             self.pool.free(blocks)
+        self.pool.drop(sorted(self.kept))
         assert self.pool.num_free == NUM_BLOCKS
         assert self.pool.allocate(NUM_BLOCKS) == list(range(NUM_BLOCKS))
 

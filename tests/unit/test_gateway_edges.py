@@ -31,6 +31,7 @@ INFO = ModelInfo(
     vocab_size=300,
     eos_token_ids=(2,),
     default_sampling=DefaultSampling(temperature=0.6, top_k=20),
+    fingerprint=b"",
 )
 
 

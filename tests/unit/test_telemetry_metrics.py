@@ -71,7 +71,7 @@ async def test_the_gateways() -> None:
     watch_event_loop(metrics.registry)
     metrics.responded("/", 200)
     metrics.failed("/", "KeyError")
-    metrics.finished(1, 1, "stop", ttft_s=1.0, e2e_s=1.0, slo=Slo(ttft_s=2.0))
+    metrics.finished(1, 1, "stop", num_cached_tokens=0, ttft_s=1.0, e2e_s=1.0, slo=Slo(ttft_s=2.0))
     assert served(metrics.registry) == documented("Gateway")
 
 

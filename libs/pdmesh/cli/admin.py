@@ -184,6 +184,7 @@ def tenants_table(answer: messages.MeshStatus) -> Table:
 
 def _blocks(row: messages.InstanceStatus) -> str:
     text = f"{row.num_free_blocks}/{row.num_blocks} free"
+    text += f" ({row.num_kept_blocks} kept)" if row.num_kept_blocks else ""
     return text + (f", {row.num_quarantined_blocks} quarantined" if row.num_quarantined_blocks else "")
 
 

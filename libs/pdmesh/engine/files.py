@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pdmesh.engine.model_config import ModelConfig, parse_model_config
+from pdmesh.engine.model_config import ModelConfig, RopeType, parse_model_config
 from pdmesh.errors import ConfigError
 
 #: What a hub snapshot needs for serving; weights in other formats stay where they are.
@@ -39,6 +40,9 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     default_sampling: DefaultSampling
+    fingerprint: bytes  # of its ``config.json``
+    #: A token's KV depends on the tokens up to it; in prompts longer than this, on their length, too. None: never.
+    max_fixed_rope_tokens: int | None = None
 
 
 def resolve_model(model: str) -> Path:
@@ -131,6 +135,10 @@ def load_model_info(directory: Path) -> ModelInfo:
         vocab_size=config.vocab_size,
         eos_token_ids=tuple(eos_token_ids),
         default_sampling=_default_sampling(generation, str(path)),
+        fingerprint=hashlib.blake2b(json.dumps(raw_config, sort_keys=True).encode(), digest_size=16).digest(),
+        max_fixed_rope_tokens=(
+            config.rope.original_max_position_embeddings if config.rope.rope_type is RopeType.DYNAMIC else None
+        ),
     )
 
 

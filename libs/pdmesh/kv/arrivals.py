@@ -40,11 +40,13 @@ class KvArrivals:
         num_context_tokens: int | None,
         source_addresses: tuple[bytes, ...],
         destination: int = 0,
+        num_present_blocks: int = 0,
     ) -> None:
         """Take the request's KV into the first blocks of ``block_ids`` (the rest is room for its output).
 
         None for ``num_context_tokens`` is a move, whose commit tells how many there are. This is the transfer's
-        destination number ``destination``. An older epoch of the request is cancelled.
+        destination number ``destination``. The first ``num_present_blocks`` are there already, and nothing is taken
+        into them. An older epoch of the request is cancelled.
         """
         receiver = KvReceiver(
             request_id,
@@ -54,6 +56,7 @@ class KvArrivals:
             num_context_tokens=num_context_tokens,
             source_addresses=source_addresses,
             destination=destination,
+            num_present_blocks=num_present_blocks,
             layout=self._context.store.layout,
             writer=self._context.writer(),
             on_placed=self._check_landed,

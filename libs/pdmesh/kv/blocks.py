@@ -1,10 +1,11 @@
-"""An instance's KV blocks: free, in one or more block tables, or quarantined while a copy may still touch them."""
+"""An instance's KV blocks: free, in block tables, kept for later ones, or quarantined while a copy may touch them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 from pdmesh.errors import PdmeshError
@@ -17,8 +18,8 @@ class OutOfBlocks(PdmeshError):
 class BlockPool:
     """Hands out the ids of ``num_blocks`` blocks, in contiguous runs where it can. Used from one thread.
 
-    A block may be in several tables: it is held until each of them has freed it. `pinned` marks blocks that a copy on
-    another thread touches; blocks freed meanwhile are quarantined until it ends.
+    A block may be in several tables: it is held until each of them has freed it, and then stays if it is to be *kept*.
+    `pinned` marks blocks that a copy on another thread touches; blocks freed meanwhile are quarantined until it ends.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,6 +27,8 @@ class BlockPool:
         self._num_free = num_blocks
         self._runs = [(0, num_blocks)] if num_blocks else []  # free runs (start, end), ascending, never adjacent
         self._references: dict[int, int] = {}  # of held blocks: in how many tables each is
+        self._kept: set[int] = set()  # of these and others: stay here when no table has them
+        self._num_kept = 0  # of these: in no table
         self._quarantined: dict[int, _Release] = {}
         self._pins: Counter[int] = Counter()
 
@@ -40,6 +43,16 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         return len(self._references)
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that are in no table, and kept."""
+        return self._num_kept
+
+    @property
+    def kept(self) -> AbstractSet[int]:
+        """All blocks that are to stay when no table has them."""
+        return self._kept
 
     @property
     def references(self) -> Mapping[int, int]:
@@ -76,10 +89,31 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Put held blocks into one more table."""
-        self._check_held(block_ids)
+        """Put held or kept blocks into one more table. Nobody writes into them any more."""
+        self._check_held(block_ids, or_kept=True)
         for block_id in block_ids:
-            self._references[block_id] += 1
+            num_tables = self._references.get(block_id, 0)
+            self._num_kept -= num_tables == 0
+            self._references[block_id] = num_tables + 1
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Let held blocks stay once no table has them, until `drop`. Nobody writes into them any more."""
+        self._check_held(block_ids)
+        assert self._kept.isdisjoint(block_ids), "a block is kept twice"
+        self._kept.update(block_ids)
+
+    def drop(self, block_ids: Sequence[int]) -> None:
+        """Keep blocks no longer: those in no table are given back, at once or when no copy touches them."""
+        assert self._kept.issuperset(block_ids), "a block is dropped that is not kept"
+        self._kept.difference_update(block_ids)
+        for block_id in block_ids:
+            if block_id not in self._references:
+                self._num_kept -= 1
+                self._give_back(block_id, _Release(None))
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether a held block is in other tables, too, or kept: then nobody may write into it."""
+        return block_id in self._kept or self._references[block_id] > 1
 
     def free(self, block_ids: Sequence[int], *, on_released: Callable[[], None] | None = None) -> None:
         """Take held blocks out of one table; those that were in no other are given back.
@@ -93,11 +127,10 @@ class BlockPool:
             if self._references[block_id]:
                 continue
             del self._references[block_id]
-            if block_id in self._pins:
-                self._quarantined[block_id] = release
-                release.num_pinned += 1
+            if block_id in self._kept:
+                self._num_kept += 1
             else:
-                self._add_free(block_id)
+                self._give_back(block_id, release)
         release.settle()
 
     @contextmanager
@@ -111,25 +144,41 @@ class BlockPool:
                 self._unpin(block_id)
 
     def check_integrity(self) -> None:
-        """``free + held + quarantined = total``, and no block is in two of them."""
+        """``free + held + kept + quarantined = total``, and no block is in two of them."""
         num_free = sum(end - start for start, end in self._runs)
-        numbers = f"{num_free} free + {self.num_held} held + {self.num_quarantined} quarantined of {self._num_blocks}"
+        idle = self._kept - self._references.keys()
+        used = f"{self.num_held} held + {len(idle)} kept + {self.num_quarantined} quarantined"
+        numbers = f"{num_free} free + {used} of {self._num_blocks}"
         assert num_free == self._num_free, f"blocks: {numbers}, but {self._num_free} counted free"
-        assert num_free + self.num_held + self.num_quarantined == self._num_blocks, f"blocks: {numbers}"
+        assert len(idle) == self._num_kept, f"blocks: {numbers}, but {self._num_kept} counted kept"
+        assert num_free + self.num_held + len(idle) + self.num_quarantined == self._num_blocks, f"blocks: {numbers}"
         assert all(count > 0 for count in self._references.values()), f"blocks are held for no table: {numbers}"
-        assert not self._references.keys() & self._quarantined.keys(), f"blocks both held and quarantined: {numbers}"
+        assert not self._quarantined.keys() & (self._references.keys() | idle), f"used and quarantined: {numbers}"
         assert all(block_id in self._pins for block_id in self._quarantined), f"quarantined without a copy: {numbers}"
         ends = [end for _, end in self._runs]
         starts = [start for start, _ in self._runs]
         assert all(end < start for end, start in zip(ends, starts[1:], strict=False)), f"free runs touch: {numbers}"
         free = {block_id for start, end in self._runs for block_id in range(start, end)}
-        assert not free & (self._references.keys() | self._quarantined.keys()), f"blocks both free and used: {numbers}"
+        used_blocks = self._references.keys() | self._quarantined.keys() | idle
+        assert not free & used_blocks, f"blocks both free and used: {numbers}"
         assert not free & self._pins.keys(), f"blocks are free while a copy touches them: {numbers}"
 
-    def _check_held(self, block_ids: Sequence[int]) -> None:
+    def _check_held(self, block_ids: Sequence[int], *, or_kept: bool = False) -> None:
         assert len(set(block_ids)) == len(block_ids), "a block is named twice in one call"
-        unheld = [block_id for block_id in block_ids if block_id not in self._references]
+        unheld = [
+            block_id
+            for block_id in block_ids
+            if block_id not in self._references and not (or_kept and block_id in self._kept)
+        ]
         assert not unheld, f"blocks {unheld} are named but not held"
+
+    def _give_back(self, block_id: int, release: _Release) -> None:
+        """A block is of no use any more: it is free, or will be when no copy touches it."""
+        if block_id in self._pins:
+            self._quarantined[block_id] = release
+            release.num_pinned += 1
+        else:
+            self._add_free(block_id)
 
     def _unpin(self, block_id: int) -> None:
         self._pins[block_id] -= 1

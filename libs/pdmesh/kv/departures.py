@@ -46,10 +46,12 @@ class KvDepartures:
         num_context_tokens: int,
         source: int = 0,
         blocks: IndexRange | None = None,
+        num_present_blocks: int = 0,
     ) -> KvSender:
         """Get ready to send. ``block_ids`` is the request's block table, whose first blocks hold the context.
 
-        This is source number ``source`` of the transfer, which sends ``blocks`` of the table; None sends all.
+        This is source number ``source`` of the transfer, which sends ``blocks`` of the table; None sends all. The first
+        ``num_present_blocks`` of the table are there already.
         An older epoch of the request is cancelled.
         """
         context = self._context
@@ -60,6 +62,7 @@ class KvDepartures:
             num_context_tokens=num_context_tokens,
             source=source,
             blocks=blocks,
+            num_present_blocks=num_present_blocks,
             store=context.store,
             call_soon=context.call_soon,
             clock=context.clock,

@@ -61,10 +61,11 @@ class MoveSender(GrantedTransfer):
         )
         self.committed = False
         self._about_transcript = replace(self._about, kind=PieceKind.TRANSCRIPT)
-        self._num_tokens_taken = destination.part.blocks.size * layout.block_size
+        self._first_block, most_blocks = destination.part.blocks
+        self._num_tokens_taken = most_blocks * layout.block_size
         self._transcript = transcript
         self._on_caught_up = on_caught_up
-        self._num_named = 0  # blocks of each layer
+        self._num_named = self._first_block  # blocks of each layer, those among them that are there
         self._has_told = False  # the transcript as it was when the move began
         self._frozen_s: float | None = None
 
@@ -121,7 +122,9 @@ class MoveSender(GrantedTransfer):
     def _named_part(self) -> KvPart:
         layout = self._layout
         return KvPart(
-            IndexRange(0, self._num_named), IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
+            IndexRange(self._first_block, self._num_named),
+            IndexRange(0, layout.num_layers),
+            IndexRange(0, layout.num_kv_heads),
         )
 
     def _note(self) -> None:

@@ -42,6 +42,7 @@ class KvReceiver:
         num_context_tokens: int | None,
         source_addresses: tuple[bytes, ...],
         destination: int,
+        num_present_blocks: int = 0,
         layout: KvLayout,
         writer: PieceWriter,
         on_placed: Callable[[KvReceiver], object],
@@ -54,6 +55,7 @@ class KvReceiver:
             most_tokens if num_context_tokens is None else num_context_tokens, layout.block_size
         )
         assert 0 < num_blocks <= len(block_ids), f"{num_context_tokens} tokens in {len(block_ids)} blocks"
+        assert 0 <= num_present_blocks < num_blocks, f"{num_present_blocks} of {num_blocks} blocks are there"
         self.request_id = request_id
         self.epoch = epoch
         self.key = request_key(request_id)
@@ -71,7 +73,9 @@ class KvReceiver:
         self._num_context_tokens = num_context_tokens
         self._layout = layout
         self._part = KvPart(
-            IndexRange(0, num_blocks), IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
+            IndexRange(num_present_blocks, num_blocks),
+            IndexRange(0, layout.num_layers),
+            IndexRange(0, layout.num_kv_heads),
         )
         self.lanes = [
             Lane(
@@ -108,7 +112,7 @@ class KvReceiver:
     def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
         """Take the next bytes of a move's transcript, or say why they must be dropped."""
         start, stop = header.part.blocks
-        most_bytes = self._part.blocks.size * self._layout.block_size * 4 + MAX_TRANSCRIPT_HEAD_BYTES
+        most_bytes = self._part.blocks.stop * self._layout.block_size * 4 + MAX_TRANSCRIPT_HEAD_BYTES
         if not self._is_move or stop - start != len(payload) or stop > most_bytes or start > len(self.transcript):
             return "range"
         if start < len(self.transcript):
@@ -142,7 +146,7 @@ class KvReceiver:
             self.first_token = FirstToken(header.token_id, header.token_index)
         self._uncommitted.discard(header.source)
         if not self._uncommitted and not self._is_move:
-            num_unclaimed = self.ledger.num_unclaimed(self.ledger.everything)
+            num_unclaimed = self.ledger.num_unclaimed(self.ledger.everything.within(self._part))
             if num_unclaimed:
                 return f"{num_unclaimed} blocks are missing"
         if not self._uncommitted and self.first_token is None:
@@ -153,10 +157,11 @@ class KvReceiver:
         """Expect no more than the commit names. None, or why it cannot be."""
         num_tokens = header.num_context_tokens
         num_blocks = num_blocks_for(num_tokens, self._layout.block_size)
-        part = self._part._replace(blocks=IndexRange(0, num_blocks))
-        if not 0 < num_blocks <= self._part.blocks.size or header.part != part:
+        first, end = self._part.blocks
+        part = self._part._replace(blocks=IndexRange(first, num_blocks))
+        if not first < num_blocks <= end or header.part != part:
             return f"a commit of {num_tokens} tokens in {header.part}"
-        beyond = self.ledger.everything._replace(first_block=num_blocks, num_blocks=self._part.blocks.size - num_blocks)
+        beyond = self.ledger.everything._replace(first_block=num_blocks, num_blocks=end - num_blocks)
         if self.ledger.num_unclaimed(beyond) != beyond.num_pages:
             return "more blocks came than the commit names"
         self._part, self._num_context_tokens = part, num_tokens

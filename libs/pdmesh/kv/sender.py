@@ -45,6 +45,7 @@ class KvSender:
         num_context_tokens: int,
         source: int,
         blocks: IndexRange | None,
+        num_present_blocks: int = 0,
         store: KvStore,
         call_soon: CallSoon,
         clock: Callable[[], float],
@@ -62,6 +63,8 @@ class KvSender:
         self.part = KvPart(own, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
         self.layout = layout
         self.ledger = PageLedger(layout.num_layers, num_blocks)
+        if num_present_blocks:
+            self.ledger.place(Blocks(0, 0, 0, num_present_blocks, layout.num_layers))
         self.committed_s: float | None = None  # when all was computed that this source computes
         self.first_token: FirstToken | None = None  # if it drew it
         self.push: KvPush | None = None  # under way

@@ -43,6 +43,7 @@ from pdmesh.model import (
     num_blocks_for,
 )
 from pdmesh.plans import ChunkPlan, KvShard, StepPlan, TransferPlan
+from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import NoTracing, Tracing
 from pdmesh.transport.base import KvTransport
 from pdmesh.wire.messages import (
@@ -64,6 +65,9 @@ T = TypeVar("T")
 
 CAPABILITY = 0x5EC12E7
 WAIT_LIMIT_S = 20.0
+
+#: Of the mesh that instances are in.
+HASHER = PrefixHasher("")
 
 #: Where KV that moves goes, by name.
 DECODE_INSTANCE = InstanceId("decode")
@@ -299,6 +303,7 @@ async def running_instance(
             max_model_len=engine.max_model_len,
             block_size=engine.kv.layout.block_size,
             pool=pool,
+            hasher=HASHER,
             mover=mover,
             wakeup=thread.wakeup,
             report=running.report,

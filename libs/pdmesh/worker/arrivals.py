@@ -7,8 +7,8 @@ import array
 from pdmesh.core.events import DecodeReserved, TransferLanded
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import LandedTransfer
-from pdmesh.model import TransferId
-from pdmesh.wire.messages import ExpectKv
+from pdmesh.model import GRANULE_TOKENS, TransferId
+from pdmesh.wire.messages import ExpectKv, unpack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake, transcript
@@ -30,18 +30,25 @@ class Arrivals:
         """Make room for a request whose prompt others compute."""
         generation, num_context_tokens = message.generation, message.num_context_tokens
         transfer = message.command.transfer
+        self._context.tables.drop(message.command.drop)
         try:
             if generation.token_ids:
                 token_ids = transcript(generation)
-            else:  # zeros stand in for a prompt that sampling does not look at
-                token_ids = array.array("i", bytes(4 * min(max(0, num_context_tokens), self._context.max_model_len)))
+            else:
+                token_ids = stand_in(num_context_tokens, message.tail, self._context.max_model_len)
             if len(token_ids) != num_context_tokens:
                 raise ProtocolError(f"{num_context_tokens} tokens of KV for a transcript of {len(token_ids)}")
             max_tokens_left = generation.params.max_tokens - (num_context_tokens - generation.num_prompt_tokens)
             max_kv_tokens = num_context_tokens + max_tokens_left - 1
-            hold = self._intake.hold(generation, token_ids, message.command.num_blocks, max_kv_tokens)
+            hold = self._intake.hold(
+                generation,
+                token_ids,
+                message.command.num_blocks,
+                max_kv_tokens,
+                num_reused_granules=transfer.num_reused_granules,
+            )
         except PdmeshError as error:
-            self._intake.refuse(generation, str(error), transfer.transfer_id)
+            self._intake.refuse(generation, error, transfer.transfer_id)
             return
         hold.stage = Stage.RECEIVING
         hold.transfer, hold.received_by = transfer, transfer.transfer_id
@@ -51,6 +58,7 @@ class Arrivals:
             capability=transfer.capability,
             block_ids=hold.sequence.block_table,
             num_context_tokens=num_context_tokens,
+            num_present_blocks=hold.num_reused_tokens // hold.block_size,
             source_addresses=message.source_addresses,
             destination=transfer.destination_ids.index(self._context.instance_id),
         )
@@ -73,6 +81,7 @@ class Arrivals:
             self._context.endings.fail_to_receive(hold, transfer_id, reason)
             return
         self._context.metrics.transfer_bytes.labels("in").inc(outcome.num_bytes)
+        self._context.tables.keep_prompt(hold, len(hold.sequence.token_ids))
         hold.sequence.token_ids.append(outcome.token_id)
         self._context.sequences.start_decoding(hold)
         self._context.report(
@@ -92,3 +101,14 @@ class Arrivals:
         """Report a transfer that did not arrive, or not whole."""
         self._context.metrics.failed_transfers.labels("in").inc()
         self._context.endings.fail_to_receive(hold, transfer_id, reason)
+
+
+def stand_in(num_tokens: int, tail: bytes, max_model_len: int) -> array.array[int]:
+    """Return a prompt that sampling does not look at: zeros, but for the packed tokens behind its last full granule.
+
+    Raises ProtocolError if these are not.
+    """
+    if len(tail) % 4 or len(tail) > 4 * min(num_tokens, GRANULE_TOKENS):
+        raise ProtocolError(f"a prompt of {num_tokens} tokens that ends in {len(tail)} bytes")
+    num_zeros = min(max(0, num_tokens - len(tail) // 4), max_model_len)
+    return array.array("i", bytes(4 * num_zeros)) + unpack_token_ids(tail)

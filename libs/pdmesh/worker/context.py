@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.core.events import InstanceEvent
-from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.model import InstanceId
 from pdmesh.telemetry.tracing import Tracing
+from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.endings import Endings
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.replies import ToGateways
@@ -23,7 +23,7 @@ class InstanceContext:
     instance_id: InstanceId
     max_model_len: int  # tokens
     block_size: int  # tokens
-    pool: BlockPool
+    tables: BlockTables
     mover: KvMover
     sequences: Sequences
     endings: Endings

@@ -13,7 +13,8 @@ from pdmesh.core.events import TransferFailed, TransferPaused, TransferSent
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.transfer import KvDestination
-from pdmesh.model import InstanceId, TransferId
+from pdmesh.model import IndexRange, InstanceId, KvPart, TransferId, blocks_of_granule
+from pdmesh.plans import TransferPlan
 from pdmesh.wire.messages import Grant
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
@@ -38,8 +39,8 @@ class Departures:
             command.request_id,
             command.epoch,
             destinations=[
-                KvDestination(address, shard.part)
-                for address, shard in zip(message.destination_addresses, command.transfer.destinations, strict=False)
+                KvDestination(address, part_to_send(command.transfer, number, self._context.block_size))
+                for number, address in enumerate(message.destination_addresses[: len(command.transfer.destinations)])
             ],
             capability=command.transfer.capability,
         )
@@ -61,6 +62,7 @@ class Departures:
 
     def keep(self, command: KeepKv) -> None:
         """Decode here what was to move away."""
+        self._context.tables.drop(command.drop)
         hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None or hold.sender is None:
             return  # it was freed meanwhile
@@ -129,3 +131,11 @@ class Departures:
         """Tell the gateway who draws the next token, unless that is said with the first one."""
         if hold.stage is Stage.SENDING:
             self._context.gateways.give_turn(hold, instance_id)
+
+
+def part_to_send(transfer: TransferPlan, number: int, block_size: int) -> KvPart:
+    """Return what a transfer's destination is sent: its part, but for the blocks that it shares."""
+    part = transfer.destinations[number].part
+    num_shared = max(0, transfer.num_reused_granules) * blocks_of_granule(block_size)
+    start, stop = part.blocks
+    return part._replace(blocks=IndexRange(min(max(start, num_shared), stop), stop))

@@ -1,4 +1,4 @@
-"""Room for what requests generate: an instance asks for more where little is left, and takes what is granted."""
+"""BlockTables for what requests generate: an instance asks for more where little is left, and takes what is granted."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class RoomGrowth:
 
     def grow(self, command: GrowKv) -> None:
         """Take what the scheduler grants."""
+        self._context.tables.drop(command.drop)
         hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None or command.num_blocks <= len(hold.sequence.block_table):
             return  # it ended meanwhile, or was granted more already
@@ -33,7 +34,7 @@ class RoomGrowth:
     def extend(self, hold: Hold, num_blocks: int) -> None:
         """Let it have at least ``num_blocks`` in all. Raises OutOfBlocks if they are not free."""
         num_missing = max(0, num_blocks - len(hold.sequence.block_table))
-        hold.sequence.block_table.extend(self._context.pool.allocate(num_missing))
+        hold.sequence.block_table.extend(self._context.tables.allocate(num_missing))
 
     def tell(self, holds: Iterable[Hold]) -> None:
         """Ask for more room where there is little left."""

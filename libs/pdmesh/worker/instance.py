@@ -8,7 +8,8 @@ it cannot take it *refuses* (`RequestDropped`), and the scheduler starts the req
 * `plans`, `results`: what the engine computes next, and what became of it. `growth`: room for what is generated.
 * `departures`, `arrivals`: KV that moves on after its prefill, at its source and where it comes to.
 * `moves`: decodes that move while they run, on both sides.
-* `sequences`: the table of what is held. `endings`: how requests end. `context`: what these share.
+* `sequences`: the table of what is held. `block_tables`: blocks for it, and those that are kept for requests to come.
+* `endings`: how requests end. `context`: what these share.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pdmesh.core.commands import (
     StopInstance,
     WithdrawTransfer,
 )
-from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported
+from pdmesh.core.events import CacheReported, InstanceEvent, KvReleased, LoadReported
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
@@ -44,10 +45,12 @@ from pdmesh.kv.outcome import (
     SentTransfer,
     TransferOutcome,
 )
-from pdmesh.model import InstanceId, Resident, Role, TransferPurpose
+from pdmesh.model import InstanceId, PrefixHashes, Resident, Role, TransferPurpose
+from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import Admit, ExpectKv, ExpectMove, Grant, PeerGone, Regroup
 from pdmesh.worker.arrivals import Arrivals
+from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import Departures
 from pdmesh.worker.endings import Endings
@@ -79,6 +82,7 @@ class Instance:
         max_model_len: int,
         block_size: int,
         pool: BlockPool,
+        hasher: PrefixHasher,
         mover: KvMover,
         wakeup: Wakeup,
         report: Callable[[InstanceEvent], None],
@@ -94,14 +98,15 @@ class Instance:
         self._report = report
         self._stop = stop
         own = OwnSteps()
-        self._sequences = sequences = Sequences(pool, mover, on_released=self._released)
+        self._tables = tables = BlockTables(instance_id, pool, block_size, hasher, report)
+        self._sequences = sequences = Sequences(pool, mover, keep_drawn=tables.keep_drawn, on_released=self._released)
         endings = Endings(instance_id, sequences=sequences, own=own, report=report)
         self.plans = Plans(instance_id, sequences, own, wakeup=wakeup, report=report, drop=endings.drop)
         context = InstanceContext(
             instance_id=instance_id,
             max_model_len=max_model_len,
             block_size=block_size,
-            pool=pool,
+            tables=tables,
             mover=mover,
             sequences=sequences,
             endings=endings,
@@ -206,10 +211,10 @@ class Instance:
         for hold in holds:
             self._sequences.release(hold)
 
-    def _released(self, hold: Hold) -> None:
+    def _released(self, hold: Hold, granules: PrefixHashes) -> None:
         hold.end_trace(FREED)  # of what was still open when it was cancelled or dropped
         log.debug("request released", request_id=hold.request_id, epoch=hold.epoch, stage=hold.stage.name.lower())
-        self._report(KvReleased(self.instance_id, hold.request_id, hold.epoch, hold.received_by))
+        self._report(KvReleased(self.instance_id, hold.request_id, hold.epoch, hold.received_by, granules))
 
     # --- books -----------------------------------------------------------------------------------------------
 
@@ -229,7 +234,12 @@ class Instance:
             num_held_blocks=self._pool.num_held,
             num_quarantined_blocks=self._pool.num_quarantined,
             num_decoding=self._sequences.num_decoding,
+            num_kept_blocks=self._pool.num_kept,
         )
+
+    def cache(self) -> CacheReported | None:
+        """What is kept for requests to come, for a scheduler that the instance registers with; None: nothing."""
+        return self._tables.report() if len(self._tables.kept) else None
 
     async def drop_all_but_decoding(self) -> None:
         """Forget all plans and all requests that do not decode yet, and wait until their blocks are free.
@@ -244,7 +254,7 @@ class Instance:
         await self._sequences.settled()
 
     def residents(self) -> tuple[Resident, ...]:
-        return tuple(hold.as_resident() for hold in self._sequences)
+        return tuple(hold.as_resident(self._tables.granules_of(hold)) for hold in self._sequences)
 
     @property
     def admits(self) -> bool:
@@ -261,4 +271,5 @@ class Instance:
 
     def check_integrity(self) -> None:
         self._sequences.check_integrity()
+        self._tables.kept.check_integrity()
         self._mover.check_integrity()

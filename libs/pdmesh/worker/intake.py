@@ -10,8 +10,9 @@ from pdmesh.core.commands import PlaceDecode
 from pdmesh.core.events import KvReleased, RequestDropped
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
-from pdmesh.model import NO_TRANSFER, Epoch, RequestId, TransferId, num_blocks_for
+from pdmesh.model import GRANULE_TOKENS, NO_TRANSFER, Epoch, PrefixHashes, RequestId, TransferId, num_blocks_for
 from pdmesh.wire.messages import Admit, Generation, unpack_token_ids
+from pdmesh.worker.block_tables import StalePrefix
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.sequences import Hold, Stage
@@ -41,15 +42,26 @@ class Intake:
         """Take a request whose prompt is to be computed here, alone or in a group."""
         generation, command = message.generation, message.command
         decodes = command.leads and not command.moves_on
+        self._context.tables.drop(command.drop)
         try:
             self._groups.check(message)
             token_ids = transcript(generation)
             num_tokens = len(token_ids)
             num_output_tokens_kept = generation.max_tokens_left - 1 if decodes else 0
-            hold = self.hold(generation, token_ids, command.num_blocks, num_tokens + num_output_tokens_kept)
+            hold = self.hold(
+                generation,
+                token_ids,
+                command.num_blocks,
+                num_tokens + num_output_tokens_kept,
+                num_reused_granules=command.num_reused_granules,
+            )
         except PdmeshError as error:
-            self.refuse(generation, str(error))
+            self.refuse(generation, error)
             return
+        hold.num_computed_tokens = hold.num_begun_tokens = hold.num_reused_tokens
+        if command.leads and generation.prefix_root:
+            self._context.metrics.cache_queries.inc(num_tokens)
+            self._context.metrics.cache_hits.inc(hold.num_reused_tokens)
         if command.moves_on:
             hold.transfer = command.transfer
             sources = command.shards if command.transfer is None else command.transfer.sources
@@ -61,6 +73,7 @@ class Intake:
                 num_context_tokens=num_tokens,
                 source=source,
                 blocks=sources[source].part.blocks,
+                num_present_blocks=hold.num_reused_tokens // hold.block_size,
             )
         self._groups.join(hold, message)
 
@@ -71,8 +84,16 @@ class Intake:
         if self._context.sequences.get(request_id, epoch) is not None:
             raise ProtocolError("the request is held here already")
 
-    def hold(self, generation: Generation, token_ids: array.array[int], num_blocks: int, max_kv_tokens: int) -> Hold:
-        """Take the blocks of a request. Raises PdmeshError if that cannot be."""
+    def hold(
+        self,
+        generation: Generation,
+        token_ids: array.array[int],
+        num_blocks: int,
+        max_kv_tokens: int,
+        *,
+        num_reused_granules: int,
+    ) -> Hold:
+        """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be."""
         self.check_new(generation.request_id, generation.epoch)
         check_request(
             generation,
@@ -82,6 +103,7 @@ class Intake:
             block_size=self._context.block_size,
             max_model_len=self._context.max_model_len,
         )
+        prefix = reused_prefix(generation.prefix, num_reused_granules, len(token_ids))
         hold = Hold(
             generation=generation,
             sequence=EngineSequence(
@@ -89,11 +111,12 @@ class Intake:
                 params=generation.params,
                 token_ids=token_ids,
                 num_prompt_tokens=generation.num_prompt_tokens,
-                block_table=self._context.pool.allocate(num_blocks),
+                block_table=self._context.tables.table(num_blocks, prefix),
             ),
             stage=Stage.PREFILLING,
             block_size=self._context.block_size,
             max_kv_tokens=max_kv_tokens,
+            num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
             trace=trace_of(self._context.tracing, generation, self._context.instance_id),
         )
         self._context.sequences.add(hold)
@@ -107,14 +130,19 @@ class Intake:
         self._context.gateways.open(hold)
         return hold
 
-    def refuse(self, request: Generation | PlaceDecode, reason: str, transfer_id: TransferId = NO_TRANSFER) -> None:
-        """Say that it is not taken, and that ``transfer_id`` holds no room here."""
-        request_id, epoch = request.request_id, request.epoch
+    def refuse(
+        self, request: Generation | PlaceDecode, error: PdmeshError, transfer_id: TransferId = NO_TRANSFER
+    ) -> None:
+        """Say that it is not taken, and that ``transfer_id`` holds no room here; and what is kept, if that was why."""
+        request_id, epoch, reason = request.request_id, request.epoch, str(error)
         log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
         self._context.metrics.refused_requests.inc()
         self._context.report(RequestDropped(self._context.instance_id, request_id, epoch, reason))
         if self._context.sequences.get(request_id, epoch) is None:
             self._context.report(KvReleased(self._context.instance_id, request_id, epoch, transfer_id))
+        if isinstance(error, StalePrefix):
+            self._context.metrics.stale_prefixes.inc()
+            self._context.tables.report_kept()
 
 
 def transcript(generation: Generation) -> array.array[int]:
@@ -123,6 +151,13 @@ def transcript(generation: Generation) -> array.array[int]:
         return unpack_token_ids(generation.token_ids)
     except ValueError as error:
         raise ProtocolError(f"a transcript of {len(generation.token_ids)} bytes is not whole tokens") from error
+
+
+def reused_prefix(prefix: PrefixHashes, num_granules: int, num_tokens: int) -> PrefixHashes:
+    """Return the first granules of a chain. Raises ProtocolError if these are more than a request may reuse."""
+    if not 0 <= num_granules <= len(prefix) or num_granules * GRANULE_TOKENS >= num_tokens:
+        raise ProtocolError(f"{num_granules} granules reused of {len(prefix)}, and of {num_tokens} tokens")
+    return prefix[:num_granules]
 
 
 def check_request(

@@ -41,6 +41,15 @@ class WorkerMetrics:
         )
         self.prompt_tokens = Counter("pdmesh:prompt_tokens", "Prompt tokens computed.", registry=self.registry)
         self.generation_tokens = Counter("pdmesh:generation_tokens", "Tokens drawn.", registry=self.registry)
+        self.cache_queries = Counter(
+            "pdmesh:prefix_cache_queries", "Prompt tokens admitted whose KV could be here.", registry=self.registry
+        )
+        self.cache_hits = Counter(
+            "pdmesh:prefix_cache_hits", "Of these, the tokens whose KV was here.", registry=self.registry
+        )
+        self.stale_prefixes = Counter(
+            "pdmesh:num_stale_prefixes", "Requests refused since KV to reuse was not here.", registry=self.registry
+        )
         self.transfer_bytes = Counter(
             "pdmesh:kv_transfer_bytes", "KV moved, by direction.", ["direction"], registry=self.registry
         )
@@ -76,7 +85,7 @@ class WorkerMetrics:
         self.registry.register(_Books(pool, stages, pieces))
         load = _Load(pool, model, block_size, stages)
         self.registry.register(load)
-        self.registry.register(Aliases(load))
+        self.registry.register(Aliases(load, self.cache_queries, self.cache_hits))
 
 
 class _Books(Collector):
@@ -96,6 +105,7 @@ class _Books(Collector):
         blocks = GaugeMetricFamily("pdmesh:kv_blocks", "KV blocks, by state.", labels=["state"])
         blocks.add_metric(["free"], self._pool.num_free)
         blocks.add_metric(["held"], self._pool.num_held)
+        blocks.add_metric(["kept"], self._pool.num_kept)
         blocks.add_metric(["quarantined"], self._pool.num_quarantined)
         yield blocks
         requests = GaugeMetricFamily("pdmesh:num_requests", "Requests held, by stage.", labels=["stage"])
@@ -135,7 +145,7 @@ class _Load(Collector):
     def collect(self) -> Iterator[Metric]:
         stages = self._stages()
         num_waiting = sum(stages.get(stage, 0) for stage in _WAITING_STAGES)
-        usage = 1 - self._pool.num_free / self._pool.num_blocks
+        usage = 1 - (self._pool.num_free + self._pool.num_kept) / self._pool.num_blocks
         values = (
             ("num_requests_waiting", "Requests held that nothing is computed for yet.", num_waiting),
             ("num_requests_running", "Other requests held.", sum(stages.values()) - num_waiting),

@@ -10,7 +10,7 @@ import array
 
 import structlog
 
-from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode
+from pdmesh.core.commands import CancelMove, ResumeDecode
 from pdmesh.core.events import DecodeReserved, MoveFailed, MoveSent
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError, ProtocolError
@@ -18,10 +18,11 @@ from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transcript import pack_transcript, unpack_transcript
 from pdmesh.kv.transfer import KvDestination
-from pdmesh.model import GatewayId, InstanceId, SamplingParams, TransferId
+from pdmesh.model import GRANULE_TOKENS, GatewayId, InstanceId, SamplingParams, TransferId
 from pdmesh.wire.messages import ExpectMove, Generation, Grant, pack_token_ids
 from pdmesh.worker.context import InstanceContext
-from pdmesh.worker.intake import Intake, check_request
+from pdmesh.worker.departures import part_to_send
+from pdmesh.worker.intake import Intake, check_request, reused_prefix
 from pdmesh.worker.sequences import Hold, Leaving, Stage
 from pdmesh.worker.spans import DONE
 
@@ -53,7 +54,9 @@ class MovingDecodes:
             hold.epoch,
             block_ids=hold.sequence.block_table,
             transcript=pack_transcript(hold.generation, hold.sequence.token_ids[:num_kv_tokens]),
-            destination=KvDestination(message.destination_addresses[0], transfer.destinations[0].part),
+            destination=KvDestination(
+                message.destination_addresses[0], part_to_send(transfer, 0, self._context.block_size)
+            ),
             capability=transfer.capability,
             on_caught_up=lambda: self._caught_up(hold),
         )
@@ -175,10 +178,11 @@ class MovingDecodes:
     def expect(self, message: ExpectMove) -> None:
         """Make room for a request that comes with its KV."""
         transfer = message.command.transfer
+        self._context.tables.drop(message.command.drop)
         try:
-            hold = self._hold(message.command)
+            hold = self._hold(message)
         except PdmeshError as error:
-            self._intake.refuse(message.command, str(error), transfer.transfer_id)
+            self._intake.refuse(message.command, error, transfer.transfer_id)
             return
         self._context.mover.arrivals.expect(
             hold.request_id,
@@ -186,17 +190,21 @@ class MovingDecodes:
             capability=transfer.capability,
             block_ids=hold.sequence.block_table,
             num_context_tokens=None,
+            num_present_blocks=hold.num_reused_tokens // hold.block_size,
             source_addresses=message.source_addresses,
         )
         self._context.report(
             DecodeReserved(self._context.instance_id, hold.request_id, hold.epoch, transfer.transfer_id)
         )
 
-    def _hold(self, command: PlaceDecode) -> Hold:
+    def _hold(self, message: ExpectMove) -> Hold:
         """Take the blocks of a request that nothing else is known of. Raises PdmeshError if that cannot be."""
+        command, num_granules = message.command, message.command.transfer.num_reused_granules
+        num_tokens = command.num_blocks * self._context.block_size
         self._intake.check_new(command.request_id, command.epoch)
         if command.num_blocks <= 0:
             raise ProtocolError("no room is asked for")
+        prefix = reused_prefix(message.prefix, num_granules, num_tokens)
         nobody = Generation(  # until its own comes
             request_id=command.request_id,
             epoch=command.epoch,
@@ -213,11 +221,12 @@ class MovingDecodes:
                 params=nobody.params,
                 token_ids=array.array("i"),
                 num_prompt_tokens=0,
-                block_table=self._context.pool.allocate(command.num_blocks),
+                block_table=self._context.tables.table(command.num_blocks, prefix),
             ),
             stage=Stage.RECEIVING,
             block_size=self._context.block_size,
-            max_kv_tokens=command.num_blocks * self._context.block_size,
+            max_kv_tokens=num_tokens,
+            num_reused_tokens=num_granules * GRANULE_TOKENS,
             transfer=command.transfer,
             received_by=command.transfer.transfer_id,
         )

@@ -158,6 +158,7 @@ class Plans:
             or hold.in_step
             or not part.start < end <= num_tokens
             or part.is_last != (end == num_tokens)
+            or not self._sequences.may_write(hold, part)
             or not hold.begins(part)
         ):
             self._drop(

@@ -105,6 +105,7 @@ def token_out(hold: Hold, result: SliceResult, successor: InstanceId | None = No
         finish_reason=result.finish_reason,
         stop_token_id=result.stop_token_id,
         next_instance_id=(successor or hold.next_instance_id) if result.finish_reason is None else None,
+        num_cached_tokens=0 if hold.sequence.num_output_tokens else hold.num_reused_tokens,
     )
 
 

@@ -19,6 +19,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.prefixes import PrefixHasher
 from pdmesh.service import ServiceContext
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.transport.base import KvTransport
@@ -124,6 +125,7 @@ async def serve_instance(
             max_model_len=engine.max_model_len,
             block_size=engine.kv.layout.block_size,
             pool=pool,
+            hasher=PrefixHasher(config.security.mesh_token),
             mover=mover,
             wakeup=thread.wakeup,
             report=report,
@@ -136,6 +138,7 @@ async def serve_instance(
             channel,
             prepare=instance.drop_all_but_decoding,
             registration=registration,
+            cache=instance.cache,
             load=instance.load,
             handle=instance.handle,
             lost=instance.plans.release_decodes,

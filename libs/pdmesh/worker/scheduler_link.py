@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import structlog
 
-from pdmesh.core.events import InstanceEvent, LoadReported
+from pdmesh.core.events import CacheReported, InstanceEvent, LoadReported
 from pdmesh.errors import ProtocolError
 from pdmesh.wire.endpoint import MeshChannel
 from pdmesh.wire.messages import (
@@ -38,7 +38,8 @@ class WorkerSession:
     """See the module's docstring.
 
     Before each registration ``prepare`` is awaited (it may have to let a step end); ``registration`` is what is true
-    at the moment of sending. ``handle`` takes what the scheduler says, and ``lost`` is told whenever the stream ends.
+    at the moment of sending, and ``cache`` is told of kept KV behind it. ``handle`` takes what the scheduler says, and
+    ``lost`` is told whenever the stream ends.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class WorkerSession:
         *,
         prepare: Callable[[], Awaitable[None]],
         registration: Callable[[], RegisterWorker],
+        cache: Callable[[], CacheReported | None],
         load: Callable[[], LoadReported],
         handle: Callable[[Instruction], None],
         lost: Callable[[], None],
     ) -> None:
         self._registration = registration
+        self._cache = cache
         self._load = load
         self._handle = handle
         self._lost = lost
@@ -80,7 +83,8 @@ class WorkerSession:
         await self._prepare()
 
     def opening(self) -> Sequence[WorkerUp]:
-        return [self._registration()]
+        cache = self._cache()
+        return [self._registration(), *([] if cache is None else [EventMessage.of(cache)])]
 
     def welcomed(self, welcome: Any) -> Terms:
         if not isinstance(welcome, WelcomeWorker):

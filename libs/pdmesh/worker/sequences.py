@@ -19,7 +19,16 @@ from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.sender import KvSender
-from pdmesh.model import NO_TRANSFER, Epoch, InstanceId, RequestId, Resident, TransferId, num_blocks_for
+from pdmesh.model import (
+    NO_TRANSFER,
+    Epoch,
+    InstanceId,
+    PrefixHashes,
+    RequestId,
+    Resident,
+    TransferId,
+    num_blocks_for,
+)
 from pdmesh.plans import ChunkPlan, TransferPlan
 from pdmesh.policy.on_demand import is_low
 from pdmesh.wire.messages import Generation
@@ -80,7 +89,8 @@ class Hold:
     exchange: KvExchange | None = None  # set if a group computes its prompt
     leaving: Leaving | None = None  # set while it decodes, and moves to another instance
     trace: HoldTrace | None = None  # set if the request is traced
-    num_computed_tokens: int = 0
+    num_reused_tokens: int = 0  # the first ones, whose KV was here
+    num_computed_tokens: int = 0  # those reused among them
     num_chunks: int = 0  # begun
     num_begun_tokens: int = 0  # up to the end of the last chunk that was begun
     low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
@@ -138,7 +148,8 @@ class Hold:
         if self.trace is not None:
             self.trace.ended(self.sequence.num_output_tokens, outcome)
 
-    def as_resident(self) -> Resident:
+    def as_resident(self, granules: PrefixHashes) -> Resident:
+        """Return what a scheduler is told of it; ``granules`` are those of its prompt that are kept, too."""
         return Resident(
             request_id=self.request_id,
             epoch=self.epoch,
@@ -148,15 +159,27 @@ class Hold:
             decoding=self.stage is Stage.DECODING,
             max_total_tokens=self.max_kv_tokens,
             transfer_id=self.received_by,
+            granules=granules,
         )
 
 
 class Sequences:
-    """The table of holds. ``on_released`` is called once per hold, when its last block is free."""
+    """The table of holds.
 
-    def __init__(self, pool: BlockPool, mover: KvMover, *, on_released: Callable[[Hold], None]) -> None:
+    ``on_released`` is called once per hold, when its last block is free, or kept; with what ``keep_drawn`` kept of it.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        mover: KvMover,
+        *,
+        keep_drawn: Callable[[Hold], PrefixHashes],
+        on_released: Callable[[Hold, PrefixHashes], None],
+    ) -> None:
         self._pool = pool
         self._mover = mover
+        self._keep_drawn = keep_drawn
         self._on_released = on_released
         self._holds: dict[tuple[RequestId, Epoch], Hold] = {}
         self._decoding: dict[tuple[RequestId, Epoch], Hold] = {}
@@ -250,6 +273,11 @@ class Sequences:
             if hold.exchange is not None:
                 hold.exchange.gate.abort(reason)
 
+    def may_write(self, hold: Hold, part: ChunkPlan) -> bool:
+        """Whether the blocks that a chunk is to fill are this request's alone."""
+        first, end = part.start // hold.block_size, num_blocks_for(part.start + part.num_tokens, hold.block_size)
+        return not any(map(self._pool.is_shared, hold.sequence.block_table[first:end]))
+
     async def settled(self) -> None:
         """Wait until every released hold's blocks are free."""
         while self._leaving:
@@ -266,14 +294,18 @@ class Sequences:
         held, tables = self._pool.references, Counter(block for hold in self for block in hold.sequence.block_table)
         wrong = {block: number for block, number in tables.items() if held.get(block, 0) < number}
         assert not wrong, f"blocks in more tables than the pool counts: {wrong}"
+        for hold in self.decoding:
+            block_id = hold.sequence.block_table[(len(hold.sequence.token_ids) - 1) // hold.block_size]
+            assert not self._pool.is_shared(block_id), f"{hold.request_id} writes into shared block {block_id}"
         if not self._leaving:
             assert tables == held, f"{tables.total()} blocks in tables, {sum(held.values())} references in the pool"
 
     def _free(self, hold: Hold) -> None:
-        self._pool.free(hold.sequence.block_table, on_released=lambda: self._freed(hold))
+        drawn = self._keep_drawn(hold)
+        self._pool.free(hold.sequence.block_table, on_released=lambda: self._freed(hold, drawn))
 
-    def _freed(self, hold: Hold) -> None:
+    def _freed(self, hold: Hold, drawn: PrefixHashes) -> None:
         self._leaving.remove(hold)
-        self._on_released(hold)
+        self._on_released(hold, drawn)
         self._released.set()
         self._released = anyio.Event()

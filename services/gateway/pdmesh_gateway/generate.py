@@ -20,6 +20,7 @@ from pdmesh.wire.messages import OtherChoice, Submit, pack_token_ids
 from pdmesh_gateway.choices import Choice
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.prefixes import Prefixes, PromptPrefix
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_gateway.spans import REQUEST, request_attributes, response_attributes
 from pdmesh_gateway.stop import StopFinder
@@ -48,6 +49,7 @@ class Generator:
         gateway_id: GatewayId,
         token_address: str,
         tokenizer: ModelTokenizer,
+        prefixes: Prefixes,
         transcripts: Transcripts,
         link: GatewaySession,
         metrics: GatewayMetrics,
@@ -58,6 +60,7 @@ class Generator:
         self._gateway_id = gateway_id
         self._token_address = token_address
         self._tokenizer = tokenizer
+        self._prefixes = prefixes
         self._transcripts = transcripts
         self._link = link
         self._tracing = tracing
@@ -86,9 +89,11 @@ class Generator:
             num_tokens_before = 0
             for prompt_index, prompt in enumerate(job.prompts):
                 packed = pack_token_ids(prompt if isinstance(prompt, list) else list(prompt))
+                prefix = await self._prefixes.of(packed, job.params, tenant=job.tenant, salt=job.cache_salt)
                 of_prompt: list[Choice] = []
                 for i in range(job.n):
-                    choice = self._choice(job, prompt_index * job.n + i, i, prompt, packed, mailbox, span.traceparent)
+                    index = prompt_index * job.n + i
+                    choice = self._choice(job, index, i, prompt, packed, prefix, mailbox, span.traceparent)
                     choice.transcript.num_tokens_before = num_tokens_before
                     num_tokens_before += len(prompt)
                     self._transcripts.add(choice.transcript)
@@ -295,6 +300,7 @@ class Generator:
         i: int,
         prompt: Sequence[int],
         packed: bytes,
+        prefix: PromptPrefix,
         mailbox: Mailbox,
         traceparent: str | None,
     ) -> Choice:
@@ -307,6 +313,7 @@ class Generator:
             params=replace(job.params, seed=(job.params.seed + i) % 2**63),
             mailbox=mailbox,
             clock=time.monotonic,
+            prefix=prefix,
             tenant=job.tenant,
             share=job.share,
             priority=job.priority,

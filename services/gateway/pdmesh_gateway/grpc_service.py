@@ -163,6 +163,7 @@ class _Inference(pb_grpc.InferenceServicer):
         return GenerationJob(
             tenant=client.name,
             share=client.share,
+            cache_salt=request.cache_salt,
             request_id=request_id,
             label=label,
             prompts=[prompt],
@@ -224,6 +225,7 @@ def _response(delta: Delta, generation: TextStream, *, with_logprobs: bool) -> p
         response.finish_reason = _FINISH[delta.finish_reason]
         response.usage.prompt_tokens = generation.job.num_prompt_tokens
         response.usage.completion_tokens = generation.num_output_tokens
+        response.usage.cached_tokens = generation.num_cached_tokens
         if isinstance(delta.stop_reason, str):
             response.stop_string = delta.stop_reason
         elif delta.stop_reason is not None:

@@ -26,6 +26,7 @@ class GenerationJob:
     slo: Slo = NO_SLO
     tenant: str = ""  # the name of the client's key
     share: int = 1  # of that key
+    cache_salt: str = ""  # only prompts with the same one share KV
     traceparent: str | None = None
     deadline_s: float = 3600.0
     operation: str = "text_completion"

@@ -29,6 +29,7 @@ from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.http.server import open_listener, serve_http
 from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.prefixes import Prefixes
 from pdmesh_gateway.reject_cache import RejectCache
 from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.serving import Serving
@@ -71,6 +72,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             gateway_id=gateway_id,
             token_address=token_address,
             tokenizer=tokenizer,
+            prefixes=Prefixes(config.security.mesh_token, gateway.prefix_reuse, info, model),
             transcripts=transcripts,
             link=link,
             metrics=metrics,

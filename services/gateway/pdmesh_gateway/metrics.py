@@ -111,6 +111,10 @@ class GatewayMetrics:
         output_length = histogram("request_generation_tokens", "Output tokens of a request.", _LENGTH_BUCKETS)
         prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         output_tokens = counter("generation_tokens", "Output tokens delivered.")
+        cache_queries = counter(
+            "prefix_cache_queries", "Prompt tokens of finished requests, which could have been cached."
+        )
+        cache_hits = counter("prefix_cache_hits", "Of these, the tokens whose KV was there before.")
         restarts = counter("request_restarts", "Requests resumed after a loss.")
         preemptions = counter("num_preemptions", "Requests resumed because other requests needed their KV memory.")
         refusal = histogram(
@@ -128,6 +132,8 @@ class GatewayMetrics:
         self._output_length = output_length.labels(model)
         self._prompt_tokens = prompt_tokens.labels(model)
         self._output_tokens = output_tokens.labels(model)
+        self._cache_queries = cache_queries.labels(model)
+        self._cache_hits = cache_hits.labels(model)
         self._restarts = restarts.labels(model)
         self._preemptions = preemptions.labels(model)
         self._success = Counter(
@@ -166,7 +172,20 @@ class GatewayMetrics:
         mesh = _MeshCollector(model, mesh_state)
         self.registry.register(mesh)
         self.registry.register(
-            Aliases(ttft, itl, tpot, e2e, decode, prompt_tokens, output_tokens, preemptions, self._success, mesh)
+            Aliases(
+                ttft,
+                itl,
+                tpot,
+                e2e,
+                decode,
+                prompt_tokens,
+                output_tokens,
+                cache_queries,
+                cache_hits,
+                preemptions,
+                self._success,
+                mesh,
+            )
         )
 
     def tokens_out(self, num_tokens: int, now_s: float, started_s: float, last_s: float | None) -> None:
@@ -183,7 +202,15 @@ class GatewayMetrics:
                 self._itl.observe(gap_s)
 
     def finished(
-        self, num_prompt_tokens: int, num_tokens: int, reason: str, *, ttft_s: float, e2e_s: float, slo: Slo
+        self,
+        num_prompt_tokens: int,
+        num_tokens: int,
+        reason: str,
+        *,
+        num_cached_tokens: int,
+        ttft_s: float,
+        e2e_s: float,
+        slo: Slo,
     ) -> None:
         """A generation ended well; ``slo`` is what its client asked for."""
         tpot_s = tpot_between_s(ttft_s, e2e_s, num_tokens)
@@ -192,6 +219,8 @@ class GatewayMetrics:
             self._targets.labels(self._model, str(met).lower()).inc()
         self._success.labels(self._model, reason).inc()
         self._prompt_tokens.inc(num_prompt_tokens)
+        self._cache_queries.inc(num_prompt_tokens)
+        self._cache_hits.inc(num_cached_tokens)
         self._prompt_length.observe(num_prompt_tokens)
         self._output_length.observe(num_tokens)
         self._e2e.observe(e2e_s)

@@ -89,8 +89,8 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Accepted; they change nothing here.
     cache_salt: str | None = None
+    # Accepted; they change nothing here.
     metadata: dict[str, Any] | None = None
     spaces_between_special_tokens: bool | None = None
     length_penalty: float | None = None

@@ -94,6 +94,13 @@ def stop_strings(fields: SamplingFields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
+def cache_salt(salt: str | None) -> str:
+    """What a client sets its prompts apart with; nothing if it sets none. Raises RequestRejected if it is empty."""
+    if salt == "":
+        raise invalid("cache_salt", "`cache_salt` must be a non-empty string if it is set.")
+    return salt or ""
+
+
 def num_choices(fields: SamplingFields, *, best_of: int | None, max_n: int) -> int:
     """How many answers are asked for, 1 to ``max_n``. Raises RequestRejected naming the field."""
     number("n", fields.n, low=1, high=max_n)

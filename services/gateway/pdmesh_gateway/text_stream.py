@@ -48,8 +48,16 @@ class TextStream:
     def num_output_tokens(self) -> int:
         return sum(choice.num_tokens for choice in self._choices)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was there before; of several choices of a prompt the first one's count."""
+        return sum(choice.transcript.num_cached_tokens for choice in self._choices[:: self.job.n])
+
     def num_tokens_of(self, index: int) -> int:
         return self._choices[index].num_tokens
+
+    def num_cached_tokens_of(self, index: int) -> int:
+        return self._choices[index].transcript.num_cached_tokens
 
     def prompt_logprobs(self, index: int) -> list[TokenLogprobs | None]:
         """Return log-probabilities of a choice's prompt tokens, None first; complete at its first output token."""
@@ -86,6 +94,7 @@ class TextStream:
                             transcript.num_prompt_tokens,
                             choice.num_tokens,
                             delta.finish_reason,
+                            num_cached_tokens=transcript.num_cached_tokens,
                             ttft_s=first_s[choice.index] - self._started_s,
                             e2e_s=now_s - self._started_s,
                             slo=self.job.slo,

@@ -25,6 +25,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids
+from pdmesh_gateway.prefixes import PromptPrefix
 
 #: Tokens of one instance that wait for an earlier one. More than that and the earlier one is lost: its request would be
 #: resumed anyway.
@@ -95,6 +96,7 @@ class Transcript:
     params: SamplingParams
     mailbox: Mailbox
     clock: Callable[[], float]
+    prefix: PromptPrefix | None = None
     priority: int = 0
     slo: Slo = NO_SLO
     tenant: str = ""
@@ -118,6 +120,7 @@ class Transcript:
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
     giver: InstanceId | None = None  # who named the source, until that speaks
     drawn_by: InstanceId | None = None  # which instance drew the last token
+    num_cached_tokens: int = 0  # of the prompt: their KV was there when its first token was drawn
     num_dropped: int = 0
     num_restarts: int = 0
     num_fruitless: int = 0  # restarts since the last token that it may have caused
@@ -163,17 +166,20 @@ class Transcript:
 
     def generation(self, arithmetic: str = "") -> Generation:
         """What a worker needs to go on from here; ``arithmetic`` is the class that its last token was drawn in."""
+        output = pack_token_ids(self.output)
         return Generation(
             request_id=self.request_id,
             epoch=self.epoch,
             gateway_id=self.gateway_id,
             token_address=self.token_address,
-            token_ids=self.prompt + pack_token_ids(self.output) if self.output else self.prompt,
+            token_ids=self.prompt + output if output else self.prompt,
             num_prompt_tokens=self.num_prompt_tokens,
             params=self.params,
             traceparent=self.traceparent,
             label=self.label,
             arithmetic=arithmetic,
+            prefix_root=b"" if self.prefix is None else self.prefix.root,
+            prefix=() if self.prefix is None else self.prefix.with_output(output),
         )
 
     def offer(self, token: TokenOut, source: InstanceId) -> None:
@@ -310,6 +316,8 @@ class Transcript:
     def _deliver(self, token: TokenOut, source: InstanceId | None) -> None:
         self.source, self.giver = token.next_instance_id or source, source if token.next_instance_id else None
         if token.token_id is not None:
+            if not self.output:
+                self.num_cached_tokens = min(token.num_cached_tokens, self.num_prompt_tokens)
             self.output.append(token.token_id)
             self.drawn_by = source
             self.num_fruitless = 0

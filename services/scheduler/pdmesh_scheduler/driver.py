@@ -47,7 +47,7 @@ from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
-from pdmesh.model import GatewayId, InstanceId, InstanceProfile, RequestKey, Role, TransferPurpose
+from pdmesh.model import GRANULE_TOKENS, GatewayId, InstanceId, InstanceProfile, RequestKey, Role, TransferPurpose
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.views import InstanceView
@@ -98,13 +98,15 @@ class _Moving(NamedTuple):
 
     generation: Generation  # without its tokens, unless sampling looks at them
     num_context_tokens: int
+    tail: bytes  # the packed tokens behind its last full granule, where it is without tokens and its KV may be kept
 
     @classmethod
     def of(cls, generation: Generation) -> _Moving:
         num_context_tokens = generation.num_tokens
-        if not needs_prompt_tokens(generation.params) and generation.num_output_tokens == 0:
-            generation = msgspec.structs.replace(generation, token_ids=b"")
-        return cls(generation, num_context_tokens)
+        if needs_prompt_tokens(generation.params) or generation.num_output_tokens:
+            return cls(generation, num_context_tokens, b"")
+        tail = generation.token_ids[4 * GRANULE_TOKENS * len(generation.prefix) :] if generation.prefix_root else b""
+        return cls(msgspec.structs.replace(generation, token_ids=b""), num_context_tokens, tail)
 
 
 class Driver:
@@ -355,6 +357,7 @@ class Driver:
             generation=moving.generation,
             num_context_tokens=moving.num_context_tokens,
             source_addresses=self._addresses(command.transfer.source_ids),
+            tail=moving.tail,
         )
         self._workers.post(command.instance_id, expect)
 
@@ -435,7 +438,8 @@ class Driver:
                     reachable=view.reachable,
                     suspected=view.suspected,
                     num_blocks=profile.num_blocks,
-                    num_free_blocks=profile.num_blocks if load is None else load.num_free_blocks,
+                    num_free_blocks=profile.num_blocks if load is None else load.num_free_blocks + load.num_kept_blocks,
+                    num_kept_blocks=0 if load is None else load.num_kept_blocks,
                     num_held_blocks=0 if load is None else load.num_held_blocks,
                     num_quarantined_blocks=0 if load is None else load.num_quarantined_blocks,
                     num_prefilling=view.num_prefilling,

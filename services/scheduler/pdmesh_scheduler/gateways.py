@@ -19,6 +19,7 @@ from pdmesh.core.commands import Reject
 from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import GRANULE_TOKENS, GatewayId, RejectReason, Request, is_request_of
+from pdmesh.prefixes import HASH_BYTES
 from pdmesh.ranges import out_of_range
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
@@ -152,7 +153,9 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
         return "has the id of another gateway's request"
     if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
         return f"has {len(generation.token_ids)} bytes of tokens for {generation.num_prompt_tokens} prompt tokens"
-    if len(generation.prefix) not in (0, generation.num_tokens // GRANULE_TOKENS):
+    if len(generation.prefix_root) not in (0, HASH_BYTES):
+        return f"has a root of {len(generation.prefix_root)} bytes for the hashes of its granules"
+    if len(generation.prefix) != (generation.num_tokens // GRANULE_TOKENS if generation.prefix_root else 0):
         return f"has {len(generation.prefix)} hashes of granules of {generation.num_tokens} tokens"
     if generation.epoch < 0:
         return f"is in epoch {generation.epoch}"

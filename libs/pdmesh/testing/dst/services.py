@@ -14,6 +14,7 @@ import pdmesh.worker.runtime as worker_runtime
 import pdmesh_scheduler.main as scheduler_main
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig, TransferConfig, WorkerConfig
 from pdmesh.engine.fake import FAKE_LAYOUT
+from pdmesh.engine.files import DefaultSampling, ModelInfo
 from pdmesh.model import GatewayId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -26,6 +27,7 @@ from pdmesh.testing.dst.process import running_process
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.prefixes import Prefixes
 from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.token_server import serve_tokens
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -88,6 +90,16 @@ class Gateway:
     link: GatewaySession
 
 
+_INFO = ModelInfo(
+    architecture="simulated",
+    max_model_len=1 << 20,
+    vocab_size=1 << 20,
+    eos_token_ids=(),
+    default_sampling=DefaultSampling(),
+    fingerprint=b"",
+)
+
+
 async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
     """Serve as `pdmesh_gateway.main.serve` does, without HTTP and a model's files."""
     transcripts = Transcripts()
@@ -100,6 +112,7 @@ async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
             gateway_id=gateway_id,
             token_address=address,
             tokenizer=cast(ModelTokenizer, _Tokenizer()),
+            prefixes=Prefixes(config.security.mesh_token, config.gateway.prefix_reuse, _INFO),
             transcripts=transcripts,
             link=link,
             metrics=metrics,

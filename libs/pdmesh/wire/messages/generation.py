@@ -50,7 +50,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceparent: str | None = None  # W3C trace context
     label: str = ""  # what its client calls it, for people to find it by; several requests may have the same
     arithmetic: str = ""  # class of the instance that drew the last token delivered before
-    prefix: PrefixHashes = ()  # of all full granules of ``token_ids``, in order; empty: no KV is reused or kept
+    prefix_root: bytes = b""  # what the hashes of its granules begin with; empty: no KV is reused or kept
+    prefix: PrefixHashes = ()  # of all full granules of ``token_ids``, in order
 
     @property
     def num_tokens(self) -> int:

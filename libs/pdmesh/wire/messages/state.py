@@ -39,12 +39,13 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     pid: int
     draining: bool
     num_blocks: int
-    num_free_blocks: int
+    num_free_blocks: int  # those that are kept for requests to come among them
     num_held_blocks: int
     num_quarantined_blocks: int
     num_prefilling: int
     num_decoding: int
     num_queued_tokens: int
+    num_kept_blocks: int = 0
     num_taken_blocks: int = 0  # held, or promised to requests on their way
     reachable: bool = True  # its stream is open; else it is given up once its lease ends
     suspected: bool = False  # its stream is open, and silent

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, SetGroup
 from pdmesh.model import (
     InstanceProfile,
+    PrefixHashes,
     Resident,
 )
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
@@ -50,18 +51,27 @@ class Regroup(Message, frozen=True, kw_only=True):
 
 
 class ExpectKv(Message, frozen=True, kw_only=True):
-    """A `PlaceDecode` with the request. ``generation.token_ids`` is empty unless sampling needs the prompt."""
+    """A `PlaceDecode` with the request.
+
+    ``generation.token_ids`` is empty unless sampling needs the prompt. Then ``tail`` are the packed tokens behind the
+    last full granule, which those that are drawn go on from, if its KV may be kept.
+    """
 
     command: PlaceDecode
     generation: Generation
     num_context_tokens: int  # tokens whose KV will land
     source_addresses: tuple[bytes, ...]  # data addresses of the transfer's sources, for the acknowledgement
+    tail: bytes = b""
 
 
 class ExpectMove(Message, frozen=True, kw_only=True):
-    """A `PlaceDecode` of a move: the source sends the request with its KV."""
+    """A `PlaceDecode` of a move: the source sends the request with its KV.
+
+    ``prefix`` are the granules of its prompt that are shared, as many as the transfer says.
+    """
 
     command: PlaceDecode
+    prefix: PrefixHashes = ()
     source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
 
 

@@ -170,7 +170,9 @@ class _ChatRendering(ItemRendering):
         usage: Usage | None = None
         if self._writer.continuous_usage:
             reasoning = self._answers[delta.index].num_reasoning_tokens
-            usage = usage_of(job.num_prompt_tokens, generation.num_tokens_of(delta.index), reasoning)
+            num_output_tokens = generation.num_tokens_of(delta.index)
+            num_cached_tokens = generation.num_cached_tokens_of(delta.index)
+            usage = usage_of(job.num_prompt_tokens, num_output_tokens, reasoning, num_cached_tokens=num_cached_tokens)
         head = b""
         if not self._begun[delta.index]:
             self._begun[delta.index] = True
@@ -213,7 +215,12 @@ class _ChatRendering(ItemRendering):
         )
 
     def _usage(self, generation: TextStream) -> Usage:
-        return usage_of(generation.job.num_prompt_tokens, generation.num_output_tokens, self.num_reasoning_tokens)
+        return usage_of(
+            generation.job.num_prompt_tokens,
+            generation.num_output_tokens,
+            self.num_reasoning_tokens,
+            num_cached_tokens=generation.num_cached_tokens,
+        )
 
     def _logprobs(self, of: Delta | Collected) -> ChatLogprobs | None:
         return chat_logprobs(self._tokenizer, of.token_ids, of.logprobs) if self._request.logprobs else None

@@ -162,7 +162,9 @@ class _CompletionRendering(Rendering):
             delta = self._with_echo(delta, generation)
         usage: Usage | None = None
         if self._writer.continuous_usage:
-            usage = usage_of(len(prompt), 0 if self._prompt_only else generation.num_tokens_of(index))
+            num_output_tokens = 0 if self._prompt_only else generation.num_tokens_of(index)
+            num_cached_tokens = generation.num_cached_tokens_of(index)
+            usage = usage_of(len(prompt), num_output_tokens, num_cached_tokens=num_cached_tokens)
         return self._writer.delta(
             index,
             text_body(delta.text),
@@ -187,7 +189,11 @@ class _CompletionRendering(Rendering):
         )
 
     def _usage(self, generation: TextStream) -> Usage:
-        return usage_of(generation.job.num_prompt_tokens, 0 if self._prompt_only else generation.num_output_tokens)
+        return usage_of(
+            generation.job.num_prompt_tokens,
+            0 if self._prompt_only else generation.num_output_tokens,
+            num_cached_tokens=generation.num_cached_tokens,
+        )
 
     def _choice(self, index: int, choice: Collected, generation: TextStream) -> CompletionChoice:
         own = self._own(choice.delta(index), generation.job)

@@ -29,7 +29,7 @@ from pdmesh_gateway.items import ChoiceItems, ItemEvent, WholeAnswer, collect
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import SamplingFields
 from pdmesh_gateway.reject_cache import RequestKind
-from pdmesh_gateway.sampling import fit_max_tokens, sampling_params, stop_strings, target_s
+from pdmesh_gateway.sampling import cache_salt, fit_max_tokens, sampling_params, stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent
 from pdmesh_gateway.text_stream import TextStream
 
@@ -268,6 +268,7 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         return GenerationJob(
             tenant=client.name,
             share=client.share,
+            cache_salt=cache_salt(request.cache_salt),
             request_id=exchange.request_id,
             label=exchange.label,
             prompts=prompts,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdmesh_gateway.protocol import ChatDelta, CompletionTokensDetails, StreamOptions, Usage
+from pdmesh_gateway.protocol import ChatDelta, CompletionTokensDetails, PromptTokensDetails, StreamOptions, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -94,11 +94,14 @@ def delta_body(delta: ChatDelta) -> bytes:
     return b'"delta":' + _encode(delta)
 
 
-def usage_of(num_prompt_tokens: int, num_output_tokens: int, num_reasoning_tokens: int = 0) -> Usage:
-    """Return usage in tokens as OpenAI counts them. None are cached, because the mesh shares no prefixes."""
+def usage_of(
+    num_prompt_tokens: int, num_output_tokens: int, num_reasoning_tokens: int = 0, *, num_cached_tokens: int
+) -> Usage:
+    """Return usage in tokens as OpenAI counts them; those cached are prompt tokens, too."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
     )

@@ -1,0 +1,45 @@
+"""Hashes of token sequences, granule by granule: by them is told, without the tokens, what KV requests have in common.
+
+Each hash is made of the one before it and of the `GRANULE_TOKENS` tokens of its granule; the first one of a *root*.
+Equal hashes mean equal tokens from the first on, and equal roots: the same model, tenant and salt. They are keyed by
+the mesh's token, so that nobody else can make one, or guess what a text's is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from pdmesh.model import GRANULE_TOKENS, PrefixHash, PrefixHashes
+
+HASH_BYTES = 16
+
+_GRANULE_BYTES = 4 * GRANULE_TOKENS  # packed token ids: see `pdmesh.wire.messages.pack_token_ids`
+
+
+class PrefixHasher:
+    """Makes the hashes of one mesh."""
+
+    def __init__(self, mesh_token: str) -> None:
+        key = hashlib.blake2b(mesh_token.encode(), person=b"pdmesh prefix").digest()
+        self._root = hashlib.blake2b(key=key, digest_size=HASH_BYTES, person=b"root")
+        self._granule = hashlib.blake2b(key=key, digest_size=HASH_BYTES, person=b"granule")
+
+    def root(self, *facts: bytes) -> bytes:
+        """Return what the chains of all sequences begin with that have these facts in common, in this order."""
+        hasher = self._root.copy()
+        for fact in facts:
+            hasher.update(len(fact).to_bytes(8, "little") + fact)
+        return hasher.digest()
+
+    def granules(self, last: bytes, tokens: bytes) -> PrefixHashes:
+        """Return the hashes of the granules that packed tokens fill, which follow the one with the hash ``last``.
+
+        At the beginning of a sequence that is the root.
+        """
+        hashes: list[PrefixHash] = []
+        for start in range(0, len(tokens) - _GRANULE_BYTES + 1, _GRANULE_BYTES):
+            hasher = self._granule.copy()
+            hasher.update(last + tokens[start : start + _GRANULE_BYTES])
+            last = PrefixHash(hasher.digest())
+            hashes.append(last)
+        return tuple(hashes)

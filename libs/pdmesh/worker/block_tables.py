@@ -1,0 +1,107 @@
+"""The blocks of an instance's requests, and those that it keeps for requests to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from pdmesh.core.events import CacheReported, InstanceEvent
+from pdmesh.errors import PdmeshError
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.kept import KeptGranules
+from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, PrefixHashes
+from pdmesh.prefixes import PrefixHasher
+from pdmesh.wire.messages import pack_token_ids
+from pdmesh.worker.sequences import Hold, Stage
+
+log = structlog.get_logger()
+
+
+class StalePrefix(PdmeshError):
+    """A request is to share KV that is not kept here: whoever said so thinks of another cache."""
+
+
+class BlockTables:
+    """Makes block tables. What is kept goes by the scheduler's word; where that does not fit, it is told what is here.
+
+    Event loop only.
+    """
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        pool: BlockPool,
+        block_size: int,
+        hasher: PrefixHasher,
+        report: Callable[[InstanceEvent], None],
+    ) -> None:
+        self.kept = KeptGranules(pool, block_size)
+        self._instance_id = instance_id
+        self._pool = pool
+        self._hasher = hasher
+        self._report = report
+
+    # --- blocks for requests ------------------------------------------------------------------------------------------
+
+    def drop(self, granules: Iterable[PrefixHash]) -> None:
+        """Give up what the scheduler names."""
+        self.kept.drop(granules)
+
+    def table(self, num_blocks: int, prefix: PrefixHashes = ()) -> list[int]:
+        """Return a table of so many blocks, the first of which are those of a kept prefix.
+
+        Raises StalePrefix if not all of that is here, OutOfBlocks if too few are free.
+        """
+        if (num_kept := self.kept.num_kept_of(prefix)) < len(prefix):
+            raise StalePrefix(f"{num_kept} of the {len(prefix)} granules that it is to reuse are kept here")
+        shared = self.kept.share(prefix)
+        try:
+            return shared + self.allocate(num_blocks - len(shared))
+        except PdmeshError:
+            self._pool.free(shared)
+            raise
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Return blocks for one table. Raises OutOfBlocks if too few are free, even with nothing kept.
+
+        What is given up for that unasked is told of.
+        """
+        if num_blocks > self._pool.num_free and self.kept.make_room(num_blocks):
+            log.warning("kept KV is given up unasked: the scheduler thinks that there is room", num_blocks=num_blocks)
+            self.report_kept()
+        return self._pool.allocate(num_blocks)
+
+    # --- blocks for others --------------------------------------------------------------------------------------------
+
+    def keep_prompt(self, hold: Hold, num_tokens: int) -> None:
+        """Keep the granules of a prompt whose first tokens have their KV here."""
+        self.kept.keep(hold.generation.prefix[: num_tokens // GRANULE_TOKENS], hold.sequence.block_table)
+
+    def keep_drawn(self, hold: Hold) -> PrefixHashes:
+        """Keep the granules that a request's drawn tokens completed; return their hashes, in order."""
+        generation = hold.generation
+        if not generation.prefix_root or hold.stage not in (Stage.DECODING, Stage.LEAVING):
+            return ()
+        num_before = len(generation.prefix)
+        num_granules = (len(hold.sequence.token_ids) - 1) // GRANULE_TOKENS  # the last token has no KV
+        if num_granules <= num_before or self.kept.is_off:
+            return ()
+        tokens = hold.sequence.token_ids[num_before * GRANULE_TOKENS : num_granules * GRANULE_TOKENS]
+        last = generation.prefix[-1] if generation.prefix else generation.prefix_root
+        drawn = self._hasher.granules(last, pack_token_ids(tokens))
+        self.kept.keep(generation.prefix + drawn, hold.sequence.block_table)
+        return drawn
+
+    def granules_of(self, hold: Hold) -> PrefixHashes:
+        """Return the first granules of a request that are kept in its own blocks."""
+        prefix = hold.generation.prefix
+        return prefix[: self.kept.num_kept_in(hold.sequence.block_table, prefix)]
+
+    def report_kept(self) -> None:
+        """Tell the scheduler what is kept."""
+        self._report(self.report())
+
+    def report(self) -> CacheReported:
+        """Return what is kept, for the scheduler."""
+        return CacheReported(self._instance_id, self.kept.hashes)
