@@ -5,8 +5,7 @@ UCX trusts a worker address blindly (a damaged one aborts the process), so ours 
     magic "pdKV" | version u8 | host id 8 bytes | largest payload u32
     | pid u32 | name of its Unix socket 16 bytes
     | send buffers: where the first begins u64, bytes from one to the next u64, how many u32
-    | length u16 | UCX worker address (none where it stays inside its host) | xxh3_64 of all before
-
+    | length u16 | UCX worker address (none if the instance stays inside its host) | xxh3_64 of all before
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _VERSION = 3
 
 
 class WorkerAddress(NamedTuple):
-    """The address at which an instance takes pieces, and the memory from which peers on its host may read its own."""
+    """The address at which an instance takes pieces, with the memory that peers on its host may read."""
 
     host_id: bytes
     max_payload_bytes: int  # what its receive buffers hold
@@ -43,15 +42,15 @@ class WorkerAddress(NamedTuple):
 
 
 def peer_id(address: bytes) -> bytes:
-    """Eight bytes that stand for a data address."""
+    """Return eight bytes that identify a data address."""
     return hashlib.blake2b(address, digest_size=8).digest()
 
 
 def host_id() -> bytes:
-    """Eight bytes equal for processes that can share memory: same boot, host name, and namespaces.
+    """Return eight bytes that are equal for processes that can share memory: same boot, host name and namespaces.
 
-    The network namespace counts too: UCX wakes a sleeping receiver of shared memory through a socket in it (measured
-    between containers: without it, transfers hang).
+    The network namespace counts too, because UCX wakes a sleeping receiver of shared memory through a socket in it
+    (measured between containers: otherwise transfers hang).
     """
     facts = [socket.gethostname()]
     with contextlib.suppress(OSError):
@@ -63,13 +62,13 @@ def host_id() -> bytes:
 
 
 def pack_address(address: WorkerAddress) -> bytes:
-    """Pack a data address into the bytes that the scheduler hands on, a checksum at their end."""
+    """Return a data address as the bytes that the scheduler passes on, with a checksum at their end."""
     frame = _FRAME.pack(_MAGIC, _VERSION, *address[:-1], len(address.worker)) + address.worker
     return frame + _CHECK.pack(xxhash.xxh3_64_intdigest(frame))
 
 
 def unpack_address(data: bytes) -> WorkerAddress:
-    """Inverse of `pack_address`. Raises KvTransferError for anything else."""
+    """Decode what `pack_address` returned. Raises KvTransferError for anything else."""
     if len(data) < _FRAME.size + _CHECK.size:
         raise KvTransferError(f"not a data address: {len(data)} bytes are too few")
     magic, version, *facts, length = _FRAME.unpack_from(data)

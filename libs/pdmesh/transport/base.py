@@ -20,7 +20,7 @@ class SendBuffer(Protocol):
 
     @property
     def payload(self) -> memoryview:
-        """``max_payload_bytes`` long; send says how much of it is used."""
+        """Room for ``max_payload_bytes``; `KvTransport.send` is told how much of it to send."""
         ...
 
 
@@ -41,20 +41,20 @@ class KvTransport(Protocol):
 
     @property
     def address(self) -> bytes:
-        """What a peer passes to `send` to reach this transport."""
+        """The address that a peer passes to `send` to reach this transport."""
         ...
 
     @property
     def max_payload_bytes(self) -> int: ...
 
     def payload_limit(self, address: bytes) -> int:
-        """The largest payload that the peer at ``address`` takes from here. Raises `KvTransferError` if it is none."""
+        """Return the largest payload that a peer takes from here. Raises `KvTransferError` if ``address`` is none."""
         ...
 
     def process_of(self, address: bytes) -> int | None:
-        """The id of the peer's process, if it is on this host and its memory is read rather than sent; else nothing.
+        """Return the id of the peer's process if its memory can be read from here, on the same host; else None.
 
-        Raises KvTransferError if it is no data address.
+        Raises KvTransferError if ``address`` is no data address.
         """
         ...
 
@@ -64,7 +64,7 @@ class KvTransport(Protocol):
         ...
 
     def lend(self) -> AbstractAsyncContextManager[SendBuffer]:
-        """A send buffer, waiting for one if all are in use.
+        """Lend a send buffer for the length of a block, waiting while all are in use.
 
         A buffer whose send was cancelled or timed out is *quarantined* when the block is left (the hardware may still
         read it), and returns to the pool only when the endpoint has been force-closed.
@@ -72,33 +72,33 @@ class KvTransport(Protocol):
         ...
 
     def admit(self, address: bytes) -> None:
-        """The scheduler has named a peer: pieces may come from there. One that is sent to need not be admitted.
+        """Accept pieces from a peer that the scheduler has named. A peer that is only sent to need not be admitted.
 
-        Raises KvTransferError if it is no data address.
+        Raises KvTransferError if ``address`` is no data address.
         """
         ...
 
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
-        """Send the header and the first ``payload_bytes``; returns when the buffer may be reused.
+        """Send the header and the first ``payload_bytes``; return when the buffer may be reused.
 
-        Pieces to one address arrive in the order of their sends, if each send is awaited before the next begins; sends
-        under way at the same time may overtake one another. Raises `KvTransferError` if the peer cannot be reached
-        or does not take the piece within ``no_progress_s``; the endpoint is then force-closed, and the next send opens
-        a new one.
+        Pieces to one address arrive in the order of their sends if each send is awaited before the next begins; sends
+        that run at the same time may overtake one another. Raises `KvTransferError` if the peer cannot be reached or
+        does not take the piece within ``no_progress_s``; the endpoint is then force-closed, and the next send opens a
+        new one.
         """
         ...
 
     def receive(self) -> AsyncIterator[ReceivedPiece]:
-        """Pieces from all peers. One consumer. While all receive buffers are held by it, senders wait."""
+        """Yield pieces from all peers, to a single consumer. While it holds all receive buffers, senders wait."""
         ...
 
     async def forget(self, address: bytes) -> None:
-        """Close the endpoint to a peer that is gone: sends to it fail, and their buffers are back.
+        """Close the endpoint to a peer that is gone: sends to it fail, and their buffers return to the pool.
 
-        Harmless if the peer is there after all: the next send opens another.
+        If the peer is there after all, this does no harm: the next send opens another endpoint.
         """
         ...
 
     def check_integrity(self) -> None:
-        """``free + lent + quarantined = total`` buffers, on both sides; AssertionError names the numbers."""
+        """Raise AssertionError, with the numbers, unless ``free + lent + quarantined = total`` buffers on each side."""
         ...

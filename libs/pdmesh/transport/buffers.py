@@ -27,9 +27,9 @@ class PieceBuffer:
 
 
 def allocate_buffers(num_buffers: int, payload_bytes: int, prefix_bytes: int = 0) -> list[PieceBuffer]:
-    """Buffers of whole pages in one mapping. The pages are touched now, not during a transfer.
+    """Allocate buffers of whole pages in one mapping. Their pages are touched now, not during a transfer.
 
-    Huge pages, where the system has them, take a sixth off the copy between processes (measured).
+    Huge pages, if the system has them, save a sixth of the time of a copy between processes (measured).
     """
     size = prefix_bytes + HEADER_BYTES + payload_bytes
     stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -65,7 +65,7 @@ class SendPool:
         return buffer
 
     def put_back(self, buffer: PieceBuffer) -> None:
-        """The lease has ended; a quarantined buffer stays away."""
+        """Take back a buffer whose lease has ended, unless it is quarantined."""
         self._lent.remove(buffer)
         if buffer not in self._quarantined:
             self._give_back(buffer)
@@ -98,7 +98,7 @@ class SendPool:
 
 
 class Lease:
-    """A send buffer for the length of a block; a class, because it is on the way of every piece."""
+    """A send buffer lent for the length of a block. It is a class, not a generator, because every piece needs one."""
 
     __slots__ = ("_buffer", "_pool")
 

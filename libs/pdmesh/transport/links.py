@@ -1,8 +1,8 @@
-"""The sending half of the transport: a link to each peer, and the sends under way on it.
+"""The sending half of the transport: a link to each peer, and the sends in progress on it.
 
-A peer that dies breaks its link; one that takes nothing is given up by closing the link, and the next send opens
-another. How a piece travels is the link's business: `pdmesh.transport.local` inside a host,
-`pdmesh.transport.ucx_links` between hosts.
+A peer that dies breaks its link. The link to a peer that takes nothing is closed, and the next send opens another. How
+a piece travels is the link's business: `pdmesh.transport.local` inside a host, `pdmesh.transport.ucx_links` between
+hosts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Busy:
 class Links:
     """Links by address, the least recently used first.
 
-    A broken one that nobody uses is closed when the next peer comes, or is forgotten by name.
+    A broken link without sends is closed when a link to another peer is opened, or when its peer is forgotten by name.
     """
 
     def __init__(self, pool: SendPool, open_link: Callable[[bytes], Link]) -> None:
@@ -129,7 +129,7 @@ class Links:
             self.close(busy.link.peer.address, f"the peer took nothing for {busy.link.no_progress_s:g} s")
 
     def ended(self, link: Link, number: int, error: str | None) -> None:
-        """A send has ended; ignored if it was given up, or was another link's."""
+        """Note that a send has ended. Ignored if the send was given up, or belongs to another link."""
         busy = self._links.get(link.peer.address)
         if busy is None or busy.link is not link:
             return
@@ -139,7 +139,7 @@ class Links:
             self._end(send, error)
 
     def reroute(self, link: Link) -> None:
-        """Take a link's sends over to a new one to the same peer."""
+        """Move a link's sends to a new link to the same peer."""
         address = link.peer.address
         busy = self._links.get(address)
         if busy is None or busy.link is not link:

@@ -1,10 +1,10 @@
 """Links inside a host: a message says in which of its buffers a sender has a piece, and the receiver reads it there.
 
-Each transport listens on a Unix socket of an abstract name. The system tells who is at the other end: processes of
-other users are hung up on, and of this user's all but those that the scheduler has named, by their process id. What
-such a peer may say is "a piece of so many bytes lies in your buffer number so and so", within the buffers that its
-data address names; where these are, it cannot say. A socket's end is its process's death, known at once, and what a
-peer can have said without being heard is bounded by the socket.
+Each transport listens on a Unix socket with an abstract name. The kernel tells which process is at the other end.
+Connections of other users are closed, and of this user's processes only those that the scheduler has named, by their
+process id, are heard. All that such a peer can say is "a piece of so many bytes lies in your buffer number so and so",
+within the buffers that its data address names; it cannot say where these are. When a process dies its socket ends, so
+its peers know at once. What a peer can have sent without being heard is bounded by the socket.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class LocalLink:
 
 
 class OnOffer(Protocol):
-    """A peer has a piece in one of its buffers."""
+    """Called when a peer offers a piece in one of its buffers."""
 
     def __call__(self, caller: Caller, number: int, buffer: int, num_bytes: int) -> None: ...
 
@@ -198,7 +198,7 @@ class LocalPort:
 
 
 class Caller:
-    """A connection that somebody of this user made, and the peer that it turned out to be."""
+    """A connection from a process of this user, and the peer that it turned out to be."""
 
     def __init__(self, port: LocalPort, connection: socket.socket, pid: int) -> None:
         self.peer: Peer | None = None
@@ -208,7 +208,7 @@ class Caller:
         port.loop.add_reader(connection.fileno(), self._read)
 
     def answer(self, number: int, verdict: Verdict) -> None:
-        """Say what became of an offer. One who does not read its answers is hung up on."""
+        """Answer an offer. A caller that does not read its answers is disconnected."""
         try:
             self._socket.send(_ANSWER.pack(_ANSWER_MAGIC, number, verdict))
         except OSError:

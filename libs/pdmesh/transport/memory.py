@@ -29,7 +29,7 @@ def _none(_header: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFaults:
-    """What a fabric does to pieces."""
+    """Faults that a fabric inflicts on pieces."""
 
     drop: Chooser = _none  # sent, but never arrives
     corrupt: Chooser = _none  # one byte of the payload is changed on the way

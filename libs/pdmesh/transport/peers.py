@@ -1,4 +1,4 @@
-"""The peers that the scheduler has named: nobody else is read, answered or connected to."""
+"""The peers that the scheduler has named: no other process is read, answered or connected to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_PEERS = 1024
 
 
 class Peer(NamedTuple):
-    """An instance that the scheduler has named: the id of its messages, its data address, and what that says."""
+    """An instance that the scheduler has named: the id in its messages, its data address, and what that says."""
 
     id: bytes
     address: bytes
@@ -19,13 +19,13 @@ class Peer(NamedTuple):
 
 
 class KnownPeers:
-    """Peers by address and by id; of more than `MAX_PEERS`, those that were named last."""
+    """Peers by address and by id; if there were more than `MAX_PEERS`, the ones named last."""
 
     def __init__(self) -> None:
         self._by_id: OrderedDict[bytes, Peer] = OrderedDict()
 
     def admit(self, address: bytes) -> Peer:
-        """A peer by its data address. Raises KvTransferError if that is not one."""
+        """Add a peer by its data address and return it. Raises KvTransferError if that is no data address."""
         name = peer_id(address)
         peer = self._by_id.get(name)
         if peer is None:
@@ -37,7 +37,7 @@ class KnownPeers:
         return peer
 
     def get(self, name: bytes) -> Peer | None:
-        """A peer by its id, if it was named."""
+        """Return a peer by its id; None if it was not named."""
         return self._by_id.get(name)
 
     def forget(self, address: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What stands before each piece in its buffer. UCX does not tell how long a received message is, nor does memory."""
+"""The prefix of each piece in its buffer: neither UCX nor memory tells how long a received message is."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def number_piece(memory: memoryview, payload_bytes: int, number: int) -> None:
 
 
 def numbered(memory: memoryview) -> tuple[int, int] | None:
-    """(payload bytes, number) of the piece in a buffer; nothing if there is none."""
+    """Return (payload bytes, number) of the piece in a buffer; None if there is none."""
     magic, payload_bytes, number = _PREFIX.unpack_from(memory)
     return (payload_bytes, number) if magic == _MAGIC else None

@@ -1,8 +1,8 @@
-"""Reading another process's memory (cross-memory attach), in a way that its death is only an error.
+"""Reading another process's memory (cross-memory attach), in such a way that its death is only an error.
 
-UCX does the same inside a host, but a sender that dies while it is read takes the receiver with it: where UCX cannot
-read, it aborts, or goes on with an endpoint that it has freed (UCX 1.21 and 1.22). So UCX carries the messages, and
-the payload is read here.
+UCX does the same inside a host, but if a sender dies while it is being read, the receiver dies too: where UCX cannot
+read, it aborts, or goes on with an endpoint that it has freed (UCX 1.21 and 1.22). So UCX carries only the messages,
+and the payload is read here.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FORBIDDEN = frozenset({errno.EPERM, errno.EACCES, errno.ENOSYS})
 
 
 def allow_readers() -> None:
-    """Let processes of the same user read this one's memory where Yama would only let its ancestors."""
+    """Let processes of the same user read this one's memory, even where Yama would allow only its ancestors."""
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # fails where there is no Yama, and nothing to allow
 
 
 def why_unreadable(yama_scope_file: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str | None:
-    """Why no process of this host and user may read another's memory, by what the system says beforehand; else None."""
+    """Return why no process of this host and user can read another's memory, as far as the system says; else None."""
     value = ctypes.c_uint64(1)
     try:
         read_memory(os.getpid(), ctypes.addressof(value), 8, ctypes.addressof(value))
@@ -53,7 +53,7 @@ def why_unreadable(yama_scope_file: Path = Path("/proc/sys/kernel/yama/ptrace_sc
 def read_memory(pid: int, address: int, num_bytes: int, out_address: int) -> None:
     """Copy ``num_bytes`` at ``address`` of a process to ``out_address`` of this one. Raises OSError.
 
-    The interpreter is free meanwhile. What was copied before an error is undefined.
+    The interpreter is released meanwhile. What was copied before an error is undefined.
     """
     done = 0
     while done < num_bytes:
@@ -67,7 +67,7 @@ def read_memory(pid: int, address: int, num_bytes: int, out_address: int) -> Non
 
 
 def read_parts(pid: int, parts: Sequence[tuple[int, int, int]]) -> None:
-    """`read_memory` of many parts, each (address there, address here, bytes), a thousand to a call."""
+    """Copy many parts as `read_memory` does, a thousand in one call; each is (address there, address here, bytes)."""
     for first in range(0, len(parts), _MAX_PARTS):
         some = parts[first : first + _MAX_PARTS]
         remote = _vector((there, size) for there, _, size in some)

@@ -57,9 +57,9 @@ class _Offered(NamedTuple):
 class ReceiveRing:
     """Receive buffers: free, posted, or held by the consumer (or queued for it).
 
-    A piece on offer is read when the consumer asks for it, into the buffer that was used last: so a consumer that is
-    done with each piece before it takes the next finds it in the processor's cache. The consumer holds ``max_held``
-    pieces at most. There are as many buffers more as are posted to UCX, so that offers always find one.
+    An offered piece is read when the consumer asks for it, into the buffer that was used last. So a consumer that
+    finishes each piece before it takes the next finds it in the processor's cache. The consumer holds at most
+    ``max_held`` pieces. There are as many more buffers as are posted to UCX, so an offer always finds one.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class ReceiveRing:
         self.num_malformed = 0
 
     def offer(self, caller: Caller, number: int, buffer: int, num_bytes: int) -> None:
-        """A piece lies in a buffer of a peer; what it offered there before is taken back."""
+        """Note that a piece lies in a buffer of a peer. It replaces an earlier offer of the same buffer."""
         self._offers[caller, buffer] = _Offered(number, num_bytes)
         self._arrival.set()
 
     def withdraw(self, caller: Caller) -> None:
-        """A peer is gone: nothing of its is read any more."""
+        """Forget the offers of a peer that is gone, so that none of them is read."""
         for offered in [key for key in self._offers if key[0] is caller]:
             del self._offers[offered]
 
@@ -115,7 +115,7 @@ class ReceiveRing:
             self._posted[slot] = self._api.worker.tag_recv(self._arrays[slot], self._api.tag, self._api.any_tag)
 
     def reap(self) -> bool:
-        """Hand on the pieces that have arrived. True if there were any."""
+        """Queue the pieces that have arrived for the consumer. Return True if there were any."""
         arrived = [slot for slot, request in self._posted.items() if request.completed]
         for slot in arrived:
             self._stalled.discard(slot)
@@ -153,7 +153,7 @@ class ReceiveRing:
         return None
 
     def close(self) -> None:
-        """Take the buffers and the messages that found none away from UCX."""
+        """Cancel UCX's receives into the buffers, and drop messages that found no buffer."""
         self._closed = True
         self._arrival.set()
         self._offers.clear()

@@ -1,8 +1,8 @@
-"""What a mesh's data plane is sealed with: messages that a stranger made, or changed, are told apart and dropped.
+"""The seal of a mesh's data plane, by which messages that a stranger made or changed are recognised and dropped.
 
-Headers and signals carry a keyed BLAKE2b (1 µs each). Payloads carry an XXH3 under a secret seed, whose value the
-sealed header holds: whoever cannot seal a header cannot pass a payload either. XXH3 is no cryptographic hash, but
-it takes 0.1 ms for a MiB where BLAKE2b takes 1. Nothing is encrypted.
+Headers and signals carry a keyed BLAKE2b (1 µs each). Payloads carry an XXH3 under a secret seed, and the sealed header
+holds its value: a process that cannot seal a header cannot make a payload pass either. XXH3 is no cryptographic hash,
+but it takes 0.1 ms for a MiB where BLAKE2b takes 1 ms. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MeshKey:
         self._seed = int.from_bytes(hashlib.blake2b(b"payload", key=key, digest_size=8).digest(), "little")
 
     def seal(self, message: ReadableBuffer) -> bytes:
-        """`SEAL_BYTES` that nobody else can make."""
+        """Return `SEAL_BYTES` that only a holder of the key can make."""
         keyed = self._keyed.copy()
         keyed.update(message)
         return keyed.digest()
@@ -37,5 +37,5 @@ class MeshKey:
         return hmac.compare_digest(self.seal(message), seal)
 
     def checksum(self, payload: memoryview) -> int:
-        """64 bits over a payload of any length."""
+        """Return 64 bits over a payload of any length."""
         return xxhash.xxh3_64_intdigest(payload, self._seed)

@@ -147,7 +147,7 @@ class UcxTransport:
 
     @property
     def num_malformed(self) -> int:
-        """Messages dropped because they are larger than a buffer or not pieces."""
+        """Number of messages dropped because they are larger than a buffer or are no pieces."""
         return self._ring.num_malformed
 
     @property

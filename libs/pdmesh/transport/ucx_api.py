@@ -1,4 +1,4 @@
-"""What of ucxx (the Python binding of UCX) is used here, loaded when a transport opens and not before."""
+"""The parts of ucxx (the Python binding of UCX) that are used here, loaded only when a transport opens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UcxApi(NamedTuple):
     any_tag: Any
 
     def error_of(self, request: Any) -> str | None:
-        """How a completed request failed, if it did."""
+        """Return how a completed request failed; None if it did not."""
         try:
             request.check_error()
         except self.ucx.UCXError as error:
@@ -35,22 +35,22 @@ class UcxApi(NamedTuple):
 
 
 def ucx_devices(config: TransferConfig) -> str:
-    """The network devices that UCX listens on; "" where KV stays inside the host and UCX is not opened.
+    """Return the network devices that UCX listens on; "" if KV stays inside the host and UCX is not opened.
 
-    UCX_NET_DEVICES and UCX_TLS in the environment are the operator's own word and stand. Whoever names transports but
-    no device gets the loopback device.
+    UCX_NET_DEVICES in the environment takes precedence over the setting. If only transports are named, by the setting
+    or by UCX_TLS in the environment, the device is the loopback one.
     """
     devices = os.environ.get("UCX_NET_DEVICES") or config.ucx_net_devices
     return devices or ("lo" if ucx_tls(config) != "all" else "")
 
 
 def ucx_tls(config: TransferConfig) -> str:
-    """Say which transports UCX may use: as configured, else as the environment has it, else all."""
+    """Return which transports UCX may use: as configured, else as in the environment, else all."""
     return config.ucx_tls or os.environ.get("UCX_TLS") or "all"
 
 
 def open_ucx(config: TransferConfig) -> UcxApi:
-    """A UCX context and worker, which listens on `ucx_devices`. Raises ConfigError."""
+    """Open a UCX context and a worker that listens on `ucx_devices`. Raises ConfigError."""
     # Read by UCX when it is loaded. What goes wrong reaches us as an exception, and is logged by us.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     for setting in ("UCX_LOG_LEVEL", "UCXX_LOG_LEVEL"):
@@ -86,7 +86,7 @@ def open_ucx(config: TransferConfig) -> UcxApi:
 
 
 def names_shared_memory(tls: str) -> bool:
-    """Whether a UCX_TLS setting allows shared memory: then pieces are read where they lie."""
+    """Whether a UCX_TLS setting allows shared memory, so that pieces are read where they lie."""
     names = tls.removeprefix("^").split(",")
     named = any(name.strip() in {"all", "sm", "shm", "mm", "posix", "sysv", "xpmem", "cma"} for name in names)
     return named != tls.startswith("^")

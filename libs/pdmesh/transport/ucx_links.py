@@ -48,7 +48,7 @@ class UcxLinks:
         self._zombies: list[tuple[Any, Any]] = []  # endpoint, request: given up, but UCX has not let go of the request
 
     def open(self, peer: Peer) -> UcxLink:
-        """Raises KvTransferError."""
+        """Open a link to the peer at an address. Raises KvTransferError."""
         ucx = self._api.ucx
         try:
             endpoint = ucx.UCXEndpoint.create_from_worker_address(
@@ -76,7 +76,7 @@ class UcxLinks:
         self._wake()
 
     def reap(self) -> bool:
-        """End the sends that UCX has completed. True if there were any."""
+        """End the sends that UCX has completed. Return True if there were any."""
         reaped = False
         for link in list(self._open):
             if not link.requests:

@@ -25,15 +25,16 @@ _REFUSALS = (
 
 
 class QuestionRefused(PdmeshError):
-    """The scheduler rejected the command:  another token is needed, or another version."""
+    """The scheduler rejected the call: it wants another token or another version of pdmesh."""
 
 
 async def ask_scheduler(
     address: str, security: SecurityConfig, question: messages.AdminRequest
 ) -> messages.AdminResponse:
-    """One question, one answer.
+    """Ask the scheduler's Admin method one question and return its answer.
 
-    Raises InstanceUnavailable, QuestionRefused, ProtocolError, or PdmeshError with the scheduler's no.
+    Raises InstanceUnavailable, QuestionRefused, ProtocolError, or PdmeshError with the scheduler's reason for saying
+    no.
     """
     async with open_operator_channel(address, security) as channel:
         call: Any = channel.unary_unary(ADMIN_METHOD)

@@ -1,4 +1,4 @@
-"""gRPC servers and channels of our services: where they bind, and whom they trust."""
+"""gRPC servers and channels of our services: where they listen, and which peers they trust."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool)
 
 
 def bind_socket(host: str, port: int, *, setting: str) -> socket.socket:
-    """A socket that holds a TCP port and does not listen yet. Raises ConfigError if it cannot be had."""
+    """Return a socket that holds a TCP port and does not listen yet. Raises ConfigError if it cannot have the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         # Said to be TCP's: asyncio takes Nagle's algorithm from accepted connections of no other sockets.
@@ -55,7 +55,7 @@ def bind_socket(host: str, port: int, *, setting: str) -> socket.socket:
 
 
 def cannot_listen(host: str, port: int, error: OSError, *, setting: str) -> ConfigError:
-    """What to say where a port cannot be had, and what to do; ``setting`` names the port."""
+    """Return the error for a port that cannot be had, with what to do about it; ``setting`` names the port."""
     match error.errno:
         case errno.EADDRINUSE:
             advice = f"another process uses it; stop that (`pdmesh down` if it is a mesh), or set {setting} to another"
@@ -109,7 +109,7 @@ class MeshChannel:
 
 
 def refusal(code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler that ends its call, of whatever kind, before any message of it is read."""
+    """Return a handler that ends a call, of whatever kind, before it reads a message of it."""
 
     async def refuse(_requests: Any, context: Any) -> None:
         await context.abort(code, message)
@@ -144,18 +144,18 @@ class _Doorkeeper(grpc.aio.ServerInterceptor):
 
 
 def is_ours(metadata: Mapping[str, str], token_hex: str) -> bool:
-    """Whether a call's metadata shows the mesh token, given in hexadecimal digits; compared in constant time."""
+    """Whether a call's metadata shows the mesh token, given in hexadecimal digits. Compares in constant time."""
     return hmac.compare_digest(metadata.get(TOKEN_METADATA, "").encode(), token_hex.encode())
 
 
 def metadata_of(details: grpc.HandlerCallDetails) -> dict[str, str]:
-    """A call's metadata, without what is binary."""
+    """Return a call's metadata without its binary entries."""
     metadata: Any = details.invocation_metadata or ()
     return {key: value for key, value in metadata if isinstance(value, str)}
 
 
 def check_kv_devices(devices: str, config: TransferConfig) -> None:
-    """Refuse KV on a network that nobody vouches for: UCX knows neither TLS nor keys. Raises ConfigError."""
+    """Refuse to send KV over an untrusted network, because UCX has neither TLS nor keys. Raises ConfigError."""
     beyond = [device for device in devices.split(",") if device.strip() not in {"", "lo"}]
     if beyond and not config.trusted_network:
         raise ConfigError(
@@ -178,12 +178,11 @@ async def serving(
     grace_s: float | None = None,
     admits: Admits = lambda _method, _metadata: False,
 ) -> AsyncGenerator[int]:
-    """Serve generic ``methods`` of ``service`` within the block; yields the port it got. Raises ConfigError.
+    """Serve generic ``methods`` of ``service`` within the block, and yield the port. Raises ConfigError.
 
-    ``setting`` names the port where it cannot be had.
-
-    At its end no new call is taken, and those that run are cancelled, after ``grace_s`` if that is given. Who shows no
-    mesh token comes in where ``admits`` says so.
+    ``setting`` names the port in the error if it cannot be had. A call without the mesh token is accepted only if
+    ``admits`` says so. When the block is left, new calls are refused and running ones are cancelled, after ``grace_s``
+    if given.
     """
     check_bind(host, security, what=service, has_key=bool(security.mesh_token))
     server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_Doorkeeper(security, admits)])
@@ -198,7 +197,7 @@ async def serving(
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig, *, setting: str) -> int:
-    """Add the port that ``setting`` names, with TLS if configured. Raises ConfigError if it cannot be had."""
+    """Add a port, with TLS if configured, and return its number. Raises ConfigError, which names ``setting``."""
     address = _address(host, port)
     try:
         if security.tls_cert is not None and security.tls_key is not None:
@@ -215,12 +214,12 @@ def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig
 
 
 def open_channel(address: str, security: SecurityConfig) -> MeshChannel:
-    """A channel to one of our services; TLS exactly if we are configured with it."""
+    """Open a channel to one of our services, with TLS if and only if we are configured with it."""
     return MeshChannel(_grpc_channel(address, security), {TOKEN_METADATA: security.mesh_token})
 
 
 def open_operator_channel(address: str, security: SecurityConfig) -> MeshChannel:
-    """The same, for an operator, who shows the operators' token too."""
+    """Open a channel for an operator: one of `open_channel` that also shows the operator's token."""
     tokens = {TOKEN_METADATA: security.mesh_token, OPERATOR_METADATA: security.operator_token}
     return MeshChannel(_grpc_channel(address, security), tokens)
 

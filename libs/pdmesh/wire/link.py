@@ -1,7 +1,7 @@
 """One side of a long-lived frame stream: a bounded outbox, a writer, and decoded frames to read.
 
-`FrameLink` hides whether it is the client's or the server's end of a gRPC stream. ``post`` never blocks: what is
-posted while a frame is on its way goes out together in the next ones, so a burst costs few gRPC messages.
+`FrameLink` hides whether it is the client's or the server's end of a gRPC stream. ``post`` never blocks: messages that
+are posted while a frame is being sent leave together in the next frames, so a burst costs few gRPC messages.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Channel(Protocol):
-    """What a stream is opened on: `pdmesh.wire.endpoint.open_channel` makes one."""
+    """The gRPC channel that a stream is opened on; `pdmesh.wire.endpoint.open_channel` makes one."""
 
     def stream_stream(self, method: str) -> Callable[..., Any]:
-        """A function that begins a call of ``method``."""
+        """Return a function that begins a call of ``method``."""
         ...
 
 
@@ -101,15 +101,15 @@ class FrameLink(Generic[SendT, RecvT]):
         self._wake.set()
 
     def close(self) -> None:
-        """Post nothing more; `pump` ends once what is queued has been written.
+        """Refuse further messages; `pump` ends once the queued ones have been written.
 
-        A client's end is half-closed then: when `frames` ends too, the peer has read everything.
+        A client's end is then half-closed: when `frames` ends too, the peer has read everything.
         """
         self._closed = True
         self._wake.set()
 
     async def pump(self) -> None:
-        """Write frames until closed."""
+        """Write frames until the link is closed and its outbox empty."""
         try:
             while not (self._closed and not self._outbox):
                 if not self._outbox:
@@ -134,7 +134,7 @@ class FrameLink(Generic[SendT, RecvT]):
         return bytes(frame)
 
     async def frames(self) -> AsyncIterator[list[RecvT]]:
-        """Decoded frames until the peer ends the stream.
+        """Yield the messages of each frame until the peer ends the stream.
 
         Raises `ProtocolError` for a malformed frame and `InstanceUnavailable` when the stream breaks.
         """
@@ -177,7 +177,7 @@ def _describe(error: Exception) -> str:
 async def open_link(
     channel: Channel, method: str, receive_type: Any, *, max_queued: int = MAX_QUEUED_MESSAGES
 ) -> AsyncGenerator[FrameLink[Any, Any]]:
-    """The client's end of a stream; the call is cancelled when the block is left."""
+    """Yield the client's end of a stream; the call is cancelled when the block is left."""
     call = channel.stream_stream(method)()
     try:
         yield FrameLink(
@@ -194,9 +194,9 @@ async def open_link(
 def serve_link(
     serve: Callable[[FrameLink[Any, Any], str], Awaitable[None]], receive_type: Any
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """A generic handler that hands the server's end of each stream, with the peer's name, to ``serve``.
+    """Return a generic handler that passes the server's end of each stream, with the peer's name, to ``serve``.
 
-    A `ProtocolError`, also from inside a task group, ends that stream alone, with INVALID_ARGUMENT and the reason.
+    A `ProtocolError`, even one raised inside a task group, ends only that stream, with INVALID_ARGUMENT and the reason.
     """
 
     async def handle(_requests: Any, context: Any) -> None:

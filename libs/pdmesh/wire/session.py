@@ -1,8 +1,8 @@
-"""The life of a long-lived stream between two services, the same for all of them: who it is, welcome, heartbeats, loss.
+"""The life of a long-lived stream between two services, the same for all: registration, welcome, heartbeats, loss.
 
-The client's end is a `Session`: it registers, is welcomed, says at each heartbeat that it lives, and begins anew
-whenever the stream ends, after a pause. The server's end is served by `registration` and `converse`. Every wait for the
-other side has a limit.
+The client's end is a `Session`: it registers, is welcomed, sends heartbeats, and begins anew, after a pause, whenever
+the stream ends. The server's end is served by `registration` and `converse`. Every wait for the other side has a time
+limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAST_PAUSE_S = 1.0
 
 
 class Versioned(Protocol):
-    """A registration: it says which protocol its sender speaks."""
+    """A registration, which says which protocol version its sender speaks."""
 
     @property
     def version(self) -> int: ...
@@ -47,7 +47,7 @@ class Versioned(Protocol):
 
 
 class ReadyChannel(Channel, Protocol):
-    """What a session is held over: `pdmesh.wire.endpoint.open_channel` makes one."""
+    """The channel that a session uses; `pdmesh.wire.endpoint.open_channel` makes one."""
 
     async def channel_ready(self) -> None:
         """Wait until the channel is connected."""
@@ -56,46 +56,46 @@ class ReadyChannel(Channel, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a welcome says of the time between words."""
+    """What a welcome says about heartbeats and silence."""
 
     heartbeat_s: float | None = None  # how often to say that we live; None: never
     silence_s: float | None = None  # without a word for so long the stream is given up; None: gRPC's keepalive decides
 
 
 class Talk(Protocol[SaysT, HearsT]):
-    """What is said on a client's stream."""
+    """The messages of a client's stream: what it says, and what it does with what it hears."""
 
     async def prepare(self) -> None:
-        """Awaited before each registration."""
+        """Get ready to register; awaited before each registration."""
         ...
 
     def opening(self) -> Sequence[SaysT]:
-        """The registration, as things are now, and what is to follow it at once."""
+        """Return the registration, as things are now, and the messages that follow it at once."""
         ...
 
     def welcomed(self, welcome: Any) -> Terms:
-        """The registration was accepted. Raises ProtocolError if this first message is no welcome."""
+        """Return the terms of a welcome, the first message of the server. Raises ProtocolError if it is no welcome."""
         ...
 
     def heartbeat(self) -> SaysT:
-        """Asked for only if the terms have heartbeats."""
+        """Return a heartbeat; called only if the terms have heartbeats."""
         ...
 
     def handle(self, message: HearsT) -> None:
-        """Every message after the welcome."""
+        """Take a message that came after the welcome."""
         ...
 
     def overflowed(self) -> None:
-        """The peer does not read: what waited for it is dropped, and the stream begun anew."""
+        """Note that the peer does not read: messages queued for it are dropped, and the stream begins anew."""
         ...
 
     def lost(self) -> None:
-        """The stream ended, or could not be opened."""
+        """Note that the stream ended, or could not be opened."""
         ...
 
 
 class Session(Generic[SendT, RecvT]):
-    """A stream that is up whenever it can be. Only `run` and `finish` wait."""
+    """A stream that is kept up whenever possible. Only `run` and `finish` wait."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Session(Generic[SendT, RecvT]):
         self._finished.set()
 
     async def finish(self) -> None:
-        """Say nothing more; return when the peer has read everything."""
+        """Post nothing more, and return when the peer has read everything."""
         self._finishing = True
         if self._link is not None:
             self._link.close()
@@ -208,7 +208,7 @@ async def _next(frames: AsyncIterator[list[RecvT]], limit_s: float | None) -> li
 async def registration(
     frames: AsyncIterator[list[Any]], message_type: type[RegistrationT]
 ) -> tuple[RegistrationT, list[Any]]:
-    """Return the registration of the other end, and what came in the same frame. Raises ProtocolError."""
+    """Return the other end's registration and the messages that came in the same frame. Raises ProtocolError."""
     with anyio.move_on_after(ANSWER_LIMIT_S):
         match await anext(frames, []):
             case [first, *rest] if isinstance(first, message_type):
@@ -223,9 +223,10 @@ async def registration(
 async def converse(
     link: FrameLink[Any, Any], read: Callable[[], Awaitable[None]], stopping: anyio.Event | None = None
 ) -> None:
-    """Write and ``read`` until the peer ends the stream, or until ``stopping``.
+    """Write the link's messages and ``read`` the peer's until the peer ends the stream, or until ``stopping``.
 
-    Raises ProtocolError or InstanceUnavailable bare, as `pdmesh.wire.link.serve_link` wants them.
+    Raises ProtocolError or InstanceUnavailable outside of any exception group, as `pdmesh.wire.link.serve_link`
+    expects.
     """
 
     async def end_at_stop(stopping: anyio.Event) -> None:
