@@ -300,7 +300,7 @@ class Round:
             instance.prefills.remove(state)
         else:
             state.rank_by(self._bundle.order)
-        if len(state.chunks_in_flight) == 1 and start > 0:
+        if len(state.chunks_in_flight) == 1 and start > state.num_reused_tokens:
             self._mesh.offer_again(state)
 
     # --- steps ---
