@@ -29,7 +29,6 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import GRANULE_TOKENS
 from pdmesh.sim.workload import Arrival
 
-
 #: Tokens that one of Mooncake's ``hash_ids`` names.
 MOONCAKE_BLOCK_TOKENS = 512
 
