@@ -36,6 +36,9 @@ from pdmesh.traces import read_trace
 
 LATENCY = PROFILES["a100-llama3-8b"]
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+#: A prompt is computed as a whole where chunks are of one size.
+CHUNK_TOKENS = 1 << 20
+
 BUSY = {"conversation": 0.82, "synthetic": 0.55}
 
 #: Hit rate in % and mean TTFT in s (None: not given) of the simulation apart, by trace, instances, million tokens.
@@ -76,7 +79,7 @@ def workload(path: Path, trace: str, num_instances: int, limit: int | None) -> l
 
 def run(arrivals: Sequence[Arrival], num_instances: int, num_kv_tokens: int, bundle: str) -> Figures:
     """Simulate."""
-    policy = PolicyConfig(latency=LATENCY)
+    policy = PolicyConfig(latency=LATENCY, chunk_tokens=CHUNK_TOKENS)
     mesh = MeshShape(
         num_prefill=0,
         num_decode=0,

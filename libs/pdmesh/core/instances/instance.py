@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pdmesh.core.instances.allocations import MOVES_AWAY, Allocation, AllocationKind, AllocationSums
 from pdmesh.core.instances.batching_state import BatchingState
-from pdmesh.core.instances.kept import KeptGranules, KeptWhere
+from pdmesh.core.instances.kept import KeptHere, KeptWhere
 from pdmesh.core.instances.kv_growth import Growth, GrowthSums
 from pdmesh.core.requests import RequestState
 from pdmesh.model import (
@@ -83,7 +83,7 @@ class InstanceState:
         self._growth = growth
         self.allocated = AllocationSums()
         self._growing = GrowthSums()
-        self.kept = KeptGranules(KeptWhere() if kept_where is None else kept_where, number, self.block_size)
+        self.kept = KeptHere(KeptWhere() if kept_where is None else kept_where, number, self.block_size)
         self._room: Room | None = None
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0

@@ -76,7 +76,7 @@ class HeldGranules:
 NOTHING = HeldGranules(())
 
 
-class KeptGranules:
+class KeptHere:
     """What one instance keeps."""
 
     def __init__(self, where: KeptWhere, number: int, block_size: int) -> None:
