@@ -1,4 +1,4 @@
-"""What comes to one instance: KV of prompts that were computed elsewhere, and of running decodes.
+"""KV that comes to one instance: of prompts that were computed elsewhere, and of running decodes that move here.
 
 Part of `pdmesh.kv.mover`.
 """
@@ -18,7 +18,7 @@ from pdmesh.transport.base import ReceivedPiece
 
 
 class KvArrivals:
-    """Tracks the transfers that are expected here and how far each has come. Event loop only."""
+    """Tracks the transfers that this instance expects, and how far each has come. Event loop only."""
 
     def __init__(self, context: KvContext, reader: PieceReader) -> None:
         self._context = context
@@ -72,14 +72,14 @@ class KvArrivals:
     # --- for the mover ------------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Expect this epoch and older no more, without an outcome. Idempotent."""
+        """Stop expecting transfers of this epoch and older ones, without an outcome. Idempotent."""
         key = request_key(request_id)
         receiver = self._receivers.get(key)
         if receiver is not None and receiver.epoch <= epoch:
             self._forget(receiver)
 
     def take_abort(self, header: PieceHeader) -> bool:
-        """A peer has given a transfer up. Whether it is one that is expected here."""
+        """Note that a peer has given a transfer up. Return whether that transfer is expected here."""
         receiver = self._receivers.get(header.request_key)
         if receiver is None or mismatch(receiver, header) is not None:
             return False
@@ -87,7 +87,7 @@ class KvArrivals:
         return True
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A piece of KV, a peer read, a piece of a transcript, or a commit."""
+        """Take a piece of KV, a peer read, a piece of a transcript, or a commit."""
         context, receiver = self._context, self._receivers.get(header.request_key)
         if receiver is None:
             context.drop(piece, "unknown")

@@ -1,4 +1,4 @@
-"""What everything has in common that moves KV out of one instance or into it: its means, and word to its peers."""
+"""What the parts that move KV out of one instance, or into it, have in common: means, and messages to peers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TransferSide(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class KvContext:
-    """Made by `pdmesh.kv.mover.KvMover`. Event loop only."""
+    """The means that the parts of a `pdmesh.kv.mover.KvMover` share. Event loop only."""
 
     transport: KvTransport
     store: KvStore
@@ -65,7 +65,7 @@ class KvContext:
         return PeerReadWriter(peer_reads, window, block_ids, **means)
 
     def decline(self, address: bytes) -> None:
-        """The peer there cannot read caches: send it bytes from now on."""
+        """Send bytes to the peer at an address from now on, because it cannot read caches."""
         if self.peer_reads is not None:
             self.peer_reads.decline(address)
 
@@ -74,20 +74,20 @@ class KvContext:
         piece.release()
 
     def failed(self, transfer: TransferSide, reason: str, *, sending: bool) -> None:
-        """Report that a side of a transfer has ended so."""
+        """Report that one side of a transfer has failed."""
         request_id, epoch = transfer.request_id, transfer.epoch
         log.warning("kv transfer failed", request_id=request_id, epoch=epoch, sending=sending, reason=reason)
         self.on_outcome(FailedTransfer(request_id=request_id, epoch=epoch, sending=sending, reason=reason))
 
     def admit(self, address: bytes) -> None:
-        """Let a peer in that the scheduler names."""
+        """Accept messages from a peer that the scheduler names."""
         try:
             self.transport.admit(address)
         except KvTransferError as error:  # then nothing comes from there, and sending there fails
             log.warning("the scheduler sent an invalid peer address", reason=str(error))
 
     async def tell(self, kind: PieceKind, transfer: TransferSide, address: bytes, *, destination: int) -> None:
-        """Send a piece without payload about a transfer; if that fails the peer's own limits end its side."""
+        """Send a piece without payload about a transfer. If that fails, the peer's own time limits end its side."""
         request_id, epoch = transfer.request_id, transfer.epoch
         header = PieceHeader(
             kind=kind,
@@ -105,7 +105,7 @@ class KvContext:
 
 
 def mismatch(transfer: TransferSide, header: PieceHeader) -> str | None:
-    """Why a piece does not belong to a transfer of its request."""
+    """Return why a piece does not belong to a transfer of its request; None if it does."""
     if header.epoch != transfer.epoch:
         return "epoch"
     if header.capability != transfer.capability:

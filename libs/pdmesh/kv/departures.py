@@ -1,4 +1,4 @@
-"""What leaves one instance: prompts' KV as it is computed, and running decodes. Part of `pdmesh.kv.mover`."""
+"""KV that leaves one instance: of prompts as they are computed, and of running decodes. Part of `pdmesh.kv.mover`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdmesh.transport.base import ReceivedPiece
 
 
 class KvDepartures:
-    """Tracks the transfers that leave from here: those offered, and those granted and under way. Event loop only."""
+    """Tracks the transfers that leave this instance: offered, or granted and in progress. Event loop only."""
 
     def __init__(self, context: KvContext) -> None:
         self._context = context
@@ -137,14 +137,14 @@ class KvDepartures:
             granted.pause()
 
     def withdraw(self, request_id: RequestId, epoch: Epoch) -> None:
-        """End what is granted, without an outcome; everything is kept for another grant. Idempotent."""
+        """End a granted transfer without an outcome. Its KV is kept for another grant. Idempotent."""
         if self._sender(request_id, epoch) is not None:
             self._end(request_key(request_id))
 
     # --- for the mover ------------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Stop sending this epoch and older, without an outcome. Idempotent."""
+        """Stop sending this epoch and older ones, without an outcome. Idempotent."""
         key = request_key(request_id)
         granted, sender = self._granted.get(key), self._senders.get(key)
         if granted is not None and granted.epoch <= epoch:
@@ -153,13 +153,13 @@ class KvDepartures:
             del self._senders[key]
 
     def clear(self) -> None:
-        """Withdraw every offer and end every window."""
+        """Withdraw every offer and end every read window."""
         self._senders.clear()
         for transfer in self._granted.values():
             transfer.close()
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A receiver has acknowledged all of a transfer, or asks for pages that came to nothing there."""
+        """Take a receiver's acknowledgement of a whole transfer, or its request to send pages again."""
         granted = self._granted.get(header.request_key)
         fault = "unknown" if granted is None else mismatch(granted, header)
         if granted is None or fault is not None:
@@ -177,7 +177,7 @@ class KvDepartures:
             self._context.drop(piece, fault)
 
     def take_abort(self, header: PieceHeader) -> bool:
-        """A peer has given a transfer up. Whether it is one that is sent here."""
+        """Note that a peer has given a transfer up. Return whether that transfer leaves from here."""
         granted = self._granted.get(header.request_key)
         if granted is None or mismatch(granted, header) is not None:
             return False

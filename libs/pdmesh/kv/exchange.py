@@ -66,8 +66,8 @@ class KvExchange:
     """One member's side of what its group exchanges, for one epoch of a request.
 
     Made by `pdmesh.kv.groups.KvGroups.open`, which also brings it the pieces. Everything but `publish` belongs to the
-    event loop. ``on_new`` is told of blocks that are new in the ledger, whoever computed them. Nothing of its pages is
-    read once it has ended.
+    event loop. ``on_new`` is called with blocks that are new in the ledger, whichever member computed them. Once the
+    exchange has ended, nothing of its pages is read.
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class KvExchange:
 
     @property
     def num_lost(self) -> int:
-        """Members that were lost, as the scheduler says."""
+        """Number of members that the scheduler has declared lost."""
         return len(self._lost)
 
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
     def begin(self, first_block: int, num_blocks: int) -> bool:
-        """A chunk that fills these blocks is about to be computed here.
+        """Note that a chunk that fills these blocks is about to be computed here.
 
-        False if another one was, here or elsewhere, unless a member was lost.
+        False if these blocks have been begun before, here or elsewhere, unless a member was lost since.
         """
         return self._number is not None and self.ledger.begin(first_block, num_blocks, again=bool(self._lost))
 
@@ -141,9 +141,10 @@ class KvExchange:
     # --- for the mover ------------------------------------------------------------------------------------------------
 
     def set_members(self, number: int, addresses: Sequence[bytes]) -> str | None:
-        """All members' data addresses, in their order: those known before and more. Otherwise says what is wrong.
+        """Take all members' data addresses, in order: those known before, and more. Return what is wrong with them.
 
-        This is member number ``number``, now and later. The address of a member that was lost is empty from then on.
+        This instance is member number ``number``, now and later. The address of a member that was lost is empty from
+        then on.
         """
         known = len(self._addresses)
         if self._number is None:
@@ -172,7 +173,7 @@ class KvExchange:
         self.gate.abort(reason)
 
     def take_greeting(self, header: PieceHeader) -> str | None:
-        """A HELLO or a WELCOME; or say why it must be dropped."""
+        """Take a HELLO or a WELCOME. Return why it must be dropped, if it must."""
         peer = self._peers.get(header.source)
         if peer is None or header.destination != self._number:
             return "range"
@@ -211,7 +212,7 @@ class KvExchange:
                     self._pass_on(self._peers[number], blocks)
 
     def send_again(self, header: PieceHeader) -> str | None:
-        """Another member asks for pages that came to nothing there. Or say why that must be dropped."""
+        """Send pages again that another member could not use. Return why its request must be dropped, if it must."""
         if (
             not self.expects(header)
             or header.part.num_pages > self._writer.max_pages
@@ -221,7 +222,7 @@ class KvExchange:
         return self._peers[header.source].lane.send_again(header)
 
     def give_up(self, reason: str) -> None:
-        """Give this member's part up; the first reason is reported."""
+        """Give this member's part up, and report why; only the first reason counts."""
         if self.gate.aborted is None:
             self.gate.abort(reason)
             self._on_failed(self, reason)
@@ -313,5 +314,5 @@ class KvExchange:
 
 
 def exchange_key(request_id: RequestId) -> bytes:
-    """16 bytes that stand for what a request's group passes on; a transfer of it has others."""
+    """Return 16 bytes that identify what a request's group exchanges; a transfer of the request has another key."""
     return hashlib.blake2b(request_id.encode(), digest_size=16, person=b"exchange").digest()

@@ -1,8 +1,8 @@
 """Where a step waits, before a layer's attention, for the KV that other instances compute of the same prompt.
 
-The engine's thread waits; it and the event loop bring pages (`pdmesh.kv.ledger`), and the event loop aborts. Whoever
-changes what a waiting thread looks at calls `Wakeup.ring` afterwards, and the thread looks under the wakeup's lock
-before it sleeps: so no wake-up is lost.
+The engine's thread waits. Pages are brought by it and by the event loop (`pdmesh.kv.ledger`), and the event loop aborts
+waits. A thread that changes what a waiting thread looks at calls `Wakeup.ring` afterwards, and the waiting thread looks
+under the wakeup's lock before it sleeps, so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdmesh.kv.ledger import PageLedger
 
 
 class Wakeup:
-    """Wakes the engine's thread of an instance where it waits. One thread waits at a time; any thread rings."""
+    """Wakes the engine's thread of an instance where it waits. One thread waits at a time; any thread may ring."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -27,18 +27,18 @@ class Wakeup:
         return self._condition
 
     def ring(self) -> None:
-        """Something was changed: whoever waits looks again."""
+        """Make the waiting thread look again, because something has changed."""
         with self._condition:
             self._condition.notify_all()
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        """Return True once ``condition`` holds, or False after ``limit_s``. It is looked at under the lock."""
+        """Return True once ``condition`` holds, or False after ``limit_s``. The condition is called under the lock."""
         with self._condition:
             return self._condition.wait_for(condition, max(0.0, limit_s))
 
 
 class Urgent(NamedTuple):
-    """What a thread does instead of idling. Both are called on the waiting thread."""
+    """What a waiting thread does instead of idling. Both methods are called on that thread."""
 
     waits: Callable[[], bool]  # whether there is something; cheap, called under the wakeup's lock
     run: Callable[[], object]
@@ -47,8 +47,8 @@ class Urgent(NamedTuple):
 class KvGate:
     """Lets a step pass once the first blocks of a request are in a ledger.
 
-    A waiting thread is woken by every abort, and by every page that completes what it waits for. When nothing has come
-    for ``no_progress_s``, waiting itself aborts.
+    A waiting thread is woken by every abort, and by every page that completes what it waits for. If nothing has come
+    for ``no_progress_s``, the wait itself aborts the gate.
     """
 
     def __init__(self, wakeup: Wakeup, ledger: PageLedger, *, no_progress_s: float, clock: Callable[[], float]) -> None:
@@ -64,7 +64,7 @@ class KvGate:
 
     @property
     def aborted(self) -> str | None:
-        """Why nothing is waited for any more."""
+        """Why steps no longer wait; None as long as they do."""
         return self._aborted
 
     def abort(self, reason: str) -> None:
@@ -75,7 +75,7 @@ class KvGate:
             self._wakeup.ring()
 
     def give_up(self, plan_id: int) -> None:
-        """Chunks of plans up to this one end where they would wait, or do: what they wait for is planned anew."""
+        """Let chunks of plans up to this one end where they wait or would wait: what they wait for is planned anew."""
         with self._wakeup.lock:
             self._given_up_plan_id = max(self._given_up_plan_id, plan_id)
             self._wakeup.ring()
@@ -83,8 +83,8 @@ class KvGate:
     def wait(self, layer: int, num_blocks: int, urgent: Urgent, plan_id: int = 0) -> bool:
         """Wait until the context's first ``num_blocks`` blocks are here in this layer. The engine's thread.
 
-        What is ``urgent`` is run meanwhile. False if it was aborted (see `aborted`), or this plan was given up: they
-        will not come.
+        Runs what is ``urgent`` meanwhile. Returns False if the blocks will not come: the gate was aborted (see
+        `aborted`), or this plan was given up.
         """
 
         def is_here() -> bool:

@@ -1,4 +1,4 @@
-"""The exchanges of one instance: which piece is for which, and what becomes of them. Part of `pdmesh.kv.mover`."""
+"""The exchanges of one instance: which piece belongs to which, and how they end. Part of `pdmesh.kv.mover`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class KvGroups:
-    """What this instance exchanges with members of prefill groups. Event loop only."""
+    """What this instance exchanges with other members of prefill groups. Event loop only."""
 
     def __init__(self, context: KvContext, reader: PieceReader) -> None:
         self._context = context
@@ -90,7 +90,7 @@ class KvGroups:
                 exchange.give_up(fault)
 
     def end(self, request_id: RequestId, epoch: Epoch, reason: str) -> None:
-        """Stop this epoch's and older exchanges of the request, without an outcome. Idempotent."""
+        """Stop the request's exchanges of this epoch and older ones, without an outcome. Idempotent."""
         exchange = self._exchanges.get(exchange_key(request_id))
         if exchange is not None and exchange.epoch <= epoch:
             del self._exchanges[exchange.key]
@@ -103,12 +103,12 @@ class KvGroups:
             self.end(exchange.request_id, exchange.epoch, "the instance is stopping")
 
     def forget(self, address: bytes) -> None:
-        """The instance at this data address is gone. What becomes of its groups is for the scheduler to say."""
+        """Stop sending to an instance that is gone, by its data address. The scheduler decides about its groups."""
         for exchange in self._exchanges.values():
             exchange.cut_off(address)
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A piece whose key is in here."""
+        """Take a piece that belongs to one of the exchanges."""
         exchange = self._exchanges[header.request_key]
         if fault := mismatch(exchange, header):
             self._context.drop(piece, fault)

@@ -1,6 +1,6 @@
 """Pieces on their way into blocks: the payload is checked, then copied, on the event loop or on a thread.
 
-Of a peer read the payload says where the pages lie in its sender's cache, and they are copied from there.
+The payload of a peer read says where the pages lie in the sender's cache, and they are copied from there.
 """
 
 from __future__ import annotations

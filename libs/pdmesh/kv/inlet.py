@@ -1,4 +1,4 @@
-"""Pages that come from peers: the same for what is handed over, moves, or is exchanged in a prefill group."""
+"""Pages that come from peers, the same way for hand-over, for moves and for exchange in a prefill group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.transport.base import ReceivedPiece
 
 
 class Inlet(Protocol):
-    """One request's side of a transfer or group, as pages come in."""
+    """One request's receiving side of a transfer or group."""
 
     is_over: bool  # its blocks may be another request's by now
 
@@ -28,7 +28,7 @@ class Inlet(Protocol):
     def ledger(self) -> PageLedger: ...
 
     def lane_from(self, source: int) -> Lane | None:
-        """Return what goes to a source, unless that one is lost."""
+        """Return the lane to a source; None if that source was lost."""
         ...
 
     def expects(self, header: PieceHeader) -> bool:
@@ -36,11 +36,11 @@ class Inlet(Protocol):
         ...
 
     def place(self, header: PieceHeader, blocks: Blocks) -> None:
-        """Pages of a piece are in their blocks."""
+        """Note that the pages of a piece are in their blocks."""
         ...
 
     def give_up(self, reason: str) -> None:
-        """Fail, because a source's pages come to nothing again and again."""
+        """Fail, because a source's pages proved unusable too often."""
         ...
 
 
@@ -58,10 +58,11 @@ class PageIntake:
         self._waiting: dict[Inlet, list[Callable[[], object]]] = {}  # until a peer's cache is no more copied
 
     def take(self, inlet: Inlet, header: PieceHeader, piece: ReceivedPiece) -> None:
-        """A piece of KV or a peer read.
+        """Take a piece of KV or a peer read.
 
-        Of a peer read is copied what is neither here nor on its way: what is copied too late means nothing, and must
-        not lie where good pages do. What comes for the same pages meanwhile waits; it is as many pieces as buffers.
+        Of a peer read, only pages that are neither here nor on their way are copied: what is copied too late means
+        nothing, and must not overwrite good pages. Pieces for the same pages wait meanwhile; there are no more of them
+        than buffers.
         """
         is_read, blocks = header.kind is PieceKind.PEER_READ, Blocks.of(header)
         layout = self._context.store.layout

@@ -1,11 +1,11 @@
 """What goes to one peer about one request's KV: the same for hand-over, moves and members of a prefill group.
 
-Pages wait in an outbox and leave as pieces, or are read where they lie; a few are under way at once. Either side of a
-lane may have it: a source for its pages, a receiver to ask for what came to nothing, a member of a group for both.
+Pages wait in an outbox and leave as pieces, or are read where they lie; a few are in progress at once. Either side of a
+transfer has a lane: a source for its pages, a receiver to ask for pages again, a member of a group for both.
 
-**What comes to nothing** is asked for again: AGAIN, if it was damaged, and NO_PEER_READS, if it cannot be read where it
-lies, name its pages. The sender has them until the receiver has everything, and sends them before anything else. Both
-sides bound that (`pdmesh.kv.repair`).
+**A piece that was of no use** is asked for again, by a message that names its pages: AGAIN if it was damaged,
+NO_PEER_READS if the pages cannot be read where they lie. The sender keeps the pages until the receiver has everything,
+and sends them before anything else. Both sides bound how often (`pdmesh.kv.repair`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Lane:
 
     @property
     def is_done(self) -> bool:
-        """Whether the peer took everything, but for what it asked for again."""
+        """Whether the peer took everything, except what it asked for again."""
         return not self._num_left
 
     def put(self, item: Outgoing, layers_a_piece: int = 1) -> None:
@@ -82,24 +82,24 @@ class Lane:
         self._outbox.put(item, layers_a_piece)
 
     async def run(self) -> None:
-        """Send what there is to send, until closed or cut off, or a send fails."""
+        """Send what is in the outbox, until the lane is closed or cut off, or a send fails."""
         with anyio.CancelScope() as self._scope:
             async with anyio.create_task_group() as senders:
                 for _ in range(self._max_in_flight):
                     senders.start_soon(self._send)
 
     def close(self) -> None:
-        """Begin nothing more: `run` returns when what is under way was taken."""
+        """Begin no further send: `run` returns when those in progress have been taken."""
         self._outbox.close()
 
     def cut_off(self) -> None:
-        """End what is under way, too."""
+        """End the lane, and the sends in progress too."""
         self.close()
         if self._scope is not None:
             self._scope.cancel()
 
     def say(self, kind: PieceKind) -> None:
-        """Send a header alone. One that the peer does not take fails nothing: it has not heard of us yet."""
+        """Send a header alone. If the peer does not take it, nothing fails: it has not heard of us yet."""
         self._say(Outgoing(NO_BLOCKS, kind=kind))
 
     # --- what came to nothing -----------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Lane:
         self._received.add_sound()
 
     def ask_again(self, header: PieceHeader, fault: str) -> str | None:
-        """Ask for a piece that was of no use here. Or say why it is one too many."""
+        """Ask for a piece again that was of no use here. Return why not, if it has been too many."""
         kind = PieceKind.NO_PEER_READS if fault == UNREADABLE else PieceKind.AGAIN
         if kind is PieceKind.NO_PEER_READS:
             if not self._refusals.add(header.part.num_pages):
@@ -121,7 +121,7 @@ class Lane:
         return None
 
     def send_again(self, header: PieceHeader) -> str | None:
-        """Send pages that the peer asks for, and that are here. Or say why that must be dropped."""
+        """Send pages that the peer asks for again, if they are here. Return why its request must be dropped, if so."""
         if header.kind is PieceKind.NO_PEER_READS:
             is_allowed = self._writer.refused(self.address, header.part.num_pages)
         else:

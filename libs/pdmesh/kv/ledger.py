@@ -36,7 +36,7 @@ class PageState(IntEnum):
 
     @classmethod
     def of(cls, *, is_read: bool) -> PageState:
-        """Return what a page is while a peer's cache is copied to it, or a piece."""
+        """Return the state of a page while it is being copied: from a peer's cache, or from a piece."""
         return cls.READING if is_read else cls.COPYING
 
 
@@ -62,8 +62,8 @@ _HERE = bytes([_WRITTEN, _PRESENT])
 class PageLedger:
     """The pages of one request in one instance's cache, for its transfers and its prefill group.
 
-    `write` is for the engine's thread, all else for the event loop. Costs something for each run of pages, and nothing
-    for each page of a long context.
+    `write` is for the engine's thread, all else for the event loop. The cost is for each run of pages, not for each
+    page of a long context.
     """
 
     def __init__(self, num_layers: int, num_blocks: int) -> None:
@@ -79,11 +79,11 @@ class PageLedger:
 
     @property
     def everything(self) -> Blocks:
-        """All pages that there can be."""
+        """All pages of the request, in all layers."""
         return Blocks(0, 0, 0, self._num_blocks, self._num_layers)
 
     def grow(self, num_blocks: int) -> None:
-        """Make room for so many blocks in all."""
+        """Make room for this many blocks in total."""
         added = bytes(max(0, num_blocks - self._num_blocks))
         self._num_blocks += len(added)
         with self._lock:
@@ -93,7 +93,7 @@ class PageLedger:
     # --- pages that are computed here ---------------------------------------------------------------------------------
 
     def begin(self, first_block: int, num_blocks: int, *, again: bool = False) -> bool:
-        """A chunk is to fill blocks; False if another one was, here or elsewhere, which ``again`` allows."""
+        """Note that a chunk is to fill blocks. False if they were begun before, which ``again`` allows."""
         blocks = Blocks(0, 0, first_block, num_blocks, self._num_layers)
         with self._lock:
             if any(_READING in states or not (again or not any(states)) for states in self._slices(blocks)):
@@ -102,17 +102,17 @@ class PageLedger:
         return True
 
     def reserve(self, first_block: int, num_blocks: int) -> None:
-        """A chunk is filling blocks already: no other member's copy is taken for those not here yet."""
+        """Note that a chunk already fills blocks: those not here yet are not copied from other members any more."""
         with self._lock:
             self._change(Blocks(0, 0, first_block, num_blocks, self._num_layers), _RESERVE)
 
     def abandon(self, first_block: int, num_blocks: int) -> None:
-        """A chunk ended early: what it has not written is computed, or copied, by whomever."""
+        """Note that a chunk ended early: what it has not written may be computed or copied by anyone."""
         with self._lock:
             self._change(Blocks(0, 0, first_block, num_blocks, self._num_layers), _ABANDON)
 
     def write(self, blocks: Blocks) -> None:
-        """Pages were computed: layers that follow here may use them. The engine's thread."""
+        """Note that pages were computed: the layers that follow may use them. The engine's thread."""
         with self._lock:
             self._change(blocks, _WRITE)
             self._count_first(blocks)
@@ -121,17 +121,17 @@ class PageLedger:
     # --- pages that come from a peer ----------------------------------------------------------------------------------
 
     def missing(self, blocks: Blocks) -> list[Blocks]:
-        """Return what of these is neither here, nor computed, nor on its way."""
+        """Return which of these pages are neither here, nor computed, nor on their way."""
         return self._among(blocks, _IS_EMPTY)
 
     def is_read(self, blocks: Blocks) -> bool:
-        """Whether a peer's cache is being copied to one of these."""
+        """Whether one of these pages is being copied from a peer's cache."""
         return any(_READING in states for states in self._slices(blocks))
 
     def claim(self, blocks: Blocks, source: int, state: PageState = PageState.COPYING) -> list[Blocks]:
-        """Pages are about to be copied in from a source. Return those of them that were missing, and are claimed now.
+        """Note that pages are about to be copied in from a source. Return those that were missing, now claimed.
 
-        What another source was first with stays that one's.
+        Pages that another source claimed first remain that one's.
         """
         with self._lock:
             missing = self.missing(blocks)
@@ -143,7 +143,7 @@ class PageLedger:
         return missing
 
     def release(self, blocks: Blocks, source: int) -> None:
-        """Take back a source's claim of pages of which nothing that counts was copied: they are to come again."""
+        """Take back a source's claim of pages whose copy does not count: they are to come again."""
         with self._lock:
             for part in self._among(blocks, _IS_IN_COPY, self._sources, marked(source + 1)):
                 self._change(part, _RELEASE)
@@ -151,7 +151,7 @@ class PageLedger:
     # --- pages that are here ------------------------------------------------------------------------------------------
 
     def place(self, blocks: Blocks) -> list[Blocks]:
-        """Pages are here and can be sent, copied or computed. Return those of them that were not before."""
+        """Note that pages are here and can be sent, copied or computed. Return those that were not before."""
         with self._lock:
             new = self._among(blocks, _IS_ABSENT)
             for part in new:
@@ -171,7 +171,7 @@ class PageLedger:
         )
 
     def present(self) -> list[Blocks]:
-        """Return all that are here and can be sent."""
+        """Return the pages among these that are here and can be sent."""
         return self._among(self.everything, _IS_PRESENT)
 
     def has_first(self, layer: int, num_blocks: int) -> bool:
@@ -186,31 +186,31 @@ class PageLedger:
     # --- who was sent what --------------------------------------------------------------------------------------------
 
     def set_sent_to(self, blocks: Blocks, num_members: int) -> None:
-        """Note that the first ``num_members`` of a group are sent these."""
+        """Note that these pages are sent to the first ``num_members`` of a group."""
         for layer in range(blocks.layer, blocks.end_layer):
             self._sent_to[layer][blocks.first_block : blocks.end] = bytes([num_members]) * blocks.num_blocks
 
     def not_sent_to(self, number: int, blocks: Blocks) -> list[Blocks]:
-        """Return those here that were sent to others, and not to member ``number``."""
+        """Return the pages here that were sent to others, but not to member ``number``."""
         return self._among(blocks, _IS_PRESENT, self._sent_to, marked(*range(1, number + 1)))
 
     def taken_from(self, source: int) -> list[Blocks]:
-        """Return those here that a source sent."""
+        """Return the pages here that a source sent."""
         return self._among(self.everything, _IS_PRESENT, self._sources, marked(source + 1))
 
     def num_pages_of(self, source: int) -> int:
-        """Number of pages that a source sent, or began to."""
+        """Return how many pages a source sent, or began to."""
         return sum(sources.count(source + 1) for sources in self._sources)
 
     def num_unclaimed(self, blocks: Blocks) -> int:
-        """Number of these that no source has begun to send."""
+        """Return how many of these pages no source has begun to send."""
         return sum(
             sources[blocks.first_block : blocks.end].count(0)
             for sources in self._sources[blocks.layer : blocks.end_layer]
         )
 
     def check_integrity(self) -> None:
-        """AssertionError names the numbers that do not balance."""
+        """Raise AssertionError, with the numbers, unless they balance."""
         num_present = sum(states.count(_PRESENT) for states in self._states)
         assert num_present == self.num_present, f"{num_present} pages are present, {self.num_present} are counted"
         for layer, (states, sources) in enumerate(zip(self._states, self._sources, strict=True)):

@@ -71,7 +71,7 @@ class ExchangedBytes(NamedTuple):
 
 
 class TransferCounters(NamedTuple):
-    """Totals since the start, and what is under way. ``dropped`` counts pieces by the reason they were dropped for."""
+    """Totals since the start, and what is in progress. ``dropped`` counts dropped pieces by reason."""
 
     num_pieces_sent: int
     num_bytes_sent: int
@@ -151,13 +151,13 @@ class KvMover:
         await self._stack.__aexit__(kind, error, trace)
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Stop sending, receiving and exchanging this epoch and older, without an outcome. Idempotent."""
+        """Stop sending, receiving and exchanging this epoch and older ones, without an outcome. Idempotent."""
         self.groups.end(request_id, epoch, "the request was freed")
         self.departures.cancel(request_id, epoch)
         self.arrivals.cancel(request_id, epoch)
 
     def forget(self, address: bytes) -> None:
-        """The peer at this data address is gone: what is being sent there fails, and its endpoint is closed."""
+        """Note that the peer at this data address is gone: sends to it fail, and its endpoint is closed."""
         self.groups.forget(address)
         if self._context.peer_reads is not None:
             self._context.peer_reads.forget(address)

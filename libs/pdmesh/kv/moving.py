@@ -1,7 +1,7 @@
-"""A running decode's KV on its way out: it decodes on while full blocks go over, and stands still for the rest.
+"""A running decode's KV on its way out: the request decodes on while full blocks are sent, and pauses for the rest.
 
-What is left then, and the commit, leave at once, and nothing of it waits for anything else of it: the stream stands
-still for as long as one way takes. See `docs/architecture/moves.md`.
+The rest and the commit leave at once, without waiting for each other: the stream pauses for as long as one way takes.
+See `docs/architecture/moves.md`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ LANDED_LIMIT_S = 2.0
 
 
 class MoveSender(GrantedTransfer):
-    """A source's side of a move.
+    """The source's side of a move.
 
-    ``advance`` after each step names what has become complete; once ``has_caught_up``, ``freeze`` ends it with the last
-    of it. Until ``committed`` whoever holds the request may go on with it by itself.
+    Call ``advance`` after each step to name what has become complete; once ``has_caught_up``, call ``freeze`` to end
+    the move with the last of it. Until ``committed``, the owner of the request may go on with it as if it did not move.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MoveSender(GrantedTransfer):
         clock: Callable[[], float],
         on_caught_up: Callable[[], None],
     ) -> None:
-        """``on_caught_up`` is called each time that nothing is left to send of what was named."""
+        """``on_caught_up`` is called whenever everything that was named has been sent."""
         super().__init__(
             request_id,
             epoch,
@@ -79,19 +79,19 @@ class MoveSender(GrantedTransfer):
         self._name(num_kv_tokens // self._layout.block_size)
 
     def has_room_for(self, num_kv_tokens: int) -> bool:
-        """Whether the target has."""
+        """Whether the target has room for so many tokens."""
         return num_kv_tokens <= self._num_tokens_taken
 
     @property
     def has_caught_up(self) -> bool:
-        """Whether at most a block of each layer is left to send, and the tokens since it began."""
+        """Whether at most one block of each layer is left to send, and the tokens since the move began."""
         return self._has_told and self._lanes[0].is_done and self._failure is None
 
     def freeze(self, *, num_kv_tokens: int, tail: bytes, next_token: FirstToken) -> None:
         """Send what is left and commit; the source computes nothing more of the request.
 
-        ``tail`` is the transcript's end, since the move began; ``next_token`` is drawn, and has no KV yet. All of it is
-        on its way once the event loop has had a turn, if there are buffers.
+        ``tail`` is the transcript's end, since the move began; ``next_token`` has been sampled, and has no KV yet. All
+        of it is on its way once the event loop has had a turn, if there are buffers.
         """
         assert self.has_caught_up, "it stands still, and has not caught up"
         assert self.has_room_for(num_kv_tokens), f"{num_kv_tokens} tokens; the target takes {self._num_tokens_taken}"

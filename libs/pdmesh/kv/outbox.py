@@ -15,7 +15,7 @@ NO_BLOCKS = Blocks(0, 0, 0, 0, 0)
 
 
 class Outgoing(NamedTuple):
-    """Blocks, and how many members of a group are sent them by who computed them."""
+    """Blocks to send, and how many members of a group get them from the one that computed them."""
 
     blocks: Blocks
     num_members: int = 0
@@ -24,16 +24,16 @@ class Outgoing(NamedTuple):
 
 
 class Outbox:
-    """First in, first out, but for layers that are held back until more of the same blocks are joined to them.
+    """First in, first out, except for layers that are held back until more of the same blocks join them.
 
-    They are held until they are as many as was wanted when the last one came, or nothing more can join them: because
-    they go up to the model's last layer, fill a piece, or something else came of these blocks. What is said in a
-    header alone overtakes pages, and leaves while pages are paused. Bounded by its user, who adds each page once.
-    Event loop only.
+    They are held until as many are together as was wanted when the last one came, or until nothing more can join them:
+    they reach the model's last layer, fill a piece, or something else of these blocks was added. A message without
+    pages overtakes pages, and leaves even while pages are paused. The user bounds the outbox by adding each page only
+    once. Event loop only.
     """
 
     def __init__(self, *, num_layers: int, max_pages: Callable[[], int]) -> None:
-        """``max_pages`` is what a piece holds now."""
+        """``max_pages`` is the most that a piece holds now."""
         self._num_layers = num_layers
         self._max_pages = max_pages
         self._said: deque[Outgoing] = deque()
@@ -62,7 +62,7 @@ class Outbox:
         self._wake()
 
     def put_first(self, item: Outgoing) -> None:
-        """Add pages that the peer has been waiting for longer than for all that waits here."""
+        """Add pages before all others, because the peer has waited for them the longest."""
         self._due.appendleft(item)
         self._wake()
 
@@ -72,7 +72,7 @@ class Outbox:
         self._wake()
 
     def flush(self) -> None:
-        """Hold nothing back of what is here."""
+        """Stop holding back what is here now."""
         self._due.extend(self._held.values())
         self._held.clear()
         self._wake()
@@ -87,12 +87,12 @@ class Outbox:
         self._wake()
 
     def close(self) -> None:
-        """Let nothing more leave: `take` returns None."""
+        """Let nothing leave any more: `take` returns None."""
         self.is_closed = True
         self._wake()
 
     async def take(self) -> Outgoing | None:
-        """Return the next that is due, or as much of it as fits into a piece. Several tasks may wait for it."""
+        """Return the next blocks or header to send, cut to what fits into a piece. Several tasks may wait for it."""
         while not self.is_closed:
             if self._said:
                 return self._said.popleft()

@@ -12,9 +12,9 @@ from pdmesh.model import Epoch, RequestId
 class SentTransfer:
     """Sender's side: the receiver acknowledged the whole KV.
 
-    ``duration_s`` runs from the transfer's first grant, ``exposed_s`` from the moment the prompt was computed and its
-    first token drawn (decode could start, had it the KV), both to the acknowledgement. Of a move
-    ``duration_s`` is all of it, and ``exposed_s`` how long the request stood still.
+    ``duration_s`` runs from the transfer's first grant, and ``exposed_s`` from the moment the prompt was computed and
+    its first token sampled (when decode could have started), both to the acknowledgement. For a move, ``duration_s`` is
+    the time of the whole move, and ``exposed_s`` how long the request paused.
     """
 
     request_id: RequestId
@@ -26,7 +26,7 @@ class SentTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandedTransfer:
-    """Receiver's side: every block of every layer is in place, checked; the first token and its output index came."""
+    """Receiver's side: every block of every layer is in place and checked, and the first token has come."""
 
     request_id: RequestId
     epoch: Epoch
@@ -39,7 +39,7 @@ class LandedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedTransfer:
-    """A transfer that either side gave up. The sender still has everything, for another one."""
+    """A transfer that either side gave up. The sender still has all its KV, for another transfer."""
 
     request_id: RequestId
     epoch: Epoch
@@ -49,7 +49,7 @@ class FailedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PausedTransfer:
-    """Sender's side: it stopped when asked to, and no piece is under way. It goes on with the next grant."""
+    """Sender's side: it stopped when asked to, and no piece is in progress. It goes on with the next grant."""
 
     request_id: RequestId
     epoch: Epoch
@@ -57,7 +57,7 @@ class PausedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedExchange:
-    """A member of a prefill group: it can neither pass its KV on nor wait for that of others."""
+    """The end of a membership in a prefill group: the member can neither pass its KV on nor wait for others'."""
 
     request_id: RequestId
     epoch: Epoch

@@ -20,7 +20,7 @@ from pdmesh.transport.seal import MeshKey
 
 
 class Means(TypedDict):
-    """What a writer of pieces works with."""
+    """The means that a writer of pieces works with."""
 
     store: KvStore
     transport: KvTransport
@@ -29,7 +29,7 @@ class Means(TypedDict):
 
 
 class PieceWriter:
-    """Sends blocks of one request's table; several tasks may at once."""
+    """Sends blocks of one request's table; several tasks may call it at the same time."""
 
     def __init__(self, block_ids: Sequence[int], **means: Unpack[Means]) -> None:
         self.num_bytes = 0
@@ -53,14 +53,14 @@ class PieceWriter:
             return self.max_pages
 
     def refused(self, address: bytes, num_pages: int) -> bool:
-        """Whether so many pages were offered there and not refused before: they are to be sent as bytes."""
+        """Note that the peer refused to read so many pages, which go as bytes then. False if fewer were offered."""
         return False
 
     def close(self) -> None:
-        """Let nothing be read any more: what has not been copied by now does not count. Idempotent."""
+        """Let peers read nothing any more: what they have not copied by now does not count. Idempotent."""
 
     async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> int:
-        """Send them with headers that say ``about`` and what each piece holds; how many. Raises KvTransferError."""
+        """Send blocks in pieces whose headers say ``about``, and return how many pieces. Raises KvTransferError."""
         num_pieces = 0
         for piece in blocks.cut(self._pages_taken(address)):
             async with self._transport.lend() as buffer:
@@ -69,7 +69,7 @@ class PieceWriter:
         return num_pieces
 
     async def send_bytes(self, address: bytes, start: int, data: bytes, about: PieceHeader) -> None:
-        """Send bytes that are no KV, from number ``start`` on, one piece after the other. Raises KvTransferError."""
+        """Send bytes that are not KV, from number ``start`` on, one piece after the other. Raises KvTransferError."""
         size = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
         for offset in range(0, len(data), size):
             taken = data[offset : offset + size]

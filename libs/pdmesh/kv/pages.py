@@ -38,15 +38,15 @@ class Blocks(NamedTuple):
         return self.num_layers * self.num_blocks
 
     def within(self, part: KvPart) -> Blocks:
-        """Return those of them that are in a part."""
+        """Return the blocks among these that are in a part."""
         blocks = IndexRange(self.first_block, self.end).common(part.blocks)
         layers = IndexRange(self.layer, self.end_layer).common(part.layers)
         return Blocks(self.chunk, layers.start, blocks.start, blocks.size, layers.size)
 
     def split(self, size: int, max_blocks: int | None = None) -> tuple[Blocks, list[Blocks]]:
-        """A first piece of at most so many pages, of whole layers where one fits; and what is left, in order.
+        """Return a first piece of at most so many pages, of whole layers if one fits, and what is left, in order.
 
-        Of at most ``max_blocks`` blocks of each layer, too.
+        The piece has at most ``max_blocks`` blocks of each layer, too.
         """
         num_blocks = min(size, self.num_blocks, max_blocks or self.num_blocks)
         num_layers = min(size // num_blocks, self.num_layers)
@@ -66,14 +66,14 @@ class Blocks(NamedTuple):
 
 @functools.cache
 def marked(*values: int) -> bytes:
-    """A table for `bytes.translate` that makes these values 1, and all others 0."""
+    """Return a table for `bytes.translate` that makes these values 1, and all others 0."""
     return bytes(value in values for value in range(256))
 
 
 def runs(marks: bytes | bytearray) -> Iterator[tuple[int, int]]:
     """Yield each run of neighbouring ones among zeros as (first, count).
 
-    A context may have a million pages, and this is called on the event loop: it costs something for each run only.
+    A context may have a million pages, and this is called on the event loop, so the cost is only for each run.
     """
     end = 0
     while (first := marks.find(1, end)) >= 0:

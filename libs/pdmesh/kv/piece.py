@@ -1,8 +1,9 @@
-"""The fixed header of a piece, and the checks that come before anything else is believed of it.
+"""The fixed header of a piece, and the checks that come before anything else in it is believed.
 
-Little-endian, 100 bytes; the last sixteen are a seal that only services of the mesh can make (`pdmesh.transport.seal`),
-so that a damaged or foreign header is told apart from a wrong one. It is sent twice: nobody could ask again for a piece
-whose header is not believed. The payload has a checksum of its own, of the same secret, which the header holds.
+Little-endian, 100 bytes. The last sixteen are a seal that only services of the mesh can make (`pdmesh.transport.seal`),
+so that a damaged or foreign header is told apart from a wrong one. The header is sent twice, because a receiver cannot
+ask again for a piece whose header it does not believe. The payload has a checksum of its own, of the same secret, which
+the header holds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NO_PART = KvPart(IndexRange(0, 0), IndexRange(0, 0), IndexRange(0, 0))
 
 
 class PieceKind(IntEnum):
-    """What a message between two instances is."""
+    """The kind of a message between two instances."""
 
     KV = 1  # blocks, in one layer or the same ones in several: all of one layer, then those of the next
     COMMIT = 2  # source to destination, after its last KV: what it sent, and the first token if it drew it
@@ -43,7 +44,7 @@ class PieceKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceHeader:
-    """What a piece says of itself. Fields that its kind does not use are 0."""
+    """What a piece says about itself. Fields that its kind does not use are 0."""
 
     kind: PieceKind
     request_key: bytes  # see `request_key`; between members of a group `pdmesh.kv.exchange.exchange_key`
@@ -64,7 +65,7 @@ class PieceHeader:
 
 
 def request_key(request_id: RequestId) -> bytes:
-    """16 bytes that stand for a request id of any length."""
+    """Return 16 bytes that identify a request id of any length."""
     return hashlib.blake2b(request_id.encode(), digest_size=16).digest()
 
 
@@ -97,7 +98,7 @@ def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
 
 
 def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
-    """Inverse of `pack_header`. Raises ProtocolError, and nothing else, for anything else."""
+    """Decode what `pack_header` wrote. Raises ProtocolError, and nothing else, for anything else."""
     if len(data) < 2 * _COPY_BYTES:
         raise ProtocolError(f"a piece header of {len(data)} bytes")
     for copy in (data[:_COPY_BYTES], data[_COPY_BYTES : 2 * _COPY_BYTES]):

@@ -1,7 +1,8 @@
-"""Pieces of KV that come damaged, or cannot be read where they lie, are asked for again: how many of them.
+"""Limits for pieces of KV that come damaged, or cannot be read where they lie, and are asked for again.
 
-The receiver forgets that it took the piece, and says AGAIN with the piece's blocks and layers; the sender, which has
-them until the receiver has everything, sends them like any other piece. What comes damaged again is asked for again.
+The receiver forgets that it took the piece, and says AGAIN with the piece's blocks and layers. The sender, which has
+them until the receiver has everything, sends them like any other piece. If they come damaged again, they are asked for
+again.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ SOUND_PIECES_EACH = 4
 
 
 class DamageLimit:
-    """Tells a line that damages a piece now and then from a peer whose memory is broken, or who asks for ever.
+    """Tolerates occasional damage on the way; gives up on a peer whose memory is broken, or that asks for ever.
 
-    The receiver of pieces counts, and gives up beyond it. The sender counts too, and answers no more; it allows twice
-    as many at first, since it may learn later that a piece was taken than that the next one was damaged.
+    The receiver of pieces counts, and gives up beyond the limit. The sender counts too, and answers no more beyond it;
+    it allows twice as many at first, because it may learn later that a piece was taken than that the next one was
+    damaged.
     """
 
     def __init__(self, *, sends: bool) -> None:
@@ -30,7 +32,7 @@ class DamageLimit:
         self._num_sound += num_pieces
 
     def add_damaged(self) -> bool:
-        """One more was damaged; False if that is one too many."""
+        """Count a damaged piece; False if it is one too many."""
         if self.num_damaged >= self._num_free + self._num_sound // SOUND_PIECES_EACH:
             return False
         self.num_damaged += 1
@@ -38,9 +40,9 @@ class DamageLimit:
 
 
 class RefusalLimit:
-    """Bounds refusals of peer reads: each page once, and once more where its sender was forgotten meanwhile.
+    """Bounds refusals of peer reads: each page once, and once more if its sender was forgotten meanwhile.
 
-    Nothing is wrong with the sender, so this is no damage; but nobody offers for ever what is not taken.
+    Nothing is wrong with the sender, so this is no damage; but a sender does not offer for ever what is never taken.
     """
 
     def __init__(self, num_pages: int) -> None:

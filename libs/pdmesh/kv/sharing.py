@@ -1,7 +1,7 @@
 """A KV cache that processes of the same host may copy pages from: how it is named, opened and read.
 
-Only ever read: nobody writes into another instance's memory, so whoever owns a page is who wrote it. What a page held
-when it was read, its owner says beside (`pdmesh.kv.peer_reads`).
+Caches are only read: no process writes into another's memory, so a page holds what its owner wrote. What a page held
+when it was read, the owner says separately (`pdmesh.kv.peer_reads`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class PeerCache(Protocol):
     """Another instance's cache of the same layout, opened."""
 
     def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        """Copy its blocks ``theirs``, in order, into ``ours`` of this instance, in each of some layers.
+        """Copy the cache's blocks ``theirs``, in order, into ``ours`` of this instance, in each of some layers.
 
-        They are there when it returns. Any thread. Raises KvTransferError, and may have copied some of them then.
+        The pages are there when it returns. Any thread. Raises KvTransferError, and may have copied some of them by
+        then.
         """
         ...
 
@@ -33,11 +34,11 @@ class PeerCache(Protocol):
 
 
 class SharedCache(Protocol):
-    """An instance's cache, as others on its host may open it."""
+    """An instance's cache, as other processes of its host may open it."""
 
     @property
     def kind(self) -> bytes:
-        """Four bytes: only caches of the same kind open each other."""
+        """The cache's kind, in four bytes. Only caches of the same kind can open each other."""
         ...
 
     @property
@@ -47,15 +48,15 @@ class SharedCache(Protocol):
 
     @property
     def copies_inline(self) -> bool:
-        """Whether short copies may be made on the event loop, since nothing is waited for."""
+        """Whether short copies may be made on the event loop, because they wait for nothing."""
         ...
 
     def describe(self) -> bytes:
-        """What `open` needs to know in another process: as many bytes for every cache of this kind and layout."""
+        """Return what `open` needs in another process: equally many bytes for all caches of this kind and layout."""
         ...
 
     def open(self, pid: int, described: bytes) -> PeerCache:
-        """The cache of that process, of the same kind and layout. Raises KvTransferError."""
+        """Open the cache of another process, of the same kind and layout. Raises KvTransferError."""
         ...
 
 
@@ -71,7 +72,7 @@ class HostCache:
     max_read_bytes = 16 << 20
 
     def __init__(self, layout: KvLayout, num_blocks: int, layer_addresses: Sequence[int]) -> None:
-        """``layer_addresses`` are of each layer's block 0; the others follow it."""
+        """``layer_addresses`` are the addresses of each layer's block 0; its other blocks follow."""
         self._layout = layout
         self._num_blocks = num_blocks
         self._layer_addresses = layer_addresses
@@ -87,7 +88,7 @@ class HostCache:
 
 
 class HostPeerCache:
-    """`PeerCache` of host memory, by cross-memory attach. Its owner's death is an error."""
+    """`PeerCache` of host memory, by cross-memory attach. If the owner dies, reading raises an error."""
 
     def __init__(
         self, pid: int, num_blocks: int, their_layers: Sequence[int], our_layers: Sequence[int], block_bytes: int
@@ -126,7 +127,7 @@ class Run(NamedTuple):
 
 
 def common_runs(theirs: Sequence[int], ours: Sequence[int]) -> Iterator[Run]:
-    """The fewest copies that bring blocks to others, each to the one in its place."""
+    """Yield the fewest copies that bring blocks to others, each to the one at the same place."""
     first = 0
     for position in range(1, len(ours) + 1):
         if (
@@ -139,6 +140,6 @@ def common_runs(theirs: Sequence[int], ours: Sequence[int]) -> Iterator[Run]:
 
 
 def check_blocks(block_ids: Sequence[int], num_blocks: int) -> None:
-    """Raise KvTransferError unless the blocks, which a peer named, are some of so many."""
+    """Raise KvTransferError unless all blocks that a peer named exist in a cache of so many."""
     if not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
         raise KvTransferError(f"a block outside the peer's {num_blocks}")

@@ -1,4 +1,4 @@
-"""What the KV transfer needs to know of an engine: where its KV cache is and how bytes get in and out."""
+"""What the KV transfer needs to know of an engine: where its KV cache is, and how bytes get in and out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KvStore(Protocol):
 
     @property
     def inline_copy_bytes(self) -> int:
-        """Copies of up to so many bytes cost less on the event loop than on another thread."""
+        """Size up to which copies cost less on the event loop than on another thread."""
         ...
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
@@ -38,7 +38,7 @@ class KvStore(Protocol):
 
     @property
     def shared(self) -> SharedCache | None:
-        """The cache as other processes of this host may read it, if they can at all."""
+        """The cache as other processes of this host may read it; None if they cannot."""
         ...
 
     def when_written(self, callback: Callable[[], object]) -> None:
@@ -49,12 +49,12 @@ class KvStore(Protocol):
         ...
 
     def serving(self, memory: Sequence[memoryview]) -> AbstractContextManager[None]:
-        """Around all use by a mover, whose pieces are copied from and to ``memory``: a device reaches that directly."""
+        """Enclose all use by a mover that copies pieces from and to ``memory``, which a device reaches directly."""
         ...
 
 
 class HostKvStore:
-    """What a cache in host memory says of devices: whatever was computed is there."""
+    """The part of a store in host memory that concerns devices: whatever was computed is there."""
 
     @property
     def inline_copy_bytes(self) -> int:

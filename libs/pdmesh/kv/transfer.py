@@ -1,4 +1,4 @@
-"""What the transfers that leave an instance have in common, of prompts and of running decodes.
+"""What all transfers that leave an instance have in common, of prompts and of running decodes.
 
 A lane to each destination, what is asked for again, and how a transfer ends.
 """
@@ -32,7 +32,7 @@ class KvDestination(NamedTuple):
 
 
 class GrantedTransfer(ABC):
-    """A transfer that goes on until it has landed, fails, or ``scope`` is cancelled: then it ends without an outcome.
+    """A transfer that runs until it has landed or failed. If ``scope`` is cancelled, it ends without an outcome.
 
     Made and run by `pdmesh.kv.departures.KvDepartures`. The ledger says what can be sent.
     """
@@ -88,16 +88,16 @@ class GrantedTransfer(ABC):
         return self._writer.num_pieces
 
     def landed(self, destination: int) -> None:
-        """A destination has all that goes there."""
+        """Note that a destination has all that goes there."""
         self._unlanded.discard(destination)
         self._note()
 
     def close(self) -> None:
-        """End the transfer, so that blocks that peers could read may be used again. Idempotent."""
+        """Close the read window, so that blocks that peers could read may be used again. Idempotent."""
         self._writer.close()
 
     def send_again(self, header: PieceHeader) -> str | None:
-        """A destination asks for pages that came to nothing there. Or say why that must be dropped."""
+        """Send pages again that a destination could not use. Return why its request must be dropped, if it must."""
         blocks, layers, heads = header.part
         if header.destination >= len(self.destinations) or not 0 < header.part.num_pages <= self._writer.max_pages:
             return "range"
