@@ -89,6 +89,9 @@ class GatewayConfig:
     trust_request_templates: Annotated[
         bool, "render chat templates that come with requests, in separate processes with limits"
     ] = False
+    model_aliases: Annotated[
+        str, "further names that clients may call the model by, comma-separated; a * at the end stands for any rest"
+    ] = ""
     strict_fields: Annotated[
         bool, "refuse requests with unknown fields; otherwise, those that cannot change an answer are ignored"
     ] = False

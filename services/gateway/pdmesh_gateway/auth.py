@@ -158,11 +158,16 @@ class ApiKeys:
         """Whether a key is needed."""
         return self._file is not None or bool(self._clients)
 
-    def check(self, authorization: str | None) -> Client:
-        """Return the client that an ``Authorization`` header belongs to. Raises RequestRejected (401)."""
+    def check(self, authorization: str | None, api_key: str | None = None) -> Client:
+        """Return the client that an ``Authorization`` header, or else an ``x-api-key``, belongs to.
+
+        Raises RequestRejected (401).
+        """
         if not self:
             return self._anybody
         self._look_again()
+        if authorization is None and api_key is not None:
+            authorization = f"Bearer {api_key}"
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("You didn't provide an API key: send it as `Authorization: Bearer KEY`.")

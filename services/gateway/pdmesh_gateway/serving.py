@@ -73,10 +73,25 @@ class Serving:
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestRejected (404) for a model that is not served here."""
-        if name is not None and name not in (self.model, self.model_path):
+        if name is not None and name not in (self.model, self.model_path) and not self._is_alias(name):
             raise RequestRejected(
                 f"The model `{name[:200]}` does not exist.", status=404, param="model", code="model_not_found"
             )
+
+    @property
+    def model_names(self) -> list[str]:
+        """What clients may call the model by, but for what patterns stand for; its own name first."""
+        return [self.model, *(alias for alias in self._aliases if not alias.endswith("*"))]
+
+    @property
+    def _aliases(self) -> list[str]:
+        return [alias for name in self.config.model_aliases.split(",") if (alias := name.strip())]
+
+    def _is_alias(self, name: str) -> bool:
+        return any(
+            name.startswith(alias.removesuffix("*")) if alias.endswith("*") else name == alias
+            for alias in self._aliases
+        )
 
     def check_load(self, *, num_prompts: int, n: int, num_tokens: int = 0) -> None:
         """Refuse what could never be under way, before anything is built for it: ``n`` choices of each prompt, with

@@ -1,4 +1,4 @@
-"""Routes, and what surrounds every request: its id, its key, and errors in OpenAI's shape."""
+"""Routes, and what surrounds every request: its id, its key, and errors in the shape of its dialect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pdmesh_gateway.failures import UNFORESEEN, failure_of
 from pdmesh_gateway.http.body import ClientGone
 from pdmesh_gateway.http.chat import ChatEndpoint
 from pdmesh_gateway.http.completions import CompletionsEndpoint
+from pdmesh_gateway.http.errors import OPENAI
 from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
+from pdmesh_gateway.http.messages.errors import ANTHROPIC
 from pdmesh_gateway.http.ui import UiEndpoints
 from pdmesh_gateway.http.utility import UtilityEndpoints
 from pdmesh_gateway.serving import Serving, check_label
@@ -29,6 +32,8 @@ def build_app(serving: Serving) -> ASGIApp:
     guarded: list[tuple[str, str, Handler, str]] = [  # with the scope that a key needs
         ("/v1/chat/completions", "POST", ChatEndpoint(serving), "generate"),
         ("/v1/completions", "POST", CompletionsEndpoint(serving), "generate"),
+        ("/v1/messages", "POST", MessagesEndpoint(serving), "generate"),
+        ("/v1/messages/count_tokens", "POST", CountTokensEndpoint(serving), "tokenize"),
         ("/v1/models", "GET", utility.models, "models"),
         ("/v1/models/{model:path}", "GET", utility.model, "models"),
         ("/tokenize", "POST", utility.tokenize, "tokenize"),
@@ -79,6 +84,7 @@ class _Endpoint:
         self._handler = handler
         self._scope = scope
         self._method = ""
+        self._dialect = ANTHROPIC if path.startswith("/v1/messages") else OPENAI
 
     def route(self, method: str) -> Route:
         self._method = method
@@ -86,7 +92,7 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = self._serving.generator.new_request_id()
-        exchange = Exchange(scope, receive, send, request_id, dict(scope["headers"]))
+        exchange = Exchange(scope, receive, send, request_id, dict(scope["headers"]), self._dialect)
         metrics = self._serving.metrics
         try:
             await self._answer(exchange)
@@ -117,7 +123,7 @@ class _Endpoint:
             )
         if self._scope is not None:
             self._serving.origins.check(exchange.header("host"), exchange.header("origin"))
-            exchange.client = self._serving.keys.check(exchange.header("authorization"))
+            exchange.client = self._serving.keys.check(exchange.header("authorization"), exchange.header("x-api-key"))
             exchange.client.check_scope(self._scope)
 
     async def _answered_preflight(self, exchange: Exchange) -> bool:

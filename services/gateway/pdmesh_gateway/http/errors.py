@@ -1,8 +1,10 @@
-"""Errors in OpenAI's shape."""
+"""Errors in OpenAI's shape, and what other dialects have of their own."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,6 +18,11 @@ def error_json(error: RequestRejected) -> bytes:
     return msgspec.json.encode(ErrorResponse(body))
 
 
+def error_event(error: RequestRejected) -> bytes:
+    """The last event of a stream that failed; there is no ``[DONE]`` then."""
+    return b"data: " + error_json(error) + b"\n\n"
+
+
 def error_headers(error: RequestRejected) -> list[tuple[bytes, bytes]]:
     """What goes beside the body: ``Retry-After`` in whole seconds, at least 1, and how to authenticate with a 401."""
     headers: list[tuple[bytes, bytes]] = []
@@ -24,3 +31,19 @@ def error_headers(error: RequestRejected) -> list[tuple[bytes, bytes]]:
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorDialect:
+    """How clients of an API want to hear of errors, and by which headers they know a response."""
+
+    status: Callable[[RequestRejected], int]
+    body: Callable[[RequestRejected, str], bytes]  # of an error and the request's id
+    id_headers: tuple[bytes, ...]
+
+
+OPENAI = ErrorDialect(
+    status=lambda error: error.status,
+    body=lambda error, _request_id: error_json(error),
+    id_headers=(b"x-request-id",),
+)

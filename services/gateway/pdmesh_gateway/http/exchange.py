@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.auth import Client
 from pdmesh_gateway.http.body import ClientGone, read_body
-from pdmesh_gateway.http.errors import error_headers, error_json
+from pdmesh_gateway.http.errors import OPENAI, ErrorDialect, error_event, error_headers
 from pdmesh_gateway.limits import RequestLimiter
 
 JSON = b"application/json"
@@ -27,6 +27,10 @@ _SSE_HEADERS = [
 ]
 
 
+#: Line breaks would end a header.
+_PRINTABLE = bytes(byte if 0x20 <= byte != 0x7F else 0x3F for byte in range(256))
+
+
 @dataclass(slots=True)
 class Exchange:
     """What an endpoint sees of its request, and how it answers."""
@@ -36,11 +40,12 @@ class Exchange:
     send: Send
     request_id: str  # ours
     headers: dict[bytes, bytes]
+    dialect: ErrorDialect = OPENAI
     label: str = ""  # the client's own id, echoed
     client: Client | None = None  # who showed a key, where one is asked for
     started: bool = False  # the response's head was sent
     ended: bool = False  # and all of it
-    _is_events: bool = False
+    _failure: Callable[[RequestRejected], bytes] | None = None  # of events, once these have begun
     status: int = 0
     received_at: float = field(default_factory=time.time)  # Unix time, seconds
     extra_headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
@@ -59,6 +64,12 @@ class Exchange:
     def content_length(self) -> int | None:
         value = self.headers.get(b"content-length", b"")
         return int(value) if value.isdigit() else None
+
+    def warn(self, *warnings: str) -> None:
+        """Say in a header each what of the request could not be done."""
+        self.extra_headers += [
+            (b"x-pdmesh-warning", warning.encode("latin-1", "replace").translate(_PRINTABLE)) for warning in warnings
+        ]
 
     async def body(self, admission: RequestLimiter, *, max_bytes: int, timeout_s: float) -> bytes:
         """The whole body, counted as it comes. Raises RequestRejected and ClientGone."""
@@ -87,22 +98,23 @@ class Exchange:
         await self.respond(msgspec.json.encode(value), status=status)
 
     async def respond_error(self, error: RequestRejected) -> None:
-        """An error as a response or, if a stream has begun, as its last event; there is no ``[DONE]`` then.
+        """An error as a response or, if a stream has begun, as its last event.
 
         Of another response that has begun nothing more is sent, so that the server closes the connection.
         """
         if self.started:
-            if self._is_events and not self.ended:
-                await self.send_events(b"data: " + error_json(error) + b"\n\n", more=False)
+            if self._failure is not None and not self.ended:
+                await self.send_events(self._failure(error), more=False)
             return
         headers = error_headers(error)
         if error.status in (408, 413):  # the rest of the body is not read
             headers.append((b"connection", b"close"))
-        await self.respond(error_json(error), status=error.status, headers=headers)
+        body = self.dialect.body(error, self.label or self.request_id)
+        await self.respond(body, status=self.dialect.status(error), headers=headers)
 
-    async def start_events(self) -> None:
-        """Begin a stream of server-sent events."""
-        self._is_events = True
+    async def start_events(self, failure: Callable[[RequestRejected], bytes] = error_event) -> None:
+        """Begin a stream of server-sent events; ``failure`` makes the last ones, should it fail."""
+        self._failure = failure
         await self._start(200, _SSE_HEADERS)
 
     async def send_events(self, data: bytes, *, more: bool = True) -> None:
@@ -138,6 +150,6 @@ class Exchange:
         all_headers = [
             *headers,
             *self.extra_headers,
-            (b"x-request-id", (self.label or self.request_id).encode("latin-1")),
+            *((name, (self.label or self.request_id).encode("latin-1")) for name in self.dialect.id_headers),
         ]
         await self.send({"type": "http.response.start", "status": status, "headers": all_headers})

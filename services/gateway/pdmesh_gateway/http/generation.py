@@ -22,6 +22,7 @@ from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.conversations import Conversation, prepare
 from pdmesh_gateway.http.body import INLINE_BYTES
+from pdmesh_gateway.http.errors import error_event
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.intake import decode_request, read_body
 from pdmesh_gateway.http.sse import KEEP_ALIVE
@@ -96,6 +97,10 @@ class Rendering(ABC):
     @abstractmethod
     def tail(self, generation: TextStream) -> bytes:
         """Events that come after the last choice has ended."""
+
+    def failure(self, error: RequestRejected) -> bytes:
+        """The last events of a stream that cannot go on."""
+        return error_event(error)
 
     @abstractmethod
     def response(self, choices: Sequence[Collected], generation: TextStream) -> msgspec.Struct:
@@ -225,24 +230,26 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         exchange: Exchange,
         *,
         max_tokens: int | None,
+        clamps: bool = False,
         logprobs: int | None = None,
         n: int = 1,
     ) -> tuple[GenerationJob, list[ChoiceItems]]:
-        """Return the job of a conversation, and what makes items of each of its choices. Raises RequestRejected."""
+        """Return the job of a conversation, and what makes items of each of its choices. Raises RequestRejected.
+
+        ``clamps``: an answer may be shorter than ``max_tokens`` where the context has no room for more.
+        """
         serving = self._serving
         prepared = await prepare(serving, conversation, fields)
         fitting = fit_max_tokens(
-            max_tokens,
+            None if clamps else max_tokens,
             num_prompt_tokens=len(prepared.prompt),
             max_model_len=serving.max_model_len,
-            default=serving.config.default_max_tokens,
+            default=max_tokens if clamps else serving.config.default_max_tokens,
             what="messages",
         )
         params = sampling_params(fields, serving.info, max_tokens=fitting, logprobs=logprobs, grammar=prepared.grammar)
         job = self.job(fields, exchange, prompts=[prepared.prompt], params=params, n=n, shown_ids=prepared.shown_ids)
-        exchange.extra_headers += [
-            (b"x-pdmesh-warning", warning.encode("latin-1", "replace")) for warning in prepared.warnings
-        ]
+        exchange.warn(*prepared.warnings)
         return job, prepared.answers(job)
 
     def job(
@@ -299,7 +306,7 @@ async def _stream(exchange: Exchange, generation: TextStream, rendering: Renderi
     async for batch in generation.deltas(idle_s=idle_s):
         head = b""
         if not exchange.started:
-            await exchange.start_events()
+            await exchange.start_events(rendering.failure)
             head = rendering.head(generation)
         events = head + b"".join([rendering.chunk(delta, generation) for delta in batch])
         if events or not batch:

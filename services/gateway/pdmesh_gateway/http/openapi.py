@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 
 from pdmesh_gateway import protocol
+from pdmesh_gateway.http.messages.protocol import CountTokensRequest, MessagesRequest, MessagesResponse, TokenCount
 from pdmesh_gateway.http.unknown import HEADER, REFUSED
 
 #: path → (method, summary, request, response)
 _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation", protocol.ChatRequest, protocol.ChatResponse),
     "/v1/completions": ("post", "Continue a text", protocol.CompletionRequest, protocol.CompletionResponse),
+    "/v1/messages": ("post", "Answer a conversation, as Anthropic's API", MessagesRequest, MessagesResponse),
+    "/v1/messages/count_tokens": ("post", "Tokens of such a conversation", CountTokensRequest, TokenCount),
     "/v1/models": ("get", "The models served here", None, protocol.ModelList),
     "/v1/models/{model}": ("get", "One model", None, protocol.ModelCard),
     "/tokenize": ("post", "Text or conversation to token ids", protocol.TokenizeRequest, protocol.TokenizeResponse),
@@ -40,7 +43,7 @@ def openapi_document(version: str) -> dict[str, Any]:
         ok: dict[str, Any] = {"description": "OK"}
         if response is not None:
             ok["content"] = {"application/json": {"schema": schemas[response]}}
-        if response in (protocol.ChatResponse, protocol.CompletionResponse):
+        if response in (protocol.ChatResponse, protocol.CompletionResponse, MessagesResponse):
             ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
         operation: dict[str, Any] = {"summary": summary, "responses": {"200": ok, "default": error}}
         if request is not None:

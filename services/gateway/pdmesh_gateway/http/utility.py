@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh_gateway.http.chat import template_messages
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.intake import decode_request, read_body
+from pdmesh_gateway.http.messages.protocol import AnthropicModel, AnthropicModelList
 from pdmesh_gateway.http.openapi import docs_page, openapi_document
 from pdmesh_gateway.protocol import (
     DetokenizeRequest,
@@ -27,6 +29,8 @@ from pdmesh_gateway.serving import Serving, check_token_ids
 T = TypeVar("T")
 
 HTML = b"text/html; charset=utf-8"
+#: Sent by Anthropic's clients with every request.
+ANTHROPIC_HEADER = "anthropic-version"
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -39,11 +43,18 @@ class UtilityEndpoints:
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
     async def models(self, exchange: Exchange) -> None:
-        await exchange.respond_json(ModelList(data=[self._card()]))
+        names = self._serving.model_names
+        if exchange.header(ANTHROPIC_HEADER) is None:
+            await exchange.respond_json(ModelList(data=[self._card(name) for name in names]))
+        else:
+            infos = [self._info(name) for name in names]
+            await exchange.respond_json(AnthropicModelList(data=infos, first_id=names[0], last_id=names[-1]))
 
     async def model(self, exchange: Exchange) -> None:
-        self._serving.check_model(exchange.scope["path_params"]["model"])
-        await exchange.respond_json(self._card())
+        name = exchange.scope["path_params"]["model"]
+        self._serving.check_model(name)
+        is_anthropic = exchange.header(ANTHROPIC_HEADER) is not None
+        await exchange.respond_json(self._info(name) if is_anthropic else self._card(name))
 
     async def tokenize(self, exchange: Exchange) -> None:
         serving = self._serving
@@ -107,10 +118,16 @@ class UtilityEndpoints:
     async def docs(self, exchange: Exchange) -> None:
         await exchange.respond(docs_page(openapi_document(version("pdmesh"))), content_type=HTML)
 
-    def _card(self) -> ModelCard:
+    def _card(self, name: str) -> ModelCard:
         serving = self._serving
-        return ModelCard(
-            id=serving.model, created=serving.created, root=serving.model_path, max_model_len=serving.max_model_len
+        return ModelCard(id=name, created=serving.created, root=serving.model_path, max_model_len=serving.max_model_len)
+
+    def _info(self, name: str) -> AnthropicModel:
+        serving = self._serving
+        created_at = datetime.fromtimestamp(serving.created, UTC).isoformat()
+        length = serving.max_model_len
+        return AnthropicModel(
+            id=name, display_name=serving.model, created_at=created_at, max_input_tokens=length, max_tokens=length
         )
 
     async def _read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:

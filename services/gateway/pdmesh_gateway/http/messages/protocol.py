@@ -1,0 +1,205 @@
+"""What Anthropic's clients send and get, as msgspec structs.
+
+Fields of the API that are not here are ignored or refused by `pdmesh_gateway.http.unknown`. ``cache_control``,
+``citations`` and signatures are passed over wherever they stand.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Source(msgspec.Struct, kw_only=True):
+    """Where a document's content is; only ``text`` is read."""
+
+    type: str = ""
+    data: str | None = None
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """A part of a message. Which fields it has goes by its type."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None  # of a call
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None  # of a call's result
+    source: Source | None = None
+
+
+class InputMessage(msgspec.Struct, kw_only=True):
+    """One message: what was said, or done, by ``role``."""
+
+    role: str
+    content: str | list[Block]
+
+
+class ToolDefinition(msgspec.Struct, kw_only=True):
+    """A function that the answer may call. Tools of another type run at Anthropic's."""
+
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoiceField(msgspec.Struct, kw_only=True):
+    """``tool_choice``: which calls an answer may, or must, have."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """``thinking``: whether the model thinks first. How much is its own affair."""
+
+    type: str
+    display: str | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """What the answer's text is to be: JSON of a schema."""
+
+    type: str
+    schema: Any = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """``output_config``: the answer's form, and how much effort it is worth."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/messages/count_tokens``."""
+
+    model: str
+    messages: list[InputMessage]
+    system: str | list[Block] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoiceField | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # its earlier name
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/messages``."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    # They change nothing here.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    # Ours, as in the other endpoints.
+    seed: int | None = None
+    priority: int | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class TokensDetails(msgspec.Struct, kw_only=True):
+    """Output tokens by what they are for."""
+
+    thinking_tokens: int
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """Tokens. ``input_tokens`` is without those whose KV was there before (``cache_read_input_tokens``)."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: TokensDetails
+
+
+class TextBlock(msgspec.Struct, kw_only=True, tag="text"):
+    """Text of an answer."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
+    """What the model thought. The signature says nothing here."""
+
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
+    """A call; ``input`` is a JSON object."""
+
+    id: str
+    name: str
+    input: msgspec.Raw
+
+
+class MessagesResponse(msgspec.Struct, kw_only=True):
+    """An answer; in the first event of a stream, one that has no content yet."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class AnthropicModel(msgspec.Struct, kw_only=True):
+    """A model, as Anthropic's clients list them; ``created_at`` is RFC 3339."""
+
+    id: str
+    type: str = "model"
+    display_name: str
+    created_at: str
+    lifecycle: str = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModelList(msgspec.Struct, kw_only=True):
+    """The answer to ``GET /v1/models`` where the client is one of Anthropic's."""
+
+    data: list[AnthropicModel]
+    first_id: str
+    last_id: str
+    has_more: bool = False
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    """The answer to ``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int
+
+
+class MessagesError(msgspec.Struct, kw_only=True):
+    """What went wrong; ``type`` is Anthropic's word for it."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(msgspec.Struct, kw_only=True):
+    """The body of every response of 400 and more, and the last event of a stream that failed."""
+
+    type: str = "error"
+    error: MessagesError
+    request_id: str

@@ -1,0 +1,99 @@
+"""Conversations put together from pieces, as messages that chat templates know.
+
+Dialects that give a conversation as blocks or items, rather than as messages, say one piece after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from pdmesh_gateway.conversations import Conversation
+from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.templates import check_nesting
+
+#: Longer conversations are put together on a thread.
+INLINE_PARTS = 256
+
+
+async def built(convert: Callable[[], Conversation], *, num_parts: int, most: int, param: str) -> Conversation:
+    """Return what ``convert`` makes of so many pieces, at most ``most``, off the loop if they are many.
+
+    Raises RequestRejected naming ``param``, also for values that are nested too deep.
+    """
+    if not num_parts:
+        raise invalid(param, f"`{param}` must not be empty.")
+    if num_parts > most:
+        raise invalid(param, f"`{param}` has {num_parts} parts; {most} are allowed.")
+
+    def checked() -> Conversation:
+        conversation = convert()
+        check_nesting(conversation.messages, param)
+        check_nesting([tool.parameters for tool in conversation.tools], "tools")
+        return conversation
+
+    return checked() if num_parts <= INLINE_PARTS else await anyio.to_thread.run_sync(checked)
+
+
+class TurnBuilder:
+    """Collects pieces into messages: what one side says in a row is one message, as templates expect."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether the last message calls a tool."""
+        return bool(self._messages) and "tool_calls" in self._messages[-1]
+
+    @property
+    def ends_with_answer(self) -> bool:
+        """Whether the last message is one of the assistant's."""
+        return bool(self._messages) and self._messages[-1]["role"] == "assistant"
+
+    def text(self, role: str, text: str) -> None:
+        """Add what ``role`` says: to the message before, if that is its own."""
+        last = self._messages[-1] if self._messages else None
+        if last is None or last["role"] != role or "tool_calls" in last:
+            self._messages.append({"role": role, "content": text})
+        else:
+            last["content"] = f"{last['content']}\n{text}" if last["content"] else text
+
+    def reasoning(self, text: str) -> None:
+        """Add what the assistant thought before it says or does what comes next."""
+        answer = self._answer(fresh=True)
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+
+    def call(self, call_id: str, name: str, arguments: dict[str, Any] | str) -> None:
+        """Add the assistant's call of a tool."""
+        function = {"name": name, "arguments": arguments}
+        calls = self._answer().setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def result(self, call_id: str, text: str) -> None:
+        """Add what a tool answered."""
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return all of it."""
+        return self._messages
+
+    def _answer(self, *, fresh: bool = False) -> dict[str, Any]:
+        """The assistant's message that goes on here; ``fresh``: one that has said nothing yet."""
+        last = self._messages[-1] if self._messages else None
+        if last is None or last["role"] != "assistant" or (fresh and (last["content"] or "tool_calls" in last)):
+            last = {"role": "assistant", "content": ""}
+            self._messages.append(last)
+        return last
+
+
+def arguments_of(text: str) -> dict[str, Any] | str:
+    """Return a call's arguments as the object that templates want; the text itself, if an answer was cut in it."""
+    try:
+        arguments = msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text

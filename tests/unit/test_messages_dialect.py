@@ -1,0 +1,291 @@
+"""Anthropic's dialect: what requests come to, and answers whole and streamed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from pdmesh.errors import RequestRejected
+from pdmesh.model import SamplingParams
+from pdmesh.testing.examples import examples
+from pdmesh.testing.sse import named_events
+from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.http.generation import Collected
+from pdmesh_gateway.http.messages.errors import error_body, status_of
+from pdmesh_gateway.http.messages.protocol import CountTokensRequest, MessagesRequest
+from pdmesh_gateway.http.messages.rendering import MessagesRendering
+from pdmesh_gateway.http.messages.requests import conversation_of, fields_of
+from pdmesh_gateway.items import AnswerEnded, ChoiceItems, ItemEvent, ItemWriter, collect
+from pdmesh_gateway.jobs import GenerationJob
+
+JOB = GenerationJob(request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+@dataclass
+class Generation:
+    job: GenerationJob = JOB
+    num_output_tokens: int = 7
+    num_cached_tokens: int = 1
+
+
+def answer(pieces: list[tuple[str, list[str]]], finish_reason: str, stop_reason: int | str | None) -> list[ItemEvent]:
+    """The events of an answer: ``text``, ``reasoning``, or calls of what else it is named."""
+    writer = ItemWriter("seed")
+    for kind, texts in pieces:
+        if kind not in ("text", "reasoning"):
+            writer.begin_call(kind)
+        for text in texts:
+            {"text": writer.text, "reasoning": writer.reasoning}.get(kind, writer.arguments)(text)
+        writer.end_item()
+    return [*writer.take(), AnswerEnded(finish_reason, stop_reason, writer.num_calls)]
+
+
+def rendering(*, is_clamped: bool = False) -> MessagesRendering:
+    return MessagesRendering([ChoiceItems()], model="m", job=JOB, is_clamped=is_clamped)
+
+
+def streamed(events: list[ItemEvent], **options: Any) -> Message:
+    """What the client's own accumulation makes of a stream, each event of which is valid by its types."""
+    generation: Any = Generation()
+    out = rendering(**options)
+    sse = out.head(generation)
+    for event in events:
+        sse += out.events([event], Delta(index=0), generation)
+    sse += out.tail(generation)
+    snapshot: Any = None
+    bufs: dict[int, bytes] = {}
+    names: list[str] = []
+    for name, data in named_events(sse.decode()):
+        names.append(name)
+        event = EVENT.validate_python(data, strict=True)
+        snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=bufs)
+    assert names[0] == "message_start"
+    assert names[-2:] == ["message_delta", "message_stop"]
+    blocks = [name.removeprefix("content_block_") for name in names[1:-2]]
+    open_block = None
+    for name in blocks:  # one after the other
+        assert (open_block is None) == (name == "start")
+        open_block = None if name == "stop" else name
+    assert open_block is None
+    return Message.model_validate(snapshot.to_dict())
+
+
+def whole(events: list[ItemEvent], **options: Any) -> Message:
+    generation: Any = Generation()
+    response = rendering(**options).whole([collect(events)], [Collected()], generation)
+    return Message.model_validate_json(msgspec.json.encode(response), strict=True)
+
+
+TEXTS = st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+def cut_up(text: str) -> list[str]:
+    return [text[:3], text[3:10], text[10:]]
+
+
+PIECES = st.lists(
+    st.tuples(st.sampled_from(["text", "reasoning"]), TEXTS)
+    | st.tuples(
+        st.sampled_from(["f", "g"]),
+        st.dictionaries(st.text(max_size=3), st.integers(0, 9) | st.text(max_size=5), max_size=3).map(
+            lambda value: cut_up(msgspec.json.encode(value).decode())
+        ),
+    ),
+    max_size=5,
+)
+
+
+@settings(max_examples=examples(60))
+@given(pieces=PIECES, end=st.sampled_from([("stop", None), ("stop", "END"), ("stop", 7), ("length", None)]))
+def test_streamed_and_whole_answers_are_the_same(
+    pieces: list[tuple[str, list[str]]], end: tuple[str, int | str | None]
+) -> None:
+    events = answer(pieces, *end)
+    assert streamed(events) == whole(events)
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 2])
+def test_a_call_that_was_cut_has_what_there_is(num_pieces: int) -> None:
+    events = answer([("f", ['{"a": "whole", "b": [1, ', '"not who'][:num_pieces])], "length", None)
+    assert streamed(events) == whole(events)
+    [block] = whole(events).content
+    assert block.type == "tool_use"
+    assert block.input == ({}, {"a": "whole", "b": [1]}, {"a": "whole", "b": [1]})[num_pieces]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "end", "is_clamped", "stop_reason", "stop_sequence"),
+    [
+        ([("text", ["a"])], ("stop", None), False, "end_turn", None),
+        ([("text", ["a"])], ("stop", 5), False, "end_turn", None),
+        ([("text", ["a"])], ("stop", "."), False, "stop_sequence", "."),
+        ([("f", ["{}"])], ("stop", None), False, "tool_use", None),
+        ([("f", ["{}"])], ("length", None), False, "max_tokens", None),
+        ([], ("length", None), True, "model_context_window_exceeded", None),
+    ],
+)
+def test_stop_reasons(pieces: Any, end: Any, is_clamped: bool, stop_reason: str, stop_sequence: str | None) -> None:
+    message = streamed(answer(pieces, *end), is_clamped=is_clamped)
+    assert (message.stop_reason, message.stop_sequence) == (stop_reason, stop_sequence)
+    assert whole(answer(pieces, *end), is_clamped=is_clamped) == message
+
+
+def request(**fields: Any) -> MessagesRequest:
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **fields}
+    return msgspec.convert(body, MessagesRequest)
+
+
+def test_blocks_become_the_messages_that_templates_know() -> None:
+    conversation = conversation_of(
+        request(
+            system=[{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}],
+            messages=[
+                {"role": "system", "content": "And brief."},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": "user", "content": "c"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": "s"},
+                        {"type": "redacted_thinking", "data": "x"},
+                        {"type": "text", "text": "I look."},
+                        {"type": "tool_use", "id": "call_1", "name": "f", "input": {"x": 1}},
+                        {"type": "tool_use", "id": "call_2", "name": "f", "input": {"x": 2}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "call_1", "content": "one"},
+                        {"type": "tool_result", "tool_use_id": "call_2", "content": [{"type": "text", "text": "two"}]},
+                        {"type": "text", "text": "and?"},
+                    ],
+                },
+            ],
+        )
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert conversation.messages == [
+        {"role": "system", "content": "Be kind.\nAnd brief."},
+        {"role": "user", "content": "a\nb\nc"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "call_1", **call},
+                {"id": "call_2", "type": "function", "function": {"name": "f", "arguments": {"x": 2}}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "one"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "two"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert conversation.add_generation_prompt
+    assert not conversation.continue_final_message
+
+
+def test_an_answer_that_is_begun_goes_on() -> None:
+    conversation = conversation_of(
+        request(messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "("}])
+    )
+    assert conversation.continue_final_message
+    assert not conversation.add_generation_prompt
+
+
+def test_tools_of_others_are_skipped() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    conversation = conversation_of(
+        request(
+            tools=[
+                {"name": "f", "description": "d", "input_schema": schema},
+                {"type": "custom", "name": "g", "input_schema": {"type": "object"}, "strict": True},
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+            ],
+            tool_choice={"type": "tool", "name": "g", "disable_parallel_tool_use": True},
+        )
+    )
+    assert [(tool.name, tool.parameters, tool.strict) for tool in conversation.tools] == [
+        ("f", schema, False),
+        ("g", {"type": "object"}, True),
+    ]
+    assert (conversation.tool_choice.mode, conversation.tool_choice.allowed) == ("required", ("g",))
+    assert not conversation.parallel_tool_calls
+
+
+def test_structured_answers_and_stops() -> None:
+    given_format = {"type": "json_schema", "schema": {"type": "object"}}
+    for fields in ({"output_config": {"format": given_format, "effort": "high"}}, {"output_format": given_format}):
+        wanted = fields_of(request(**fields)).response_format
+        assert wanted is not None
+        assert wanted.json_schema is not None
+        assert wanted.json_schema.schema == {"type": "object"}
+    assert fields_of(request(stop_sequences=["a", "b"])).stop == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [{"role": "robot", "content": "a"}]}, "must be user or assistant, got 'robot'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]}, "text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a"}]}]}, "text only"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]}, "without `id`"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a"}]}]}, "tool_use_id"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+                ]
+            },
+            "tool_result must follow",
+        ),
+        ({"tool_choice": {"type": "tool"}}, "`tool_choice` is 'tool'"),
+        ({"output_format": {"type": "xml"}}, "use json_schema"),
+        ({"stop_sequences": [" "]}, "blank"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused(fields: dict[str, Any], message: str) -> None:
+    def read() -> None:
+        conversation_of(request(**fields))
+        fields_of(request(**fields))
+
+    with pytest.raises(RequestRejected, match=message):
+        read()
+
+
+def test_counting_needs_no_max_tokens() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    assert conversation_of(msgspec.convert(body, CountTokensRequest)).messages == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "seen", "kind"),
+    [
+        (400, "invalid_value", 400, "invalid_request_error"),
+        (401, "invalid_api_key", 401, "authentication_error"),
+        (403, None, 403, "permission_error"),
+        (404, None, 404, "not_found_error"),
+        (405, None, 405, "invalid_request_error"),
+        (413, None, 413, "request_too_large"),
+        (429, "rate_limit_exceeded", 429, "rate_limit_error"),
+        (429, "overloaded", 529, "overloaded_error"),
+        (500, None, 500, "api_error"),
+        (503, "unavailable", 529, "overloaded_error"),
+        (504, None, 504, "timeout_error"),
+    ],
+)
+def test_errors_have_anthropics_types(status: int, code: str | None, seen: int, kind: str) -> None:
+    error = RequestRejected("why", status=status, code=code)
+    assert status_of(error) == seen
+    assert msgspec.json.decode(error_body(error, "id")) == {
+        "type": "error",
+        "error": {"type": kind, "message": "why"},
+        "request_id": "id",
+    }
