@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ class Guide:
     def __init__(self, matcher: LLMatcher, model_end_ids: Sequence[int] = ()) -> None:
         self._matcher = matcher
         self._model_end_ids = list(model_end_ids)
-        self._taken: list[int] = []
+        self._taken = array.array("i")
 
     @property
     def error(self) -> str:
@@ -30,22 +31,22 @@ class Guide:
         """Whether nothing but an end can follow what was taken."""
         return self._matcher.is_stopped()
 
-    def catch_up(self, output_token_ids: Sequence[int]) -> None:
+    def catch_up(self, output_token_ids: array.array[int]) -> None:
         """Take the output so far: usually nothing, or the one token that was appended since."""
-        output = list(output_token_ids)
-        if self._taken[: len(output)] != output[: len(self._taken)]:
+        num_common = min(len(self._taken), len(output_token_ids))
+        if self._taken[:num_common].tobytes() != output_token_ids[:num_common].tobytes():
             self._matcher.reset()
-            self._taken = []
-        elif len(self._taken) > len(output):
-            self._matcher.rollback(len(self._taken) - len(output))
-            self._taken = output
-        self.take(output[len(self._taken) :])
+            del self._taken[:]
+        elif len(self._taken) > num_common:
+            self._matcher.rollback(len(self._taken) - num_common)
+            del self._taken[num_common:]
+        self.take(output_token_ids[len(self._taken) :].tolist())
 
-    def take(self, token_ids: Sequence[int]) -> None:
+    def take(self, token_ids: list[int]) -> None:
         """Take tokens that follow."""
         if token_ids and not self._matcher.is_stopped():
-            self._matcher.consume_tokens(list(token_ids))
-        self._taken += token_ids
+            self._matcher.consume_tokens(token_ids)
+        self._taken.extend(token_ids)
 
     def forbid(self, logits: npt.NDArray[np.float32], end_token_ids: Sequence[int]) -> None:
         """Set logits (vocab_size) of tokens that cannot follow to -inf, in place.
@@ -58,9 +59,18 @@ class Guide:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             return
-        allowed = np.unpackbits(bits, count=len(logits), bitorder="little").view(np.bool_)
-        allowed[[token_id for token_id in self._model_end_ids if token_id < len(logits)]] = False
-        allowed[[token_id for token_id in end_token_ids if token_id < len(logits)]] = self._matcher.is_accepting()
-        if not allowed.any():
-            allowed[self._model_end_ids[:1]] = True
-        logits[~allowed] = -np.inf
+        marks = np.unpackbits(bits, count=len(logits), bitorder="little").view(np.bool_)
+        may_end = self._matcher.is_accepting()
+        for ends, may_follow in ((self._model_end_ids, False), (end_token_ids, may_end)):
+            for token_id in ends:
+                if token_id < len(logits):
+                    marks[token_id] = may_follow
+        if not marks.any():
+            marks[self._model_end_ids[:1]] = True
+        if 2 * np.count_nonzero(marks) > len(marks):  # whichever are fewer are written one by one
+            logits[(~marks).nonzero()[0]] = -np.inf
+        else:
+            allowed = marks.nonzero()[0]
+            kept = logits[allowed]
+            logits.fill(-np.inf)
+            logits[allowed] = kept
