@@ -1,4 +1,4 @@
-"""Serves a Prometheus registry over HTTP, on a thread, for as long as a block runs."""
+"""Serving a Prometheus registry over HTTP, on a thread, for as long as a block runs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ COLLECT_LIMIT_S = 5.0
 def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security: SecurityConfig) -> Iterator[int]:
     """Serve ``registry`` at ``/metrics`` and yield the port (``port`` 0 takes a free one). Raises ConfigError.
 
-    What is collected is read on the event loop that called us, so it may look at what lives there; ``/live`` answers
-    200 if that loop turns. With TLS configured it is HTTPS; scrapers show neither key nor certificate, as at the
+    Metrics are collected on the event loop that called this, so they may look at what lives there; ``/live`` answers
+    200 if that loop responds. With TLS configured it is HTTPS. Scrapers need neither key nor certificate, as at the
     gateway's ``/metrics``.
     """
     check_bind(host, security, what="the metrics port (telemetry.metrics_host)", has_key=bool(security.mesh_token))
@@ -65,7 +65,7 @@ def serve_metrics(registry: CollectorRegistry, *, host: str, port: int, security
 
 
 def watch_event_loop(registry: CollectorRegistry) -> None:
-    """Count the tasks of the running event loop: a leak shows as a number that grows."""
+    """Count the tasks of the running event loop, because a leak shows as a number that grows."""
     loop = asyncio.get_running_loop()
     tasks = Gauge("pdmesh:event_loop_tasks", "Live tasks of the event loop.", registry=registry)
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))

@@ -15,9 +15,9 @@ from pdmesh.errors import ConfigError
 
 
 class UnfailingStream(TextIOBase):
-    """Text to a descriptor, without ever raising: writes that fail are counted, and the next that succeeds says so.
+    """Writes text to a descriptor and never raises: the next write that succeeds reports how many failed.
 
-    A full disk must not end a service through its log, nor stay in a buffer that fails again at every write.
+    A full disk must not end a service through its log, nor leave text in a buffer that fails again at every write.
     """
 
     def __init__(self, fd: int) -> None:

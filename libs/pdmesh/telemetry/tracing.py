@@ -1,8 +1,8 @@
 """OpenTelemetry spans that follow a request through the services. Without an endpoint nothing is imported or done.
 
-The trace context travels as a W3C ``traceparent`` string: in ``Generation.traceparent`` between our services, in the
-header of the same name at the edge. Parents are always named, never taken from a "current" span: requests interleave
-on one event loop, and most spans are written down only when they are over.
+The trace context travels as a W3C ``traceparent`` string: in ``Generation.traceparent`` between our services, and in
+the header of the same name at the edge. Parents are always named, never taken from a "current" span: requests
+interleave on one event loop, and most spans are recorded only when they are over.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SpanEvent:
 
 
 class Span(Protocol):
-    """A span that is under way."""
+    """A span in progress."""
 
     @property
     def traceparent(self) -> str | None:
@@ -67,11 +67,11 @@ class Tracing(Protocol):
 
     @property
     def on(self) -> bool:
-        """Whether anything becomes of spans; if not, there is no need to gather what they tell."""
+        """Whether spans are recorded at all; if not, there is no need to gather their attributes."""
         ...
 
     def start(self, name: str, traceparent: str | None, started_at: float, attributes: Attributes) -> Span:
-        """Begin the span of a client's request: a child of ``traceparent``, else the root of a trace."""
+        """Begin the span of a client's request: a child of ``traceparent`` if given, else the root of a trace."""
         ...
 
     def record(
@@ -85,7 +85,7 @@ class Tracing(Protocol):
         events: Sequence[SpanEvent] = (),
         error: str | None = None,
     ) -> None:
-        """A span that is over, a child of ``traceparent``: Unix times in seconds."""
+        """Record a span that is over, as a child of ``traceparent``. Times are Unix times in seconds."""
         ...
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Tracing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoSpan:
-    """Stands where nothing is traced; it hands on the trace context that came in."""
+    """A span of a request that is not traced; it passes on the trace context that came in."""
 
     traceparent: str | None
 
@@ -107,7 +107,7 @@ class NoSpan:
 
 
 class NoTracing:
-    """Tracing that is off. A client's trace context is handed on all the same."""
+    """Tracing that is off. A client's trace context is still passed on."""
 
     on = False
 
@@ -147,7 +147,7 @@ class _OpenSpan:
 
 
 class OtelTracing:
-    """Tracing into a tracer provider of our own; OpenTelemetry's global one is left alone."""
+    """Tracing through a tracer provider of its own; OpenTelemetry's global one is left alone."""
 
     on = True
 
@@ -220,7 +220,7 @@ def _ns(seconds: float) -> int:
 
 
 def configure_tracing(service: str, config: TelemetryConfig) -> Tracing:
-    """Tracing for a process; off unless an OTLP endpoint is configured. Raises ConfigError."""
+    """Return a process's tracing; off unless an OTLP endpoint is configured. Raises ConfigError."""
     if config.otlp_endpoint is None:
         return NoTracing()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -237,7 +237,7 @@ def configure_tracing(service: str, config: TelemetryConfig) -> Tracing:
 
 
 def exporting(service: str, exporter: SpanExporter) -> OtelTracing:
-    """Tracing that hands its spans to ``exporter`` in batches, on a thread of its own."""
+    """Return tracing that passes its spans to ``exporter`` in batches, on a thread of its own."""
     from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -1,4 +1,4 @@
-"""One step's work, made from a plan and the residents."""
+"""The work of one step, made from a plan and the residents."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class BatchChunk:
         )
 
     def completed_blocks(self, block_size: int) -> tuple[int, int]:
-        """(first, count) of the blocks that this chunk fills up; the last chunk's partial block counts as full."""
+        """Return (first, count) of the blocks that this chunk fills; a last chunk's partial block counts as full."""
         first = self.plan.start // block_size
         end = self.plan.start + self.plan.num_tokens
         last = -(-end // block_size) if self.plan.is_last else end // block_size
         return first, last - first
 
     def begun_blocks(self, block_size: int) -> tuple[int, int]:
-        """(first, count) of the blocks that it writes before any other chunk does."""
+        """Return (first, count) of the blocks that this chunk is the first to write into."""
         first = num_blocks_for(self.plan.start, block_size)
         return first, num_blocks_for(self.plan.start + self.plan.num_tokens, block_size) - first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What the engine executes next. ``chunks`` come first in ``slices``, then ``decodes``."""
+    """The work that the engine executes next. ``chunks`` come first in ``slices``, then ``decodes``."""
 
     plan: StepPlan | None  # None: a decode step of the instance's own
     chunks: tuple[BatchChunk, ...]
@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def num_decode_context_tokens(self) -> int:
-        """Tokens that the decodes attend to, summed over them; until their new tokens are appended."""
+        """Sum of the tokens that each decode attends to; valid until their new tokens are appended."""
         return sum(len(hold.sequence.token_ids) for hold in self.decodes)
 
     @property
@@ -78,9 +78,9 @@ class Batch:
         return [chunk for chunk in self.chunks if chunk.exchange is not None and chunk.plan.start > 0]
 
     def on_layer(self, block_size: int, ended: Collection[BatchChunk]) -> LayerHook | None:
-        """Tells senders and groups, from the engine's thread, which blocks of a layer are complete.
+        """Return a hook that tells senders and groups, on the engine's thread, which blocks of a layer are complete.
 
-        Nothing of chunks that have ``ended``, looked at then: they go on without the KV before them.
+        The hook leaves out chunks that have ``ended`` by then: they go on without the KV before them.
         """
         moving: list[tuple[BatchChunk, int, int]] = []
         for chunk in self.chunks:

@@ -1,4 +1,4 @@
-"""What the parts of an instance have in common: whose they are, what they hold, and whom they tell."""
+"""What the parts of an instance share: its identity, what it holds, and the callables by which it reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdmesh.worker.sequences import Sequences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceContext:
-    """Made once by `pdmesh.worker.instance.Instance`, for all of its parts."""
+    """The shared context of an instance's parts, made once by `pdmesh.worker.instance.Instance`."""
 
     instance_id: InstanceId
     max_model_len: int  # tokens

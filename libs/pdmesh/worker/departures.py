@@ -1,7 +1,7 @@
 """KV that moves on after its prefill, at the instance that computed it.
 
-It is sent to the receiver that the scheduler grants. Until it has landed there it is kept, for another receiver or to
-be decoded here.
+It is sent to the receiver that the scheduler grants. Until it has landed there it is kept, to be sent to another
+receiver or decoded here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 class Departures:
-    """What of an instance's prompts decodes elsewhere."""
+    """Prompts of an instance whose requests will decode elsewhere."""
 
     def __init__(self, context: InstanceContext, *, growth: RoomGrowth) -> None:
         self._context = context
@@ -33,7 +33,7 @@ class Departures:
     # --- what the scheduler says ---
 
     def grant(self, message: Grant) -> None:
-        """Send it: a transfer begins, or goes on after a pause."""
+        """Begin a transfer, or continue it after a pause."""
         command = message.command
         self._context.mover.departures.grant(
             command.request_id,
@@ -61,7 +61,7 @@ class Departures:
             self._lose_receiver(hold)
 
     def keep(self, command: KeepKv) -> None:
-        """Decode here what was to move away."""
+        """Decode a request here that was to move away."""
         self._context.tables.drop(command.drop)
         hold = self._context.sequences.get(command.request_id, command.epoch)
         if hold is None or hold.sender is None:
@@ -88,7 +88,7 @@ class Departures:
     # --- how it went ---
 
     def sent(self, hold: Hold, transfer_id: TransferId, outcome: SentTransfer) -> None:
-        """The receiver has acknowledged all of it."""
+        """Note that the receiver has acknowledged a whole transfer."""
         self._context.metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
         self._context.metrics.transfer_s.observe(outcome.duration_s)
         self._context.metrics.exposed_s.observe(outcome.exposed_s)

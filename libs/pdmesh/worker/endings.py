@@ -1,4 +1,4 @@
-"""How requests end on an instance other than by the scheduler's word, and what the scheduler hears of it."""
+"""How requests end on an instance, other than by the scheduler's order, and what the scheduler is told about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class Endings:
-    """Ends requests: each is reported, then released. ``own`` are the steps not told of yet, told of with an end."""
+    """Ends requests: each is reported, then released. ``own`` are decode steps to be reported with an end."""
 
     def __init__(
         self,
@@ -33,18 +33,18 @@ class Endings:
         self._report = report
 
     def finish(self, hold: Hold, reason: FinishReason) -> None:
-        """Its last token, or the error in its place, is out."""
+        """End a request whose last token, or the error in its place, has been sent."""
         self._report(finished(self._instance_id, hold, reason, self._own.take()))
         hold.end_trace(ERROR if reason is FinishReason.ERROR else DONE)
         self._sequences.release(hold)
 
     def drop(self, hold: Hold, reason: str) -> None:
-        """Give a request up that cannot go on here, whatever became of its KV."""
+        """Give up a request that cannot go on here, whatever became of its KV."""
         self._report(RequestDropped(self._instance_id, hold.request_id, hold.epoch, reason))
         self._give_up(hold, reason)
 
     def fail_to_receive(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
-        """Its KV cannot be received."""
+        """End a request whose KV cannot be received."""
         self._report(TransferFailed(self._instance_id, hold.request_id, hold.epoch, transfer_id, reason))
         self._give_up(hold, reason)
 

@@ -1,4 +1,4 @@
-"""The engine that the configuration names."""
+"""The engine that the configuration names, and what is known of it before a step is measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TIMED_LAYOUT = KvLayout(num_layers=16, num_kv_heads=_FAKE_HEADS, head_dim=16, b
 
 
 def served_model_name(config: MeshConfig) -> str:
-    """What clients call the model: as configured, else the last part of its path or hub id."""
+    """Return what clients call the model: as configured, else the last part of its path or hub id."""
     return config.worker.served_model_name or Path(config.model or config.worker.engine).name
 
 
@@ -89,7 +89,7 @@ def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: in
 
 
 def device_name(config: MeshConfig) -> str:
-    """The device that `build_engine` chose."""
+    """Return the device that `build_engine` chose."""
     if config.worker.engine == "fake":
         return "cpu"
     from pdmesh.engine.runner import torch_device
@@ -99,7 +99,7 @@ def device_name(config: MeshConfig) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What an instance's profile tells of its model and hardware; the defaults say nothing."""
+    """What an instance's profile says about its model and hardware; the defaults say nothing."""
 
     num_parameters: int = 0
     num_heads: int = 0
@@ -120,7 +120,7 @@ def engine_facts(config: MeshConfig) -> EngineFacts:
 
 
 def hardware_name(device: str) -> str:
-    """What the maker calls the device."""
+    """Return the maker's name for the device."""
     if device.startswith("cuda"):
         import torch
 
@@ -140,10 +140,10 @@ def num_blocks_of(
     max_model_len: int,
     host_bytes: int | None = None,
 ) -> int:
-    """Blocks of the KV cache; ``free_bytes`` of a device's memory after the weights, else ``host_bytes`` of the host's.
+    """Return how many blocks the KV cache has, by what is configured or else by the memory that is free.
 
-    On the host never more than as many requests as it decodes at once can fill. Raises ConfigError if there is no room
-    for one.
+    ``free_bytes`` are a device's after loading the weights, ``host_bytes`` the host's. On the host there are never more
+    blocks than the requests that decode at once can fill. Raises ConfigError if there is no room for one block.
     """
     kv_cache_bytes, source = worker.kv_cache_bytes, "worker.kv_cache_bytes"
     bytes_per_block = layout.num_layers * layout.block_bytes

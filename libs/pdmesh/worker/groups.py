@@ -1,4 +1,4 @@
-"""Prompts that several instances compute together, as one of them: joining a group, and a group that changes."""
+"""Prompts that several instances compute together, seen from one of them: joining a group, and its changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdmesh.worker.sequences import Hold, Stage
 
 
 class PrefillGroups:
-    """An instance's memberships. ``wakeup`` rings for an engine's thread that waits for the others' KV."""
+    """An instance's memberships in prefill groups. ``wakeup`` rings for an engine's thread that waits for KV."""
 
     def __init__(self, context: InstanceContext, *, wakeup: Wakeup) -> None:
         self._context = context
@@ -24,7 +24,7 @@ class PrefillGroups:
         self._wakeup = wakeup
 
     def check(self, message: Admit) -> None:
-        """Raise ProtocolError if it is the admission of a group that cannot be."""
+        """Raise ProtocolError if a request is admitted with an impossible group."""
         group = message.command.group
         if group is None:
             return
@@ -33,7 +33,7 @@ class PrefillGroups:
             raise ProtocolError("a transfer from a member that does not lead its group")
 
     def join(self, hold: Hold, message: Admit) -> None:
-        """Compute with the group that the request was admitted with, if it was with one."""
+        """Join the group that a request was admitted with, if there is one."""
         group = message.command.group
         if group is None:
             return
@@ -44,9 +44,9 @@ class PrefillGroups:
             self._context.report(HelperJoined(self._context.instance_id, hold.request_id, hold.epoch))
 
     def regroup(self, message: Regroup, newest_plan_id: int) -> None:
-        """Take the members that a group has from now on, of a prompt that is being computed.
+        """Take the members that the group of a running prompt has from now on.
 
-        If one was lost, what was planned until now ends where it would wait, and the leader tells what it has.
+        If one was lost, chunks planned until now end where they would wait, and the leader reports what it has.
         """
         command = message.command
         hold = self._context.sequences.get(command.request_id, command.epoch)
@@ -74,7 +74,7 @@ class PrefillGroups:
             )
 
     def leave(self, hold: Hold) -> None:
-        """The request's prompt is computed, by a group or not."""
+        """End the membership, if any, of a request whose prompt is computed."""
         self._exchanges.end(hold.request_id, hold.epoch, "the prompt is computed")
 
     def _own_number(self, group: PrefillGroup, addresses: Sequence[bytes]) -> int:

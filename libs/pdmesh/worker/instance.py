@@ -1,15 +1,14 @@
-"""The requests of one model replica: what the scheduler and the transport tell an instance goes to who cares for it.
+"""The requests of one model replica: messages of the scheduler and the transport go to the part that handles them.
 
-No I/O: messages come in through `Instance.handle`, go out through the callables it was given, and only the step loop
-(`pdmesh.worker.steps`) touches the engine. Everything runs on the event loop. It executes and does not decide: whatever
-it cannot take it *refuses* (`RequestDropped`), and the scheduler starts the request again elsewhere.
+No I/O: messages come in through `Instance.handle` and go out through the callables that it was given, and only the step
+loop (`pdmesh.worker.steps`) touches the engine. Everything runs on the event loop. An instance executes and does not
+decide: it *refuses* whatever it cannot take (`RequestDropped`), and the scheduler starts the request again elsewhere.
 
 * `intake`: requests are taken or refused. `groups`: prompts that several instances compute.
-* `plans`, `results`: what the engine computes next, and what became of it. `growth`: room for what is generated.
-* `departures`, `arrivals`: KV that moves on after its prefill, at its source and where it comes to.
+* `plans`, `results`: what the engine computes next, and what came of it. `growth`: room for what is generated.
+* `departures`, `arrivals`: KV that moves on after its prefill, at its source and at its destination.
 * `moves`: decodes that move while they run, on both sides.
-* `sequences`: the table of what is held. `block_tables`: blocks for it, and those that are kept for requests to come.
-* `endings`: how requests end. `context`: what these share.
+* `sequences`: the table of what is held. `endings`: how requests end. `context`: what these share.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | ExpectMove | G
 
 
 class Instance:
-    """Puts the parts together. The step loop takes from ``plans`` and gives to ``results``."""
+    """One model replica, put together from its parts. The step loop takes from ``plans`` and gives to ``results``."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class Instance:
     # --- what it is told ------------------------------------------------------------------------------------
 
     def handle(self, message: Instruction) -> None:
-        """Take what the scheduler says. Nothing that a peer can say makes it raise."""
+        """Take a message of the scheduler. Nothing that a peer can say makes it raise."""
         match message:
             case RunStep(plan=plan):
                 self.plans.queue(plan)
@@ -227,7 +226,7 @@ class Instance:
         return self._sequences.num_of_stage()
 
     def load(self) -> LoadReported:
-        """The books, for a heartbeat."""
+        """Return how many requests and blocks are held, for a heartbeat."""
         return LoadReported(
             instance_id=self.instance_id,
             num_free_blocks=self._pool.num_free,
@@ -244,7 +243,7 @@ class Instance:
     async def drop_all_but_decoding(self) -> None:
         """Forget all plans and all requests that do not decode yet, and wait until their blocks are free.
 
-        A scheduler that we register with knows nothing of them; gateways start them again.
+        A scheduler that this instance registers with knows nothing of them; gateways start them again.
         """
         self.plans.clear()
         self._moves.stay_all()
@@ -258,7 +257,7 @@ class Instance:
 
     @property
     def admits(self) -> bool:
-        """Whether it takes new requests."""
+        """Whether the instance takes new requests."""
         return self._intake.is_open
 
     def stop_admitting(self) -> None:

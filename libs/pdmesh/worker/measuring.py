@@ -65,7 +65,7 @@ def fits(engine: Engine, shape: StepShape) -> bool:
 
 
 def step_s(engine: Engine, shape: StepShape) -> float:
-    """Execute one step of this shape, over whatever the KV cache holds, and time it. Overwrites the cache."""
+    """Execute one step of this shape, over whatever the KV cache holds, and return its time. Overwrites the cache."""
     batch = list(_batch(shape, engine.kv.layout.block_size))
     began_s = time.perf_counter()
     engine.execute(batch)

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus."""
+"""A worker's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class WorkerMetrics:
         stages: Callable[[], Mapping[str, int]],
         pieces: Callable[[], TransferCounters],
     ) -> None:
-        """Export the books as they are when somebody asks; ``stages`` counts the requests held by stage."""
+        """Register gauges that are read when Prometheus asks; ``stages`` counts the requests held by stage."""
         self.registry.register(_Books(pool, stages, pieces))
         load = _Load(pool, model, block_size, stages)
         self.registry.register(load)

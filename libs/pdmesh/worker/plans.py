@@ -1,8 +1,8 @@
-"""What an instance computes next: the plans that wait, made into batches of what is still there to do of them.
+"""What an instance computes next: waiting plans, made into batches of what is left to do of them.
 
 A plan may hold the residents' own decode steps until a later one lets them go on (`StepPlan.holds_decodes`). Residents
-never hang on it: the hold ends with the scheduler's stream (`Plans.release_decodes`), and when nothing was planned for
-`HOLD_LIMIT_S` after the last plan.
+do not depend on that later plan: the hold also ends with the scheduler's stream (`Plans.release_decodes`), and when
+nothing was planned for `HOLD_LIMIT_S` after the last plan.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ MAX_QUEUED_PLANS = 1024
 
 
 class Plans:
-    """Urgent plans, plans, and decode steps of the residents when there is neither, unless ``own`` has them held.
+    """Urgent plans, other plans, and else decode steps of the residents, unless ``own`` says they are held.
 
     A plan of which nothing is left to do is answered at once. ``wakeup`` rings when there is something urgent, for an
-    engine's thread that waits. ``drop`` gives up a request whose chunk does not follow
-    what is computed of it.
+    engine's thread that waits. ``drop`` gives up a request whose chunk does not follow what has been computed of it.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Plans:
             self._report(step_done(self._instance_id, plan))
 
     def clear(self) -> None:
-        """Forget them all; nobody waits for an answer."""
+        """Forget all plans; no one waits for an answer."""
         self.release_decodes()
         self.newest_plan_id = -1  # another scheduler counts from 0
         self._plans.clear()
@@ -83,7 +82,7 @@ class Plans:
                 self._sequences.step_ended(chunk.hold)
 
     def release_decodes(self) -> None:
-        """Let the residents decode: whoever held them is gone."""
+        """Let the residents decode, because the scheduler that held them is gone."""
         self._own.held = False
         self.wake()
 
@@ -108,7 +107,7 @@ class Plans:
             self.release_decodes()
 
     def next_batch(self) -> Batch | None:
-        """An urgent plan, the next plan, a decode step over the residents, or None: there is nothing to do."""
+        """Return an urgent plan, the next plan, or a decode step over the residents; None if there is nothing to do."""
         urgent = self.take_urgent()
         if urgent is not None:
             return urgent
@@ -120,7 +119,7 @@ class Plans:
         return Batch(plan=None, chunks=(), decodes=_in_step(residents)) if residents else None
 
     def take_urgent(self) -> Batch | None:
-        """The next urgent batch, to be executed at once. Any thread; cheap."""
+        """Return the next urgent batch, to be executed at once; None if there is none. Any thread; cheap."""
         try:
             return self._urgent.popleft()
         except IndexError:

@@ -1,4 +1,4 @@
-"""What an instance tells the scheduler and gateways of what a step gave."""
+"""What an instance tells the scheduler and gateways about the results of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdmesh.worker.times import StepTime
 
 
 class TokenSink(Protocol):
-    """Takes tokens for gateways. Neither call blocks."""
+    """Sends tokens to gateways. Neither method blocks."""
 
     def open(self, address: str) -> None:
         """Get ready to send to a gateway."""
@@ -27,7 +27,7 @@ class TokenSink(Protocol):
 
 
 class ToGateways:
-    """What an instance tells the gateways of the requests it holds."""
+    """Tells the gateways about the requests that an instance holds."""
 
     def __init__(self, tokens: TokenSink) -> None:
         self._tokens = tokens
@@ -41,7 +41,7 @@ class ToGateways:
         self._tokens.send(hold.generation.token_address, message)
 
     def give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
-        """Name who draws the next token."""
+        """Name the instance that draws the next token."""
         self.send(
             hold,
             TurnOver(
@@ -62,11 +62,10 @@ def step_done(
     own_steps: OwnDecodeSteps | None = None,
     ended: Collection[BatchChunk] = (),
 ) -> StepDone:
-    """What was done of a plan: ``batch``, or nothing. A chunk that was dropped, before or while it ran, has no tokens.
+    """Report what was done of a plan: ``batch``, or nothing. Chunks that were dropped meanwhile have no tokens.
 
-    Nor have those of the batch that ``ended`` before they were computed.
-
-    ``own_steps`` are those made before it that were not told of yet.
+    Chunks of the batch that ``ended`` before they were computed have none either. ``own_steps`` are decode steps made
+    before it that were not reported yet.
     """
     chunks = () if batch is None else batch.chunks
     computed = {
@@ -95,7 +94,7 @@ def step_done(
 
 
 def token_out(hold: Hold, result: SliceResult, successor: InstanceId | None = None) -> TokenOut:
-    """The drawn token, before it joins the sequence. ``successor`` goes on after it, of a running decode that moves."""
+    """Make the message for a drawn token, before it joins the sequence. ``successor`` draws the next, after a move."""
     return TokenOut(
         request_id=hold.request_id,
         epoch=hold.epoch,
@@ -110,7 +109,7 @@ def token_out(hold: Hold, result: SliceResult, successor: InstanceId | None = No
 
 
 def error_out(hold: Hold, error: Exception) -> TokenOut:
-    """Make the end of a request's tokens that the engine failed at."""
+    """Make the message that ends a request's tokens because the engine failed."""
     return TokenOut(
         request_id=hold.request_id,
         epoch=hold.epoch,
@@ -122,7 +121,7 @@ def error_out(hold: Hold, error: Exception) -> TokenOut:
 
 
 def prompt_logprobs(chunk: BatchChunk, result: SliceResult) -> PromptLogprobs:
-    """Make the message with the log-probabilities of a chunk's tokens, of which the prompt's first has none."""
+    """Make the message with the log-probabilities of a chunk's tokens; the prompt's first token has none."""
     return PromptLogprobs(
         request_id=chunk.hold.request_id,
         epoch=chunk.hold.epoch,
@@ -134,7 +133,7 @@ def prompt_logprobs(chunk: BatchChunk, result: SliceResult) -> PromptLogprobs:
 def finished(
     instance_id: InstanceId, hold: Hold, reason: FinishReason, own_steps: OwnDecodeSteps | None
 ) -> RequestFinished:
-    """Make the report of a request that ended here, with what was decoded without a plan since the last one."""
+    """Make the report of a request that ended here, with the own decode steps since the last report."""
     return RequestFinished(
         instance_id=instance_id,
         request_id=hold.request_id,

@@ -1,4 +1,4 @@
-"""What a step gave, handed out: tokens to gateways, a report to the scheduler; and what each request does next."""
+"""The results of a step, handed out: tokens to gateways, a report to the scheduler; and what each request does next."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 class Results:
-    """Hands out what steps give, and moves their requests on. ``own`` sums up the steps that no plan asked for."""
+    """Hands out the results of steps, and moves their requests on. ``own`` sums up the steps that no plan asked for."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Results:
         self._growth = growth
 
     def hand_out(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> bool:
-        """Take the batch's results; one that is None is of a chunk that was abandoned.
+        """Take the batch's results, None for a chunk that was abandoned. Return whether a stream waits for KV to leave.
 
-        Whether a stream stands still now for the last of its KV to leave: that should not wait for the next step, whose
+        Such a stream is paused until the last of its KV has left, which should not wait for the next step: that one's
         thread would compete for the interpreter.
         """
         if batch.waiting:
@@ -74,7 +74,7 @@ class Results:
         return any(hold.stage is Stage.LEAVING for hold in batch.decodes)
 
     def fail(self, batch: Batch, error: Exception) -> None:
-        """The engine broke: end the batch's requests with an error."""
+        """End the batch's requests with an error, because the engine broke."""
         for hold in (*(chunk.hold for chunk in batch.chunks), *batch.decodes):
             if self._context.sequences.step_ended(hold):
                 log.error("request ended by the engine's failure", request_id=hold.request_id, epoch=hold.epoch)

@@ -1,4 +1,4 @@
-"""A worker process: engine, KV transport, links and step loop, put together and taken apart again."""
+"""A worker process: engine, KV transport, links and step loop, put together and taken apart."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def serve_instance(
     transport: KvTransport,
     facts: EngineFacts = EngineFacts(),  # noqa: B008  # frozen
 ) -> None:
-    """`run_worker`, from where engine and transport are there."""
+    """Do what `run_worker` does, given an engine and a transport."""
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
     device = device_name(config)
     failure: Exception | None = None
@@ -202,7 +202,7 @@ async def _drain(
 
 
 def transfer_for(device: str, config: TransferConfig, unreadable: str | None) -> TransferConfig:
-    """The settings of an instance whose KV lies on ``device``; ``unreadable`` says why peers cannot read its memory."""
+    """Return the settings for KV on ``device``; ``unreadable`` says why peers cannot read this process's memory."""
     if device != "cpu":
         config = replace(config, max_payload_bytes=config.device_payload_bytes)
     if unreadable is None or config.transport != "ucx" or not names_shared_memory(ucx_tls(config)):

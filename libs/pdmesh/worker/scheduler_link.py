@@ -1,6 +1,6 @@
-"""The worker's stream to the scheduler: registers, renews the lease, carries reports, comes back after a loss.
+"""The worker's stream to the scheduler: it registers, renews the lease, carries reports, and reconnects after a loss.
 
-Reports are not kept while the scheduler is away: registering again tells it all that it must know.
+Reports are not kept while the scheduler is away, because registering again tells it all that it must know.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ LEAVE_LIMIT_S = 5.0
 
 
 class WorkerSession:
-    """See the module's docstring.
+    """The worker's session with the scheduler.
 
-    Before each registration ``prepare`` is awaited (it may have to let a step end); ``registration`` is what is true
-    at the moment of sending, and ``cache`` is told of kept KV behind it. ``handle`` takes what the scheduler says, and
-    ``lost`` is told whenever the stream ends.
+    Before each registration ``prepare`` is awaited (it may have to let a step end); ``registration`` returns what is
+    true at the moment of sending. ``handle`` takes the scheduler's messages, and ``lost`` is called whenever the stream
+    ends.
     """
 
     def __init__(

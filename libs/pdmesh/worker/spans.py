@@ -24,14 +24,14 @@ MAX_CHUNK_EVENTS = 256
 
 
 def trace_of(tracing: Tracing, generation: Generation, instance_id: InstanceId) -> HoldTrace | None:
-    """Begin an instance's part of a request's trace. None if it is not traced."""
+    """Begin an instance's part of a request's trace; None if the request is not traced."""
     if not tracing.on or generation.traceparent is None:
         return None
     return HoldTrace(tracing, generation.traceparent, generation, instance_id)
 
 
 class HoldTrace:
-    """What one hold has to tell. Each method notes that something happened now; a span is recorded when it is over."""
+    """The trace of one hold. Each method notes that something happened now; a span is recorded when it is over."""
 
     def __init__(self, tracing: Tracing, traceparent: str, generation: Generation, instance_id: InstanceId) -> None:
         self._tracing = tracing
@@ -77,7 +77,7 @@ class HoldTrace:
         self._granted_at = None
 
     def receiver_lost(self) -> None:
-        """What was granted ends here; the KV may go elsewhere."""
+        """Note that the granted transfer ends here; the KV may go elsewhere."""
         if self._granted_at is not None:
             self._record(TRANSFER, self._granted_at, time.time(), {}, FAILED)
             self._granted_at = None
@@ -86,7 +86,7 @@ class HoldTrace:
         self._decode_began_at = time.time()
 
     def ended(self, num_output_tokens: int, outcome: str) -> None:
-        """The instance's care for the request is over: whatever is still open ends with it. Idempotent."""
+        """Note that the instance is done with the request; spans that are still open end with it. Idempotent."""
         now = time.time()
         self._end_prefill(now, outcome)
         if self._granted_at is not None:

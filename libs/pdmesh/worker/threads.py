@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def fair_num_threads(num_threads: int) -> int:
-    """``num_threads``, or for 0 half of the cores this process may use: the other pool's instance gets the rest."""
+    """Return ``num_threads``, or for 0 half of the process's cores: the other pool's instance gets the rest."""
     return num_threads or max(1, num_usable_cores() // 2)
 
 
@@ -47,9 +47,9 @@ class EngineThread:
             await to_thread.run_sync(self._thread.join)
 
     async def run(self, call: Callable[[], T], *, on_cancel: Callable[[], object] = lambda: None) -> T:
-        """The result of ``call``. Cancellation waits for it, as a running step cannot be abandoned.
+        """Run ``call`` and return its result. Cancellation waits for it, because a running step cannot be abandoned.
 
-        ``on_cancel`` is called then: it ends what the call waits for.
+        ``on_cancel`` is called on cancellation, and ends what the call waits for.
         """
         token = current_token()
         done = anyio.Event()

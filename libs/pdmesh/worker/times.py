@@ -1,4 +1,4 @@
-"""When a step ran."""
+"""When a step ran, and for how long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 class StepTime(NamedTuple):
     """Begin and end of a step on this process's own clock, and the time that the device took.
 
-    ``duration_s`` is without urgent steps inside, and without waiting.
+    ``duration_s`` leaves out urgent steps inside the step, and waiting.
     """
 
     began_s: float = 0.0

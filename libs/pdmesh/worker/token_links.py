@@ -1,8 +1,8 @@
-"""Streams of tokens to gateways: one for each gateway address, opened at the first request, kept while it is used.
+"""Streams of tokens to gateways: one for each gateway address, opened at the first request and kept while it is used.
 
-What one step gives is posted in one go and leaves in one frame. Each link remembers its latest messages and sends them
-again after a reconnect: a gateway drops what it has by (epoch, index), so a stream that broke costs nothing. One that
-was away for longer finds a gap and resumes the requests concerned.
+The tokens of one step are posted together and leave in one frame. Each link remembers its latest messages and sends
+them again after a reconnect. A gateway drops those that it has, by (epoch, index), so a broken stream costs nothing. A
+gateway whose stream was away for longer finds a gap and resumes the requests concerned.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLUSH_LIMIT_S = 2.0
 
 
 class TokenLinks:
-    """All gateways of one instance. Made by `open_token_links`; a `pdmesh.worker.replies.TokenSink`."""
+    """Streams to all gateways of one instance. Made by `open_token_links`; a `pdmesh.worker.replies.TokenSink`."""
 
     def __init__(
         self, tasks: anyio.abc.TaskGroup, registration: RegisterTokens, security: SecurityConfig, max_queued: int
@@ -133,7 +133,7 @@ async def open_token_links(
     arithmetic: str = "",
     max_queued: int = MAX_QUEUED_MESSAGES,
 ) -> AsyncGenerator[TokenLinks]:
-    """Links that live as long as the block. ``arithmetic`` is the class that the instance says it computes in."""
+    """Yield links that live as long as the block. ``arithmetic`` is the class that the instance says it computes in."""
     registration = RegisterTokens(instance_id=instance_id, arithmetic=arithmetic)
     async with anyio.create_task_group() as tasks:
         yield TokenLinks(tasks, registration, security, max_queued)
