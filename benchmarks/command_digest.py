@@ -73,6 +73,9 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.share",
     "RequestArrived.request.num_tokens_before",
     "RequestArrived.request.arithmetic",
+    "RequestArrived.request.prefix",
+    "KvReleased.granules",
+    "LoadReported.num_kept_blocks",
     "Reject.reject_ttl_s",
     "Restart.preempted",
     "Restart.blame",
@@ -148,6 +151,7 @@ def _instance_joined(fields: dict[str, Any]) -> dict[str, Any]:
     for resident in fields["residents"]:
         resident.pop("max_total_tokens", None)
         resident.pop("transfer_id", None)
+        resident.pop("granules", None)
     return fields
 
 

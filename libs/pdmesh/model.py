@@ -227,7 +227,7 @@ class Request:
     share: Annotated[int, COUNT] = 1  # of that key, among others
     num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
     arithmetic: str = ""  # class of the instance that drew its last token, of one that is resumed
-    prefix: PrefixHashes = ()  # its *chain*: of all full granules of its prompt, in order; empty: no KV is reused
+    prefix: PrefixHashes = ()  # of all full granules of its prompt, in order; empty: no KV is reused, and none kept
 
     @property
     def max_total_tokens(self) -> int:
@@ -235,9 +235,12 @@ class Request:
         return self.num_prompt_tokens + self.max_tokens - 1
 
     @property
-    def max_reused_granules(self) -> int:
-        """Granules of its prompt that need not be computed, if their KV is kept. The last token always is."""
-        return min(len(self.prefix), (self.num_prompt_tokens - 1) // GRANULE_TOKENS)
+    def chain(self) -> PrefixHashes:
+        """The granules of its prompt that are kept as they are computed, and need not be where they are kept.
+
+        Not the one that ends with the prompt: the last token is always computed. It counts as drawn.
+        """
+        return self.prefix[: (self.num_prompt_tokens - 1) // GRANULE_TOKENS]
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -4,7 +4,8 @@ Four shapes, told apart by their first row:
 
 * Azure 2023 CSV: ``TIMESTAMP,ContextTokens,GeneratedTokens``;
 * BurstGPT CSV: ``Timestamp`` (s), ``Request tokens``, ``Response tokens``, other columns ignored;
-* Mooncake JSONL: ``timestamp`` (ms), ``input_length``, ``output_length``; vLLM's timed-trace data sets have the same;
+* Mooncake JSONL: ``timestamp`` (ms), ``input_length``, ``output_length`` and perhaps ``hash_ids``, one for each 512
+  tokens, which say what prompts have in common; vLLM's timed-trace data sets have the same;
 * our own JSONL: the fields of `pdmesh.sim.workload.Arrival`.
 
 A row that cannot be read is refused with file and line.
@@ -25,7 +26,11 @@ from typing import Any
 import msgspec
 
 from pdmesh.errors import ConfigError
+from pdmesh.model import GRANULE_TOKENS
 from pdmesh.sim.workload import Arrival
+
+#: Tokens that one of Mooncake's ``hash_ids`` names.
+MOONCAKE_BLOCK_TOKENS = 512
 
 
 class TraceError(ConfigError):
@@ -118,7 +123,25 @@ def _mooncake(row: _Row) -> Arrival:
         arrival_s=_number(row, "timestamp") / 1e3,
         num_prompt_tokens=_whole(row, "input_length"),
         num_output_tokens=_whole(row, "output_length"),
+        granules=_granules(row),
     )
+
+
+def _granules(row: _Row) -> tuple[int, ...] | None:
+    """Number the granules of a prompt by its ``hash_ids``, of which each names a block of tokens and all before it.
+
+    Of a block that the prompt does not fill, the granules that it does fill are named, too: they are those of another
+    prompt only if that ends there as well.
+    """
+    if (hash_ids := row.get("hash_ids")) is None:
+        return None
+    num_tokens, per_block = _whole(row, "input_length"), MOONCAKE_BLOCK_TOKENS // GRANULE_TOKENS
+    if not isinstance(hash_ids, list) or not all(isinstance(each, int) and each >= 0 for each in hash_ids):
+        raise ValueError("hash_ids must be a list of whole numbers")
+    if len(hash_ids) != -(-num_tokens // MOONCAKE_BLOCK_TOKENS):
+        raise ValueError(f"{len(hash_ids)} hash_ids for {num_tokens} tokens: must be one for each 512")
+    numbers = (per_block * each + part for each in hash_ids for part in range(per_block))
+    return tuple(islice(numbers, num_tokens // GRANULE_TOKENS))
 
 
 def _own(row: _Row) -> Arrival:

@@ -7,8 +7,11 @@ from typing import get_args
 import msgspec
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, WakeAt
+from pdmesh.core.commands import AdmitPrefill, Command, GrowKv, KeepKv, PlaceDecode, WakeAt
 from pdmesh.plans import ChunkDone, ChunkPlan, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan
+
+#: They have fields of what is reused, and are as they were where nothing is.
+OMIT_DEFAULTS = (AdmitPrefill, PlaceDecode, KeepKv, GrowKv, TransferPlan)
 
 RECORDS = (ChunkDone, ChunkPlan, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan)
 
@@ -19,7 +22,7 @@ def test_commands_and_their_records_are_frozen_structs_by_keyword(struct: type[m
     assert config.frozen
     assert config.eq
     assert (config.tag, config.tag_field, config.array_like, config.forbid_unknown_fields) == (None, None, False, False)
-    assert config.omit_defaults == (struct is AdmitPrefill)
+    assert config.omit_defaults == (struct in OMIT_DEFAULTS)
     assert all(msgspec.inspect.is_struct_type(each) for each in struct.__mro__[:-2])
     with pytest.raises(TypeError, match="positional"):
         struct(*(None for _ in struct.__struct_fields__))

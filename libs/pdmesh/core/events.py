@@ -334,8 +334,8 @@ class KvReleased(RequestReport):
     """An instance gave back the blocks (and the reservation) of a request. The core's books follow this alone.
 
     It may be told twice, and what was given back be promised anew in between: so it says which ``transfer_id`` that was
-    for, where one was to bring the KV. ``granules`` are those that drawn tokens completed, in order after the prompt's:
-    they stay, as all of its chain do that were computed or landed there, until a command says to drop them.
+    for, where one was to bring the KV. ``granules`` are those behind `Request.chain` that drawn tokens completed, in
+    order: they stay, as all of the chain do that were computed or landed there, until a command says to drop them.
     """
 
     transfer_id: TransferId = NO_TRANSFER

@@ -38,7 +38,16 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.record_line import RecordLine
-from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, TransferId, TransferPurpose
+from pdmesh.model import (
+    GRANULE_TOKENS,
+    Epoch,
+    InstanceId,
+    Request,
+    RequestId,
+    RequestKey,
+    TransferId,
+    TransferPurpose,
+)
 from pdmesh.plans import ChunkPlan
 
 
@@ -49,7 +58,8 @@ class Attempt:
     request: Request
     arrived_s: float
     placed_s: float | None = None  # when it left the queue
-    num_done_tokens: int = 0  # of its prompt, computed
+    num_done_tokens: int = 0  # of its prompt, computed or reused
+    num_reused_tokens: int = 0  # of these, kept where it was placed
     #: Its chunks in flight by instance and plan: where each starts, whether in a parallel step, whether decodes wait
     #: for it. They end in any order.
     in_flight: dict[tuple[InstanceId, int], tuple[int, bool, bool]] = field(
@@ -293,6 +303,8 @@ class Lives:
         match command:
             case AdmitPrefill() if command.leads:
                 attempt.placed_s = now_s
+                attempt.num_reused_tokens = command.num_reused_granules * GRANULE_TOKENS
+                attempt.num_done_tokens = attempt.num_planned_tokens = attempt.num_reused_tokens
                 life.placed_s = now_s if life.placed_s is None else life.placed_s
                 life.prefill_id = command.instance_id
                 life.decode_id = command.decode_instance_id

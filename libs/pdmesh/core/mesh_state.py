@@ -21,6 +21,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.kept import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.numbers import Numbers
 from pdmesh.core.requests import Phase, RequestState
@@ -29,6 +30,7 @@ from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.core.transfers.transfer import Transfer
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import (
+    GRANULE_TOKENS,
     GatewayId,
     InstanceId,
     RejectReason,
@@ -57,6 +59,7 @@ class MeshState:
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
         self.instances: dict[InstanceId, InstanceState] = {}
         self.numbers = Numbers()  # of the instances
+        self.kept_where = KeptWhere()  # the granules that these keep
         self.suspected: dict[InstanceId, None] = {}  # silent instances
         self.changed: dict[InstanceId, None] = {}  # instances that changed since they were last looked at
         self.in_prefill_phase: dict[
@@ -121,6 +124,7 @@ class MeshState:
         self.regroup()
         instance = self.instances.pop(instance_id, None)
         if instance is not None:
+            instance.kept.clear()
             self._exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
             self._kv_groups -= Counter((instance.kv_group,))
         return instance
@@ -174,7 +178,8 @@ class MeshState:
         self.queue.counters.placed(request)
         stays, awaits_receiver = decode is prefill, decode is None
         num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
-        state.place(prefill.shard(num_blocks), now_s, stays=stays)
+        num_reused = prefill.num_kept_granules(request)
+        state.place(prefill.shard(num_blocks), now_s, stays=stays, num_reused_tokens=num_reused * GRANULE_TOKENS)
         plan = None
         if decode is None:
             self.awaiting_decode.add(state, prefill.kv_group, prefill.num_first_blocks(request))
@@ -187,6 +192,8 @@ class MeshState:
             max_blocks=prefill.num_decode_blocks(request) if stays else 0,
             long_tokens=long_tokens,
             slo_tpot_s=request.slo_tpot_s,
+            chain=request.chain,
+            num_reused=num_reused,
         )
         prefill.defer(state.key, awaits_receiver)
         self.commands.append(
@@ -197,6 +204,8 @@ class MeshState:
                 shards=state.prefill_shards,
                 transfer=plan,
                 awaits_receiver=awaits_receiver,
+                num_reused_granules=num_reused,
+                drop=prefill.drop_for_room(),
             )
         )
         prefill.add_prefill(state)
@@ -206,7 +215,8 @@ class MeshState:
         request, (request_id, epoch) = state.request, state.key
         shard = decode.shard(decode.num_first_blocks(request))
         purpose = TransferPurpose.HAND_OVER
-        transfer = self.broker.open(state.key, purpose, state.prefill_shards, (shard,), state.rank_of_offer)
+        num_reused = decode.num_kept_granules(request)
+        transfer = self.broker.open(state.key, purpose, state.prefill_shards, (shard,), state.rank_of_offer, num_reused)
         state.receive(transfer)
         decode.take(
             state.key,
@@ -216,9 +226,17 @@ class MeshState:
             long_tokens=long_tokens,
             slo_tpot_s=request.slo_tpot_s,
             transfer_id=transfer.plan.transfer_id,
+            chain=request.chain,
+            num_reused=num_reused,
         )
         self.commands.append(
-            PlaceDecode(instance_id=decode.instance_id, request_id=request_id, epoch=epoch, transfer=transfer.plan)
+            PlaceDecode(
+                instance_id=decode.instance_id,
+                request_id=request_id,
+                epoch=epoch,
+                transfer=transfer.plan,
+                drop=decode.drop_for_room(),
+            )
         )
         return transfer
 

@@ -183,7 +183,8 @@ class RequestState:
     placed_s: float | None = None
     first_token_s: float | None = None  # as its last chunk's step was reported
     roomed_s: float | None = None  # when it had room to decode, if that was after its place
-    num_planned_tokens: int = 0
+    num_planned_tokens: int = 0  # those that are reused among them
+    num_reused_tokens: int = 0  # of its prompt, that were kept where it is computed
     #: The instance and the plan of each; not of helpers that were lost, though these may yet report them.
     chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
     group: GroupState | None = None  # that computes its prompt; None: its leader alone does
@@ -286,10 +287,14 @@ class RequestState:
         """Its rank in ``order``, with what is planned of it counted as done."""
         self.rank = order.rank(self.request, self.num_planned_tokens, self.placed_s)
 
-    def place(self, prefill: KvShard, now_s: float, *, stays: bool) -> None:
-        """Its prompt is computed with this room; if it ``stays``, it decodes there."""
+    def place(self, prefill: KvShard, now_s: float, *, stays: bool, num_reused_tokens: int = 0) -> None:
+        """Its prompt is computed with this room, but for its first tokens if these are kept there.
+
+        If it ``stays``, it decodes there.
+        """
         self._go("place", Phase.PREFILLING)
         self.placed_s = now_s
+        self.num_reused_tokens = self.num_planned_tokens = num_reused_tokens
         self.prefill_shards = (prefill,)
         if stays:
             self.decode_shards = self.prefill_shards

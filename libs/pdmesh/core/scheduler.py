@@ -342,7 +342,8 @@ class SchedulerCore:
             self._on_demand.is_low(instance, event.residents)
 
     def _cache_reported(self, event: CacheReported) -> None:
-        """Nothing is reused yet."""
+        if instance := self._mesh.instance_of(event):
+            instance.replace_kept(event.kept)
 
     def _load_reported(self, event: LoadReported) -> None:
         if instance := self._mesh.instance_of(event):
@@ -383,7 +384,7 @@ class SchedulerCore:
         instance = self._mesh.instance_of(event)
         if instance is None:
             return
-        allocation = instance.give_back(key, event.transfer_id)
+        allocation = instance.give_back(key, event.transfer_id, event.granules)
         if allocation is None:
             self._mesh.ignore("KvReleased")
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdmesh.model import NO_TRANSFER, InstanceId, InstanceProfile, RequestKey, TransferId
+from pdmesh.model import GRANULE_TOKENS, NO_TRANSFER, InstanceId, InstanceProfile, RequestKey, TransferId
 from pdmesh.plans import TransferPlan
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.held import Held
@@ -28,8 +28,8 @@ class Prefill:
     granted_to: TransferId = NO_TRANSFER
     granted_s: float = 0.0  # for the first time
     computed_s: float | None = None
-    num_unsent_bytes: float = 0.0
-    num_ready_bytes: float = 0.0  # those, and all that was given to its receiver
+    num_ready_bytes: float = 0.0  # of all that is computed, and may move
+    num_sent_bytes: float = 0.0  # of these, given to its receiver, or there before
 
 
 class SimulatedDepartures:
@@ -54,8 +54,10 @@ class SimulatedDepartures:
         self._untimed = untimed
         self._land = land
 
-    def num_kv_bytes(self, run: RequestRun) -> int:
-        return run.current.num_prompt_tokens * self.token_bytes
+    def num_kv_bytes(self, run: RequestRun, transfer: TransferPlan) -> int:
+        """Bytes that a transfer of a prompt's KV brings."""
+        num_there = transfer.num_reused_granules * GRANULE_TOKENS
+        return (run.current.num_prompt_tokens - num_there) * self.token_bytes
 
     def began(self, prefill: Prefill, num_tokens: int) -> None:
         """So many tokens of it are being computed: all layers but the last one may move."""
@@ -80,11 +82,11 @@ class SimulatedDepartures:
         prefill = self.prefills[held.key]
         if prefill.granted_to != transfer.transfer_id:
             prefill.granted_to, prefill.granted_s = transfer.transfer_id, self._agenda.now_s
-            prefill.num_unsent_bytes = prefill.num_ready_bytes
+            prefill.num_sent_bytes = transfer.num_reused_granules * GRANULE_TOKENS * self.token_bytes
         self._move(prefill, 0.0)
 
     def stop(self, held: Held, transfer: TransferPlan) -> None:
-        self.prefills[held.key].num_unsent_bytes += self._links.drop(self._flow(held, transfer))
+        self.prefills[held.key].num_sent_bytes -= self._links.drop(self._flow(held, transfer))
 
     def drained(self, key: RequestKey) -> None:
         """All KV that may move so far has moved; it has landed if that is all of it."""
@@ -94,7 +96,7 @@ class SimulatedDepartures:
         held, run = prefill.held, prefill.run
         assert held.transfer is not None
         now_s = self._agenda.now_s
-        num_bytes, duration_s = self.num_kv_bytes(run), now_s - prefill.granted_s
+        num_bytes, duration_s = self.num_kv_bytes(run, held.transfer), now_s - prefill.granted_s
         run.granted_s, run.landed_s, run.exposed_s = prefill.granted_s, now_s, now_s - prefill.computed_s
         del self.prefills[key]
         self._land(held.transfer, key, duration_s)
@@ -104,12 +106,12 @@ class SimulatedDepartures:
         held = prefill.held
         if not held.moves_on:
             return
-        prefill.num_unsent_bytes += num_bytes
         prefill.num_ready_bytes += num_bytes
         if held.is_granted:
             assert held.transfer is not None
-            self._links.send(self._flow(held, held.transfer), prefill.num_unsent_bytes)
-            prefill.num_unsent_bytes = 0.0
+            num_unsent_bytes = max(0.0, prefill.num_ready_bytes - prefill.num_sent_bytes)
+            self._links.send(self._flow(held, held.transfer), num_unsent_bytes)
+            prefill.num_sent_bytes += num_unsent_bytes
 
     def _flow(self, held: Held, transfer: TransferPlan) -> FlowId:
         return held.key, self._instance_id, transfer.destination_ids[0]

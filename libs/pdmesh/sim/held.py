@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdmesh.model import NO_TRANSFER, RequestKey, TransferId
+from pdmesh.model import NO_TRANSFER, PrefixHash, PrefixHashes, RequestKey, TransferId
 from pdmesh.plans import PrefillGroup, TransferPlan
 from pdmesh.sim.residents import Length
 
@@ -21,6 +21,10 @@ class Held:
     given_up: set[int] = field(default_factory=set[int])  # plans whose chunks wait for no member's KV any more
     is_again: bool = False  # plans wait that were sent for one of this name that was freed, and are taken for its own
 
+    chain: PrefixHashes = ()  # granules of its prompt
+    num_granules: int = 0  # of them, whose KV is here
+    kept: list[PrefixHash] = field(default_factory=list[PrefixHash])  # in its blocks, for others, too
+
     num_computed_tokens: int = 0  # of its prompt
     is_computed: bool = False  # its whole prompt
 
@@ -30,6 +34,7 @@ class Held:
     is_granted: bool = False
 
     is_decoding: bool = False  # as a resident, between steps
+    has_ended: bool = False  # its generation, here
     is_freed: bool = False  # its blocks are given back before the next step
     num_tokens: int = 0  # of prompt and output, when it began to decode, or stood still to move away
 

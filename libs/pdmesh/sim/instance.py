@@ -118,14 +118,17 @@ class SimInstance:
     def _length_of(self, key: RequestKey) -> Length:
         run = self._runs[key]
         num_total_tokens = run.request.num_prompt_tokens + run.num_output_tokens
-        return Length(num_total_tokens, run.num_output_tokens, run.current.max_total_tokens)
+        current = run.current
+        return Length(num_total_tokens, run.num_output_tokens, current.max_total_tokens, current.chain, run.drawn)
 
     def admitted(self, held: Held) -> None:
         run = self._runs[held.key]
         run.prefill_id = self.instance_id
         if run.placed_s is None:
             run.placed_s = self._agenda.now_s
-        self._departures.prefills[held.key] = Prefill(held, run)
+        num_reused_bytes = held.num_computed_tokens * self._departures.token_bytes
+        self._departures.prefills[held.key] = Prefill(held, run, num_ready_bytes=num_reused_bytes)
+        run.num_reused_tokens = held.num_computed_tokens
 
     def planned(self, plan: StepPlan) -> None:
         if plan.urgent:
@@ -373,4 +376,5 @@ class SimInstance:
             return
         run, held = self._runs[key], self._untimed.held[key]
         num_tokens = run.request.num_prompt_tokens + len(run.token_times_s)
-        self._untimed.land(held, num_tokens, self._departures.num_kv_bytes(run), duration_s)
+        num_bytes = 0 if held.transfer is None else self._departures.num_kv_bytes(run, held.transfer)
+        self._untimed.land(held, num_tokens, num_bytes, duration_s)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from pdmesh.model import RequestKey
+from pdmesh.model import PrefixHashes, RequestKey
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.on_demand import LOW_TOKENS
 
@@ -23,6 +23,8 @@ class Length(NamedTuple):
     num_total_tokens: int  # of its prompt and all that it will draw
     num_output_tokens: int  # that it will have drawn in all epochs
     max_total_tokens: int  # whose KV it may come to hold; 0: not known
+    chain: PrefixHashes = ()  # granules of its prompt that are kept for others
+    drawn: PrefixHashes = ()  # and those behind them that what it draws completes
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pdmesh import metrics
 from pdmesh.core.commands import Outcome
-from pdmesh.model import Epoch, InstanceId, Request, Role
+from pdmesh.model import Epoch, InstanceId, PrefixHashes, Request, Role
 from pdmesh.plans import ChunkPlan
 
 
@@ -48,6 +48,8 @@ class RequestRun:
     exposed_s: float | None = None
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
+    num_reused_tokens: int = 0  # of its prompt, that were not computed when it was last placed
+    drawn: PrefixHashes = ()  # granules behind its chain that its output completes
     num_moves: int = 0  # of its running decode, from one instance to another
 
     @property

@@ -169,6 +169,7 @@ class Simulator:
             priority=arrival.priority,
             slo_ttft_s=arrival.slo_ttft_s,
             slo_tpot_s=arrival.slo_tpot_s,
+            prefix=arrival.prefix,
         )
         run = self._runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens)
         self._requests.append(run)

@@ -38,6 +38,7 @@ from pdmesh.core.commands import (
     WithdrawTransfer,
 )
 from pdmesh.core.events import (
+    CacheReported,
     DecodeReserved,
     DecodeStepsDone,
     GroupPrefix,
@@ -58,9 +59,19 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.instances.own_steps import OwnSteps
-from pdmesh.model import NO_TRANSFER, FinishReason, InstanceProfile, RequestKey, TransferId, TransferPurpose
+from pdmesh.model import (
+    GRANULE_TOKENS,
+    NO_TRANSFER,
+    FinishReason,
+    InstanceProfile,
+    PrefixHashes,
+    RequestKey,
+    TransferId,
+    TransferPurpose,
+)
 from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
 from pdmesh.sim.held import Held
+from pdmesh.sim.kept import SimulatedKept
 from pdmesh.sim.residents import Length, Residents
 from pdmesh.sim.surroundings import Surroundings
 
@@ -102,7 +113,8 @@ class UntimedInstance:
         self.residents = Residents(profile.kv_layout.block_size, surroundings.stood)
         self.copies_run = False  # whatever is freed now is still touched, and quarantined until `end_copies`
         self.quarantined: dict[RequestKey, Held] = {}
-        self.num_free_blocks = profile.num_blocks
+        self.kept = SimulatedKept(profile.kv_layout.block_size)
+        self._num_own_blocks = 0  # that requests have alone, those that are quarantined among them
         self._report = report
         self._length_of = length_of
         self._surroundings = surroundings
@@ -115,7 +127,8 @@ class UntimedInstance:
                 self._admit(command)
             case PlaceDecode(transfer=transfer):
                 key = (command.request_id, command.epoch)
-                if self._take(Held(key, command.num_blocks, None, transfer=transfer)):
+                receiver = Held(key, command.num_blocks, None, transfer=transfer, chain=self._length_of(key).chain)
+                if self._take(receiver, transfer.num_reused_granules, command.drop):
                     self._report(DecodeReserved(self.instance_id, *key, transfer.transfer_id))
             case RunStep(plan=plan):
                 assert not (plan.urgent and self.plans and self.plans[0].urgent), "two urgent plans"
@@ -166,12 +179,14 @@ class UntimedInstance:
             case KeepKv():
                 assert held.moves_on, f"{command}, and its KV is to stay"
                 assert held.transfer is None, f"{command}, and its KV moves"
-                self._grow(held, command.num_blocks)
+                self._grow(held, command.num_blocks, command.drop)
                 held.moves_on = False
                 if held.is_computed:
                     self._decode(held)
             case GrowKv():
-                if self._grow(held, command.num_blocks) and self.residents.grow(held.key, held.num_blocks):
+                if self._grow(held, command.num_blocks, command.drop) and self.residents.grow(
+                    held.key, held.num_blocks
+                ):
                     self._surroundings.stirs()
             case CancelMove():
                 if held.is_leaving_by(command.transfer_id):
@@ -186,17 +201,20 @@ class UntimedInstance:
 
     def _admit(self, command: AdmitPrefill) -> None:
         key = (command.request_id, command.epoch)
+        length = self._length_of(key) if command.leads else None
         held = Held(
             key,
             command.num_blocks,
-            self._length_of(key) if command.leads else None,
+            length,
+            chain=() if length is None else length.chain,
+            num_computed_tokens=command.num_reused_granules * GRANULE_TOKENS,
             leads=command.leads,
             group=command.group,
             transfer=command.transfer,
             moves_on=command.moves_on,
             is_again=any(_has_chunk(plan, key) for plan in self._plans_under_way()),
         )
-        if not self._take(held):
+        if not self._take(held, command.num_reused_granules, command.drop):
             return
         if command.group is not None:
             self._surroundings.regrouped(held, None)
@@ -222,26 +240,34 @@ class UntimedInstance:
 
     # --- blocks ---
 
-    def _take(self, held: Held) -> bool:
-        """Give a request its blocks. False if the instance is stopping, and has said so."""
+    def _take(self, held: Held, num_reused: int, drop: PrefixHashes) -> bool:
+        """Give a request its blocks, of which it shares some. False if the instance is stopping, and has said so."""
+        self.kept.drop(drop)
         if not self.admits:
             self._report(RequestDropped(self.instance_id, *held.key, "the instance is stopping"))
             self._report(KvReleased(self.instance_id, *held.key, held.received_by))
             return False
         assert held.key not in self.held, f"{self.instance_id} holds {held.key} already"
         self.held[held.key] = held
-        self.num_free_blocks -= held.num_blocks
-        assert self.num_free_blocks >= 0, f"{self.instance_id}: no room for {held.key}"
+        self._take_blocks(held, held.num_blocks - self.kept.share(held, num_reused))
         return True
 
-    def _grow(self, held: Held, num_blocks: int) -> bool:
+    def _take_blocks(self, held: Held, num_blocks: int) -> None:
+        self._num_own_blocks += num_blocks
+        assert self.num_free_blocks >= 0, f"{self.instance_id}: no room for {held.key}"
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.profile.num_blocks - self._num_own_blocks - self.kept.num_blocks
+
+    def _grow(self, held: Held, num_blocks: int, drop: PrefixHashes) -> bool:
         """Let a request hold ``num_blocks`` in all. False if it has as many."""
+        self.kept.drop(drop)
         num_more = num_blocks - held.num_blocks
         if num_more <= 0:
             return False
         held.num_blocks += num_more
-        self.num_free_blocks -= num_more
-        assert self.num_free_blocks >= 0, f"{self.instance_id}: no room for {held.key}"
+        self._take_blocks(held, num_more)
         return True
 
     def _free(self, key: RequestKey, transfer_id: TransferId) -> None:
@@ -282,14 +308,22 @@ class UntimedInstance:
         self.quarantined.clear()
 
     def _given_back(self, held: Held) -> None:
-        self.num_free_blocks += held.num_blocks
-        self._report(KvReleased(self.instance_id, *held.key, held.received_by))
+        drawn = held.length.drawn if held.length is not None and held.has_ended else ()
+        self._num_own_blocks -= held.num_blocks - self.kept.end(held, drawn)
+        self._report(KvReleased(self.instance_id, *held.key, held.received_by, drawn))
 
     def report_load(self) -> None:
-        num_quarantined = sum([held.num_blocks for held in self.quarantined.values()])
-        num_held = sum([held.num_blocks for held in self.held.values()])
+        num_quarantined = sum([self.kept.num_own_blocks(held) for held in self.quarantined.values()])
+        num_kept = self.kept.num_idle_blocks
+        num_held = self.profile.num_blocks - self.num_free_blocks - num_kept - num_quarantined
         num_decoding = sum([held.is_decoding for held in self.held.values()])
-        self._report(LoadReported(self.instance_id, self.num_free_blocks, num_held, num_quarantined, num_decoding))
+        self._report(
+            LoadReported(self.instance_id, self.num_free_blocks, num_held, num_quarantined, num_decoding, num_kept)
+        )
+
+    def report_kept(self) -> None:
+        """Tell all that is kept, to a scheduler that may know nothing of it."""
+        self._report(CacheReported(self.instance_id, self.kept.granules))
 
     def drop(self, held: Held, reason: str) -> None:
         """Give a request up that cannot go on here."""
@@ -375,6 +409,7 @@ class UntimedInstance:
             held = self._computes(step, chunk)
             if held is not None:
                 held.num_computed_tokens = chunk.start + chunk.num_tokens
+                self._keep(held, held.num_computed_tokens // GRANULE_TOKENS)
                 computed.append((held, chunk))
             results.append(
                 ChunkDone(
@@ -404,6 +439,10 @@ class UntimedInstance:
                 self._surroundings.computed(held, chunk, ends=False)
         if step.num_decodes:
             self.draw(1)
+
+    def _keep(self, held: Held, num_granules: int) -> None:
+        """So many granules of a request have KV here: it stays for others."""
+        self._num_own_blocks -= self.kept.computed(held, num_granules)
 
     def _computes(self, step: RunningStep, chunk: ChunkPlan) -> Held | None:
         """The request of a chunk that is computed; None if it has gone, or would wait for KV that does not come."""
@@ -463,6 +502,7 @@ class UntimedInstance:
     def finish(self, held: Held, reason: FinishReason, num_output_tokens: int | None = None) -> None:
         """A generation ends here, with as many tokens as it was to draw unless it says otherwise."""
         self._surroundings.forgets(held)
+        held.has_ended = num_output_tokens is None
         if num_output_tokens is None:
             assert held.length is not None
             num_output_tokens = held.length.num_output_tokens
@@ -491,6 +531,7 @@ class UntimedInstance:
         """A request's whole KV is here, with ``num_tokens`` of prompt and output: it decodes."""
         assert held.transfer is not None, f"{held.key} landed without a transfer"
         held.length, held.num_tokens = self._length_of(held.key), num_tokens
+        self._keep(held, len(held.chain))
         self._report(TransferLanded(self.instance_id, *held.key, held.transfer.transfer_id, num_bytes, duration_s))
         self._decode(held)
 

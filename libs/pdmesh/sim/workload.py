@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pdmesh.metrics import percentile
+from pdmesh.model import PrefixHash, PrefixHashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,12 @@ class Arrival:
     priority: int = 0
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    granules: Sequence[int] | None = None  # of its prompt: equal numbers name equal beginnings; None: it shares nothing
+
+    @property
+    def prefix(self) -> PrefixHashes:
+        """The names of its granules, as gateways would make them."""
+        return tuple([PrefixHash(number.to_bytes(16)) for number in self.granules or ()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

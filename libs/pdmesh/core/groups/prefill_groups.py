@@ -160,7 +160,7 @@ class GroupPlanner:
         group_policy, start = bundle.group_policy, state.num_planned_tokens
         if (
             group_policy is None
-            or start
+            or start > state.num_reused_tokens
             or most <= 0
             or state.key not in self._open
             or not self._may_form_group(leader, group_policy)
@@ -327,6 +327,7 @@ class GroupPlanner:
                 shards=(shard,),
                 transfer=None,
                 group=PrefillGroup(member_ids=(leader.instance_id, helper.instance_id), capability=capability),
+                drop=helper.drop_for_room(),
             )
         )
 

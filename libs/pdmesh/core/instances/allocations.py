@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Self
 
+from pdmesh.core.instances.kept import NOTHING, HeldGranules
 from pdmesh.model import NO_TRANSFER, TransferId
 
 
@@ -42,6 +43,7 @@ class Allocation:
         max_blocks: int = 0,
         num_tokens: int = 0,
         transfer_id: TransferId = NO_TRANSFER,
+        granules: HeldGranules = NOTHING,
     ) -> None:
         self.kind = kind
         self.num_blocks = num_blocks
@@ -50,6 +52,7 @@ class Allocation:
         self.max_blocks = max_blocks  # that it may be granted as it grows
         self.num_tokens = num_tokens  # that it was last heard to hold; 0: not yet
         self.transfer_id = transfer_id  # that is to bring its KV, or brought it
+        self.granules = granules  # of its prompt, that are kept for others as they are computed
         self.is_open = False  # it may grow by more than requests do in the mean
         self.freeing = False  # FreeKv was sent
         self.waits = False  # to move away: it is computed, or has no room promised where it is to go

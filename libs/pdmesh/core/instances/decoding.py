@@ -80,7 +80,7 @@ class DecodingSums:
         allocated = instance.allocated
         sums = _Sums(
             allocated.num_seats_taken,
-            allocated.num_taken_blocks,
+            instance.num_taken_blocks,
             instance.profile.max_num_seqs - allocated.num_seats_taken,
             max(0, int(instance.room.open)),
             round(rule.tokens_per_s(instance.view) / _RATE_UNIT),

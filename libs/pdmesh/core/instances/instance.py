@@ -6,16 +6,22 @@ KvReleased, so they never promise blocks that a worker has not yet freed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdmesh.core.instances.allocations import MOVES_AWAY, Allocation, AllocationKind, AllocationSums
 from pdmesh.core.instances.batching_state import BatchingState
+from pdmesh.core.instances.kept import KeptHere, KeptWhere
 from pdmesh.core.instances.kv_growth import Growth, GrowthSums
 from pdmesh.core.requests import RequestState
 from pdmesh.model import (
+    GRANULE_TOKENS,
     NO_TRANSFER,
     IndexRange,
     InstanceId,
     InstanceProfile,
     KvPart,
+    PrefixHash,
+    PrefixHashes,
     Request,
     RequestKey,
     Role,
@@ -41,11 +47,15 @@ class InstanceState:
         *,
         changed: dict[InstanceId, None],
         growth: Growth,
+        kept_where: KeptWhere | None = None,
         number: int = 0,
         next_plan_id: int = 0,
         draining: bool = False,
     ) -> None:
-        """``changed`` takes note of every change; ``number`` is the instance's place among those that joined."""
+        """``changed`` takes note of every change; ``number`` is the instance's place among those that joined.
+
+        ``kept_where`` is the index of all instances.
+        """
         self.profile = profile
         self.number = number
         self.instance_id = profile.instance_id
@@ -73,6 +83,7 @@ class InstanceState:
         self._growth = growth
         self.allocated = AllocationSums()
         self._growing = GrowthSums()
+        self.kept = KeptHere(KeptWhere() if kept_where is None else kept_where, number, self.block_size)
         self._room: Room | None = None
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
@@ -106,8 +117,13 @@ class InstanceState:
         long_tokens: int = 0,
         slo_tpot_s: float | None = None,
         transfer_id: TransferId = NO_TRANSFER,
+        chain: Sequence[PrefixHash] = (),
+        num_reused: int = 0,
     ) -> None:
-        """``max_blocks``: that it may be granted in all, if that is more."""
+        """``max_blocks``: that it may be granted in all, if that is more.
+
+        ``chain`` are granules of its prompt, of which the first ``num_reused`` are kept, and it shares their blocks.
+        """
         max_blocks = max(num_blocks, max_blocks)
         allocation = Allocation(
             kind,
@@ -117,6 +133,7 @@ class InstanceState:
             max_blocks=max_blocks,
             num_tokens=num_tokens,
             transfer_id=transfer_id,
+            granules=self.kept.begin(chain, num_reused),
         )
         self.allocations[key] = allocation
         self._count(allocation, 1)
@@ -164,16 +181,46 @@ class InstanceState:
             allocation.kind, allocation.long_tokens = AllocationKind.LEAVING, 0
             self._count(allocation, 1)
 
-    def give_back(self, key: RequestKey, transfer_id: TransferId = NO_TRANSFER) -> Allocation | None:
-        """Give back what a request holds for a transfer; None if that is nothing."""
+    def give_back(
+        self, key: RequestKey, transfer_id: TransferId = NO_TRANSFER, drawn: Sequence[PrefixHash] = ()
+    ) -> Allocation | None:
+        """Give back what a request holds for a transfer; None if that is nothing. ``drawn`` are granules that stay."""
         if key in self.allocations and self.allocations[key].transfer_id != transfer_id:
             return None
         self.defer(key, False)
         allocation = self.allocations.pop(key, None)
         self.low.pop(key, None)
         if allocation is not None:
+            self.kept.end(allocation.granules, drawn)
             self._count(allocation, -1)
         return allocation
+
+    # --- what is kept for other requests ---
+
+    def num_kept_granules(self, request: Request) -> int:
+        """How many granules of a request's prompt are kept here, and need not be computed."""
+        chain = request.chain
+        return self.kept.depth(chain, len(chain)) if chain else 0
+
+    def computed(self, key: RequestKey, num_tokens: int) -> None:
+        """So many tokens of a prompt, from the first on, are computed here, or have landed."""
+        allocation = self.allocations.get(key)
+        if allocation is not None and allocation.granules.chain:
+            self.kept.computed(allocation.granules, num_tokens // GRANULE_TOKENS)
+
+    def drop_for_room(self) -> PrefixHashes:
+        """What is to be given up so that all that was taken finds free blocks: of what is kept and not used."""
+        num_idle = self.kept.num_idle_blocks
+        num_short = num_idle - self.num_free_blocks
+        if not num_idle or num_short <= 0:
+            return ()
+        return self.kept.drop(num_blocks_for(num_short, self.kept.granule_blocks))
+
+    def replace_kept(self, granules: Sequence[PrefixHash]) -> None:
+        """The instance says what it keeps."""
+        self.kept.replace(granules, [allocation.granules for allocation in self.allocations.values()])
+        self._room = None
+        self._change()
 
     def _count(self, allocation: Allocation, sign: int) -> None:
         if self._growth.on_demand:
@@ -227,7 +274,7 @@ class InstanceState:
 
     def add_prefill(self, state: RequestState) -> None:
         self.prefills.append(state)
-        self.queue_tokens(state.request.num_prompt_tokens)
+        self.queue_tokens(state.request.num_prompt_tokens - state.num_planned_tokens)
 
     def drop_prefill(self, state: RequestState) -> None:
         """The request ended: what was not planned of it never will be."""
@@ -241,7 +288,13 @@ class InstanceState:
 
     @property
     def num_free_blocks(self) -> int:
-        return self.profile.num_blocks - self.allocated.num_taken_blocks - self.num_quarantined_blocks
+        """What is kept and not used is among them."""
+        return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
+
+    @property
+    def num_taken_blocks(self) -> int:
+        """Number of blocks that requests have, those that they share counted once."""
+        return self.allocated.num_taken_blocks - self.kept.num_saved_blocks
 
     def _count_room(self) -> None:
         """Count the room for one more request; only after a change, and when asked."""
@@ -274,7 +327,7 @@ class InstanceState:
         if not self._growth.on_demand or not self.allocations:
             return Room(free, free)
         if self._room is None:
-            num_blocks = self.profile.num_blocks - self.num_quarantined_blocks
+            num_blocks = self.profile.num_blocks - self.num_quarantined_blocks + self.kept.num_saved_blocks
             safe = self._growing.room(num_blocks, self.block_size, self._growth)
             self._room = Room(max(0, min(free, safe.open)), max(0, min(free, safe.bounded)))
         return self._room
@@ -470,9 +523,10 @@ class InstanceState:
     def check_integrity(self) -> None:
         """AssertionError names the numbers that do not balance."""
         name = self.instance_id
-        allocated, taken = AllocationSums.of(self.allocations.values()), self.allocated.num_taken_blocks
+        allocated, taken = AllocationSums.of(self.allocations.values()), self.num_taken_blocks
         assert allocated == self.allocated, f"{name}: the allocations hold {allocated}, recorded: {self.allocated}"
         assert taken <= self.profile.num_blocks, f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
+        self.kept.check_integrity(name, [allocation.granules for allocation in self.allocations.values()])
         assert self.low.keys() <= self.allocations.keys(), f"{name}: {self.low} ask for more, and hold nothing"
         assert not self.low or self.num_free_blocks <= 0, f"{name}: {self.low} wait for blocks that are free"
         sums = GrowthSums()

@@ -150,7 +150,13 @@ class OnDemandKv:
     def _grant(self, instance: InstanceState, key: RequestKey, num_blocks: int) -> None:
         instance.grow(key, num_blocks)
         self._mesh.commands.append(
-            GrowKv(instance_id=instance.instance_id, request_id=key[0], epoch=key[1], num_blocks=num_blocks)
+            GrowKv(
+                instance_id=instance.instance_id,
+                request_id=key[0],
+                epoch=key[1],
+                num_blocks=num_blocks,
+                drop=instance.drop_for_room(),
+            )
         )
 
     def _age(self, key: RequestKey) -> _Age:

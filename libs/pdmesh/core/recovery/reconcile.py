@@ -125,6 +125,7 @@ class Reconciler:
             profile,
             changed=mesh.changed,
             growth=mesh.growth,
+            kept_where=mesh.kept_where,
             number=mesh.numbers.take() if old is None else old.number,
             next_plan_id=0 if old is None else old.next_plan_id,  # a late report of an old plan fits none
             draining=stopping,
@@ -144,6 +145,8 @@ class Reconciler:
                 max_blocks=num_blocks_for(resident.max_total_tokens, instance.block_size),
                 num_tokens=resident.num_context_tokens,
                 transfer_id=resident.transfer_id,
+                chain=resident.granules,
+                num_reused=len(resident.granules),
             )
             being_freed = old is not None and key in old.allocations and old.allocations[key].freeing
             known = mesh.find(key)

@@ -27,7 +27,7 @@ from pdmesh.core.steps.placing import (
 )
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.waiting.queue import in_order
-from pdmesh.model import InstanceId, Role
+from pdmesh.model import GRANULE_TOKENS, InstanceId, Role
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
@@ -238,7 +238,8 @@ class Round:
             return False
         if not step_slot.step.chunks:
             return True
-        step_slot.fits = head, self._num_tokens(step_slot, head, shared=True)
+        start = instance.num_kept_granules(head.request) * GRANULE_TOKENS
+        step_slot.fits = head, self._num_tokens(step_slot, head, start, shared=True)
         return step_slot.fits[1] > 0
 
     def _place(self, state: RequestState, placement: Placement) -> None:
@@ -273,10 +274,9 @@ class Round:
             step_slot.running.remove(state)
             self._plan_chunk(step_slot, state)
 
-    def _num_tokens(self, step_slot: StepSlot, state: RequestState, *, shared: bool) -> int:
-        """How many tokens of the request go into the step; 0: none."""
+    def _num_tokens(self, step_slot: StepSlot, state: RequestState, start: int, *, shared: bool) -> int:
+        """How many tokens of the request go into the step, from ``start`` on; 0: none."""
         beside = self._modes.beside(step_slot.instance)
-        start = state.num_planned_tokens
         most = self._bundle.packing.num_tokens(beside, step_slot.step, state.request, start, shared=shared)
         if most > 0:
             most = self._modes.within_phase(step_slot.instance, step_slot.step.shapes, ChunkShape(most, start))
@@ -290,7 +290,7 @@ class Round:
         if shared and step_slot.fits is not None and step_slot.fits[0] is state:
             num_tokens = step_slot.fits[1]
         else:
-            num_tokens = self._num_tokens(step_slot, state, shared=shared)
+            num_tokens = self._num_tokens(step_slot, state, start, shared=shared)
         step_slot.fits = None
         if num_tokens <= 0:
             return
@@ -300,7 +300,7 @@ class Round:
             instance.prefills.remove(state)
         else:
             state.rank_by(self._bundle.order)
-        if len(state.chunks_in_flight) == 1 and start > 0:
+        if len(state.chunks_in_flight) == 1 and start > state.num_reused_tokens:
             self._mesh.offer_again(state)
 
     # --- steps ---

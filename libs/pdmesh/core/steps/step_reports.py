@@ -41,7 +41,10 @@ class StepReports:
             self._choice.rebuild()
         done = {(chunk.request_id, chunk.epoch): chunk.num_tokens for chunk in event.chunks}
         for chunk in plan.chunks:
-            state = self._mesh.find((chunk.request_id, chunk.epoch))
+            key = (chunk.request_id, chunk.epoch)
+            if done.get(key) == chunk.num_tokens:
+                instance.computed(key, chunk.start + chunk.num_tokens)  # though it may have ended since
+            state = self._mesh.find(key)
             if state is None:
                 continue
             state.end_chunk(event.instance_id, event.plan_id)

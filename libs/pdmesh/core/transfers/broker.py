@@ -108,6 +108,7 @@ class TransferBroker:
         sources: tuple[KvShard, ...],
         destinations: tuple[KvShard, ...],
         rank: int | None = None,
+        num_reused_granules: int = 0,
     ) -> Transfer:
         """A new transfer, with a name and a capability of its own; ``rank`` if its request was offered before."""
         self._num_opened += 1
@@ -117,6 +118,7 @@ class TransferBroker:
             sources=sources,
             destinations=destinations,
             capability=self.new_capability(),
+            num_reused_granules=num_reused_granules,
         )
         transfer = self._transfers[plan.transfer_id] = Transfer(key, plan, rank)
         return transfer

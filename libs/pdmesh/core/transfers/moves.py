@@ -67,8 +67,13 @@ class Moves:
         source, allocation = self._where(state)
         num_blocks = self._num_blocks(source, allocation)
         mesh, (request_id, epoch) = self._mesh, state.key
+        num_reused = target.num_kept_granules(state.request)
         transfer = mesh.broker.open(
-            state.key, TransferPurpose.MOVE, (source.shard(allocation.num_blocks),), (target.shard(num_blocks),)
+            state.key,
+            TransferPurpose.MOVE,
+            (source.shard(allocation.num_blocks),),
+            (target.shard(num_blocks),),
+            num_reused_granules=num_reused,
         )
         move = state.begin_move(transfer)
         mesh.moving[state.key] = state
@@ -81,9 +86,17 @@ class Moves:
             long_tokens=allocation.long_tokens,
             slo_tpot_s=allocation.slo_tpot_s,
             transfer_id=transfer.plan.transfer_id,
+            chain=state.request.chain,
+            num_reused=num_reused,
         )
         mesh.commands.append(
-            PlaceDecode(instance_id=target.instance_id, request_id=request_id, epoch=epoch, transfer=transfer.plan)
+            PlaceDecode(
+                instance_id=target.instance_id,
+                request_id=request_id,
+                epoch=epoch,
+                transfer=transfer.plan,
+                drop=target.drop_for_room(),
+            )
         )
         mesh.grant(mesh.broker.offer(transfer))
         return move

@@ -82,7 +82,13 @@ def keep(mesh: MeshState, state: RequestState) -> None:
     instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
     state.keep(instance.shard(num_blocks))
     mesh.commands.append(
-        KeepKv(instance_id=instance.instance_id, request_id=state.key[0], epoch=state.key[1], num_blocks=num_blocks)
+        KeepKv(
+            instance_id=instance.instance_id,
+            request_id=state.key[0],
+            epoch=state.key[1],
+            num_blocks=num_blocks,
+            drop=instance.drop_for_room(),
+        )
     )
     if state.is_computed:
         mesh.land(state)

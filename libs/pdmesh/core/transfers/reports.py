@@ -14,7 +14,7 @@ from pdmesh.core.events import (
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.transfers.receivers import has_all_kv, lose_receiver
 from pdmesh.core.transfers.transfer import Side, Transfer, TransferState
-from pdmesh.model import NO_TRANSFER
+from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER
 
 
 class TransferReports:
@@ -49,6 +49,10 @@ class TransferReports:
                 self._mesh.grant(granted)
 
     def landed(self, event: TransferLanded) -> None:
+        key = (event.request_id, event.epoch)
+        allocation = self._mesh.allocation_of(event.instance_id, key)
+        if allocation is not None and allocation.transfer_id == event.transfer_id:
+            self._mesh.instances[event.instance_id].computed(key, MAX_REQUEST_TOKENS)
         if transfer := self._find(event, Side.DESTINATION):
             self._mesh.grant(self._mesh.broker.land(transfer, event.instance_id))
             state = self._mesh.requests[event.request_id]

@@ -1,0 +1,164 @@
+"""How many tokens of Mooncake's prompts are not computed again, and what that does to TTFT, beside what was aimed at.
+
+Usage: python benchmarks/prefix_reuse.py --traces DIR [--trace conversation ...] [--instances 4 ...] [--kv 0.4 ...]
+                                         [--bundle NAME] [--limit N] [--json FILE]
+
+The traces' ``hash_ids`` say what prompts have in common. Each prompt is computed by one of N instances with so many
+million tokens of KV; of its output the first token alone is drawn, so TTFT is of computing prompts. Requests come so
+fast that without reuse instances would be busy 82 % of the time (conversation) or 55 % (synthetic). Latencies are of
+the profile a100-llama3-8b.
+
+The targets are of a simulation apart from the project: one queue for each instance, the least of
+``queue + 2 x own work after reuse``, hit rates within 2 points of which are asked for (``hit >=``), and a mean TTFT
+that is no worse. "without" is a run of the same without hashes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pdmesh.garbage import rare_collections
+from pdmesh.metrics import percentile
+from pdmesh.model import GRANULE_TOKENS, KvLayout
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
+from pdmesh.sim.mesh import MeshShape, study_core
+from pdmesh.sim.result import SimResult
+from pdmesh.sim.simulator import SimConfig, Simulator
+from pdmesh.sim.workload import Arrival, with_rate_scaled
+from pdmesh.traces import read_trace
+
+LATENCY = PROFILES["a100-llama3-8b"]
+LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+#: A prompt is computed as a whole where chunks are of one size.
+CHUNK_TOKENS = 1 << 20
+
+BUSY = {"conversation": 0.82, "synthetic": 0.55}
+
+#: Hit rate in % and mean TTFT in s (None: not given) of the simulation apart, by trace, instances, million tokens.
+PRICE: dict[tuple[str, int, float], tuple[float, float | None]] = {
+    ("conversation", 4, 0.4): (6.4, 3.53),
+    ("conversation", 4, 1.6): (20.7, 2.29),
+    ("conversation", 4, 6.6): (31.7, 1.75),
+    ("conversation", 8, 0.4): (12.6, 1.60),
+    ("conversation", 8, 1.6): (26.6, 1.21),
+    ("conversation", 8, 6.6): (32.4, 1.07),
+    ("conversation", 16, 0.4): (19.3, 1.11),
+    ("conversation", 16, 1.6): (31.0, 0.96),
+    ("conversation", 16, 6.6): (32.3, 0.93),
+    ("synthetic", 4, 1.6): (47.9, None),
+    ("synthetic", 4, 6.6): (64.3, None),
+    ("synthetic", 8, 1.6): (59.8, None),
+    ("synthetic", 16, 1.6): (63.5, 0.61),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One run."""
+
+    hit_rate: float  # of prompt tokens
+    ttft_mean_s: float
+    ttft_p99_s: float
+    wall_s: float
+
+
+def workload(path: Path, trace: str, num_instances: int, limit: int | None) -> list[Arrival]:
+    """The trace's prompts, as fast as keeps so many instances busy without reuse."""
+    arrivals = [replace(each, num_output_tokens=1) for each in read_trace(path, limit=limit)]
+    work_s = sum(LATENCY.step_s(StepShape((ChunkShape(each.num_prompt_tokens, 0),), 0, 0)) for each in arrivals)
+    busy = work_s / (num_instances * arrivals[-1].arrival_s)
+    return with_rate_scaled(arrivals, BUSY[trace] / busy)
+
+
+def run(arrivals: Sequence[Arrival], num_instances: int, num_kv_tokens: int, bundle: str) -> Figures:
+    """Simulate."""
+    policy = PolicyConfig(latency=LATENCY, chunk_tokens=CHUNK_TOKENS)
+    mesh = MeshShape(
+        num_prefill=0,
+        num_decode=0,
+        num_mixed=num_instances,
+        kv_layout=LAYOUT,
+        num_kv_tokens=num_kv_tokens,
+        max_num_seqs=4096,
+    )
+    core = study_core(bundle, policy, 0)
+    began_s = time.perf_counter()
+    result = Simulator(core, mesh.instances(LATENCY), arrivals, SimConfig()).run()
+    return _figures(result, time.perf_counter() - began_s)
+
+
+def _figures(result: SimResult, wall_s: float) -> Figures:
+    ttfts_s = [run.ttft_s for run in result.requests if run.ttft_s is not None]
+    num_reused = sum(run.num_reused_tokens for run in result.requests)
+    p99_s = percentile(ttfts_s, 99)
+    return Figures(
+        hit_rate=num_reused / sum(run.request.num_prompt_tokens for run in result.requests),
+        ttft_mean_s=sum(ttfts_s) / len(ttfts_s),
+        ttft_p99_s=0.0 if p99_s is None else p99_s,
+        wall_s=wall_s,
+    )
+
+
+def main() -> None:
+    """Print a line for each run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="folder with mooncake_*.jsonl")
+    parser.add_argument("--trace", nargs="+", choices=sorted(BUSY), default=sorted(BUSY))
+    parser.add_argument("--instances", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--kv", nargs="+", type=float, default=[0.4, 1.6, 6.6], help="million tokens of each instance")
+    parser.add_argument("--bundle", default="fcfs")
+    parser.add_argument("--limit", type=int, help="the first so many requests only")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    options = parser.parse_args()
+    found: list[dict[str, object]] = []
+    missed = 0
+    print(f"{'':>26}  {'hit rate':>8} {'>=':>6}  {'TTFT mean':>9} {'<=':>6}  {'p99':>6}  {'run':>6}")
+    for trace in options.trace:
+        for num_instances in options.instances:
+            arrivals = workload(options.traces / f"mooncake_{trace}.jsonl", trace, num_instances, options.limit)
+            plain = [replace(each, granules=None) for each in arrivals]
+            for kv in (None, *options.kv):
+                with rare_collections():
+                    figures = run(
+                        plain if kv is None else arrivals,
+                        num_instances,
+                        int((kv or options.kv[-1]) * 1e6) // GRANULE_TOKENS * GRANULE_TOKENS,
+                        options.bundle,
+                    )
+                aim, aim_s = PRICE.get((trace, num_instances, kv or 0.0), (None, None))
+                name = f"{trace} N={num_instances} " + ("without" if kv is None else f"{kv}M")
+                is_met = (aim is None or 100 * figures.hit_rate >= aim - 2) and (
+                    aim_s is None or figures.ttft_mean_s <= aim_s
+                )
+                missed += not is_met
+                print(
+                    f"{name:>26}  {100 * figures.hit_rate:7.1f}% {'' if aim is None else f'{aim - 2:.1f}':>6}"
+                    f"  {figures.ttft_mean_s:8.2f}s {'' if aim_s is None else aim_s:>6}"
+                    f"  {figures.ttft_p99_s:5.1f}s  {figures.wall_s:5.0f}s{'' if is_met else '  MISSED'}",
+                    flush=True,
+                )
+                found.append(
+                    {
+                        "trace": trace,
+                        "num_instances": num_instances,
+                        "kv_million_tokens": kv,
+                        "hit_rate": figures.hit_rate,
+                        "ttft_mean_s": figures.ttft_mean_s,
+                        "ttft_p99_s": figures.ttft_p99_s,
+                    }
+                )
+    if options.json is not None:
+        options.json.write_text(json.dumps({"bundle": options.bundle, "runs": found}, indent=2) + "\n")
+    print(f"{missed} of the targets missed" if missed else "all targets reached")
+    sys.exit(bool(missed) and options.limit is None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""KV that stays for other requests: which granules are kept where, who uses them, and which go first.
+
+The core is the truth of this, as of all books: a granule is *kept* on an instance from when it is known to be computed
+there, or to have landed, until a command says to *drop* it. What live requests there have in their chains is *in use*
+and never dropped; all else is *idle* and counts as free: it goes, the longest unused first, when a command takes its
+blocks. A chain is let go of from its tail to its head, so leaves go before parents, and what is kept of a chain is
+always its beginning.
+
+Of two requests that compute the same granule at once the first one's is kept. The other's blocks stay its own, and it
+counts as a user all the same, so that both sides agree whatever crosses on the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from pdmesh.model import PrefixHash, blocks_of_granule
+
+
+class KeptWhere:
+    """Which instances keep a granule: a bit for each, that of its number."""
+
+    def __init__(self) -> None:
+        self._masks: dict[PrefixHash, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def add(self, granule: PrefixHash, bit: int) -> None:
+        self._masks[granule] = self._masks.get(granule, 0) | bit
+
+    def discard(self, granule: PrefixHash, bit: int) -> None:
+        mask = self._masks[granule] & ~bit
+        if mask:
+            self._masks[granule] = mask
+        else:
+            del self._masks[granule]
+
+    def depths(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
+        """How many of the first ``most`` granules are kept where, by the instance's number; only where some are."""
+        found: dict[int, int] = {}
+        masks = self._masks
+        left = masks.get(chain[0], 0) if most > 0 else 0
+        depth = 1
+        while left and depth < most:
+            mask = left & masks.get(chain[depth], 0)
+            if mask != left:
+                _note(found, left & ~mask, depth)
+                left = mask
+            depth += 1
+        _note(found, left, depth)
+        return found
+
+    def of(self, bit: int) -> set[PrefixHash]:
+        """What one instance keeps. For checks: it looks at all."""
+        return {granule for granule, mask in self._masks.items() if mask & bit}
+
+
+def _note(found: dict[int, int], mask: int, depth: int) -> None:
+    while mask:
+        found[mask.bit_length() - 1] = depth
+        mask &= ~(1 << (mask.bit_length() - 1))
+
+
+class HeldGranules:
+    """The granules of one request on an instance."""
+
+    # Not a dataclass: mypyc would leave __init__ to the interpreter.
+    def __init__(self, chain: Sequence[PrefixHash]) -> None:
+        self.chain = chain
+        self.num_computed = 0  # from the first on
+        self.kept = 0  # a bit for each granule that is kept in this request's own blocks, or those that it shares
+
+
+NOTHING = HeldGranules(())
+
+
+class KeptHere:
+    """What one instance keeps."""
+
+    def __init__(self, where: KeptWhere, number: int, block_size: int) -> None:
+        """``number`` is the instance's, of which there is one at a time."""
+        self.granule_blocks = blocks_of_granule(block_size)  # 0: nothing is kept
+        self._where = where
+        self._bit = 1 << number
+        self._users: dict[PrefixHash, int] = {}  # live requests; also of what is not kept, or not yet
+        self._in_use: set[PrefixHash] = set()
+        self._idle: OrderedDict[PrefixHash, None] = OrderedDict()  # the longest unused first
+        self._num_held = 0  # kept granules in blocks of live requests, as often as they have them
+
+    @property
+    def num_idle_blocks(self) -> int:
+        return len(self._idle) * self.granule_blocks
+
+    @property
+    def num_saved_blocks(self) -> int:
+        """By how much fewer blocks are taken than live requests have, each counted by itself, since they share."""
+        return (self._num_held - len(self._in_use)) * self.granule_blocks
+
+    def __contains__(self, granule: PrefixHash) -> bool:
+        return granule in self._in_use or granule in self._idle
+
+    def depth(self, chain: Sequence[PrefixHash], most: int) -> int:
+        """How many of the first ``most`` granules of a chain are kept."""
+        low, high = 0, most if self._in_use or self._idle else 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chain[middle - 1] in self:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    # --- live requests ---
+
+    def begin(self, chain: Sequence[PrefixHash], num_reused: int) -> HeldGranules:
+        """A request begins that shares the first ``num_reused`` granules, which are all that are kept of its chain."""
+        if not self.granule_blocks or not chain:
+            return NOTHING
+        held = HeldGranules(chain)
+        held.num_computed = num_reused
+        held.kept = (1 << num_reused) - 1
+        for index, granule in enumerate(chain):
+            if index < num_reused and granule not in self:
+                self._keep(granule)  # of a request that was here before we were
+            self._use(granule)
+        self._num_held += num_reused
+        return held
+
+    def computed(self, held: HeldGranules, num_granules: int) -> None:
+        """So many granules of a request are computed here, or have landed."""
+        for index in range(held.num_computed, min(num_granules, len(held.chain))):
+            granule = held.chain[index]
+            if granule not in self:
+                self._keep(granule)
+                held.kept |= 1 << index
+                self._num_held += 1
+        held.num_computed = max(held.num_computed, num_granules)
+
+    def end(self, held: HeldGranules, drawn: Sequence[PrefixHash] = ()) -> None:
+        """A request gives back its blocks, but for what is kept. ``drawn`` are the granules behind its chain."""
+        if held is NOTHING:
+            return
+        for granule in reversed(drawn):
+            if granule not in self:
+                self._keep(granule)
+        self._num_held -= held.kept.bit_count()
+        for granule in reversed(held.chain):
+            number = self._users[granule] - 1
+            if number:
+                self._users[granule] = number
+                continue
+            del self._users[granule]
+            if granule in self._in_use:
+                self._in_use.remove(granule)
+                self._idle[granule] = None
+
+    def _keep(self, granule: PrefixHash) -> None:
+        self._where.add(granule, self._bit)
+        if granule in self._users:
+            self._in_use.add(granule)
+        else:
+            self._idle[granule] = None
+
+    def _use(self, granule: PrefixHash) -> None:
+        self._users[granule] = self._users.get(granule, 0) + 1
+        if granule in self._idle:
+            del self._idle[granule]
+            self._in_use.add(granule)
+
+    # --- what is given up ---
+
+    def drop(self, num_granules: int) -> tuple[PrefixHash, ...]:
+        """Give up so many idle granules, or all there are."""
+        dropped: list[PrefixHash] = []
+        while self._idle and len(dropped) < num_granules:
+            granule, _ = self._idle.popitem(last=False)
+            self._where.discard(granule, self._bit)
+            dropped.append(granule)
+        return tuple(dropped)
+
+    def replace(self, kept: Sequence[PrefixHash], held: Iterable[HeldGranules]) -> None:
+        """The instance keeps exactly this, the longest unused first; ``held`` is what live requests have there."""
+        self.clear()
+        if not self.granule_blocks:
+            return
+        for granule in kept:
+            if granule not in self:
+                self._keep(granule)
+        for each in held:
+            for index, granule in enumerate(each.chain):
+                if each.kept >> index & 1 and granule not in self:
+                    each.kept &= ~(1 << index)
+            self._num_held += each.kept.bit_count()
+
+    def clear(self) -> None:
+        """Nothing is kept any more."""
+        for granule in (*self._in_use, *self._idle):
+            self._where.discard(granule, self._bit)
+        self._in_use.clear()
+        self._idle.clear()
+        self._num_held = 0
+
+    def check_integrity(self, name: str, held: Iterable[HeldGranules]) -> None:
+        """AssertionError names what does not balance; ``held`` is what live requests have there."""
+        users, num_held = Counter[PrefixHash](), 0
+        for each in held:
+            users.update(each.chain)
+            num_held += each.kept.bit_count()
+            for index, granule in enumerate(each.chain):
+                assert not each.kept >> index & 1 or granule in self._in_use, f"{name}: a shared granule is not in use"
+        assert users == Counter(self._users), f"{name}: granules have other users than recorded"
+        assert num_held == self._num_held, f"{name}: {num_held} granules held, recorded: {self._num_held}"
+        assert self._in_use <= self._users.keys(), f"{name}: granules without a user are in use"
+        assert not self._idle.keys() & self._users.keys(), f"{name}: idle granules have users"
+        assert self._where.of(self._bit) == self._in_use | self._idle.keys(), f"{name}: the index has other granules"
