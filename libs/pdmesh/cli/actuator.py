@@ -1,8 +1,8 @@
 """An actuator starts and stops processes for the scheduler: on one host, or in one cluster.
 
-`follow` asks the scheduler again and again, and tells what runs as it asks. What it is told is a state, not an order:
-whatever is done already is not done twice, also after the scheduler or a question was lost. Whoever can start and stop
-processes implements `Actuator` in a module of its own; `pdmesh.cli.supervisor_actuator` does it for ``pdmesh up``.
+`follow` polls the scheduler, and with each question says which processes run. The answer describes a state, not an
+action, so nothing is done twice if a question is lost or the scheduler restarts. To support another system, implement
+`Actuator` in a module of its own; `pdmesh.cli.supervisor_actuator` does it for ``pdmesh up``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AWAY_PAUSE_S = 1.0
 
 
 class Actuator(Protocol):
-    """What can start and stop processes. There may be several, each with its own prefix of instances' names."""
+    """A system that can start and stop processes. There may be several, each with a prefix for instances' names."""
 
     @property
     def changed(self) -> anyio.Event:
@@ -30,10 +30,10 @@ class Actuator(Protocol):
         ...
 
     def report(self) -> ActuatorReported:
-        """Say what runs, what is being started or ends, and how much memory is free.
+        """Return which processes run, are being started or are ending, and how much memory is free.
 
         A process's ``pid`` may be any number that its predecessor of the same name did not have; an instance's is the
-        one that it registers with. The last process of an instance that leaves is named until its memory is free.
+        one that it registers with. The last process of an instance that leaves is reported until its memory is free.
         """
         ...
 
@@ -42,7 +42,7 @@ class Actuator(Protocol):
         ...
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
-        """Begin, in ``tasks``, what is desired and not yet done or begun. It never waits, and fails nobody else."""
+        """Begin, in ``tasks``, what is desired and neither done nor begun. Never waits, and does not raise."""
         ...
 
 
@@ -51,7 +51,7 @@ Ask = Callable[[FollowPools], Awaitable[PoolsDesired | None]]
 
 
 async def follow(actuator: Actuator, ask: Ask) -> None:
-    """Have an actuator do what the scheduler wants until cancelled; what it is about to do is cancelled then, too."""
+    """Have an actuator do what the scheduler wants, until cancelled; what it has begun is cancelled then, too."""
     last: PoolsDesired | None = None
     async with anyio.create_task_group() as tasks:
         while True:

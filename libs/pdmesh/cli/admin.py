@@ -58,9 +58,9 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
 
 
 def show_request(config: MeshConfig, state: StateFolder, request_id: str, output: Output) -> None:
-    """Print a request's record, or the choices of one that became several.
+    """Print a request's record, or the choices of a request that became several.
 
-    Raises PdmeshError if it is not remembered or no mesh can be asked.
+    Raises PdmeshError if the request is not remembered, or no mesh can be asked.
     """
     _, address, security = target(config, state)
     question = messages.GetRequest(request_id=request_id.rstrip("…"))  # as a narrow terminal shows it
@@ -88,7 +88,7 @@ def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Ou
 
 
 def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, str, SecurityConfig]:
-    """Return the scheduler to ask, and the secrets: the one that was named, else that of the mesh on this machine."""
+    """Return the record of this machine's mesh, if that is asked, the scheduler's address, and the secrets to show."""
     if config.scheduler_address:
         return None, config.scheduler_address, config.security
     record = state.read()
@@ -138,7 +138,7 @@ def instances_table(answer: messages.MeshStatus) -> Table:
 
 
 def batching_line(batching: messages.BatchingStatus) -> str:
-    """What an instance does at once, and what is known of the other mode."""
+    """Return a line that says how an instance batches, and what is known of the other mode."""
     phase = f", {batching.phase} phase" if batching.phase else ""
     parts = [f"batching {batching.mode}{phase}"]
     if batching.idle_share:
@@ -151,7 +151,7 @@ def batching_line(batching: messages.BatchingStatus) -> str:
 
 
 def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
-    """What computes, each way once, with the instances that take it where they differ."""
+    """Return a line for each way in which instances compute, with their names if they differ."""
     ways: dict[str, list[str]] = {}
     for row in messages.in_order(instances):
         if row.compute is not None:
@@ -160,7 +160,7 @@ def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
 
 
 def group_line(group: messages.GroupStatus) -> str:
-    """Return a line with the instances that compute a prompt together, and how far they are."""
+    """Return a line with the instances that compute a prompt together, and how far they have come."""
     leader, *helpers = group.member_ids
     done = f"{group.num_planned_tokens} of {group.num_prompt_tokens} tokens"
     return f"{leader} + {' + '.join(helpers)}  compute {group.request_id} in turn: {done}"

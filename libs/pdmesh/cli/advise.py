@@ -54,7 +54,7 @@ class AdviceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The proposals, the best one first, and what is there now."""
+    """The proposals, the best one first, and the mesh as it is now."""
 
     recorded: Foretold  # as it was, not simulated
     now: Foretold
@@ -65,13 +65,13 @@ class Advice:
 
     @property
     def best(self) -> Foretold | None:
-        """What to change to; None if no proposal is better by enough."""
+        """The proposal to change to; None if none is better by enough."""
         best = self.outlooks[0]
         return best if best.attainment - self.now.attainment >= self.min_gain else None
 
     @property
     def too_slow(self) -> Foretold | None:
-        """What would have had more in time than the first by enough, and is behind for its time per output token."""
+        """A proposal that would have more requests in time by enough, but is ruled out by its time per output token."""
         others = (each for each in self.outlooks if (each.figures.all.tpot_s.p99 or 0.0) > self.tpot_limit_s)
         other = max(others, key=lambda each: each.attainment, default=None)
         if other is None or other.attainment - self.outlooks[0].attainment < self.min_gain:
@@ -109,7 +109,7 @@ class _Mesh:
 
 
 def run_advise(asked: Asked, options: AdviceOptions) -> None:
-    """Print what would have been better. Raises ConfigError if the log does not tell."""
+    """Print what would have been better. Raises ConfigError if the log does not contain enough."""
     advice = advise(log_file(asked, options), options, asked.output)
     if asked.output is Output.JSON:
         typer.echo(json.dumps(_as_json(advice), indent=2))
@@ -118,9 +118,9 @@ def run_advise(asked: Asked, options: AdviceOptions) -> None:
 
 
 def advise(path: Path, options: AdviceOptions, output: Output, *, same_bundle: bool = False) -> Advice:
-    """Simulate all proposals on the end of a log, those with the ``same_bundle`` alone if told so.
+    """Simulate all proposals on the end of a log; with ``same_bundle`` only those that keep the bundle.
 
-    Raises ConfigError if it does not tell enough.
+    Raises ConfigError if the log does not contain enough.
     """
     try:
         with EventLogReader(path) as log:
@@ -177,7 +177,7 @@ def _compared(
 
 
 def log_file(asked: Asked, options: AdviceOptions) -> Path:
-    """The event log to learn from. Raises ConfigError if there is none."""
+    """Return the event log to learn from. Raises ConfigError if there is none."""
     if options.log is not None:
         return options.log
     record = asked.state.read()
@@ -191,7 +191,7 @@ def log_file(asked: Asked, options: AdviceOptions) -> Path:
 
 
 def command_of(now: Proposal, best: Proposal) -> list[str]:
-    """What to type for it."""
+    """Return the commands to type for a proposal."""
     pools = best.pools
     commands: list[str] = []
     if pools != now.pools:

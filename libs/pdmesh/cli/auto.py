@@ -1,4 +1,4 @@
-"""`pdmesh pool auto`: the advice is followed, one role at a time, and what made things worse is taken back."""
+"""`pdmesh pool auto`: follows the advice, one role at a time, and takes back changes that made things worse."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pdmesh.wire.messages import InstanceStatus
 
 
 class Flip(NamedTuple):
-    """One instance gets another role."""
+    """A change of one instance's role."""
 
     instance_id: InstanceId
     role: Role
 
 
 def next_flip(there: Sequence[InstanceStatus], wanted: PoolCounts, least: int) -> Flip | None:
-    """One step towards ``wanted``: the instance that does least, of a kind of which there are too many.
+    """Return one step towards ``wanted``: the least used instance of a role that has too many, and its new role.
 
-    None if it is there already, or only ``least`` are left of every kind that would have to give one.
+    None if the pools are as wanted, or if only ``least`` instances are left of every role that would have to give one.
     """
     counts = {role: sum(row.role is role for row in there) for role in Role}
     missing = [role for role in Role if counts[role] < wanted.of(role)]
@@ -44,10 +44,10 @@ def next_flip(there: Sequence[InstanceStatus], wanted: PoolCounts, least: int) -
 
 
 def run_auto(asked: Asked, options: AdviceOptions, *, every_s: float, least: int, timeout_s: float, once: bool) -> int:
-    """Look every ``every_s`` seconds until interrupted; ``once`` looks once and returns the exit code of what it did.
+    """Follow the advice every ``every_s`` seconds until interrupted; ``once`` does so once and returns its exit code.
 
     Bundles are left alone, and no process is started or stopped. Raises PdmeshError if no mesh can be asked; a
-    scheduler that has answered once may be away for a while, as when it is restarted.
+    scheduler that has answered once may be away for a while, for example while it restarts.
     """
     has_looked = False
     while True:

@@ -34,8 +34,9 @@ class PlanOptions(StudyOptions):
 
 
 def run_plan(options: PlanOptions, output: Output) -> None:
-    """Search and print. Raises ConfigError for options that make no sense and for targets that nothing could meet,
-    PdmeshError if the largest pools allowed do not.
+    """Search and print. Raises ConfigError for options that make no sense and for targets that cannot be met.
+
+    Raises PdmeshError if the largest pools allowed do not meet the targets.
     """
     if not 0 < options.attainment <= 1:
         raise ConfigError(f"--attainment is {options.attainment}: must be a share, more than 0 and at most 1")

@@ -58,7 +58,7 @@ class Check:
 
 
 def run_doctor(config: MeshConfig, output: Output, environ: Mapping[str, str]) -> int:
-    """Print all checks; 1 if something essential fails, else 0."""
+    """Print all checks; return 1 if something essential fails, else 0."""
     checks = list(all_checks(config, environ))
     if output is Output.JSON:
         typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
@@ -106,7 +106,7 @@ def check_torch() -> Iterator[Check]:
 
 
 def check_processor(worker: WorkerConfig) -> Iterator[Check]:
-    """What the processor can do, and which kernels compute on it, by dtype."""
+    """Yield what the processor can do, and which kernels compute on it, by dtype."""
     name, levels = hardware_name("cpu"), processor_levels()
     yield Check("processor", Severity.OK, f"{name}: {', '.join(levels)}" if levels else name)
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -151,7 +151,7 @@ def check_ucx(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def check_transports(ucx_info: Callable[[], str], ucx_tls: str | None) -> Check:
-    """Messages need a network transport; ``tcp`` is there on every machine."""
+    """Check that UCX has a network transport for messages; ``tcp`` is there on every machine."""
     try:
         found = sorted(set(re.findall(r"#\s+Transport:\s*(\S+)", ucx_info())) - {"self"})
     except (OSError, subprocess.SubprocessError) as error:
@@ -175,7 +175,7 @@ def _ucx_info() -> str:
 
 
 def check_memory_reading(unreadable: str | None) -> Check:
-    """``unreadable``: why processes may not read each other's memory, if so."""
+    """Report whether processes may read each other's memory; ``unreadable`` says why not."""
     subject = "cross-memory attach"
     if unreadable is None:
         return Check(subject, Severity.OK, "processes may read each other's memory")
@@ -195,7 +195,7 @@ def check_port(host: str, port: int) -> Check:
 
 
 def check_memory(config: MeshConfig, available_bytes: int | None) -> Check:
-    """``available_bytes``: of the machine and of this process's control groups; None if nobody says."""
+    """Check ``available_bytes``, of the machine and of this process's control groups; None if they are unknown."""
     if available_bytes is None:
         return Check("memory", Severity.OK, "the system does not report how much is available")
     worker = config.worker
@@ -224,7 +224,7 @@ def check_disk(what: str, folder: Path, variable: str) -> Check:
 
 
 def check_open_files() -> Check:
-    """A gateway holds two descriptors for each client."""
+    """Check the limit of open files, because a gateway holds two descriptors for each client."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES:
         return Check(
@@ -234,7 +234,7 @@ def check_open_files() -> Check:
 
 
 def check_start(config: MeshConfig) -> Check:
-    """What `pdmesh up` asks of the machine before it starts the smallest mesh."""
+    """Check what `pdmesh up` checks before it starts the smallest mesh."""
     try:
         check_machine(config, num_processes=_SMALLEST_MESH)
     except ConfigError as error:

@@ -19,14 +19,14 @@ _MAX_DELAY_S = 0.5
 
 
 def base_url(http_address: str, security: SecurityConfig) -> str:
-    """The gateway's URL as seen from this machine; a wildcard bind is dialled on loopback."""
+    """Return the gateway's URL as seen from this machine; a wildcard bind is dialled on loopback."""
     host, _, port = http_address.rpartition(":")
     host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}.get(host, host)
     return f"{'https' if security.tls_cert else 'http'}://{host}:{port}"
 
 
 def trust(security: SecurityConfig) -> ssl.SSLContext | bool:
-    """What to check the gateway's certificate against: the configured authority, else the certificate itself."""
+    """Return what to check the gateway's certificate against: the configured authority, else the certificate."""
     if security.tls_cert is None:
         return True
     context = ssl.create_default_context(cafile=str(security.tls_ca or security.tls_cert))
@@ -45,7 +45,7 @@ async def is_live(url: str, security: SecurityConfig) -> bool:
 
 
 async def wait_until_ready(url: str, security: SecurityConfig) -> None:
-    """Ask ``/ready`` until it says 200; the caller sets the deadline."""
+    """Ask ``/ready`` until it answers 200; the caller sets the deadline."""
     delay_s = _FIRST_DELAY_S
     async with httpx.AsyncClient(base_url=url, verify=trust(security), timeout=5.0, trust_env=False) as client:
         while True:
@@ -69,7 +69,7 @@ class Target:
 
     @property
     def key(self) -> str | None:
-        """The key as given, else from the mesh's own settings; a TOML file of keys has hashes only."""
+        """The key to show: the given one, else that of the mesh's own settings; a TOML file of keys has only hashes."""
         security = self.config.security
         if self.given_key is not None or security.api_key is not None:
             return self.given_key or security.api_key
@@ -81,7 +81,7 @@ class Target:
             raise PdmeshError(f"cannot read security.api_keys_file {security.api_keys_file}: {error}") from error
 
     def client(self, *, read_timeout_s: float) -> httpx.Client:
-        """Raises PdmeshError if there is no such gateway."""
+        """Return an HTTP client for the gateway. Raises PdmeshError if there is no such gateway."""
         url, security = self.url, self.config.security
         if url is None:
             record = self.state.read()
@@ -100,7 +100,7 @@ class Target:
 
 
 def refusal(response: httpx.Response) -> str:
-    """Why a gateway refused, in its own words if it has any, and what to do where that is ours to know."""
+    """Return why a gateway refused, in its own words if it has any, and what to do if that is known here."""
     try:
         message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

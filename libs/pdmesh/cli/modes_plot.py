@@ -30,10 +30,11 @@ _KV_TOKENS = 1 << 22
 
 
 def draw_modes(arrivals: Sequence[Arrival], policy: PolicyConfig) -> bytes:
-    """A PNG: predicted throughput of `eb` over `mb`, less 1, by profile; filled where `ebplus` is exclusive.
+    """Return a PNG of `eb`'s predicted throughput over `mb`'s, less 1, by profile; filled where `ebplus` is `eb`.
 
-    On the left by requests at once, for the lengths of the workload; on the right by the share of output tokens, for
-    as many tokens in all. Limits of steps, stalls and cycles are those of ``policy``; lengths are taken as geometric.
+    On the left by the number of requests in progress, for the lengths of the workload; on the right by the share of
+    output tokens, for as many tokens in total. Limits of steps, stalls and cycles are those of ``policy``; lengths are
+    taken as geometric.
     """
     figure = Figure(figsize=(15, 6), layout="constrained")
     by_number, by_share = figure.subplots(1, 2, sharey=True)
@@ -76,7 +77,7 @@ def _line(axes: Axes, name: str, places: Sequence[float], choices: Sequence[Mode
 
 
 def choice_of(model: LinearLatencyModel, policy: PolicyConfig, number: int, prompt: float, output: float) -> ModeChoice:
-    """What `ebplus` chooses for so many requests at once, of these mean lengths."""
+    """Return what `ebplus` chooses for so many requests in progress, of these mean lengths."""
     decoded = max(1.0, output - 1)
     # The mean square of a geometric length is about twice its squared mean; its mean age is its mean.
     costs = StepCosts(

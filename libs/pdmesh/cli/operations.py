@@ -67,7 +67,7 @@ def start(
     wait: bool = True,
     request: str | None = None,
 ) -> int:
-    """Ask for an operation and, unless told otherwise, wait until it is over. Returns the exit code.
+    """Ask for an operation and wait until it is over, unless told otherwise. Return the exit code.
 
     Raises PdmeshError if no mesh can be asked, or it takes no change from here.
     """
@@ -95,7 +95,7 @@ def _pid(asked: Asked, name: str) -> int | None:
 def resize(
     asked: Asked, sizes: Mapping[Role, int | None], *, timeout_s: float, start_timeout_s: float, wait: bool
 ) -> int:
-    """The same for the sizes of the pools; one that is not said stays."""
+    """Resize the pools as `start` does an operation; a pool for which no size is given keeps its size."""
     question = StartResize(
         operation_id=_new_id(),
         pools=PoolCounts(**{str(role): sizes[role] or 0 for role in Role}),
@@ -107,7 +107,7 @@ def resize(
 
 
 def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force: bool, wait: bool) -> int:
-    """The same for a restart of every process, one after the other."""
+    """Restart every process, one after the other, as `start` does an operation."""
     question = StartRolling(operation_id=_new_id(), timeout_s=timeout_s, start_timeout_s=start_timeout_s, force=force)
     return anyio.run(_run, asked, question, wait)
 
@@ -132,15 +132,15 @@ def list_operations(asked: Asked) -> None:
 
 
 def show_operation(asked: Asked, operation_id: str) -> None:
-    """Print one. Raises PdmeshError if it is not remembered, or no mesh can be asked."""
+    """Print one operation. Raises PdmeshError if it is not remembered, or no mesh can be asked."""
     question = WaitOperation(operation_id=OperationId(operation_id), num_left=0, wait_s=0.0)
     _print(anyio.run(_ask, asked, question, FIRST_LIMIT_S), asked.output)
 
 
 def cancel_operation(asked: Asked, operation_id: str) -> int:
-    """Take one back; 1 if it was over already. Raises PdmeshError as `start` does.
+    """Cancel an operation; return 1 if it was over already. Raises PdmeshError as `start` does.
 
-    What has begun of a rolling restart or of a move ends before it is over.
+    The part of a rolling restart or of a move that has begun ends before the operation is over.
     """
     question = CancelOperation(operation_id=OperationId(operation_id))
     answer = anyio.run(_ask, asked, question, FIRST_LIMIT_S)

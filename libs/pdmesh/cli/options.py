@@ -63,7 +63,7 @@ SloTpot = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target f
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Raises PdmeshError if it cannot be written."""
+    """Write a file. Raises PdmeshError if that fails."""
     try:
         path.write_bytes(content)
     except OSError as error:
@@ -71,7 +71,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def build_config(file: Path | None, settings: list[str] | None, **flags: object) -> MeshConfig:
-    """File < environment < ``--set`` < the named flags, given as ``section__field``. Raises ConfigError."""
+    """Make the configuration: file < environment < ``--set`` < flags (``section__field``). Raises ConfigError."""
     given: dict[str, object] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")
@@ -84,7 +84,7 @@ def build_config(file: Path | None, settings: list[str] | None, **flags: object)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The mesh that a command asks, and for whom it prints the answer."""
+    """The mesh that a command asks, and the format of its output."""
 
     config: MeshConfig
     state: StateFolder
@@ -95,7 +95,7 @@ P = ParamSpec("P")
 
 
 def asks_scheduler(command: Callable[Concatenate[Asked, P], None]) -> Callable[..., None]:
-    """Give a command the options that say which mesh to ask, and how to print: it gets them as one `Asked`, first."""
+    """Decorate a command with the options for which mesh to ask and how to print; it gets an `Asked` first."""
     return _with_options(command, _asked)
 
 

@@ -16,9 +16,9 @@ from pdmesh.model import PoolCounts, PoolMember, Role
 
 
 def make_pools(prefill: int | None, decode: int | None, mixed: int) -> PoolCounts:
-    """Return the pools: one of each by default, only mixed ones if these alone are named.
+    """Return the pools: by default one instance each of prefill and decode; only mixed ones if no others are named.
 
-    Raises ConfigError if they could serve nobody.
+    Raises ConfigError if the pools could not serve a request.
     """
     default = 0 if mixed and prefill is None and decode is None else 1
     pools = PoolCounts(
@@ -30,7 +30,7 @@ def make_pools(prefill: int | None, decode: int | None, mixed: int) -> PoolCount
 
 
 def threads_per_worker(config: MeshConfig, num_workers: int, cores: int) -> int:
-    """The machine's cores shared evenly among the workers, unless the configuration says a number."""
+    """Return the machine's cores shared evenly among the workers, unless the configuration gives a number."""
     return config.worker.num_threads or max(1, cores // num_workers)
 
 
@@ -43,7 +43,7 @@ def scheduler_spec(config: MeshConfig, state: StateFolder, environ: Mapping[str,
 
 @dataclass(slots=True)
 class WorkerSpecs:
-    """Makes the children that are workers, once ``scheduler`` is what theirs announced."""
+    """Makes the specs of workers, given what the ``scheduler`` announced."""
 
     config: MeshConfig
     state: StateFolder
@@ -59,7 +59,7 @@ class WorkerSpecs:
         ]
 
     def worker(self, name: str, role: Role, num_workers: int) -> ChildSpec:
-        """One of ``num_workers``, which share the machine."""
+        """Return the spec of one of ``num_workers`` workers, which share the machine."""
         self._positions.setdefault(name, len(self._positions))
         worker = replace(
             self._shared(num_workers),
@@ -73,11 +73,11 @@ class WorkerSpecs:
         )
 
     def member(self, member: PoolMember, num_workers: int) -> ChildSpec:
-        """An instance that the scheduler wants."""
+        """Return the spec of an instance that the scheduler wants."""
         return self.worker(member.instance_id.removeprefix(self.name_prefix), member.role, num_workers)
 
     def resized(self, spec: ChildSpec, num_workers: int) -> ChildSpec:
-        """A worker as it is started again once there are ``num_workers``; until then it keeps what it has."""
+        """Return a worker's spec for its next start, once there are ``num_workers``; until then it keeps its own."""
         shared = environment_of(replace(self.config, worker=self._shared(num_workers)))
         names = ("PDMESH_WORKER_NUM_THREADS", "PDMESH_WORKER_KV_CACHE_HOST_SHARE")
         kept = {name: value for name, value in spec.environment.items() if name not in names}
@@ -104,7 +104,7 @@ def gateway_specs(
     environ: Mapping[str, str],
     scheduler: Mapping[str, Any],
 ) -> Sequence[ChildSpec]:
-    """Gateways that share the socket ``listen_fd``, given what the scheduler announced."""
+    """Return the specs of gateways that share the socket ``listen_fd``, given what the scheduler announced."""
     shared = replace(config, gateway=replace(config.gateway, listen_fd=listen_fd))
     names = ["gateway"] if num_gateways == 1 else [f"gateway-{number}" for number in range(num_gateways)]
     specs = [_spec(name, "pdmesh_gateway", _dialing(shared, scheduler), state, environ) for name in names]
@@ -117,7 +117,7 @@ def _dialing(config: MeshConfig, scheduler: Mapping[str, Any]) -> MeshConfig:
 
 
 def pinned_settings(service: str, facts: Mapping[str, Any]) -> dict[str, str]:
-    """Ports that a service got from the system and must have again when it is restarted, since others dial them."""
+    """Return settings for ports that a service got from the system and must have again, because others dial them."""
     if service == "scheduler":
         return {"PDMESH_SCHEDULER_PORT": _port(facts["address"])}
     if is_gateway(service):

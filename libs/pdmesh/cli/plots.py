@@ -17,7 +17,7 @@ _COLOURS = {"short prefill": "tab:blue", "long prefill": "tab:orange", "decode":
 
 
 def draw(results: Mapping[str, SimResult], long_tokens: int) -> bytes:
-    """A PNG: TTFT of short and long requests, queueing delay, and a timeline for each bundle."""
+    """Return a PNG with TTFT of short and long requests, queueing delay, and a timeline for each bundle."""
     figure = Figure(figsize=(15, 4.5 + 3.2 * len(results)), layout="constrained")
     axes = figure.subplots(1 + len(results), 3, gridspec_kw={"height_ratios": [4.5, *([3.2] * len(results))]})
     short, long, queueing = axes[0]

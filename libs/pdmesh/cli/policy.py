@@ -36,7 +36,7 @@ def get_policy(config: MeshConfig, state: StateFolder) -> None:
 def set_policy(config: MeshConfig, state: StateFolder, name: str, threshold: float | None) -> None:
     """Switch to a bundle or a batching mode, while serving.
 
-    Raises ConfigError for a threshold that is of no use, PdmeshError if the scheduler has nothing of that name.
+    Raises ConfigError for a threshold that has no effect, PdmeshError if the scheduler has nothing of that name.
     """
     if threshold is not None and name != "eb":
         raise ConfigError("--threshold applies to `eb` only: set the policy `eb` with it")

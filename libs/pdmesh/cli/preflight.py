@@ -1,4 +1,4 @@
-"""What every service of a mesh needs of its machine: asked once, before the first is started."""
+"""What every service of a mesh needs of its machine, checked once before the first is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONNECT_LIMIT_S = 3.0
 
 
 def check_machine(config: MeshConfig, *, num_processes: int) -> None:
-    """Raise ConfigError if a mesh of ``num_processes`` could start here, and not run."""
+    """Raise ConfigError if a mesh of ``num_processes`` could start here, but not run."""
     raise_descriptor_limit()
     check_thread_limit(num_processes, num_startable_threads())
     hosts = {config.scheduler.host, config.telemetry.metrics_host, config.gateway.token_host, config.gateway.host}
@@ -30,7 +30,7 @@ def check_machine(config: MeshConfig, *, num_processes: int) -> None:
 
 
 def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int) -> None:
-    """Raise ConfigError if ``directory`` is no complete checkpoint, or too large for so many instances."""
+    """Raise ConfigError if ``directory`` is no complete checkpoint, or if it is too large for so many instances."""
     if config.worker.engine != "torch":
         return
     model = load_model_config(directory)
@@ -44,7 +44,7 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
 
 
 def check_thread_limit(num_processes: int, num_startable: int | None) -> None:
-    """Raise ConfigError if there is no room for a mesh's threads: it would crash here and there."""
+    """Raise ConfigError if a mesh would have more threads than are allowed, and so would crash at random places."""
     wanted = num_processes * THREADS_PER_PROCESS
     if num_startable is not None and num_startable < wanted:
         raise ConfigError(

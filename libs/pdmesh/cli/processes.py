@@ -1,4 +1,4 @@
-"""Processes of a mesh: who they are, how they start, and that none outlives its parent."""
+"""Processes of a mesh: how they are identified and started, and that none outlives its parent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_SAID_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process for sure: pids are used again, the pair of pid and start time is not."""
+    """The identity of a process: pids are reused, but not the pair of pid and start time."""
 
     pid: int
     start_ticks: int
@@ -41,7 +41,7 @@ class ProcessId:
 
 
 def process_id(pid: int) -> ProcessId | None:
-    """The process that has ``pid`` now, or None if none runs (a zombie does not)."""
+    """Return the process that has ``pid`` now, or None if none runs (a zombie does not)."""
     try:
         # The name, in brackets, may hold anything; what follows starts with the state (field 3 of proc(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -64,7 +64,7 @@ def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """What to start. ``environment`` is complete but for PDMESH_READY_FD."""
+    """A process to start. ``environment`` is complete except for PDMESH_READY_FD."""
 
     name: str
     command: tuple[str, ...]
@@ -74,7 +74,7 @@ class ChildSpec:
 
 
 def is_gateway(name: str) -> bool:
-    """Whether a service of that name is one."""
+    """Whether a service of that name is a gateway."""
     return name.partition("-")[0] == "gateway"
 
 
@@ -93,7 +93,7 @@ class Child:
         return self.process.pid
 
     async def ready(self) -> dict[str, Any] | None:
-        """What the child announces once it serves; None if it closed the pipe, or said something else, before."""
+        """Return what the child announces once it serves; None if it closed the pipe or said something else first."""
         while b"\n" not in self._said:
             await anyio.wait_readable(self._pipe_fd)
             if not self._hear():
@@ -139,7 +139,7 @@ class Child:
 
 
 def ending_with_us(command: Sequence[str]) -> list[str]:
-    """``command`` such that the kernel kills what it starts when the thread that starts it ends, in whatever way."""
+    """Return ``command`` such that the kernel kills it when the thread that starts it ends, in whatever way."""
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
 
 
@@ -153,7 +153,7 @@ def _open_log(path: Path) -> BinaryIO:
 
 @asynccontextmanager
 async def start_child(spec: ChildSpec) -> AsyncGenerator[Child]:
-    """Start a child in a session of its own (Ctrl-C must reach its parent alone); leaving the block kills it."""
+    """Start a child in a session of its own (Ctrl-C must reach only its parent); leaving the block kills it."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
     try:
@@ -205,7 +205,7 @@ _MEANINGS = {
 
 
 def describe_exit(returncode: int) -> str:
-    """How a process ended, in words."""
+    """Return in words how a process ended."""
     if returncode >= 0:
         return f"exited with code {returncode}"
     try:
@@ -217,7 +217,7 @@ def describe_exit(returncode: int) -> str:
 
 
 def describe_oom(limit_bytes: int | None) -> str:
-    """How a process ended that the kernel killed for want of memory; ``limit_bytes`` of its control groups."""
+    """Return how a process ended that the kernel killed for lack of memory; ``limit_bytes`` of control groups."""
     whose = "the machine's" if limit_bytes is None else f"the {limit_bytes / (1 << 30):.1f} GiB of its control group's"
     return (
         f"was killed by the kernel because {whose} memory ran out: add memory, or lower --kv-cache-bytes, "

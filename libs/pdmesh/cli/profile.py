@@ -124,7 +124,7 @@ def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
 def measure(
     engine: Engine, shapes: Sequence[StepShape], limit_s: float, on_progress: Callable[[float], None]
 ) -> dict[StepShape, float]:
-    """The median seconds of each step that the engine has room for. The first round is cut where time is over."""
+    """Return the median seconds of each step that fits the engine. Stops at the limit, even in the first round."""
     from pdmesh.worker.measuring import fits, step_s
 
     _fill(engine)
@@ -143,7 +143,7 @@ def measure(
 
 
 def relative_errors(model: LinearLatencyModel, measured: Sequence[tuple[StepShape, float]]) -> list[float]:
-    """How far each prediction is from what was measured, in parts of that."""
+    """Return how far each prediction is from what was measured, relative to that."""
     return [abs(model.step_s(shape) / seconds - 1) for shape, seconds in measured]
 
 

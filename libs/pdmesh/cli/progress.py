@@ -1,4 +1,4 @@
-"""What commands show that take a while: a bar, or a line."""
+"""What commands show while they take long: a bar, or a line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def progress_bar(output: Output = Output.TABLE, *, counts: bool = True) -> Progr
 
 @contextmanager
 def progress_line(output: Output = Output.TABLE) -> Iterator[Callable[[str], None]]:
-    """One line that changes, on stderr: in place on a terminal, else each time it differs. None for scripts."""
+    """Yield a function that shows a changing line on stderr: in place on a terminal, else each time it differs.
+
+    Nothing is shown to scripts.
+    """
     if output is Output.JSON:
         yield lambda line: None
         return
@@ -49,7 +52,7 @@ def progress_line(output: Output = Output.TABLE) -> Iterator[Callable[[str], Non
 
 
 def advance(progress: Progress, task: TaskID) -> Callable[[int], None]:
-    """Return a callback for a simulator, which tells how many requests have ended."""
+    """Return a callback for a simulator, which is told how many requests have ended."""
 
     def on_ended(num_ended: int) -> None:
         if num_ended % 100 == 0:

@@ -20,7 +20,7 @@ MARK = "<!-- From here on written by `make docs`, from the types in libs/pdmesh/
 
 
 def with_tables(page: str) -> str:
-    """``page`` with the tables as they should be. Raises ValueError if it has no place for them."""
+    """Return ``page`` with the tables as they should be. Raises ValueError if it has no place for them."""
     before, mark, _ = page.partition(MARK)
     if not mark:
         raise ValueError(f"the page has no line {MARK!r}")

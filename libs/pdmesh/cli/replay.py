@@ -38,7 +38,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first event that another decision answers."""
+    """The first event at which the commands differ."""
 
     number: int  # of the event, from 1
     entry: Entry
@@ -47,10 +47,10 @@ class Difference:
 
 
 class Replay:
-    """Decides again. Iterate over it for the decisions; then the rest says what came of it."""
+    """Decides again: iterate over it for the decisions, and then read its attributes for the outcome."""
 
     def __init__(self, log: EventLogReader, bundle: str | None) -> None:
-        """Raises ConfigError for a bundle that there is not."""
+        """Raises ConfigError for an unknown bundle."""
         self._log = log
         self._recorded = core_of(log.header)
         self._other = None if bundle is None else core_of(log.header, bundle)
@@ -98,7 +98,7 @@ class Replay:
 
 
 def run_replay(options: ReplayOptions, output: Output) -> int:
-    """Print what came of it; the exit code is 1 if the commands differ from those recorded.
+    """Print the outcome, and return 1 if the commands differ from those recorded, else 0.
 
     Raises ConfigError for a file that is no log, an unknown bundle or profile, and a log without anything to simulate.
     """

@@ -43,7 +43,7 @@ def print_choices(console: Console, request_id: str, choices: RequestList) -> No
 
 
 def requests_table(requests: Sequence[RequestRecord]) -> Table:
-    """A line for each. Where the terminal is too narrow, ids lose their ends: any beginning of one names it."""
+    """Return a table with a line for each request. In a narrow terminal ids are cut; any beginning names one."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("id", min_width=12, overflow="ellipsis")
     has_labels = any(record.label for record in requests)
@@ -82,7 +82,7 @@ def computed_by(record: RequestRecord) -> str:
 
 
 def computed_again(record: RequestRecord) -> int:
-    """Prompt tokens of chunks that were done and, since then, lost with a helper: of all epochs together.
+    """Return how many prompt tokens were computed and then lost with a helper, in all epochs together.
 
     What a new epoch computes of the prompt is not counted.
     """
@@ -105,7 +105,7 @@ def computed_again(record: RequestRecord) -> int:
 
 
 def summary(record: RequestRecord) -> str:
-    """One line: how it stands or ended, and when its tokens came, as the scheduler heard of them."""
+    """Return a line with a request's state or end, and when its tokens came, as the scheduler was told."""
     parts = [record.state]
     if record.num_output_tokens is not None:
         parts.append(f"{record.num_output_tokens} output tokens")

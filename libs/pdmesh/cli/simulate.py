@@ -200,7 +200,7 @@ def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[A
 
 
 def figures_table(reports: Mapping[str, SimReport]) -> Table:
-    """One column for each bundle."""
+    """Return a table of figures with one column for each bundle."""
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in reports:

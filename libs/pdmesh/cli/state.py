@@ -32,7 +32,7 @@ class ServiceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshRecord:
-    """A running mesh, for the commands that look at it. Holds its token: the file is its owner's alone."""
+    """A running mesh, for the commands that look at it. Contains its token, so only its owner may read the file."""
 
     name: str
     supervisor: ProcessId
@@ -46,7 +46,7 @@ class MeshRecord:
     services: tuple[ServiceRecord, ...]
 
     def security(self, given: SecurityConfig) -> SecurityConfig:
-        """What a command needs to be let in: as given to it, and where it was given no certificates, the mesh's own."""
+        """Return the secrets and certificates for a command: the given ones, else the mesh's own."""
         own: dict[str, str | None] = self.config.get("security", {})
         names = ("tls_cert", "tls_key", "tls_ca")
         missing: dict[str, Any] = {
@@ -57,7 +57,7 @@ class MeshRecord:
 
 @dataclass(frozen=True, slots=True)
 class StateFolder:
-    """Holds what one mesh of this machine leaves in files: its record and the logs of its services."""
+    """The files of one mesh of this machine: its record and the logs of its services."""
 
     name: str
     folder: Path
@@ -68,14 +68,14 @@ class StateFolder:
 
     @property
     def operations_file(self) -> Path:
-        """What operators asked of this mesh, for its scheduler's next start."""
+        """The file with what operators asked of this mesh, for its scheduler's next start."""
         return self.folder / "operations.json"
 
     def log_file(self, service: str) -> Path:
         return self.folder / f"{service}.log"
 
     def read(self) -> MeshRecord | None:
-        """The record of the mesh if it runs now; a record whose supervisor is gone counts as none."""
+        """Return the mesh's record if the mesh runs now; a record whose supervisor is gone counts as none."""
         try:
             record = msgspec.json.decode(self.record_file.read_bytes(), type=MeshRecord)
         except (OSError, msgspec.MsgspecError):
@@ -83,7 +83,7 @@ class StateFolder:
         return record if record.supervisor.alive else None
 
     def write(self, record: MeshRecord) -> None:
-        """Replace the record, or leave the one before. Raises OSError."""
+        """Replace the record, or leave the old one if that fails. Raises OSError."""
         part = self.folder / "mesh.json.part"
         try:
             part.touch(mode=0o600)
@@ -95,23 +95,23 @@ class StateFolder:
             raise
 
     def remove(self) -> None:
-        """Raises OSError."""
+        """Remove the record. Raises OSError."""
         self.record_file.unlink(missing_ok=True)
 
     def write_drain(self, drain_s: float) -> None:
-        """Tell the supervisor, before it is told to stop, how long requests may go on. Raises ConfigError."""
+        """Say for how long requests may go on, before the supervisor is told to stop. Raises ConfigError."""
         with self._usable():
             self._drain_file.write_text(str(drain_s))
 
     def read_drain(self) -> float | None:
-        """How long `write_drain` said, if it did."""
+        """Return the seconds that `write_drain` was given; None if it was not called."""
         try:
             return float(self._drain_file.read_text())
         except (OSError, ValueError):
             return None
 
     def forget_desired(self) -> None:
-        """What was said to an earlier supervisor, or asked of its mesh, is not for this one."""
+        """Remove what an earlier supervisor was told, and what was asked of its mesh."""
         with self._usable():
             self._drain_file.unlink(missing_ok=True)
             self.operations_file.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ class StateFolder:
         return self.folder / "drain_s"
 
     def fresh_log(self, service: str, keep: int) -> Path:
-        """The path of an empty log for ``service``; of those before, ``keep`` are kept beside it."""
+        """Return the path of an empty log for ``service``; ``keep`` earlier ones are kept beside it."""
         log_file = self.log_file(service)
         with self._usable():
             set_aside(log_file, keep)
@@ -138,7 +138,10 @@ class StateFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the one supervisor of this name. The kernel drops the lock with the process. Raises ConfigError."""
+        """Be the only supervisor of this name within the block. Raises ConfigError if there is another.
+
+        The kernel drops the lock with the process.
+        """
         with self._usable():
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = (self.folder / "lock").open("wb")
@@ -154,9 +157,9 @@ class StateFolder:
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    """Return the folder of all meshes' state: below the home, else a private temporary folder.
+    """Return the folder of all meshes' state: below the home folder, else a private temporary one.
 
-    Raises ConfigError if another user has taken that.
+    Raises ConfigError if another user owns that.
     """
     if given := environ.get("XDG_STATE_HOME"):
         return Path(given) / "pdmesh"
@@ -188,7 +191,7 @@ def _private_folder(root: Path) -> Path:
 
 
 def state_folder(environ: Mapping[str, str], name: str) -> StateFolder:
-    """The folder of the mesh ``name``, which need not exist. Raises ConfigError for a name that is no folder name."""
+    """Return the folder of the mesh ``name``, which need not exist. Raises ConfigError for an impossible name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise ConfigError(f"--name is {name!r}: use letters, digits, '.', '_' and '-', at most 63 of them")
     return StateFolder(name, state_root(environ) / name)

@@ -1,4 +1,4 @@
-"""What `simulate` and `plan` have in common: a workload, and the instances that it is simulated on."""
+"""What `simulate` and `plan` share: a workload, and the instances that it is simulated on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StudyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What the options mean."""
+    """The workload and instances that the options describe."""
 
     profile: Profile  # of each instance
     arrivals: Sequence[Arrival]
@@ -60,7 +60,7 @@ class Study:
 
 
 def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
-    """Raises ConfigError for options that make no sense, TraceError for a trace."""
+    """Return what the options describe. Raises ConfigError if they make no sense, TraceError for a bad trace."""
     for name in bundles:
         make_bundle(name, PolicyConfig())
     for option, value in (("--slo-ttft", options.slo_ttft_s), ("--slo-tpot", options.slo_tpot_s)):
@@ -104,7 +104,7 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
 
 
 def described(profile: Profile) -> str:
-    """What the instances of a study are, in a line."""
+    """Return a line that describes the instances of a study."""
     subject = profile.subject
     facts = ", ".join(str(fact) for fact in (subject.model, subject.dtype, subject.device_name) if fact)
     return f"instances: {profile.name}" + (f" ({facts})" if facts else "")

@@ -1,11 +1,11 @@
-"""Runs a mesh as child processes of one supervisor: start in order, keep alive, drain in order.
+"""A supervisor runs a mesh as its child processes: it starts them in order, keeps them alive, and drains them in order.
 
-The scheduler starts first, since all others dial it; the rest start together. A child that ends before it ever
-served stops the start; one that served before is started again: at once if it had served well, else after a delay that
-doubles. One that answers nothing for long is killed, and so started again. The drain goes with the traffic: gateway
+The scheduler starts first, because all others dial it; the rest start together. A child that ends before it has ever
+served stops the start. One that served before is started again: at once if it had served well, else after a delay that
+doubles. A child that answers nothing for long is killed, and so started again. The drain follows the traffic: gateway
 (its streams end), workers (their residents end), scheduler.
 
-Nothing that the supervisor writes can end it: logs, the record and what it says may meet a full disk.
+No write of the supervisor can end it: logs, the record and its messages may meet a full disk.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MAX_LINE = 500
 
 
 class StartFailed(PdmeshError):
-    """A service, or the whole mesh, cannot start. ``exit_code`` is what the command should exit with."""
+    """A service, or the whole mesh, cannot start. ``exit_code`` is the command's exit code."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -60,12 +60,12 @@ class StartFailed(PdmeshError):
 
 @dataclass(slots=True)
 class Backoff:
-    """How long to wait before a child is started again."""
+    """The delay before a child is started again."""
 
     _delay_s: float = 0.0
 
     def after(self, served_s: float) -> float:
-        """Seconds, after a child that served for ``served_s``: none if that was long, else twice the last delay."""
+        """Return the delay after a child that served for ``served_s``: 0 if that was long, else twice the last one."""
         if served_s >= max(SERVED_WELL_S, 2 * self._delay_s):
             self._delay_s = 0.0
         else:
@@ -113,7 +113,7 @@ class Service:
 
     @property
     def instance_id(self) -> str:
-        """What the scheduler knows it by: an instance's id, else its name."""
+        """The name by which the scheduler knows the service: an instance's id, else the service's name."""
         return str(self.facts.get("instance_id", self.name))
 
     @property
@@ -121,7 +121,7 @@ class Service:
         return self._stopping.is_set()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Start the child, say so when it serves, and start it again whenever it ends. Raises StartFailed."""
+        """Start the child, announce that it serves, and start it again whenever it ends. Raises StartFailed."""
         try:
             life = await self._run_child(lambda: task_status.started())
             if not self.facts:
@@ -188,7 +188,7 @@ class Service:
             await anyio.sleep_until(turn.deadline)
 
     async def restart(self, drain_s: float) -> None:
-        """Let the child end as `stop` does, and be started again; return when it is gone."""
+        """Let the child drain and end as `stop` does, and be started again; return when it is gone."""
         child = self.child
         if child is None:
             return  # it is being started again as it is
@@ -245,7 +245,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
-    """What to run. The callbacks get the running services; their names are the specs' names."""
+    """The processes to run. The callbacks get the running services; their names are the specs' names."""
 
     scheduler: ChildSpec
     #: The gateways and the workers, given what the scheduler announced.
@@ -276,7 +276,7 @@ class MeshPlan:
 
 
 class Supervisor:
-    """Runs one mesh from start to drained."""
+    """Runs one mesh from its start until it is drained."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class Supervisor:
         on_change: Callable[[Supervisor], None],
         say: Callable[[str], None],
     ) -> None:
-        """``act`` runs beside the started mesh until this is told to stop; children that it adds live in its tasks."""
+        """``act`` runs beside the started mesh until it is told to stop; children that it adds live in its tasks."""
         self._plan = plan
         self._act = act
         self._on_change = on_change
@@ -306,13 +306,13 @@ class Supervisor:
         return [service for service in self.services if not self.is_beside(service)]
 
     def kind(self, service: Service) -> ProcessKind:
-        """What a service's process is."""
+        """Return which kind of process a service is."""
         if service.name == self._plan.scheduler.name:
             return ProcessKind.SCHEDULER
         return ProcessKind.GATEWAY if is_gateway(service.name) else ProcessKind.INSTANCE
 
     def is_beside(self, service: Service) -> bool:
-        """Whether it is no worker."""
+        """Whether a service is the scheduler or a gateway."""
         return self.kind(service) is not ProcessKind.INSTANCE
 
     @property
@@ -378,7 +378,7 @@ class Supervisor:
             starting.cancel_scope.cancel()
 
     async def add(self, tasks: anyio.abc.TaskGroup, spec: ChildSpec) -> Service:
-        """Keep a child running in ``tasks``; returns once it serves. Raises StartFailed."""
+        """Keep a child running in ``tasks``, and return its service once it serves. Raises StartFailed."""
         service = Service(
             spec,
             lambda facts: self._plan.pin(spec.name, facts),
@@ -397,7 +397,7 @@ class Supervisor:
         return service
 
     async def remove(self, service: Service, drain_s: float) -> None:
-        """Let a child drain and end, and keep it running no longer."""
+        """Let a child drain and end, and do not start it again."""
         await service.stop(drain_s)
         self.services.remove(service)
         self.note_change()

@@ -23,7 +23,7 @@ async def follow_scheduler(supervisor: Supervisor, tasks: anyio.abc.TaskGroup) -
 
 
 class SupervisorActuator:
-    """Does what the scheduler wants of a supervisor, whose children live in ``tasks``.
+    """Does what the scheduler wants with a supervisor's children, which live in ``tasks``.
 
     Implements `pdmesh.cli.actuator.Actuator`.
     """
@@ -44,7 +44,7 @@ class SupervisorActuator:
         return self._supervisor.changed
 
     def report(self) -> ActuatorReported:
-        """Say which children run, are being started or end."""
+        """Return which children run, are being started or are ending."""
         return ActuatorReported(
             actuator_id=self._id,
             processes=tuple(
@@ -71,7 +71,7 @@ class SupervisorActuator:
         del self._failed[: len(report.failed)]
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
-        """Begin what is not yet done, or begun."""
+        """Begin what is neither done nor begun."""
         there = {service.instance_id: service for service in self._supervisor.workers}
         self._refused &= {member.instance_id for member in desired.start}
         missing = [

@@ -38,7 +38,7 @@ def dev_ca(
 ) -> None:
     """Create a certificate authority in FOLDER, unless there is one, and a certificate for this mesh.
 
-    For development only: anybody who can read FOLDER can pose as any service.
+    For development only: any process that can read FOLDER can pose as any service.
     """
     make_certificates(folder, hosts=(*LOCAL_HOSTS, *(host or ())), days=days)
     for setting, file in (("CERT", "mesh.pem"), ("KEY", "mesh.key"), ("CA", "ca.pem")):
@@ -48,7 +48,7 @@ def dev_ca(
 def make_certificates(folder: Path, *, hosts: Sequence[str], days: int) -> None:
     """Write ``ca.pem`` and ``ca.key``, unless they are there, and ``mesh.pem`` and ``mesh.key`` for ``hosts``.
 
-    The certificate serves both ends, as services check each other's. Raises ConfigError.
+    The certificate serves both ends, because services check each other's. Raises ConfigError.
     """
     try:
         if not folder.exists():

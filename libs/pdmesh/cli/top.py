@@ -33,14 +33,14 @@ Frame = Mapping[str, Any]
 
 
 class Timelines:
-    """How much of each half second an instance's steps took, over the last ones."""
+    """How large a part of each of the last half seconds an instance's steps took."""
 
     def __init__(self) -> None:
         self._busy_s: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._last_cell = 0
 
     def take(self, now_s: float, steps: Sequence[Sequence[Any]]) -> None:
-        """Steps as the stream has them: instance, begin and end in seconds, and more."""
+        """Add steps as the stream has them: instance, begin and end in seconds, and more."""
         self._last_cell = int(now_s / CELL_S)
         for instance_id, begin_s, end_s, *_ in steps:
             cells = self._busy_s[instance_id]
@@ -53,14 +53,14 @@ class Timelines:
                 del cells[cell]
 
     def of(self, instance_id: str) -> str:
-        """A character for each half second, the last one now."""
+        """Return a character for each half second, the present one last."""
         cells = self._busy_s[instance_id]
         shares = [cells.get(cell, 0.0) / CELL_S for cell in range(self._last_cell - NUM_CELLS + 1, self._last_cell + 1)]
         return "".join(_LEVELS[min(len(_LEVELS) - 1, -int(-share * (len(_LEVELS) - 1) // 1))] for share in shares)
 
 
 def run_top(target: Target, *, once: bool, output: Output) -> None:
-    """Show the mesh until Ctrl-C, or as it is now. Raises PdmeshError if the gateway does not tell."""
+    """Show the mesh until Ctrl-C, or once. Raises PdmeshError if the gateway has no stream to show."""
     with target.client(read_timeout_s=30.0) as client:
         try:
             if once or output is Output.JSON:
@@ -106,7 +106,7 @@ def _reason(response: httpx.Response) -> str:
 
 
 def view(frame: Frame, timelines: Timelines | None) -> RenderableType:
-    """One frame as text; without the steps where no time was watched."""
+    """Return one frame as text; without the steps if no time was watched."""
     reason = frame["unready_reason"]
     head = Text.assemble(
         ("pdmesh ", "bold"),

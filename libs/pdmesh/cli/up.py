@@ -68,7 +68,7 @@ class MeshRun:
     _complaints: set[str] = field(default_factory=set[str])
 
     def run(self) -> None:
-        """Start, serve until told to stop, drain. Raises ConfigError, StartFailed."""
+        """Start, serve until told to stop, and drain. Raises ConfigError, StartFailed."""
         with self.state.lock():
             cores = num_usable_cores()
             threads = threads_per_worker(self.config, self.pools.total, cores)
@@ -240,7 +240,7 @@ class MeshRun:
 
 
 def resolved(config: MeshConfig) -> MeshConfig:
-    """The configuration with the model as a directory, the name it is served by, and certificates wherever we are."""
+    """Return the configuration with the model as a directory, its served name, and absolute paths of certificates."""
     from pdmesh.engine.files import resolve_model
 
     if config.model is None:
@@ -271,7 +271,7 @@ def _with_token(config: MeshConfig) -> MeshConfig:
 
 
 def check_profile(config: MeshConfig) -> None:
-    """Refuse a latency profile that says nothing of the model here. Raises ConfigError."""
+    """Raise ConfigError if a latency profile says nothing about the model here."""
     if config.scheduler.profile is None or config.worker.engine != "torch":
         return
     from pdmesh.engine.files import load_model_config
@@ -346,7 +346,7 @@ def up_detached(
 
 
 def down(state: StateFolder, *, now: bool, drain_s: float | None) -> bool:
-    """Stop the mesh and wait until it is gone; False if none of that name runs. Raises PdmeshError if it stays.
+    """Stop the mesh and wait until it is gone; False if none of that name runs. Raises PdmeshError if it does not end.
 
     Requests may go on for ``drain_s``, or as long as the mesh was configured to let them.
     """

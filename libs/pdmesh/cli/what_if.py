@@ -22,7 +22,7 @@ from pdmesh.sim.simulator import Simulator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """One column for the record, one for its bundle simulated, which says how far to trust the third, another's."""
+    """Three columns: the record, its bundle simulated (which says how far to trust the third), and another bundle."""
 
     latency: LinearLatencyModel  # of the simulated instances
     results: Mapping[str, SimResult]

@@ -11,6 +11,6 @@ from pdmesh.worker.runtime import run_worker
 
 
 def main(config: MeshConfig) -> int:
-    """Run until stopped; the exit code. ``worker.role`` may ask for another role than prefill."""
+    """Run the instance until stopped, and return the exit code. ``worker.role`` may set another role than prefill."""
     role = Role(config.worker.role or Role.PREFILL)
     return run_service(role, config, partial(run_worker, role=role))

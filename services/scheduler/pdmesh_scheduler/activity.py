@@ -1,7 +1,7 @@
-"""What the mesh does now, in frames for those who watch: gateways, for their pages.
+"""What the mesh does now, in frames for gateways, which show it on their pages.
 
-A gateway asks for each frame and gets one a few times a second, so that one that stops reading costs nothing. While
-nobody asks, nothing is kept. Frames leave out what does not fit: they are to be looked at, not counted.
+A gateway asks for each frame and gets one a few times a second, so a gateway that stops reading costs nothing. While no
+gateway asks, nothing is kept. Frames leave out what does not fit: they are for looking at, not for counting.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_REQUESTS = 60
 
 
 class ActivityFeed:
-    """Collects while it is asked, and answers."""
+    """Collects what happens while gateways ask for it, and answers them."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ActivityFeed:
         clock: Callable[[], float],
         label: Callable[[RequestId], str],
     ) -> None:
-        """``label`` gives a request's name by its client."""
+        """``label`` returns the client's name for a request."""
         self._core = core
         self._gateways = gateways
         self._clock = clock
@@ -65,7 +65,7 @@ class ActivityFeed:
         self._marks: list[ActivityMark] = []
 
     def asked(self, gateway_id: GatewayId) -> None:
-        """A gateway wants the next frame."""
+        """Note that a gateway wants the next frame."""
         self._asked[gateway_id] = None
         self._collects = True
         self._asking.set()
@@ -154,7 +154,7 @@ class ActivityFeed:
             await anyio.sleep(FRAME_S)
 
     def frame(self, state: MeshStatus) -> Activity:
-        """What was noted since the last one."""
+        """Return what was noted since the last frame."""
         now_s = self._clock()
         requests = [
             RequestActivity(

@@ -1,4 +1,4 @@
-"""Streams of questions from whoever starts and stops processes: what it says goes to the core, whose answer it gets."""
+"""Streams of questions from actuators: what they report goes to the core, and its answer goes back."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ACTUATOR_LEASE_S = MAX_WAIT_S + 6.0
 
 
 class ActuatorLinks:
-    """Answers actuators: supervisors, and whatever else follows the scheduler as they do."""
+    """Answers actuators: supervisors, and other programs that follow the scheduler in the same way."""
 
     def __init__(self, core: SchedulerCore, driver: Driver, changed: Callable[[], anyio.Event]) -> None:
-        """``changed`` gives an event that is set at the next change of what operators want."""
+        """``changed`` returns an event that is set at the next change of what operators want."""
         self._core = core
         self._driver = driver
         self._changed = changed
@@ -32,7 +32,7 @@ class ActuatorLinks:
         self._answers: dict[str, PoolsDesired] = {}
 
     async def follow(self, question: FollowPools) -> PoolsDesired | AdminError:
-        """Take note of what an actuator says, and answer once something else is wanted than it knows."""
+        """Take note of an actuator's report, and answer once something else is wanted than it knows."""
         report = question.report
         actuator_id = report.actuator_id
         if (why_not := self._core.actuators.why_not(actuator_id, report.name_prefix)) is not None:

@@ -1,7 +1,7 @@
 """The Admin method: an operator's questions and changes.
 
-Who shows the mesh token, or an operator's, may ask. Changes are for operators with the scope for it; where there are
-none, for this machine. What actuators say is for our own processes.
+Callers with the mesh token, or with an operator's, may ask. Changes need an operator with the scope for them; if no
+operators are known, they must come from this machine. Actuators' reports are accepted only from our own processes.
 """
 
 from __future__ import annotations

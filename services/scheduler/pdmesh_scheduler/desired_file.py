@@ -1,4 +1,4 @@
-"""What operators asked for, kept beside the scheduler for the one that comes after it."""
+"""The file of what operators asked for, which the next scheduler reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def read_desired(path: Path | None, *, now: float, patience_s: float) -> DesiredState:
-    """Return what the scheduler before this one was asked for; nothing, said in the log, if it cannot be read.
+    """Return what the scheduler before this one was asked for; if the file cannot be read, log that and return nothing.
 
     ``now`` is Unix time. A rolling restart goes on after ``patience_s`` at the latest, or when all have registered.
     """
@@ -52,10 +52,10 @@ def read_desired(path: Path | None, *, now: float, patience_s: float) -> Desired
 
 
 class DesiredFile:
-    """Writes what is desired of a core whenever that has changed."""
+    """Writes what operators want of a core whenever it has changed."""
 
     def __init__(self, core: SchedulerCore, path: Path | None, changed: Callable[[], anyio.Event]) -> None:
-        """``changed`` gives an event that is set at the next change."""
+        """``changed`` returns an event that is set at the next change."""
         self._core = core
         self._path = path
         self._changed = changed
@@ -63,7 +63,7 @@ class DesiredFile:
         self._is_complaining = False
 
     async def run(self) -> None:
-        """Write until cancelled, and once more then. A disk that fails ends nothing; it is tried again."""
+        """Write until cancelled, and once more then. A failed write ends nothing; it is tried again."""
         try:
             while True:
                 changed = self._changed()

@@ -1,7 +1,7 @@
-"""Drives the scheduling core with real events and carries out what it commands.
+"""Drives the scheduling core with real events and carries out its commands.
 
-One task applies all events, in the order they came, so that the log of them repeats every decision. A failure there is
-a bug of ours: it ends the service rather than leave a wrong mesh state.
+One task applies all events, in the order they came, so that their log repeats every decision. An exception there is a
+bug of ours: it ends the service rather than leave a wrong mesh state.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ class Driver:
     def post(
         self, event: Event, generation: Generation | None = None, *, first: Callable[[], None] | None = None
     ) -> None:
-        """Queue an event without waiting; for the few that a stream's begin or end causes.
+        """Queue an event without waiting; for the few that the begin or end of a stream causes.
 
-        ``first`` is called just before it is applied.
+        ``first`` is called just before the event is applied.
         """
         self._put(_Queued(event, generation, first=first))
 
     async def submit(self, event: Event, generation: Generation | None = None) -> None:
-        """Queue an event, and wait while too many are."""
+        """Queue an event, waiting while too many are queued."""
         self.post(event, generation)
         while len(self._inbox) > MAX_INBOX:
             await self._emptied.wait()
@@ -367,7 +367,7 @@ class Driver:
     # --- the mesh's state ---
 
     def expect(self, instance_ids: Iterable[InstanceId]) -> None:
-        """Name the instances being started again, and no others, so that gateways may wait for them."""
+        """Name the instances that are being started again, and no others, so that gateways may wait for them."""
         self._coming = set(instance_ids)
         self._tell_readiness()
 
@@ -383,17 +383,17 @@ class Driver:
 
     @property
     def instances(self) -> Sequence[InstanceView]:
-        """The instances as the core's state have them."""
+        """The instances as the core sees them."""
         return self._core.instances
 
     @property
     def policy(self) -> PolicyConfig:
-        """What the core makes bundles from."""
+        """The settings that the core makes bundles from."""
         return self._core.policy
 
     @property
     def profiles(self) -> Sequence[InstanceProfile]:
-        """Profiles of the instances that are there."""
+        """The profiles of the instances that are registered."""
         return list(self._profiles.values())
 
     def state(self) -> MeshStatus:

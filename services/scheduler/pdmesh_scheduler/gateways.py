@@ -1,8 +1,4 @@
-"""Gateways' streams: the requests they bring, and what becomes of these when they are lost.
-
-Tokens do not pass here, so a gateway that only this stream is cut off from goes on serving, for a lease that is longer
-than an instance's. One whose process has ended is known by its token port: its host refuses connections there.
-"""
+"""Gateways' streams: the requests they bring, and what happens to these when a gateway is lost."""
 
 from __future__ import annotations
 
@@ -46,10 +42,7 @@ MIN_TARGET_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class GatewayStreams:
-    """A gateway whose stream breaks has the rest of its lease to come back; its requests go on meanwhile.
-
-    Unless its process has ended.
-    """
+    """Serves gateways. One whose stream breaks has the rest of its lease to come back; its requests go on meanwhile."""
 
     driver: Driver
     peers: Peers[GatewayId, GatewayDown]
@@ -61,7 +54,7 @@ class GatewayStreams:
     scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
-        """One stream, from its registration to its end."""
+        """Serve one stream, from its registration to its end."""
         frames = link.frames()
         registered, rest = await registration(frames, RegisterGateway)
         gateway_id = registered.gateway_id

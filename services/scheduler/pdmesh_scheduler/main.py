@@ -54,7 +54,7 @@ STOP_GRACE_S = 2.0
 
 
 def main(config: MeshConfig) -> int:
-    """Run until stopped; the exit code."""
+    """Run the scheduler until stopped, and return the exit code."""
     return run_service("scheduler", config, serve)
 
 

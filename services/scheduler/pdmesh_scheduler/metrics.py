@@ -30,7 +30,7 @@ _DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2)
 
 
 class SchedulerMetrics:
-    """Counts events and commands, and times milestones; gauges are read from the core when they are asked for."""
+    """Counts events and commands, and times milestones; gauges are read from the core when Prometheus asks."""
 
     def __init__(self, registry: CollectorRegistry, core: SchedulerCore, tenants: TenantUsage) -> None:
         self._queue_time = Histogram(
@@ -114,7 +114,7 @@ class SchedulerMetrics:
         self._models: dict[InstanceId, str] = {}  # what each instance serves
 
     def observe(self, handled: Handled) -> None:
-        """Count what an event and its commands tell, also of requests that have no life here."""
+        """Count what an event and its commands tell, even about requests that have no life here."""
         self._decision.observe(handled.decision_s)
         event = handled.event
         match event:

@@ -1,4 +1,4 @@
-"""What the driver tells those who watch the core: each event that it handled, and what came of it."""
+"""What the driver tells observers of the core: each event that it handled, and what came of it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class Handled(NamedTuple):
 
 
 class Observer(Protocol):
-    """Is told of every handled event, before its commands are carried out. It only looks."""
+    """Called with every handled event, before its commands are carried out. An observer changes nothing."""
 
     def observe(self, handled: Handled) -> None: ...

@@ -1,4 +1,4 @@
-"""How far operators' operations are, for those who ask and wait."""
+"""The progress of operators' operations, for commands that ask and wait."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class OperationStatuses:
             self._changed = anyio.Event()
 
     def changed(self) -> anyio.Event:
-        """Return the event that is set at the next change of an operation, or of what is desired."""
+        """Return the event that is set at the next change of an operation, or of what operators want."""
         return self._changed
 
     def all(self) -> tuple[OperationStatus, ...]:
-        """All that are remembered, the newest first."""
+        """Return all operations that are remembered, the newest first."""
         return tuple(self._status(view) for view in reversed(self._views.values()))
 
     def of(self, operation_id: OperationId) -> OperationStatus | None:
-        """One of them, if it is remembered."""
+        """Return an operation; None if it is not remembered."""
         view = self._views.get(operation_id)
         return None if view is None else self._status(view)
 
     async def wait(self, operation_id: OperationId, num_left: int, wait_s: float) -> OperationStatus | None:
-        """One of them once it is over or has another number left than ``num_left``, or after ``wait_s``."""
+        """Return an operation once it is over or has another number left than ``num_left``, or after ``wait_s``."""
         with anyio.move_on_after(wait_s):
             while (view := self._views.get(operation_id)) is not None:
                 if view.state is not OperationState.RUNNING or view.num_left != num_left:

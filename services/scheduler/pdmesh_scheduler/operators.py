@@ -1,7 +1,7 @@
-"""Who may look at the running mesh and change it: operators, by the tokens that they show.
+"""Operators, and by the tokens that calls show, which of them may look at the running mesh and change it.
 
-The file of operators is read again when it has changed, which is looked at when a token is checked. A file that is
-wrong then leaves them as they were. One that holds none means nobody, not everybody on this machine.
+The file of operators is read again if it has changed when a token is checked. If the changed file is wrong, the known
+operators stay. A file without operators admits none; it does not admit everyone on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 class Operators:
-    """The known operators by the hashes of their tokens, so that the time of a look-up tells nothing of a token."""
+    """The known operators by the hashes of their tokens, so that the time of a look-up says nothing about a token."""
 
     def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError if there is a file of operators that cannot be used."""

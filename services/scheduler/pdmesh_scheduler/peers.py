@@ -1,4 +1,4 @@
-"""Streams of workers and gateways, by the id of who is at the other end, and their leases."""
+"""Streams of workers and gateways, by the id of the peer at the other end, and their leases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Connection(Generic[IdT, DownT]):
 
 
 class Peers(Generic[IdT, DownT]):
-    """The connected peers. A peer that registers again takes the place of its old stream."""
+    """The connected peers. A peer that registers again replaces its old stream."""
 
     def __init__(self) -> None:
         self._connections: dict[IdT, Connection[IdT, DownT]] = {}
@@ -62,21 +62,21 @@ class Peers(Generic[IdT, DownT]):
         self._connections[connection.peer_id] = connection
 
     def remove(self, connection: Connection[IdT, DownT]) -> bool:
-        """Whether it still was its peer's stream."""
+        """Forget a stream. Return whether it still was its peer's stream."""
         if self._connections.get(connection.peer_id) is not connection:
             return False
         del self._connections[connection.peer_id]
         return True
 
     def end(self, peer_id: IdT) -> bool:
-        """Forget a peer's stream and end it, if there is one. Whether there was."""
+        """Forget a peer's stream and end it. Return whether there was one."""
         connection = self._connections.pop(peer_id, None)
         if connection is not None:
             connection.scope.cancel()
         return connection is not None
 
     def post(self, peer_id: IdT, message: DownT) -> None:
-        """Send, or drop the message if the peer is away: registering again tells both sides all they must know."""
+        """Send a message, or drop it if the peer is away: registering again tells both sides all they must know."""
         connection = self._connections.get(peer_id)
         if connection is None or not connection.is_open:
             return
@@ -92,9 +92,9 @@ class Peers(Generic[IdT, DownT]):
 class Leases(Generic[IdT]):
     """The time until which each peer must be heard from.
 
-    All leases are equally long, but that of a peer whose stream broke: it is most likely dead, and one that lives comes
-    back at once. If *we* stood still, nobody is given up for it: what peers have said meanwhile is read first, and
-    those that took us for dead have a whole lease to come back.
+    All leases are equally long, except that of a peer whose stream broke: it is most likely dead, and a live one comes
+    back at once. If this process itself was stopped, no peer is given up for it: what peers have said meanwhile is read
+    first, and peers that took the scheduler for dead have a whole lease to come back.
     """
 
     def __init__(self, lease_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Each request's life, as `pdmesh requests show` prints it, told from its milestones."""
+"""Each request's life, as `pdmesh requests show` prints it, made from its milestones."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ class _Record:
 
 
 class RequestRecords:
-    """Tells of every request that `pdmesh.core.lives.Lives` keeps."""
+    """Records of all requests that `pdmesh.core.lives.Lives` keeps."""
 
     def __init__(self, wall_time: Callable[[float], float]) -> None:
         self._wall_time = wall_time
         self._records: dict[RequestId, _Record] = {}
 
     def find(self, name: str) -> tuple[RequestRecord, ...]:
-        """What is remembered under a name that somebody has of a request, of the first kind that fits:
+        """Return the records that a name stands for, by the first of these kinds that fits.
 
-        its id, which may begin as in a response; that of an HTTP request with several choices; its client's label; the
-        first characters of an id or a label. The choices of one HTTP request come in their order.
+        A request's id, which may begin as in a response; the id of an HTTP request with several choices; a client's
+        label; the first characters of an id or a label. The choices of one HTTP request come in their order.
         """
         if not name:
             return ()
@@ -97,12 +97,12 @@ class RequestRecords:
         return tuple(record for key in found if (record := self.get(key)) is not None)
 
     def label(self, request_id: RequestId) -> str:
-        """What the client of a request calls it."""
+        """Return the client's name for a request."""
         record = self._records.get(request_id)
         return "" if record is None else record.label
 
     def newest(self, limit: int) -> tuple[RequestRecord, ...]:
-        """The ``limit`` that arrived last, the newest first, without their entries."""
+        """Return the ``limit`` requests that arrived last, the newest first, without their entries."""
         known = self._records
         last = heapq.nlargest(max(0, limit), known, key=lambda key: known[key].life.first_arrival_s)
         found = (self.get(key) for key in last)
@@ -130,7 +130,7 @@ class RequestRecords:
         )
 
     def choices(self, request_id: str) -> tuple[RequestRecord, ...]:
-        """What is remembered of the choices of one HTTP request, in their order."""
+        """Return the remembered choices of one HTTP request, in their order."""
         prefix = request_id + "-"
         numbers = sorted(
             int(key.removeprefix(prefix))

@@ -27,7 +27,7 @@ class _Trace:
 
 
 class SchedulerSpans:
-    """Told from milestones, as the records are. Keeps something for each traced epoch of a request until it ends."""
+    """Spans made from milestones, as the records are. Keeps state for each traced epoch of a request until it ends."""
 
     def __init__(self, tracing: Tracing, wall_time: Callable[[float], float]) -> None:
         self._tracing = tracing
@@ -35,7 +35,7 @@ class SchedulerSpans:
         self._traces: dict[RequestKey, _Trace] = {}
 
     def observe(self, handled: Handled) -> None:
-        """Begin and end the spans of the requests that the milestones are of."""
+        """Begin and end the spans of the requests that have milestones."""
         if not self._tracing.on:
             return
         for _, attempt, what in handled.milestones:

@@ -1,4 +1,4 @@
-"""A scheduler that has just begun has not heard of everybody yet: what is asked of it meanwhile waits for that."""
+"""The time after a scheduler's start in which it has not heard from all instances yet, and lets questions wait."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class StartupGrace:
         self._news = anyio.Event()
 
     def observe(self, handled: Handled) -> None:
-        """Look again once an actuator or an instance was heard from."""
+        """Check again whether the grace is over, if an actuator or an instance was heard from."""
         if isinstance(handled.event, InstanceJoined | ActuatorReported):
             self._news.set()
             self._news = anyio.Event()
 
     async def wait(self) -> None:
-        """Wait until the time to settle is over."""
+        """Wait until the grace is over."""
         while (left_s := self._left_s()) > 0:
             with anyio.move_on_after(left_s):
                 await self._news.wait()

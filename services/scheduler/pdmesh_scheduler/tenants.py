@@ -1,4 +1,4 @@
-"""Who uses the mesh: what each key's requests were charged of late, and what of it waits and runs."""
+"""Tenants' use of the mesh: what each key's requests were charged in the last minute, and how many wait and run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHERS = "(others)"
 
 
 class TenantUsage:
-    """Looks at the core's counters now and then, and compares."""
+    """Reads the core's counters from time to time, and compares them with earlier ones."""
 
     def __init__(self, core: SchedulerCore) -> None:
         self._core = core
@@ -31,7 +31,7 @@ class TenantUsage:
         self._seen: deque[tuple[float, Mapping[str, int]]] = deque()  # tokens charged until then
 
     def observe(self, handled: Handled) -> None:
-        """Time has passed."""
+        """Read the counters if enough time has passed."""
         self._now_s = handled.now_s
         if not self._seen or handled.now_s >= self._seen[-1][0] + NOTCH_S:
             self._seen.append((handled.now_s, {view.tenant: view.num_tokens for view in self._core.tenants}))

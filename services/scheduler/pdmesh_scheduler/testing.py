@@ -46,7 +46,7 @@ CONFIG = MeshConfig(scheduler=SchedulerConfig(lease_s=60.0, suspect_s=60.0))
 
 
 class RunningScheduler(ServiceContext):
-    """Keeps what the service announces."""
+    """The scheduler service in this process, and what it announces."""
 
     facts: dict[str, Any]
     ready: anyio.Event
@@ -70,7 +70,7 @@ class SchedulerPeer:
             self.link.post(EventMessage.of(message) if is_event else message)
 
     async def expect(self, message_type: type[MessageT], limit_s: float | None = 10) -> MessageT:
-        """The next message of a type; others before it are dropped. Raises TimeoutError."""
+        """Return the next message of a type, dropping others before it. Raises TimeoutError."""
         with anyio.fail_after(limit_s):
             while True:
                 for index, message in enumerate(self.seen):
@@ -81,7 +81,7 @@ class SchedulerPeer:
                 self.seen[:] = [_opened(message) for message in frame]
 
     async def ended(self) -> str:
-        """Why the scheduler ended the stream."""
+        """Return why the scheduler ended the stream."""
         with anyio.fail_after(10):
             try:
                 while await anext(self.frames, None) is not None:
@@ -100,7 +100,7 @@ def _opened(message: Any) -> Any:
 
 @dataclass
 class SchedulerBench:
-    """A scheduler that runs, and ways to be its peer."""
+    """A running scheduler, and ways to be its peer."""
 
     context: RunningScheduler
     channel: MeshChannel
@@ -142,7 +142,7 @@ class SchedulerBench:
 
 @asynccontextmanager
 async def running_scheduler(config: MeshConfig = CONFIG) -> AsyncGenerator[SchedulerBench]:
-    """The service, which must stop in good order when the block is left."""
+    """Yield a running scheduler, which must stop cleanly when the block is left."""
     context = RunningScheduler(ready_fd=None)
     context.ready = anyio.Event()
     with anyio.fail_after(60):

@@ -1,4 +1,4 @@
-"""Workers' streams: who joins, what they report, and when they are given up."""
+"""Workers' streams: their registration, their reports, and when a worker is given up."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ RETURN_GRACE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerStreams:
-    """A worker whose stream breaks has the rest of its lease to come back, and gets no work meanwhile; nor does one
-    that is silent for longer than one that lives.
+    """Serves workers.
+
+    A worker whose stream breaks has the rest of its lease to come back, and gets no work meanwhile. Nor does one that
+    has been silent for longer than a live worker would be.
     """
 
     driver: Driver
@@ -56,14 +58,14 @@ class WorkerStreams:
     _profiles: dict[InstanceId, InstanceProfile] = field(default_factory=dict[InstanceId, InstanceProfile])
 
     async def watch(self) -> None:
-        """Suspect, and give up, those that are not heard of; until cancelled."""
+        """Suspect workers that are silent, and give up those whose leases run out, until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.leases.run, self._expired)
             tasks.start_soon(self.silences.run, self._silent)
             tasks.start_soon(self.absences.run, self._stays_away)
 
     async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
-        """One stream, from its registration to its end."""
+        """Serve one stream, from its registration to its end."""
         frames = link.frames()
         registered, rest = await registration(frames, RegisterWorker)
         _check(registered)
