@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from pdmesh.core.commands import (
@@ -60,6 +60,7 @@ class MeshState:
         self.instances: dict[InstanceId, InstanceState] = {}
         self.numbers = Numbers()  # of the instances
         self.kept_where = KeptWhere()  # the granules that these keep
+        self.by_number: dict[int, InstanceState] = {}
         self.suspected: dict[InstanceId, None] = {}  # silent instances
         self.changed: dict[InstanceId, None] = {}  # instances that changed since they were last looked at
         self.in_prefill_phase: dict[
@@ -112,7 +113,7 @@ class MeshState:
 
     def add_instance(self, instance: InstanceState) -> None:
         """Enter an instance whose number comes from `numbers`, or is that of its predecessor."""
-        self.instances[instance.instance_id] = instance
+        self.instances[instance.instance_id] = self.by_number[instance.number] = instance
         self._exact_groups[instance.exact_group] += 1
         self._kv_groups[instance.kv_group] += 1
         self.regroup()
@@ -125,6 +126,7 @@ class MeshState:
         instance = self.instances.pop(instance_id, None)
         if instance is not None:
             instance.kept.clear()
+            del self.by_number[instance.number]
             self._exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
             self._kv_groups -= Counter((instance.kv_group,))
         return instance
@@ -144,8 +146,16 @@ class MeshState:
 
     # --- a request begins ---
 
-    def open(self, request: Request, rank: Rank, work_us: int = 0) -> RequestState:
-        state = RequestState(request, rank, work_us)
+    def depths(self, request: Request) -> Mapping[int, int]:
+        """How many granules of its prompt are kept where, by the instance's number; only where some are."""
+        if not request.prefix or not len(self.kept_where):
+            return {}
+        chain = request.chain
+        return self.kept_where.depths(chain, len(chain))
+
+    def open(self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0) -> RequestState:
+        """Note a new request, of whose prompt so many tokens are kept somewhere."""
+        state = RequestState(request, rank, work_us, num_reused_tokens=num_reused_tokens)
         self.requests[request.request_id] = state
         self.of_gateway.setdefault(request.gateway_id, {})[request.request_id] = None
         return state
@@ -175,10 +185,10 @@ class MeshState:
         """
         request, (request_id, epoch) = state.request, state.key
         self.queue.remove(state)
-        self.queue.counters.placed(request)
         stays, awaits_receiver = decode is prefill, decode is None
         num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
         num_reused = prefill.num_kept_granules(request)
+        self.queue.counters.placed(request, num_reused * GRANULE_TOKENS)
         state.place(prefill.shard(num_blocks), now_s, stays=stays, num_reused_tokens=num_reused * GRANULE_TOKENS)
         plan = None
         if decode is None:

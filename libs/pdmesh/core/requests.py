@@ -184,7 +184,8 @@ class RequestState:
     first_token_s: float | None = None  # as its last chunk's step was reported
     roomed_s: float | None = None  # when it had room to decode, if that was after its place
     num_planned_tokens: int = 0  # those that are reused among them
-    num_reused_tokens: int = 0  # of its prompt, that were kept where it is computed
+    num_reused_tokens: int = 0  # of its prompt, that were kept where it is computed; while it waits, that are anywhere
+    awaits_until_s: float | None = None  # waits no longer for the instance that keeps its prefix
     #: The instance and the plan of each; not of helpers that were lost, though these may yet report them.
     chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
     group: GroupState | None = None  # that computes its prompt; None: its leader alone does
@@ -281,11 +282,16 @@ class RequestState:
         """Whether it cannot go on without this instance."""
         return instance_id in self.decode_ids or (self.is_in_prefill and instance_id in self.prefill_ids)
 
-    # --- it is placed, or found ---
+    # --- it waits, is placed, or found ---
+
+    def await_until(self, until_s: float) -> None:
+        """Wait no longer than that for the instance that keeps its prefix, while others have room."""
+        self.awaits_until_s = until_s
 
     def rank_by(self, order: PrefillOrder) -> None:
         """Its rank in ``order``, with what is planned of it counted as done."""
-        self.rank = order.rank(self.request, self.num_planned_tokens, self.placed_s)
+        num_done = max(self.num_planned_tokens, self.num_reused_tokens)
+        self.rank = order.rank(self.request, num_done, self.placed_s, self.num_reused_tokens)
 
     def place(self, prefill: KvShard, now_s: float, *, stays: bool, num_reused_tokens: int = 0) -> None:
         """Its prompt is computed with this room, but for its first tokens if these are kept there.

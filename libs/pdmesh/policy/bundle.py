@@ -12,6 +12,7 @@ from pdmesh.policy.interruption import Interruption
 from pdmesh.policy.local_prefill import LocalPrefill
 from pdmesh.policy.prefill_groups import GroupPolicy
 from pdmesh.policy.rebalancing import Rebalancing
+from pdmesh.policy.reuse import ReuseCost
 from pdmesh.policy.seams import DecodePlacement, Packing, PrefillOrder, PrefillPlacement
 from pdmesh.policy.views import InstanceView
 
@@ -37,6 +38,7 @@ class Bundle:
     sends_computed_first: bool = False  # KV that is all there goes before KV that is being computed
     group_policy: GroupPolicy | None = None  # None: no prefill groups
     rebalancing: Rebalancing | None = None  # None: decodes move only to empty an instance
+    reuse: ReuseCost | None = None  # None: where a prompt is computed does not depend on what is kept of it
 
     def why_not(self, instances: Sequence[InstanceView]) -> str | None:
         """Say why these instances cannot serve with this bundle; None if they can, or if none computes prompts."""

@@ -19,6 +19,7 @@ from pdmesh.policy.order import ByPriority, EarliestDeadline, Fcfs, GuardedShort
 from pdmesh.policy.parts import adaptive, in_groups, make_group_policy, mixed, with_order
 from pdmesh.policy.placement import Apart, ShortAroundLong
 from pdmesh.policy.rebalancing import Rebalancing
+from pdmesh.policy.reuse import ReuseCost
 
 
 def _exclusive(config: PolicyConfig) -> Batching:
@@ -75,6 +76,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         sends_computed_first=True,
         group_policy=make_group_policy(config),
         rebalancing=_rebalancing(config),
+        reuse=ReuseCost(prediction.remaining),
     )
 
 

@@ -29,7 +29,7 @@ class ByPlace:
 class Fcfs(ByPlace):
     """First come, first served: the core's own tie-break, by arrival and then by id, is the whole order."""
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         return Rank()
 
 
@@ -37,7 +37,7 @@ class Fcfs(ByPlace):
 class ByPriority(ByPlace):
     """The request's own priority, lower first, as in vLLM."""
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         return Rank(request.priority)
 
 
@@ -47,7 +47,7 @@ class ShortestFirst(ByPlace):
 
     prediction: Prediction
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         return Rank(rounded(self.prediction.remaining_s(request, num_done_tokens)))
 
 
@@ -57,7 +57,7 @@ class EarliestDeadline(ByPlace):
 
     prediction: Prediction
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         return Rank(rounded(self.prediction.due_s(request)))
 
 
@@ -85,9 +85,10 @@ class GuardedShortestFirst:
     spare_slack: float
     min_share: float
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         prediction = self.prediction
-        work_s, due_s = prediction.work_s(request), prediction.due_s(request)
+        work_s = prediction.work_s(request, num_reused_tokens)
+        due_s = prediction.due_s(request, num_reused_tokens)
         since_s = request.arrival_s if placed_s is None else placed_s
         if prediction.is_long(request):
             can_keep_own = prediction.has_target(request) and due_s - since_s >= (1 + self.spare_slack) * work_s

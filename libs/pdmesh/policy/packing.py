@@ -45,7 +45,7 @@ class StaticChunks:
     def takes_local(self, instance: InstanceView) -> bool:
         return False
 
-    def local_s(self, instance: InstanceView, num_prompt_tokens: int) -> float:
+    def local_s(self, instance: InstanceView, num_tokens: int, start: int = 0) -> float:
         return inf
 
     def chunk_alone(self, start: int, num_left: int) -> int:
@@ -116,14 +116,14 @@ class AdaptiveChunks:
         sizer = self._sizer(instance)
         return sizer.max_tokens >= CHUNK_UNIT_TOKENS and sizer.model.step_s(step) <= budget_s + ROUNDING_S
 
-    def local_s(self, instance: InstanceView, num_prompt_tokens: int) -> float:
+    def local_s(self, instance: InstanceView, num_tokens: int, start: int = 0) -> float:
         budget_s = self.local_step_share * self._tpot_s(instance)
         beside = StepShape((), instance.num_decoding, instance.num_resident_tokens)
-        sizer, half = self._sizer(instance), num_prompt_tokens // 2
-        chunk_tokens = sizer.largest(beside, half, num_prompt_tokens, budget_s)  # as large as in the mean
+        sizer, half = self._sizer(instance), start + num_tokens // 2
+        chunk_tokens = sizer.largest(beside, half, num_tokens, budget_s)  # as large as in the mean
         if not chunk_tokens:
             return inf
-        num_steps = ceil((num_prompt_tokens + instance.num_queued_tokens) / chunk_tokens)
+        num_steps = ceil((num_tokens + instance.num_queued_tokens) / chunk_tokens)
         return num_steps * sizer.model.with_chunk_s(beside, half)(chunk_tokens)
 
     def _sizer(self, instance: InstanceView) -> ChunkSizer:

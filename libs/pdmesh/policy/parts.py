@@ -13,6 +13,7 @@ from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, AdaptiveChunks, Ch
 from pdmesh.policy.placement import Freeness, InGroups, LeastQueuedTokens
 from pdmesh.policy.prediction import Prediction, RemainingTime
 from pdmesh.policy.prefill_groups import GroupPolicy, Schedule
+from pdmesh.policy.reuse import ReuseCost
 from pdmesh.policy.seams import Packing, PrefillOrder
 
 _ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
@@ -80,6 +81,7 @@ def with_order(name: str, make_order: Callable[[Prediction], PrefillOrder]) -> C
             decode_placement=Freeness(),
             long_prompt_tokens=config.long_prompt_tokens,
             batching=mixed(config),
+            reuse=ReuseCost(prediction.remaining),
         )
 
     return build

@@ -66,18 +66,18 @@ class Prediction:
     def is_long(self, request: Request) -> bool:
         return request.num_prompt_tokens >= self.long_prompt_tokens
 
-    def work_s(self, request: Request) -> float:
-        """Return the predicted work of the whole prompt in seconds."""
-        return self.remaining.total_s(request.num_prompt_tokens)
+    def work_s(self, request: Request, num_reused_tokens: int = 0) -> float:
+        """Return the predicted work of the whole prompt in seconds, but for what is kept of it."""
+        return self.remaining.remaining_s(request.num_prompt_tokens, num_reused_tokens)
 
     def remaining_s(self, request: Request, num_done_tokens: int) -> float:
         return self.remaining.remaining_s(request.num_prompt_tokens, num_done_tokens)
 
-    def due_s(self, request: Request) -> float:
+    def due_s(self, request: Request, num_reused_tokens: int = 0) -> float:
         """Return when the first token is due: by its own target, or by the work that its client asked for up to it."""
         if request.slo_ttft_s is not None and self.has_target(request):
             return request.arrival_s + request.slo_ttft_s
-        due_s = request.arrival_s + self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request)
+        due_s = request.arrival_s + self.slo_ttft_s + self.slo_ttft_stretch * self.work_s(request, num_reused_tokens)
         if request.num_tokens_before:
             # What a client asks for at once is one piece of work: its last choice is not late before its first is due.
             share = request.num_tokens_before / request.num_prompt_tokens

@@ -17,8 +17,11 @@ from pdmesh.policy.views import InstanceView, PartialStep, Rank
 class PrefillOrder(Protocol):
     """The order in which prompts are served."""
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
-        """``placed_s`` is when an instance took it; None while it waits."""
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
+        """``placed_s`` is when an instance took it; None while it waits.
+
+        ``num_reused_tokens`` of its prompt are no work, since their KV is kept; they count as done, too.
+        """
         ...
 
     def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
@@ -55,8 +58,11 @@ class Packing(Protocol):
         """Whether steps of ``instance``, which only decodes, have room for some of a prompt."""
         ...
 
-    def local_s(self, instance: InstanceView, num_prompt_tokens: int) -> float:
-        """Predicted time of a prompt on such an instance, behind those that are computed there; infinite: no room."""
+    def local_s(self, instance: InstanceView, num_tokens: int, start: int = 0) -> float:
+        """Predicted time of so many tokens of a prompt, from ``start`` on, on such an instance; infinite: no room.
+
+        They come behind what is computed there already.
+        """
         ...
 
 

@@ -18,7 +18,7 @@ class FcfsOfEachKind(ByPlace):
 
     long_prompt_tokens: int
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         return Rank(bucket=float(request.num_prompt_tokens >= self.long_prompt_tokens))
 
 
@@ -28,7 +28,7 @@ class LeastSlack(ByPlace):
 
     prediction: Prediction
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         return Rank(rounded(_latest_start_s(self.prediction, request, num_done_tokens)))
 
 
@@ -41,7 +41,7 @@ class LeastRelativeSlack:
 
     prediction: Prediction
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         latest_s = rounded(_latest_start_s(self.prediction, request, num_done_tokens))
         return Rank(latest_s, work_class_s(self.prediction.work_s(request)), latest_s)
 
@@ -63,7 +63,7 @@ class ShortFirst(ByPlace):
     long_prompt_tokens: int
     preempts: bool = True
 
-    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None) -> Rank:
+    def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
         if request.num_prompt_tokens < self.long_prompt_tokens:
             return Rank(1.0, 1.0)
         place = 0.0 if placed_s is not None and not self.preempts else 2.0

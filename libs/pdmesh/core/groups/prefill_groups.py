@@ -429,7 +429,7 @@ class GroupPlanner:
             in_parallel=in_parallel,
             at_once=in_parallel and at_once,
         )
-        member.begin_plan(plan)
+        member.begin_plan(plan, now_s)
         member.queue_tokens(num_tokens)
         leader.queue_tokens(-num_tokens)
         state.plan_chunk(member.instance_id, plan.plan_id, num_tokens)

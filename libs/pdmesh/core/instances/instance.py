@@ -75,6 +75,7 @@ class InstanceState:
         self.next_plan_id = next_plan_id
         self.num_flights = 0  # changes of what is in flight, of the requests in it, and of the decodes beside it
         self.plans: dict[int, StepPlan] = {}  # in flight
+        self.turned_s = 0.0  # when the first of these began, as far as is known
         self.batching = BatchingState()
         self.urgent_plan_id: int | None = None  # of the one among them that overtakes the others
         self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned
@@ -247,7 +248,10 @@ class InstanceState:
         """Number of plans in flight, without an urgent one."""
         return len(self.plans) - (self.urgent_plan_id is not None)
 
-    def begin_plan(self, plan: StepPlan) -> None:
+    def begin_plan(self, plan: StepPlan, now_s: float) -> None:
+        """A plan is sent."""
+        if not self.plans:
+            self.turned_s = now_s
         self.next_plan_id = plan.plan_id + 1
         self.plans[plan.plan_id] = plan
         self.num_flights += 1
@@ -255,8 +259,9 @@ class InstanceState:
             self.urgent_plan_id = plan.plan_id
         self._change()
 
-    def end_plan(self, plan_id: int) -> StepPlan | None:
+    def end_plan(self, plan_id: int, now_s: float) -> StepPlan | None:
         """The plan, if it was in flight."""
+        self.turned_s = now_s
         if plan_id == self.urgent_plan_id:
             self.urgent_plan_id = None
         plan = self.plans.pop(plan_id, None)

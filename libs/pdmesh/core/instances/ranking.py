@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from pdmesh.core.instances.decoding import DecodingSums
 from pdmesh.core.instances.instance import InstanceState
@@ -12,6 +13,15 @@ from pdmesh.model import InstanceId, Request
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.seams import DecodePlacement
 from pdmesh.policy.views import InstanceView
+
+#: Nothing of a request's prompt is kept anywhere.
+NOTHING_KEPT: Mapping[int, int] = MappingProxyType({})
+
+#: Instances are about as good if the last parts of their keys differ by no more than this share.
+_ALIKE = 0.1
+
+#: So many of these are compared by what they keep.
+_MAX_COMPARED = 8
 
 #: An instance behind its key and its id, which no two share: so entries compare without the instances.
 Ranked = tuple[tuple[float, ...], InstanceId, InstanceState]
@@ -54,6 +64,11 @@ class Ranking:
         return self._line
 
 
+def _are_alike(key: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Whether two keys are of one class of load."""
+    return key[:-1] == other[:-1] and abs(other[-1] - key[-1]) <= _ALIKE * abs(key[-1])
+
+
 class _ExactGroup:
     """The instances of one KV group and arithmetic class, and for how many blocks of one more request each has room."""
 
@@ -82,18 +97,34 @@ class _ExactGroup:
             self._open.remove(room[0])
             self._bounded.remove(room[1])
 
-    def first(self, request: Request) -> InstanceState | None:
-        """The first with room for the whole request. Nobody is looked at if there is none."""
+    def first(self, request: Request, depths: Mapping[int, int]) -> InstanceState | None:
+        """The first with room for the whole request; of those that are about as free, the one that keeps most of it.
+
+        Nobody is looked at if there is none.
+        """
         some = next(iter(self._ranking.members.values()), None)
         if some is None:
             return None
         wanted, is_open = some.wanted_blocks(request)  # the same anywhere
         if wanted > (self._open if is_open else self._bounded).greatest:
             return None
-        for _, _, instance in self._ranking.line():
-            if instance.can_decode(request):
+        found: InstanceState | None = None
+        first_key: tuple[float, ...] = ()
+        deepest = num_found = 0
+        for key, _, instance in self._ranking.line():
+            if found is not None and (num_found == _MAX_COMPARED or not _are_alike(first_key, key)):
+                break
+            if not instance.can_decode(request):
+                continue
+            if not depths:
                 return instance
-        return None
+            num_found += 1
+            depth = depths.get(instance.number, 0)
+            if found is None:
+                found, first_key, deepest = instance, key, depth
+            elif depth > deepest:
+                found, deepest = instance, depth
+        return found
 
 
 class Decoders:
@@ -136,12 +167,15 @@ class Decoders:
             if group is None:
                 del self._group_of[instance_id]
 
-    def firsts(self, request: Request) -> dict[str, InstanceState]:
-        """The first of every exact group with room for the whole request, where there is one."""
+    def firsts(self, request: Request, depths: Mapping[int, int] = NOTHING_KEPT) -> dict[str, InstanceState]:
+        """The first of every exact group with room for the whole request, where there is one.
+
+        ``depths`` say how much of its prompt is kept where, by the instance's number.
+        """
         self.catch_up()
         firsts: dict[str, InstanceState] = {}
         for name, group in self._groups.items():
-            first = group.first(request)
+            first = group.first(request, depths)
             if first is not None:
                 firsts[name] = first
         return firsts

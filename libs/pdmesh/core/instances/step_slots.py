@@ -213,6 +213,10 @@ class StepSlots:
         beside.sort()
         return _merged(line, beside)
 
+    def is_taker(self, instance: InstanceState) -> bool:
+        """Whether it is idle, or somebody may interrupt it."""
+        return instance.instance_id in self._takers.members
+
     def least_queued(self, kv_group: str) -> InstanceState | None:
         """Return the least queued instance that takes prompts and is not held back; asked with local prefill only."""
         ranking = self._prefilling.get(kv_group)

@@ -25,6 +25,7 @@ from pdmesh.core.steps.placing import (
     place_locally,
     room_or_turn,
 )
+from pdmesh.core.steps.reusing import Reusing
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.waiting.queue import in_order
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Role
@@ -33,6 +34,9 @@ from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape
 from pdmesh.policy.views import PartialStep
+
+#: So many requests step aside in one round, for instances that keep their prefixes.
+MAX_ASIDE = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +115,7 @@ class Packer:
             if not (instance.reachable and self._step_slots.has_room(instance) and self._modes.ends_phase(instance)):
                 continue
             plan = StepPlan(plan_id=instance.next_plan_id, chunks=(), with_decodes=True)
-            instance.begin_plan(plan)
+            instance.begin_plan(plan, now_s)
             self._modes.sent(instance, plan, now_s)
             self._mesh.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
 
@@ -139,6 +143,7 @@ class Round:
         self._bundle = bundle
         self._now_s = now_s
         self._for_waiting = for_waiting
+        self._reusing = Reusing(mesh, now_s)
         self._least_prompt_tokens = mesh.queue.least_prompt_tokens
         self._step_slots: dict[InstanceId, StepSlot] = {}
         for instance in instances:
@@ -171,6 +176,11 @@ class Round:
         """Place strictly in order: if there is no room for the head, nobody behind it is placed."""
         queue = self._mesh.queue
         queue.call_all()
+        self._place_in_order()
+        queue.step_back()
+
+    def _place_in_order(self) -> None:
+        queue, num_aside = self._mesh.queue, 0
         while (head := queue.head(self._bundle.order, self._now_s)) is not None:
             match self._place_for(head):
                 case Placement() as placement:
@@ -180,6 +190,11 @@ class Round:
                     queue.defer(head, as_long=self._bundle.is_long(head.request))
                 case Wait.FOR_INSTANCE:
                     queue.park(head)
+                case Wait.FOR_KEPT:
+                    queue.step_aside(head)
+                    num_aside += 1
+                    if num_aside == MAX_ASIDE:
+                        return
                 case Wait.FOR_ROOM | Wait.FOR_STEP_SLOT:
                     return
 
@@ -192,14 +207,21 @@ class Round:
             if step_slot.running:
                 line = self._in_order([*step_slot.running, head])
                 self._plan_running(step_slot, line[: line.index(head)])
+        offers, depths = self._offers(head), mesh.depths(request)
+        if depths and bundle.reuse is not None:
+            by_cost = self._reusing.cheapest(head, depths, bundle.reuse, offers, self._may_begin)
+            if by_cost is None:
+                return Wait.FOR_KEPT
+            offers = by_cost
         placement = place(
             request,
-            self._offers(head),
+            offers,
             self._known.decoders,
             bundle,
             self._handovers,
             self._now_s,
             spans_classes=mesh.spans_classes,
+            depths=depths,
         )
         if placement is Wait.FOR_ROOM:
             wait = room_or_turn(request, self._known.any_long, bundle)
@@ -225,6 +247,11 @@ class Round:
         for instance in self._known.for_prompts(opened, others=self._for_waiting):
             if instance.takes_prompts and self._fits(instance, head):
                 yield instance
+
+    def _may_begin(self, instance: InstanceState, head: RequestState) -> bool:
+        """Whether an instance may have a step slot, and its next step takes a first chunk of the head."""
+        has_slot = instance.instance_id in self._step_slots or (self._for_waiting and self._known.is_taker(instance))
+        return has_slot and instance.takes_prompts and self._fits(instance, head)
 
     def _fits(self, instance: InstanceState, head: RequestState) -> bool:
         """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""
@@ -323,7 +350,7 @@ class Round:
             urgent=urgent,
             holds_decodes=holds,
         )
-        instance.begin_plan(plan)
+        instance.begin_plan(plan, self._now_s)
         self._modes.sent(instance, plan, self._now_s)
         self._mesh.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
         return True

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.ranking import Decoders
+from pdmesh.core.instances.ranking import NOTHING_KEPT, Decoders
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.model import Request
 from pdmesh.policy.bundle import Bundle
@@ -23,6 +23,7 @@ class Wait(Enum):
 
     FOR_STEP_SLOT = auto()  # no instance has a step slot whose step takes it
     FOR_ROOM = auto()  # nothing that is there has room for it
+    FOR_KEPT = auto()  # an instance that keeps its prefix has no step slot, and will be cheaper than the others
     FOR_TURN = auto()  # the policy lets it wait; others may go past it
     FOR_INSTANCE = auto()  # nothing that is there could ever take it
 
@@ -48,13 +49,14 @@ def place(
     now_s: float,
     *,
     spans_classes: bool = False,
+    depths: Mapping[int, int] = NOTHING_KEPT,
 ) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy.
 
     Where the mesh ``spans_classes``, within one arithmetic class if there is room in one, else across classes. The
-    class of a request that is resumed is that of its tokens so far.
+    class of a request that is resumed is that of its tokens so far. ``depths`` are of `MeshState.depths`.
     """
-    firsts = decoders.firsts(request)
+    firsts = decoders.firsts(request, depths)
     if closed := handovers.closed_groups:
         firsts = {name: first for name, first in firsts.items() if first.kv_group not in closed}
     if spans_classes:

@@ -33,7 +33,7 @@ class StepReports:
 
     def done(self, instance: InstanceState, event: StepDone, now_s: float) -> None:
         """A planned step has ended: its chunks are computed, or were dropped."""
-        plan = instance.end_plan(event.plan_id)
+        plan = instance.end_plan(event.plan_id, now_s)
         if plan is None:
             self._mesh.ignore("StepDone")
             return

@@ -52,7 +52,7 @@ class HandOvers:
             if kv_group in self._closed:
                 continue
             source = mesh.instances[state.prefill_ids[0]]
-            firsts = step_slots.decoders.firsts(state.request)
+            firsts = step_slots.decoders.firsts(state.request, mesh.depths(state.request))
             receiver = firsts.get(source.exact_group)
             if receiver is None and firsts and not source.can_keep(state.request):
                 receiver = step_slots.decoders.across(firsts, source)

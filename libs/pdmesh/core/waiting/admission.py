@@ -55,9 +55,10 @@ class Refusal(NamedTuple):
     reject_ttl_s: float  # others like it would be refused for so long
 
 
-def work_us(request: Request, latency: LatencyModel) -> int:
-    """Predicted work of its prompt alone, in microseconds."""
-    return round(1e6 * latency.step_s(StepShape((ChunkShape(request.num_prompt_tokens, 0),), 0, 0)))
+def work_us(request: Request, latency: LatencyModel, num_reused_tokens: int = 0) -> int:
+    """Predicted work of its prompt alone, but for what is kept of it, in microseconds."""
+    chunk = ChunkShape(request.num_prompt_tokens - num_reused_tokens, num_reused_tokens)
+    return round(1e6 * latency.step_s(StepShape((chunk,), 0, 0)))
 
 
 class Pace:

@@ -1,9 +1,10 @@
 """Fair shares between tenants: a virtual token counter for each (Sheng et al., Fairness in Serving LLMs, OSDI 2024).
 
 Of those with requests in line, the one with the least counter is served next. A tenant is charged for a request when it
-is placed: its prompt tokens, and twice the output tokens that are expected of it, from what its requests drew before.
-When the request ends, what it drew takes the place of what was expected. So nobody gets a place for nothing in between,
-and in the end each has paid for what it got. A counter goes up by tokens over the share of the key.
+is placed: its prompt tokens, those whose KV is kept at a tenth, and twice the output tokens that are expected of it,
+from what its requests drew before. When the request ends, what it drew takes the place of what was expected. So nobody
+gets a place for nothing in between, and in the end each has paid for what it got. A counter goes up by tokens over the
+share of the key.
 
 Whole numbers, so that sums depend on no order, and a replay of commands and reports has the same.
 """
@@ -22,6 +23,9 @@ UNITS = 1000
 
 #: An output token costs as much as so many of a prompt (as in the paper, and about as on price lists).
 OUTPUT_COST = 2
+
+#: So many prompt tokens whose KV is kept cost as much as one that is computed (as on price lists).
+REUSED_COST = 10
 
 #: So many of the last requests say what is expected of the next one.
 MEMORY = 8
@@ -137,14 +141,19 @@ class TokenCounters:
 
     # --- charges ---
 
-    def placed(self, request: Request) -> None:
-        """A request that has left the line got its place."""
+    def placed(self, request: Request, num_reused_tokens: int = 0) -> None:
+        """A request that has left the line got its place, where so much of its prompt is kept."""
         account = self._accounts[request.tenant]
         num_expected = self._expected[request.request_id, request.epoch] = self._num_expected(request)
         account.num_running += 1
         self._num_placed += 1
-        self._charge(account, _units(request, num_expected), turn=self._num_placed)
-        account.num_tokens += _num_tokens(request, num_expected)
+        num_saved = num_reused_tokens - num_reused_tokens // REUSED_COST if request.epoch == 0 else 0
+        self._charge(
+            account,
+            _units(request, num_expected) - num_saved * UNITS // request.share,
+            turn=self._num_placed,
+        )
+        account.num_tokens += _num_tokens(request, num_expected) - num_saved
 
     def ended(self, request: Request, num_output_tokens: int | None) -> None:
         """A request is over that drew so many tokens, those of earlier epochs among them; None if nobody knows.

@@ -12,7 +12,7 @@ from pdmesh.core.operators.judging import Judge
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.steps.placing import could_place, have_pair, unready_reason
 from pdmesh.core.waiting.admission import Admission, work_us
-from pdmesh.model import RejectReason, Request
+from pdmesh.model import GRANULE_TOKENS, RejectReason, Request
 from pdmesh.policy.bundle import Bundle
 
 
@@ -48,7 +48,9 @@ class NewRequests:
                 mesh.ignore("RequestArrived")  # sent again after a reconnect
                 return
             mesh.end(known, Outcome.SUPERSEDED)
-        state = mesh.open(request, bundle.order.rank(request, 0, None), work_us(request, choice.learner.model))
+        num_reused = max(mesh.depths(request).values(), default=0) * GRANULE_TOKENS
+        rank = bundle.order.rank(request, num_reused, None, num_reused)
+        state = mesh.open(request, rank, work_us(request, choice.learner.model, num_reused), num_reused)
         instance_id = self._reconciler.claim(state.key, request.gateway_id)
         if instance_id is not None:
             mesh.adopt(state, instance_id)

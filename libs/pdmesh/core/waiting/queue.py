@@ -26,6 +26,7 @@ class WaitingQueue:
         self.counters = TokenCounters()
         self._lines: dict[str, Line] = {}  # of each tenant; none empty
         self._lets_wait = False  # some buckets
+        self._aside: list[RequestState] = []  # of those in line, during one round of placing
         self._parked: dict[RequestKey, RequestState] = {}
         # The limit is the same for all, so the order of arrival is the order of deadlines. (An OrderedDict, unlike a
         # dict, finds its first entry at once after many deletions at the front.)
@@ -63,6 +64,17 @@ class WaitingQueue:
         if as_long:
             for line in self._lines.values():
                 line.defer_from(head.request.num_prompt_tokens)
+
+    def step_aside(self, head: RequestState) -> None:
+        """Let the head alone be passed, until `step_back`, which comes before anything else is done with the queue."""
+        self._lines[head.request.tenant].leave(head)
+        self._aside.append(head)
+
+    def step_back(self) -> None:
+        """All that stepped aside are in line again."""
+        for state in self._aside:
+            self._lines[state.request.tenant].join(state)
+        self._aside.clear()
 
     def call_all(self) -> None:
         """Let no request be passed over any more."""
@@ -162,7 +174,7 @@ class WaitingQueue:
         tenant = state.request.tenant
         line = self._lines[tenant]
         line.leave(state)
-        if not line:
+        if not line and all(each.request.tenant != tenant for each in self._aside):
             del self._lines[tenant]
         self.counters.left(state.request)
 

@@ -1,0 +1,27 @@
+"""Where a prompt is computed of which some KV is kept: by the predicted cost, not by where most of it is.
+
+A prefix is never weighed apart from the queue: every prompt shares a system prompt, whose holder would drown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.model import Request
+from pdmesh.policy.prediction import RemainingTime
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseCost:
+    """The time to the first token, and what the instance's own time is worth to others: ``price`` for each second."""
+
+    remaining: RemainingTime
+    price: float = 1.0
+
+    def cost_s(self, request: Request, num_reused_tokens: int, ready_s: float) -> float:
+        """Return the cost on an instance that is ready in ``ready_s`` and keeps so much of the prompt."""
+        return ready_s + (1 + self.price) * self.work_s(request, num_reused_tokens)
+
+    def work_s(self, request: Request, num_reused_tokens: int) -> float:
+        """Return the time that computing the rest takes alone."""
+        return self.remaining.remaining_s(request.num_prompt_tokens, num_reused_tokens)
