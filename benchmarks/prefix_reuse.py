@@ -36,8 +36,8 @@ from pdmesh.traces import read_trace
 
 LATENCY = PROFILES["a100-llama3-8b"]
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
-#: A prompt is computed as a whole where chunks are of one size.
-CHUNK_TOKENS = 1 << 20
+#: Where chunks are of one size: so many that what they cost beside their tokens is little.
+CHUNK_TOKENS = 8192
 
 BUSY = {"conversation": 0.82, "synthetic": 0.55}
 
