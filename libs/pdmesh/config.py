@@ -92,6 +92,9 @@ class GatewayConfig:
     model_aliases: Annotated[
         str, "further names that clients may call the model by, comma-separated; a * at the end stands for any rest"
     ] = ""
+    kept_responses_bytes: Annotated[
+        int, Range(0, 1 << 40), "memory for responses that `previous_response_id` can name, for an hour; 0 keeps none"
+    ] = 64 * 1024 * 1024
     strict_fields: Annotated[
         bool, "refuse requests with unknown fields; otherwise, those that cannot change an answer are ignored"
     ] = False

@@ -14,7 +14,7 @@ import structlog
 
 from pdmesh.core.commands import SHARED_BLAME, ForgetRequest, GatewayCommand, Reject, Restart
 from pdmesh.errors import RequestRejected
-from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, request_id_of
+from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, is_request_of, request_id_of
 from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
 from pdmesh.wire.messages import OtherChoice, Submit, pack_token_ids
 from pdmesh_gateway.choices import Choice
@@ -71,6 +71,10 @@ class Generator:
     def new_request_id(self) -> RequestId:
         """128 random bits, and whose it is: never used again. What its client calls it is its label."""
         return request_id_of(self._gateway_id, secrets.token_hex(16))
+
+    def owns(self, request_id: RequestId) -> bool:
+        """Whether a request is, or was, one of this gateway's."""
+        return is_request_of(self._gateway_id, request_id)
 
     @asynccontextmanager
     async def open(self, job: GenerationJob) -> AsyncGenerator[TextStream]:

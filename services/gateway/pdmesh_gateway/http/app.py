@@ -16,6 +16,7 @@ from pdmesh_gateway.http.errors import OPENAI
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
 from pdmesh_gateway.http.messages.errors import ANTHROPIC
+from pdmesh_gateway.http.responses.endpoint import ResponsesEndpoint
 from pdmesh_gateway.http.ui import UiEndpoints
 from pdmesh_gateway.http.utility import UtilityEndpoints
 from pdmesh_gateway.serving import Serving, check_label
@@ -29,11 +30,16 @@ CLIENT_CLOSED_REQUEST = 499
 def build_app(serving: Serving) -> ASGIApp:
     """The ASGI application of a gateway."""
     utility = UtilityEndpoints(serving)
+    responses = ResponsesEndpoint(serving)
     guarded: list[tuple[str, str, Handler, str]] = [  # with the scope that a key needs
         ("/v1/chat/completions", "POST", ChatEndpoint(serving), "generate"),
         ("/v1/completions", "POST", CompletionsEndpoint(serving), "generate"),
         ("/v1/messages", "POST", MessagesEndpoint(serving), "generate"),
         ("/v1/messages/count_tokens", "POST", CountTokensEndpoint(serving), "tokenize"),
+        ("/v1/responses", "POST", responses, "generate"),
+        ("/v1/responses/input_tokens", "POST", responses.count, "tokenize"),
+        ("/v1/responses/{response_id}", "GET DELETE", responses.one, "generate"),
+        ("/v1/responses/{response_id}/input_items", "GET", responses.input_items, "generate"),
         ("/v1/models", "GET", utility.models, "models"),
         ("/v1/models/{model:path}", "GET", utility.model, "models"),
         ("/tokenize", "POST", utility.tokenize, "tokenize"),
@@ -83,11 +89,12 @@ class _Endpoint:
         self._path = path
         self._handler = handler
         self._scope = scope
-        self._method = ""
+        self._methods: list[str] = []
         self._dialect = ANTHROPIC if path.startswith("/v1/messages") else OPENAI
 
-    def route(self, method: str) -> Route:
-        self._method = method
+    def route(self, methods: str) -> Route:
+        """Serve some methods, with blanks between. ``HEAD`` goes with ``GET``."""
+        self._methods = methods.replace("GET", "GET HEAD").split()
         return Route(self._path, self)  # the method is checked here, for a JSON body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,8 +123,8 @@ class _Endpoint:
         given = exchange.header("x-request-id")
         if given is not None:
             exchange.label = check_label(given, param="X-Request-Id")
-        if self._method and exchange.scope["method"] not in (self._method, "HEAD" if self._method == "GET" else ""):
-            exchange.extra_headers.append((b"allow", b"GET, HEAD" if self._method == "GET" else self._method.encode()))
+        if self._methods and exchange.scope["method"] not in self._methods:
+            exchange.extra_headers.append((b"allow", ", ".join(self._methods).encode()))
             raise RequestRejected(
                 f"Not allowed to {exchange.scope['method']} on {self._path}.", status=405, code="method_not_allowed"
             )

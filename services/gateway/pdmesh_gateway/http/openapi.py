@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,13 @@ import msgspec
 
 from pdmesh_gateway import protocol
 from pdmesh_gateway.http.messages.protocol import CountTokensRequest, MessagesRequest, MessagesResponse, TokenCount
+from pdmesh_gateway.http.responses.protocol import (
+    InputItemList,
+    InputTokenCount,
+    InputTokensRequest,
+    ResponseObject,
+    ResponsesRequest,
+)
 from pdmesh_gateway.http.unknown import HEADER, REFUSED
 
 #: path → (method, summary, request, response)
@@ -18,6 +26,10 @@ _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec
     "/v1/completions": ("post", "Continue a text", protocol.CompletionRequest, protocol.CompletionResponse),
     "/v1/messages": ("post", "Answer a conversation, as Anthropic's API", MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": ("post", "Tokens of such a conversation", CountTokensRequest, TokenCount),
+    "/v1/responses": ("post", "Answer a conversation of items", ResponsesRequest, ResponseObject),
+    "/v1/responses/input_tokens": ("post", "Tokens of such a conversation", InputTokensRequest, InputTokenCount),
+    "/v1/responses/{response_id}": ("get", "A response that is kept", None, ResponseObject),
+    "/v1/responses/{response_id}/input_items": ("get", "What such a response answered", None, InputItemList),
     "/v1/models": ("get", "The models served here", None, protocol.ModelList),
     "/v1/models/{model}": ("get", "One model", None, protocol.ModelCard),
     "/tokenize": ("post", "Text or conversation to token ids", protocol.TokenizeRequest, protocol.TokenizeResponse),
@@ -29,6 +41,9 @@ _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec
     "/metrics": ("get", "Prometheus metrics", None, None),
     "/version": ("get", "The version of pdmesh, and whether its scheduling core is compiled", None, None),
 }
+
+#: Answers that may be streamed.
+_STREAMED = (protocol.ChatResponse, protocol.CompletionResponse, MessagesResponse, ResponseObject)
 
 
 def openapi_document(version: str) -> dict[str, Any]:
@@ -43,7 +58,7 @@ def openapi_document(version: str) -> dict[str, Any]:
         ok: dict[str, Any] = {"description": "OK"}
         if response is not None:
             ok["content"] = {"application/json": {"schema": schemas[response]}}
-        if response in (protocol.ChatResponse, protocol.CompletionResponse, MessagesResponse):
+        if response in _STREAMED and request is not None:
             ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
         operation: dict[str, Any] = {"summary": summary, "responses": {"200": ok, "default": error}}
         if request is not None:
@@ -52,8 +67,10 @@ def openapi_document(version: str) -> dict[str, Any]:
                 "content": {"application/json": {"schema": schemas[request]}},
             }
             operation["security"] = [{"apiKey": []}]
-        if "{model}" in path:
-            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if names := re.findall(r"{(\w+)}", path):
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
         paths[path] = {method: operation}
     return {
         "openapi": "3.1.0",

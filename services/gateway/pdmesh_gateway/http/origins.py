@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pdmesh.errors import RequestRejected
 
-_METHODS = b"GET, POST, OPTIONS"
+_METHODS = b"GET, POST, DELETE, OPTIONS"
 _PREFLIGHT_AGE_S = 600
 
 

@@ -108,21 +108,21 @@ class MessagesRendering(ItemRendering):
 
     def _event(self, news: ItemEvent) -> bytes:
         match news:
-            case TextAdded(item, kind, text):
+            case TextAdded(item=item, kind=kind, text=text):
                 name = (b"thinking_delta", b"thinking") if kind is ItemKind.REASONING else (b"text_delta", b"text")
                 return _DELTA % (item, *name, _encode(text))
-            case ArgumentsAdded(item, text):
+            case ArgumentsAdded(item=item, text=text):
                 return _DELTA % (item, b"input_json_delta", b"partial_json", _encode(text))
-            case ItemBegun(item, kind, id, name):
+            case ItemBegun(item=item, kind=kind, id=id, name=name):
                 self._kinds.append(kind)
                 block = self._block(Item(kind, id, name), signature="")
                 return event(b"content_block_start", _encode({"index": item, "content_block": block}))
-            case ItemEnded(item):
+            case ItemEnded(item=item):
                 signature = b""
                 if self._kinds[item] is ItemKind.REASONING:
                     signature = _DELTA % (item, b"signature_delta", b"signature", _encode(self._id))
                 return signature + event(b"content_block_stop", b'{"index":%d}' % item)
-            case AnswerEnded(finish_reason, stop_reason, num_calls):
+            case AnswerEnded(finish_reason=finish_reason, stop_reason=stop_reason, num_calls=num_calls):
                 self._end = self._end_of(finish_reason, stop_reason, num_calls)
                 return b""
 

@@ -1,0 +1,226 @@
+"""What clients of OpenAI's responses API send and get, as msgspec structs.
+
+Items and tools come as they are, since clients send kinds of both that no server knows: `requests` reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """``reasoning``: how much of it; a summary is never made."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """``text.format``: what the answer's text is to be."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: Any = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """``text``: the form of the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class InputTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/responses/input_tokens``: what of a request makes its prompt."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    truncation: str | None = None  # nothing is ever left out of a prompt
+
+
+class ResponsesRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/responses``."""
+
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    top_logprobs: int | None = None
+    # They change nothing here.
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    stream_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None
+    # vLLM's and ours, as in the other endpoints.
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repetition_penalty: float | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
+    """Text of an answer."""
+
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+    text: str
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag="message"):
+    """An item that is text."""
+
+    id: str
+    status: Status
+    role: str = "assistant"
+    content: list[OutputText]
+
+
+class OutputReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):
+    """What the model thought, in full."""
+
+    text: str
+
+
+class OutputReasoning(msgspec.Struct, kw_only=True, tag="reasoning"):
+    """An item that is reasoning."""
+
+    id: str
+    status: Status
+    summary: list[Any] = []
+    content: list[OutputReasoningText]
+    encrypted_content: None = None
+
+
+class OutputCall(msgspec.Struct, kw_only=True, tag="function_call"):
+    """An item that is a call; ``arguments`` is the text of a JSON object, maybe cut where it is ``incomplete``."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class InputTokensDetails(msgspec.Struct, kw_only=True):
+    """Prompt tokens whose KV was there before."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, kw_only=True):
+    """Output tokens by what they are for."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct, kw_only=True):
+    """Why a response is incomplete."""
+
+    reason: str
+
+
+class ResponseFailure(msgspec.Struct, kw_only=True):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response: what was asked for, and what has become of it."""
+
+    id: str
+    object: str = "response"
+    created_at: int  # Unix time, seconds
+    status: Status
+    background: bool = False
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: Reasoning
+    safety_identifier: str | None
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: TextOptions
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int = 0
+    top_p: float
+    truncation: str = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class ResponseDeleted(msgspec.Struct, kw_only=True):
+    """The answer to ``DELETE /v1/responses/{id}``."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class InputItemList(msgspec.Struct, kw_only=True):
+    """The answer to ``GET /v1/responses/{id}/input_items``."""
+
+    object: str = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokenCount(msgspec.Struct, kw_only=True):
+    """The answer to ``POST /v1/responses/input_tokens``."""
+
+    object: str = "response.input_tokens"
+    input_tokens: int

@@ -1,0 +1,197 @@
+"""From requests of items to a conversation, and to how its answer is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.conversations import Conversation, Tool, ToolChoice
+from pdmesh_gateway.http.responses.protocol import InputTokensRequest, ResponsesRequest, TextFormat
+from pdmesh_gateway.protocol import JsonSchema, ResponseFormat, SamplingFields
+from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.turns import TurnBuilder, arguments_of
+
+ItemObject = Mapping[str, Any]
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def items_of(given: str | Sequence[ItemObject] | None) -> list[ItemObject]:
+    """``input`` as items: a text is what the user says."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    return list(given)
+
+
+def conversation_of(
+    request: InputTokensRequest, items: Sequence[ItemObject], item_of: Callable[[str], ItemObject | None]
+) -> Conversation:
+    """What ``items`` say, in the order of time, under the request's instructions. Raises RequestRejected.
+
+    ``item_of`` finds an item that is only named.
+    """
+    turns = TurnBuilder()
+    if request.instructions:
+        turns.text("system", request.instructions)
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        if kind_of(item) == "item_reference":
+            named = item_of(str(item.get("id")))
+            if named is None:
+                raise _not_found(str(item.get("id")))
+            item = named
+        _add_item(turns, item, where)
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning.effort)
+        if request.reasoning.effort == "none":
+            variables.setdefault("enable_thinking", False)
+    return Conversation(
+        messages=turns.messages(),
+        tools=tuple(_tool(tool) for tool in request.tools or [] if tool.get("type") == "function"),
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        variables=variables,
+    )
+
+
+def fields_of(request: ResponsesRequest) -> SamplingFields:
+    """How an answer is drawn. Raises RequestRejected."""
+    if request.top_logprobs or "message.output_text.logprobs" in (request.include or []):
+        raise RequestRejected(
+            "Log-probabilities are not supported by this endpoint: use `/v1/chat/completions`.",
+            param="top_logprobs",
+            code="unsupported_value",
+        )
+    return SamplingFields(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+        stop=request.stop,
+        response_format=_response_format(None if request.text is None else request.text.format),
+        priority=request.priority,
+        request_id=request.request_id,
+        slo_ttft_ms=request.slo_ttft_ms,
+        slo_tpot_ms=request.slo_tpot_ms,
+    )
+
+
+def kind_of(item: ItemObject) -> str:
+    """An item's type; messages may come without."""
+    return str(item.get("type") or "message")
+
+
+#: Kinds of items that say something here. Others are what tools of OpenAI's left behind: they are skipped.
+KNOWN_ITEMS = frozenset(
+    {
+        *("message", "reasoning", "function_call", "function_call_output", "item_reference"),
+        *("custom_tool_call", "custom_tool_call_output"),
+    }
+)
+
+
+def _add_item(turns: TurnBuilder, item: ItemObject, where: str) -> None:
+    match kind_of(item):
+        case "message":
+            role = _ROLES.get(str(item.get("role")))
+            if role is None:
+                raise invalid("input", f"`{where}.role` must be one of {', '.join(_ROLES)}.")
+            turns.text(role, _text_of(item.get("content"), f"{where}.content"))
+        case "reasoning":
+            if text := _text_of(item.get("content") or item.get("summary") or "", where):
+                turns.reasoning(text)
+        case "function_call":
+            call_id, name, arguments = (_string(item, key, where) for key in ("call_id", "name", "arguments"))
+            turns.call(call_id, name, arguments_of(arguments))
+        case "custom_tool_call":
+            call_id, name, given = (_string(item, key, where) for key in ("call_id", "name", "input"))
+            turns.call(call_id, name, {"input": given})
+        case "function_call_output" | "custom_tool_call_output":
+            turns.result(_string(item, "call_id", where), _text_of(item.get("output"), f"{where}.output"))
+        case _:
+            pass
+
+
+def _string(item: ItemObject, key: str, where: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise invalid("input", f"`{where}.{key}` must be a string.")
+    return value
+
+
+def _text_of(content: Any, where: str) -> str:
+    """A text, or parts of one. Raises RequestRejected for parts that are no text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid("input", f"`{where}` must be a string or a list of parts.")
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in (*_TEXTS, "refusal") or not isinstance(text, str):
+            raise RequestRejected(
+                f"`{where}` has a part of type {str(kind)[:40]!r}; this model accepts text only.",
+                param="input",
+                code="unsupported_value",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    name, description, parameters = tool.get("name"), tool.get("description"), tool.get("parameters")
+    if not isinstance(name, str):
+        raise invalid("tools", "`tools` has a function without a `name`.")
+    return Tool(
+        name=name,
+        description=description if isinstance(description, str) else None,
+        parameters=parameters if isinstance(parameters, dict) else {},
+        strict=tool.get("strict") is True,
+    )
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice:
+    match choice:
+        case None | "auto":
+            return ToolChoice()
+        case "none":
+            return ToolChoice(mode="none")
+        case "required":
+            return ToolChoice(mode="required")
+        case {"type": "function", "name": str(name)}:
+            return ToolChoice(mode="required", allowed=(name,), is_named=True)
+        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
+            names = [tool.get("name") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+            return ToolChoice(
+                mode="required" if mode == "required" else "auto",
+                allowed=tuple(name for name in names if isinstance(name, str)),
+            )
+        case _:
+            raise invalid(
+                "tool_choice", "`tool_choice` must be auto, none, required, a function by name, or allowed_tools."
+            )
+
+
+def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    schema = JsonSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict)
+    return ResponseFormat(type=wanted.type, json_schema=schema if wanted.type == "json_schema" else None)
+
+
+def _not_found(item_id: str) -> RequestRejected:
+    return RequestRejected(
+        f"Item with id '{item_id[:100]}' not found: items are kept for an hour, where responses are stored "
+        "(gateway.kept_responses_bytes). Send the item itself.",
+        status=404,
+        param="input",
+        code="item_not_found",
+    )

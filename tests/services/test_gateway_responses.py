@@ -1,0 +1,248 @@
+"""``/v1/responses`` as OpenAI's client sees it, in front of a scripted mesh."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pdmesh.apikeys import ApiKey, entry_of, hash_key
+from pdmesh.config import GatewayConfig, SecurityConfig
+from pdmesh.model import FinishReason
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
+from pdmesh.testing.sse import named_events
+from pdmesh.wire.messages import Generation, TokenOut, unpack_token_ids
+from pdmesh_gateway.testing import RunningGateway, running_gateway
+from pdmesh_gateway.tokenizer import ModelTokenizer
+
+pytestmark = pytest.mark.anyio
+
+CONTEXT = 512
+BODY: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_checkpoint(directory, max_position_embeddings=CONTEXT)
+    return directory
+
+
+@asynccontextmanager
+async def served(
+    model: Path,
+    script: Script = echo_prompt,
+    *,
+    gateway: GatewayConfig | None = None,
+    security: SecurityConfig | None = None,
+    key: str = "-",
+) -> AsyncGenerator[tuple[openai.AsyncOpenAI, httpx.AsyncClient, ScriptedMesh, RunningGateway]]:
+    async with (
+        scripted_mesh(script) as mesh,
+        running_gateway(model, mesh.address, gateway=gateway, security=security) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30, headers={"authorization": f"Bearer {key}"}) as http,
+        openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0) as client,
+    ):
+        while (await http.get("/ready")).status_code != 200:
+            pass
+        yield client, http, mesh, running
+
+
+async def prompt_of(model: Path, mesh: ScriptedMesh, index: int) -> str:
+    """The prompt of a submitted request, as text."""
+    generation = mesh.submitted[index].generation
+    token_ids = unpack_token_ids(generation.token_ids)[: generation.num_prompt_tokens]
+    return await ModelTokenizer.load(model).decode(token_ids, skip_special_tokens=False)
+
+
+async def test_the_openai_client_works_unmodified(model: Path) -> None:
+    async with served(model) as (client, _http, mesh, _running):
+        response = await client.responses.create(
+            model="tiny", input="hello", instructions="Be kind.", max_output_tokens=12, temperature=0.5
+        )
+        assert response.output_text.startswith("system\nBe")
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.usage is not None
+        assert response.usage.output_tokens == 12
+        assert mesh.submitted[0].generation.params.temperature == 0.5
+
+        async with client.responses.stream(
+            model="tiny", input="hello", instructions="Be kind.", max_output_tokens=50
+        ) as stream:
+            types = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert types[:4] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+        ]
+        assert types[-1] == "response.completed"
+        assert final.output_text.startswith(response.output_text)
+
+        counted = await client.responses.input_tokens.count(model="tiny", input="hello", instructions="Be kind.")
+        assert counted.input_tokens == response.usage.input_tokens
+
+
+async def test_a_conversation_goes_on_from_the_response_before(model: Path) -> None:
+    async with served(model) as (client, _http, mesh, _running):
+        first = await client.responses.create(model="tiny", input="one", instructions="Be kind.", max_output_tokens=3)
+        second = await client.responses.create(
+            model="tiny", input="two", max_output_tokens=3, previous_response_id=first.id
+        )
+        await client.responses.create(model="tiny", input="three", max_output_tokens=1, previous_response_id=second.id)
+        turn = "<|im_start|>{}\n{}<|im_end|>\n"
+        turns = [
+            *(("user", "one"), ("assistant", first.output_text)),
+            *(("user", "two"), ("assistant", second.output_text)),
+            ("user", "three"),
+        ]
+        expected = "".join(turn.format(role, text) for role, text in turns) + "<|im_start|>assistant\n"
+        assert await prompt_of(model, mesh, 2) == expected  # instructions are each request's own
+
+        again = await client.responses.retrieve(first.id)
+        assert again.output == first.output
+        assert (await client.responses.retrieve(second.id)).previous_response_id == first.id
+        items = await client.responses.input_items.list(second.id)
+        [item] = [item.to_dict() for item in items.data]
+        assert (item["type"], item["content"]) == ("message", [{"type": "input_text", "text": "two"}])
+        named: list[Any] = [{"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "four"}]
+        await client.responses.create(model="tiny", input=named, max_output_tokens=1)
+        assert f"assistant\n{first.output_text}<|im_end|>\n" in await prompt_of(model, mesh, 3)
+
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            await client.responses.retrieve(first.id)
+        with pytest.raises(openai.BadRequestError) as gone:
+            await client.responses.create(model="tiny", input="a", previous_response_id=first.id)
+        assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
+        unkept = await client.responses.create(model="tiny", input="a", max_output_tokens=1, store=False)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(unkept.id)
+
+
+async def test_a_streamed_response_is_kept_as_it_was_told(model: Path) -> None:
+    async with served(model) as (_client, http, _mesh, _running):
+        streamed = await http.post("/v1/responses", json={**BODY, "stream": True})
+        events = named_events(streamed.text)
+        assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+        last = events[-1][1]["response"]
+        assert (await http.get(f"/v1/responses/{last['id']}")).json() == last
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert "[DONE]" not in streamed.text
+
+
+async def test_nobody_reads_what_another_key_asked(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("".join(entry_of(ApiKey(name=name, hash=hash_key(name))) for name in ("alice", "mallory")))
+    async with served(model, security=SecurityConfig(api_keys_file=path), key="alice") as (client, http, mesh, _r):
+        secret = await client.responses.create(model="tiny", input="my secret", max_output_tokens=2)
+        other = {"authorization": "Bearer mallory"}
+        url = f"/v1/responses/{secret.id}"
+        unknown = await http.get("/v1/responses/resp_none", headers=other)
+        for response in (
+            await http.get(url, headers=other),
+            await http.delete(url, headers=other),
+            await http.get(f"{url}/input_items", headers=other),
+        ):
+            assert response.status_code == unknown.status_code == 404
+        body = {**BODY, "previous_response_id": secret.id}
+        assert (await http.post("/v1/responses", json=body, headers=other)).status_code == 400
+        named = {**BODY, "input": [{"type": "item_reference", "id": secret.output[0].id}]}
+        assert (await http.post("/v1/responses", json=named, headers=other)).status_code == 404
+        assert len(mesh.submitted) == 1
+        assert (await client.responses.retrieve(secret.id)).id == secret.id
+
+
+async def test_another_gateways_response_is_told_apart_from_one_that_is_gone(model: Path) -> None:
+    async with served(model) as (client, http, _mesh, _running):
+        first = await client.responses.create(model="tiny", input="a", max_output_tokens=1)
+        name, _, mark = first.id.partition(".")
+
+        async def why(response_id: str) -> str:
+            return str((await http.get(f"/v1/responses/{response_id}")).json()["error"]["message"])
+
+        assert "not one of this gateway's" in await why(f"{name}.{'0' * len(mark)}")
+        assert "kept for an hour" in await why(f"resp_0.{mark}")
+    async with served(model, gateway=GatewayConfig(kept_responses_bytes=0)) as (client, http, _mesh, _running):
+        first = await client.responses.create(model="tiny", input="a", max_output_tokens=1)
+        assert first.store is False  # type: ignore[attr-defined]
+        with pytest.raises(openai.BadRequestError, match="keeps no responses"):
+            await client.responses.create(model="tiny", input="a", previous_response_id=first.id)
+
+
+async def test_bad_requests_are_refused_by_field(model: Path) -> None:
+    deep: Any = "a"
+    for _ in range(200):
+        deep = {"a": deep}
+    cut_deep = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a":' * 200 + "1" + "}" * 200}
+    cases: list[tuple[dict[str, Any], str | None, str]] = [
+        ({"input": []}, "input", "must not be empty"),
+        ({"input": [{"role": "user", "content": "a"}] * 9000}, "input", "9000 parts; 8192 are allowed"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 9000}]}, "input", "9000 parts"),
+        ({"input": "a b " * CONTEXT}, "messages", "maximum context length"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
+        ({"model": "gpt"}, "model", "does not exist"),
+        ({"background": True}, "background", "not supported"),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"prompt": {"id": "p"}}, "prompt", "not supported"),
+        ({"messages": []}, "messages", "not supported"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": deep}]}, "tools", "nested"),
+        ({"input": [cut_deep]}, "input", "nested"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "response_format", "schema"),
+    ]
+    async with served(model) as (_client, http, mesh, _running):
+        for fields, param, message in cases:
+            error = (await http.post("/v1/responses", json={**BODY, **fields})).json()["error"]
+            assert (error["param"], message in error["message"]) == (param, True), error
+        assert mesh.submitted == []
+        skipped = [{"type": "web_search_call", "id": "w"}, {"role": "user", "content": "a"}]
+        tools = [{"type": "custom", "name": "p"}, {"type": "name\r\nspace"}]
+        response = await http.post(
+            "/v1/responses", json={**BODY, "input": skipped, "tools": tools, "client_metadata": {}}
+        )
+        assert response.status_code == 200
+        assert response.headers.get_list("x-pdmesh-warning") == [
+            "items of type web_search_call are skipped",
+            "tools of type custom are skipped",
+            "tools of type name??space are skipped",
+        ]
+        response_id = response.json()["id"]
+        for query, status in (("limit=0", 400), ("limit=1&order=asc", 200), ("limit=99999", 400), ("after=x", 200)):
+            listed = await http.get(f"/v1/responses/{response_id}/input_items?{query}")
+            assert listed.status_code == status, query
+        assert (await http.get(f"/v1/responses/{response_id}?stream=true")).status_code == 400
+        put = await http.put(f"/v1/responses/{response_id}")
+        assert (put.status_code, put.headers["allow"]) == (405, "GET, HEAD, DELETE")
+
+
+async def test_a_failure_in_the_middle_of_a_stream_ends_it_as_clients_expect(model: Path) -> None:
+    def begin(generation: Generation) -> list[TokenOut]:
+        return [token_out(generation, 0, 70)]
+
+    def fail(generation: Generation) -> list[TokenOut]:
+        return [token_out(generation, 1, None, finish_reason=FinishReason.ERROR, error="the engine broke")]
+
+    async with served(model, begin) as (client, http, mesh, _running):
+        async with http.stream("POST", "/v1/responses", json={**BODY, "stream": True}) as response:
+            pieces = response.aiter_text()
+            seen = await anext(pieces)
+            mesh.send_tokens(*fail(mesh.submitted[0].generation))
+            seen += "".join([piece async for piece in pieces])
+        (_, error), (name, failed) = named_events(seen)[-2:]
+        assert error["message"] == "the engine broke"
+        assert (name, failed["response"]["status"]) == ("response.failed", "failed")
+        assert (await http.get(f"/v1/responses/{failed['response']['id']}")).status_code == 404
+
+        events = await client.responses.create(**BODY, stream=True)
+        assert (await anext(events)).type == "response.created"
+        mesh.send_tokens(*fail(mesh.submitted[1].generation))
+        with pytest.raises(openai.APIError, match="the engine broke"):
+            async for _ in events:
+                pass

@@ -1,0 +1,326 @@
+"""The responses API: what requests come to, answers whole and streamed, and what is kept of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from pdmesh.errors import RequestRejected
+from pdmesh.model import SamplingParams
+from pdmesh.testing.examples import examples
+from pdmesh.testing.sse import named_events
+from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.http.generation import Collected
+from pdmesh_gateway.http.responses.endpoint import _begun
+from pdmesh_gateway.http.responses.kept import KEPT_S, KeptResponse, KeptResponses
+from pdmesh_gateway.http.responses.protocol import ResponseObject, ResponsesRequest
+from pdmesh_gateway.http.responses.rendering import ResponsesRendering
+from pdmesh_gateway.http.responses.requests import ItemObject, conversation_of, fields_of, items_of
+from pdmesh_gateway.items import AnswerEnded, ChoiceItems, ItemEvent, ItemWriter, collect
+from pdmesh_gateway.jobs import GenerationJob
+
+JOB = GenerationJob(request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+Pieces = list[tuple[str, list[str]]]
+
+
+@dataclass
+class Generation:
+    job: GenerationJob = JOB
+    num_output_tokens: int = 7
+    num_cached_tokens: int = 1
+
+
+def answer(pieces: Pieces, finish_reason: str) -> list[ItemEvent]:
+    writer = ItemWriter("seed")
+    for kind, texts in pieces:
+        if kind not in ("text", "reasoning"):
+            writer.begin_call(kind)
+        for text in texts:
+            {"text": writer.text, "reasoning": writer.reasoning}.get(kind, writer.arguments)(text)
+        writer.end_item()
+    return [*writer.take(), AnswerEnded(finish_reason, None, writer.num_calls)]
+
+
+def rendering(kept: list[ResponseObject] | None = None) -> ResponsesRendering:
+    request = msgspec.convert({"input": "hi", "tools": [{"type": "web_search"}]}, ResponsesRequest)
+    begun = _begun(request, JOB, model="m", store=True)
+    return ResponsesRendering([ChoiceItems()], begun, ([] if kept is None else kept).append)
+
+
+def streamed_bytes(events: list[ItemEvent]) -> str:
+    generation: Any = Generation()
+    out = rendering()
+    sse = out.head(generation)
+    for event in events:
+        sse += out.events([event], Delta(index=0), generation)
+    return (sse + out.tail(generation)).decode()
+
+
+def checked(sse: str) -> list[Any]:
+    """Events as the client's own types, each valid, numbered without gaps, and about items that are open."""
+    events: list[Any] = []
+    for number, (_, data) in enumerate(named_events(sse)):
+        assert data["sequence_number"] == number
+        events.append(EVENT.validate_python(data))
+        strict = type(events[-1]).model_validate_json(msgspec.json.encode(data), strict=True)
+        assert strict == events[-1]
+    return events
+
+
+def accumulated(events: list[Any]) -> list[dict[str, Any]]:
+    """The items that a client makes of the deltas; what the ``done`` events say must be the same."""
+    items: list[dict[str, Any]] = []
+    open_item: dict[str, Any] | None = None
+    text = ""
+    for event in events[2:-1]:
+        if event.type == "response.output_item.added":
+            assert open_item is None
+            open_item = event.item.model_dump()
+            assert (event.output_index, event.item.status) == (len(items), "in_progress")
+            text = ""
+            continue
+        assert open_item is not None
+        assert event.output_index == len(items)
+        if event.type == "response.output_item.done":
+            assert event.item.id == open_item["id"]
+            item = event.item.model_dump()
+            assert text == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+            items.append(item)
+            open_item = None
+            continue
+        assert event.item_id == open_item["id"]
+        if event.type.endswith(".delta"):
+            text += event.delta
+        elif event.type.endswith("text.done"):
+            assert event.text == text
+        elif event.type.endswith("arguments.done"):
+            assert event.arguments == text
+        elif event.type == "response.content_part.done":
+            assert event.part.text == text
+        else:
+            assert (event.type, event.part.text) == ("response.content_part.added", "")
+    assert open_item is None
+    return items
+
+
+TEXTS = st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3)
+PIECES = st.lists(
+    st.tuples(st.sampled_from(["text", "reasoning"]), TEXTS)
+    | st.tuples(st.sampled_from(["f", "g"]), st.sampled_from([['{"a":', " 1}"], ["{}"], ['{"a'], []])),
+    max_size=5,
+)
+
+
+@settings(max_examples=examples(60))
+@given(pieces=PIECES, finish_reason=st.sampled_from(["stop", "length"]))
+def test_streamed_and_whole_answers_are_the_same(pieces: Pieces, finish_reason: str) -> None:
+    events = answer(pieces, finish_reason)
+    stream = checked(streamed_bytes(events))
+    assert [event.type for event in stream[:2]] == ["response.created", "response.in_progress"]
+    assert stream[-1].type == ("response.completed" if finish_reason == "stop" else "response.incomplete")
+    items = accumulated(stream)
+    last: Response = stream[-1].response
+    assert [item.model_dump() for item in last.output] == items
+    generation: Any = Generation()
+    kept: list[ResponseObject] = []
+    encoded = msgspec.json.encode(rendering(kept).whole([collect(events)], [Collected()], generation))
+    assert Response.model_validate_json(encoded, strict=True) == last
+    assert [msgspec.json.encode(response) for response in kept] == [encoded]
+    assert stream[0].response.id == last.id == "resp_0123.abcd"
+
+
+def test_what_was_cut_says_so() -> None:
+    def statuses(pieces: Pieces) -> list[str | None]:
+        return [item["status"] for item in accumulated(checked(streamed_bytes(answer(pieces, "length"))))]
+
+    assert statuses([("reasoning", ["a"]), ("text", ["b"])]) == ["completed", "incomplete"]
+    assert statuses([("f", ["{}"]), ("g", ['{"a'])]) == ["completed", "incomplete"]
+    assert statuses([("f", ["{}"]), ("g", ["{}"])]) == ["completed", "completed"]
+
+
+def test_a_stream_that_fails_says_so_twice() -> None:
+    generation: Any = Generation()
+    out = rendering()
+    sse = out.head(generation)
+    for event in answer([("text", ["ab"])], "stop")[:2]:
+        sse += out.events([event], Delta(index=0), generation)
+    sse += out.failure(RequestRejected("it broke", status=500, type="server_error", code="x"))
+    *_, error, failed = checked(sse.decode())
+    assert (error.type, error.message, error.code) == ("error", "it broke", "x")
+    assert (failed.type, failed.response.status) == ("response.failed", "failed")
+    assert (failed.response.error.code, failed.response.error.message) == ("server_error", "it broke")
+
+
+def request(**fields: Any) -> ResponsesRequest:
+    return msgspec.convert({"model": "m", "input": "hi", **fields}, ResponsesRequest)
+
+
+def conversation(**fields: Any) -> Any:
+    asked = request(**fields)
+    return conversation_of(asked, items_of(asked.input), lambda _: None)
+
+
+def test_items_become_the_messages_that_templates_know() -> None:
+    kept: dict[str, ItemObject] = {"msg_1": {"type": "message", "role": "assistant", "content": "kept"}}
+    asked = request(
+        instructions="Be kind.",
+        input=[
+            {"role": "developer", "content": "And brief."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "item_reference", "id": "msg_1"},
+            {"role": "user", "content": "b"},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "text"},
+            {"type": "web_search_call", "id": "ws", "status": "completed", "action": {}},
+            {"type": "function_call_output", "call_id": "c1", "output": "one"},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]},
+            {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+            {"type": "function_call", "call_id": "c3", "name": "f", "arguments": '{"x'},
+        ],
+    )
+    built = conversation_of(asked, items_of(asked.input), kept.get)
+    assert built.messages == [
+        {"role": "system", "content": "Be kind.\nAnd brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "kept"},
+        {"role": "user", "content": "b"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
+                {"id": "c2", "type": "function", "function": {"name": "patch", "arguments": {"input": "text"}}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c3", "type": "function", "function": {"name": "f", "arguments": '{"x'}}],
+        },
+    ]
+
+
+def test_tools_choices_and_forms() -> None:
+    tools = [
+        {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True},
+        {"type": "custom", "name": "apply_patch"},
+        {"type": "namespace", "name": "n", "tools": []},
+        {"type": "web_search"},
+    ]
+    built = conversation(tools=tools, tool_choice={"type": "function", "name": "f"}, parallel_tool_calls=False)
+    assert [(tool.name, tool.parameters, tool.strict) for tool in built.tools] == [("f", {"type": "object"}, True)]
+    assert (built.tool_choice.mode, built.tool_choice.allowed, built.tool_choice.is_named) == ("required", ("f",), True)
+    assert not built.parallel_tool_calls
+    some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+    assert conversation(tools=tools, tool_choice=some).tool_choice.allowed == ("f",)
+    assert conversation(reasoning={"effort": "none"}).variables == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+    }
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    wanted = fields_of(request(text={"format": schema})).response_format
+    assert wanted is not None
+    assert wanted.json_schema is not None
+    assert wanted.json_schema.schema == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input": [{"role": "robot", "content": "a"}]}, r"`input\[0\].role` must be one of"),
+        ({"input": [{"role": "user"}]}, "must be a string or a list of parts"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text only"),
+        ({"input": [{"role": "user", "content": ["a"]}]}, "text only"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "arguments` must be a string"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "call_id` must be a string"),
+        ({"input": [{"type": "item_reference", "id": "gone"}]}, "Item with id 'gone' not found"),
+        ({"tools": [{"type": "function"}]}, "without a `name`"),
+        ({"tool_choice": {"type": "web_search"}}, "`tool_choice` must be"),
+        ({"top_logprobs": 2}, "not supported by this endpoint"),
+        ({"include": ["message.output_text.logprobs"]}, "not supported by this endpoint"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused(fields: dict[str, Any], message: str) -> None:
+    def read() -> None:
+        conversation(**fields)
+        fields_of(request(**fields))
+
+    with pytest.raises(RequestRejected, match=message):
+        read()
+
+
+def kept(response_id: str, num_bytes: int = 0) -> KeptResponse:
+    return KeptResponse(
+        response_id=response_id,
+        response=b"x" * num_bytes,
+        input_items=b"[]",
+        conversation=b"[]",
+        output_items={f"msg_{response_id}": b"{}"},
+    )
+
+
+def test_each_key_sees_its_own_responses() -> None:
+    store = KeptResponses(100_000, clock=lambda: 0.0)
+    store.put("alice", kept("a"))
+    assert store.get("alice", "a") == kept("a")
+    assert store.item("alice", "msg_a") == b"{}"
+    assert store.get("bob", "a") is None
+    assert store.item("bob", "msg_a") is None
+    assert not store.delete("bob", "a")
+    assert store.delete("alice", "a")
+    assert store.get("alice", "a") is None
+    assert store.num_bytes == 0
+
+
+def test_responses_are_kept_for_an_hour() -> None:
+    now_s = 0.0
+    store = KeptResponses(100_000, clock=lambda: now_s)
+    store.put("alice", kept("a"))
+    now_s = KEPT_S + 1
+    assert store.get("alice", "a") is None
+    store.put("bob", kept("b"))
+    assert store.num_bytes == kept("b").num_bytes
+
+
+def test_who_keeps_most_gives_way() -> None:
+    store = KeptResponses(10 * kept("x").num_bytes, clock=lambda: 0.0)
+    store.put("quiet", kept("mine"))
+    for i in range(100):
+        store.put("floods", kept(f"r{i}"))
+    assert store.get("quiet", "mine") is not None
+    assert store.get("floods", "r99") is not None
+    assert store.get("floods", "r0") is None
+    store.put("floods", kept("huge", 1_000_000))
+    assert store.get("floods", "huge") is None
+    assert store.get("quiet", "mine") is not None
+
+
+@settings(max_examples=examples(60))
+@given(
+    puts=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.integers(0, 3000), st.booleans()), max_size=40
+    )
+)
+def test_what_is_kept_stays_within_its_memory(puts: list[tuple[str, int, int, bool]]) -> None:
+    store = KeptResponses(5000, clock=lambda: 0.0)
+    there: dict[tuple[str, str], int] = {}
+    for number, (tenant, name, num_bytes, deletes) in enumerate(puts):
+        response_id = f"r{number}"
+        store.put(tenant, kept(response_id, num_bytes))
+        there[tenant, response_id] = kept(response_id, num_bytes).num_bytes
+        if deletes:
+            store.delete(tenant, f"r{name}")
+        there = {key: size for key, size in there.items() if store.get(*key) is not None}
+        assert store.num_bytes == sum(there.values()) <= 5000
