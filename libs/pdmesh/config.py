@@ -121,7 +121,7 @@ class GatewayConfig:
         one_of("tenant", "all", "off"),
         "who shares the KV of prompts that begin alike: requests of one API key, all requests, or none. "
         "`cache_salt` in a request sets it apart from others in any case",
-    ] = "off"
+    ] = "tenant"
     linger_s: Annotated[
         float,
         Range(0, 3600),

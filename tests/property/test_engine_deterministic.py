@@ -113,3 +113,30 @@ def test_tiled_attention_equals_the_reference(
     expected = TorchAttention(layout, scale, torch.device("cpu")).plan(spans).attend(query, cache, with_lse=True)
     torch.testing.assert_close(actual.output, expected.output, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(actual.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=examples(4))
+@given(
+    num_shared_blocks=st.integers(1, 20),
+    num_new=st.integers(1, 200),
+    num_drawn=st.integers(2, 100),
+    chunk_tokens=st.sampled_from([7, 16, 64, 1000]),
+)
+def test_kv_that_was_computed_or_drawn_before_gives_the_same_bits(
+    engine: TorchEngine, num_shared_blocks: int, num_new: int, num_drawn: int, chunk_tokens: int
+) -> None:
+    """A next turn that shares the blocks of the last one, prompt and answer, as if all of it were computed anew."""
+    block_size = engine.kv.layout.block_size
+    num_first = max(1, num_shared_blocks * block_size + 1 - num_drawn)  # the last one drawn has no KV
+    first = generate(engine, prompt_of(num_first), num_drawn, chunk_tokens=chunk_tokens, first_block=48)
+    num_shared = min(num_shared_blocks, (len(first.sequence.token_ids) - 1) // block_size)
+    shared = first.sequence.block_table[:num_shared]
+    prompt = [*first.sequence.token_ids[: num_shared * block_size], *prompt_of(num_new)]
+    cold = logprobs_of(generate(engine, prompt, MAX_TOKENS, params=PARAMS))
+    own = generate(engine, prompt_of(len(prompt)), 1).sequence.block_table[num_shared:]  # of another's leavings
+    before = [layer[shared].clone() for layer in engine.kv.layers]
+    warm = SteppedRequest(new_sequence(prompt, [*shared, *own, 0, 1], PARAMS), MAX_TOKENS, num_shared * block_size)
+    while not warm.done:
+        step(engine, [(warm, chunk_tokens)])
+    assert all(layer[shared].equal(held) for layer, held in zip(engine.kv.layers, before, strict=True))
+    assert logprobs_of(warm)[-MAX_TOKENS:] == cold[-MAX_TOKENS:]

@@ -60,7 +60,7 @@ class SimulatedKept:
     def end(self, held: Held, drawn: PrefixHashes) -> int:
         """Let go of a request's blocks; the number of those that stay, some that it draws among them."""
         num_kept = len(held.kept)
-        for granule in reversed(drawn) if held.chain else ():
+        for granule in reversed(drawn) if self._granule_blocks else ():
             self._owners.setdefault(granule, 0)
         for granule in reversed(held.kept):
             number = self._owners.pop(granule) - 1

@@ -43,10 +43,11 @@ def admit_member(
     *,
     decode: RunningInstance | None = None,
     capability: int = GROUP_CAPABILITY,
+    num_reused: int = 0,
 ) -> None:
     """Let one of ``members`` hold the request, and tell it who they are.
 
-    Its leader hands it over to ``decode``, or decodes itself if None.
+    Its leader hands it over to ``decode``, or decodes itself if None. So many granules of it are kept there.
     """
     leads = member is members[0]
     num_kept = generation.max_tokens_left - 1 if leads and decode is None else 0
@@ -59,6 +60,7 @@ def admit_member(
         shards=(shard,),
         transfer=a_transfer(shard, decode.shard(num_blocks)) if leads and decode is not None else None,
         group=group_of(members, capability),
+        num_reused_granules=num_reused,
     )
     addresses = tuple(other.address for other in members)
     member.instance.handle(Admit(command=command, generation=generation, member_addresses=addresses))

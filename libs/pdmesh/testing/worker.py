@@ -29,17 +29,20 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.model import (
+    GRANULE_TOKENS,
     Epoch,
     GatewayId,
     IndexRange,
     InstanceId,
     KvLayout,
     KvPart,
+    PrefixHashes,
     RequestId,
     Role,
     SamplingParams,
     TransferId,
     TransferPurpose,
+    blocks_of_granule,
     num_blocks_for,
 )
 from pdmesh.plans import ChunkPlan, KvShard, StepPlan, TransferPlan
@@ -134,8 +137,13 @@ class RunningInstance:
         kv_moves: bool,
         num_blocks: int | None = None,
         awaits_receiver: bool = False,
+        num_reused: int = 0,
+        drop: PrefixHashes = (),
     ) -> None:
-        """Admit with room for all of it, unless ``num_blocks`` are given; ``awaits_receiver``: has no receiver yet."""
+        """Admit with room for all of it, unless ``num_blocks`` are given; ``awaits_receiver``: has no receiver yet.
+
+        Its first ``num_reused`` granules are those kept here, once those to ``drop`` are given up.
+        """
         num_kept = 0 if kv_moves else generation.max_tokens_left - 1
         shard = self.shard(num_blocks or num_blocks_for(generation.num_tokens + num_kept, self.block_size))
         command = AdmitPrefill(
@@ -145,21 +153,30 @@ class RunningInstance:
             shards=(shard,),
             transfer=a_transfer(shard, a_shard(DECODE_INSTANCE, 1)) if kv_moves and not awaits_receiver else None,
             awaits_receiver=awaits_receiver,
+            num_reused_granules=num_reused,
+            drop=drop,
         )
         self.instance.handle(Admit(command=command, generation=generation))
 
     def expect(
-        self, generation: Generation, source: RunningInstance, *, with_tokens: bool = False, number: int = 1
+        self,
+        generation: Generation,
+        source: RunningInstance,
+        *,
+        with_tokens: bool = False,
+        number: int = 1,
+        num_reused: int = 0,
     ) -> None:
         num_tokens = generation.num_tokens
         bare = generation if with_tokens else msgspec.structs.replace(generation, token_ids=b"")
+        has_tail = bool(generation.prefix_root) and not with_tokens
         num_blocks = num_blocks_for(num_tokens + generation.max_tokens_left - 1, self.block_size)
         sent = source.shard(num_blocks_for(num_tokens, self.block_size))
         command = PlaceDecode(
             instance_id=self.instance.instance_id,
             request_id=generation.request_id,
             epoch=generation.epoch,
-            transfer=a_transfer(sent, self.shard(num_blocks), number),
+            transfer=a_transfer(sent, self.shard(num_blocks), number, num_reused),
         )
         self.instance.handle(
             ExpectKv(
@@ -167,6 +184,7 @@ class RunningInstance:
                 generation=bare,
                 num_context_tokens=num_tokens,
                 source_addresses=(source.address,),
+                tail=generation.token_ids[4 * GRANULE_TOKENS * len(generation.prefix) :] if has_tail else b"",
             )
         )
 
@@ -192,24 +210,34 @@ class RunningInstance:
         self.instance.handle(RunStep(instance_id=self.instance.instance_id, plan=plan))
         return plan_id
 
-    def grant(self, generation: Generation, destination: RunningInstance, *, number: int = 1) -> None:
+    def grant(
+        self, generation: Generation, destination: RunningInstance, *, number: int = 1, num_reused: int = 0
+    ) -> None:
         num_blocks = num_blocks_for(generation.num_tokens, self.block_size)
         command = GrantTransfer(
             instance_id=self.instance.instance_id,
             request_id=generation.request_id,
             epoch=generation.epoch,
-            transfer=a_transfer(self.shard(num_blocks), destination.shard(num_blocks), number),
+            transfer=a_transfer(self.shard(num_blocks), destination.shard(num_blocks), number, num_reused),
         )
         self.instance.handle(Grant(command=command, destination_addresses=(destination.address,)))
 
     def move(
-        self, request_id: str, target: RunningInstance, num_blocks: int, *, number: int = 2, epoch: int = 0
+        self,
+        request_id: str,
+        target: RunningInstance,
+        num_blocks: int,
+        *,
+        number: int = 2,
+        epoch: int = 0,
+        chain: PrefixHashes = (),
+        num_reused: int = 0,
     ) -> None:
         """What a scheduler says of a move to ``target``, to both sides; ``number`` names it."""
-        plan = self.plan_of_move(target, num_blocks, number)
+        plan = msgspec.structs.replace(self.plan_of_move(target, num_blocks, number), num_reused_granules=num_reused)
         what = RequestId(request_id), Epoch(epoch)
         place = PlaceDecode(instance_id=target.instance.instance_id, request_id=what[0], epoch=what[1], transfer=plan)
-        target.instance.handle(ExpectMove(command=place, source_addresses=(self.address,)))
+        target.instance.handle(ExpectMove(command=place, chain=chain, source_addresses=(self.address,)))
         grant = GrantTransfer(instance_id=self.instance.instance_id, request_id=what[0], epoch=what[1], transfer=plan)
         self.instance.handle(Grant(command=grant, destination_addresses=(target.address,)))
 
@@ -265,11 +293,12 @@ class RunningInstance:
     def block_size(self) -> int:
         return self.engine.kv.layout.block_size
 
-    def assert_all_free(self) -> None:
-        """Assert that no block is held and that the books balance."""
+    def assert_all_free(self, *, num_kept: int = 0) -> None:
+        """Assert that no block is held, so many granules are kept, and the books balance."""
         self.instance.check_integrity()
+        assert self.pool.num_kept == num_kept * blocks_of_granule(self.block_size), f"{self.pool.num_kept} blocks kept"
         mesh = (self.pool.num_free, self.pool.num_held, self.pool.num_quarantined)
-        assert mesh == (self.pool.num_blocks, 0, 0), f"free, held, quarantined: {mesh}"
+        assert mesh == (self.pool.num_blocks - self.pool.num_kept, 0, 0), f"free, held, quarantined: {mesh}"
 
 
 @asynccontextmanager
@@ -330,7 +359,7 @@ def a_shard(instance_id: str, num_blocks: int, layout: KvLayout | None = None) -
     return KvShard(instance_id=InstanceId(instance_id), part=part)
 
 
-def a_transfer(source: KvShard, destination: KvShard, number: int = 1) -> TransferPlan:
+def a_transfer(source: KvShard, destination: KvShard, number: int = 1, num_reused: int = 0) -> TransferPlan:
     """The ``number`` th of its request, with a capability of its own."""
     return TransferPlan(
         transfer_id=TransferId(number),
@@ -338,6 +367,7 @@ def a_transfer(source: KvShard, destination: KvShard, number: int = 1) -> Transf
         sources=(source,),
         destinations=(destination,),
         capability=CAPABILITY + number - 1,
+        num_reused_granules=num_reused,
     )
 
 
@@ -356,10 +386,15 @@ def make_generation(
     )
 
 
-def chunk_plans(generation: Generation, sizes: Sequence[int]) -> list[ChunkPlan]:
-    """The request's chunks: of these sizes, the last one repeated until the prompt is used up."""
+def with_prefix(generation: Generation, salt: bytes = b"") -> Generation:
+    """Return the request with the hashes of its granules, so that its KV is kept and may be reused."""
+    root = HASHER.root(salt)
+    return msgspec.structs.replace(generation, prefix_root=root, prefix=HASHER.granules(root, generation.token_ids))
+
+
+def chunk_plans(generation: Generation, sizes: Sequence[int], start: int = 0) -> list[ChunkPlan]:
+    """The request's chunks from ``start`` on: of these sizes, the last one repeated until the prompt is used up."""
     plans: list[ChunkPlan] = []
-    start = 0
     for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
         num_tokens = min(size, generation.num_tokens - start)
         end = start + num_tokens
@@ -385,11 +420,15 @@ async def hand_over(
     sizes: Sequence[int],
     *,
     with_tokens: bool = False,
+    num_reused: tuple[int, int] = (0, 0),
 ) -> None:
-    """Do for one request what the scheduler does, up to the grant; the rest goes by itself."""
-    decode.expect(generation, prefill, with_tokens=with_tokens)
-    prefill.admit(generation, kv_moves=True)
-    for chunk in chunk_plans(generation, sizes):
+    """Do for one request what the scheduler does, up to the grant; the rest goes by itself.
+
+    ``num_reused`` are the granules that are kept on either.
+    """
+    decode.expect(generation, prefill, with_tokens=with_tokens, num_reused=num_reused[1])
+    prefill.admit(generation, kv_moves=True, num_reused=num_reused[0])
+    for chunk in chunk_plans(generation, sizes, num_reused[0] * GRANULE_TOKENS):
         prefill.run([chunk])
     await prefill.reported(TransferOffered, generation.request_id)
-    prefill.grant(generation, decode)
+    prefill.grant(generation, decode, num_reused=num_reused[1])

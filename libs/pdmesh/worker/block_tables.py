@@ -17,6 +17,9 @@ from pdmesh.worker.sequences import Hold, Stage
 
 log = structlog.get_logger()
 
+#: Stages of which all tokens but the last one have their KV here.
+_WITH_DRAWN = (Stage.SENDING, Stage.DECODING, Stage.LEAVING)
+
 
 class StalePrefix(PdmeshError):
     """A request is to share KV that is not kept here: whoever said so thinks of another cache."""
@@ -54,6 +57,7 @@ class BlockTables:
         Raises StalePrefix if not all of that is here, OutOfBlocks if too few are free.
         """
         if (num_kept := self.kept.num_kept_of(prefix)) < len(prefix):
+            self.kept.drop(prefix[num_kept:])  # without what lacks they are of no use
             raise StalePrefix(f"{num_kept} of the {len(prefix)} granules that it is to reuse are kept here")
         shared = self.kept.share(prefix)
         try:
@@ -76,27 +80,28 @@ class BlockTables:
 
     def keep_prompt(self, hold: Hold, num_tokens: int) -> None:
         """Keep the granules of a prompt whose first tokens have their KV here."""
-        self.kept.keep(hold.generation.prefix[: num_tokens // GRANULE_TOKENS], hold.sequence.block_table)
+        self.kept.keep(hold.chain[: num_tokens // GRANULE_TOKENS], hold.sequence.block_table)
 
     def keep_drawn(self, hold: Hold) -> PrefixHashes:
-        """Keep the granules that a request's drawn tokens completed; return their hashes, in order."""
+        """Keep the granules behind a request's chain that are complete; return their hashes, in order."""
         generation = hold.generation
-        if not generation.prefix_root or hold.stage not in (Stage.DECODING, Stage.LEAVING):
+        if not generation.prefix_root or hold.stage not in _WITH_DRAWN or self.kept.is_off:
             return ()
-        num_before = len(generation.prefix)
         num_granules = (len(hold.sequence.token_ids) - 1) // GRANULE_TOKENS  # the last token has no KV
-        if num_granules <= num_before or self.kept.is_off:
-            return ()
-        tokens = hold.sequence.token_ids[num_before * GRANULE_TOKENS : num_granules * GRANULE_TOKENS]
-        last = generation.prefix[-1] if generation.prefix else generation.prefix_root
-        drawn = self._hasher.granules(last, pack_token_ids(tokens))
-        self.kept.keep(generation.prefix + drawn, hold.sequence.block_table)
+        all_granules = generation.prefix[:num_granules]
+        if num_granules > len(generation.prefix):
+            first = len(generation.prefix)
+            last = generation.prefix[-1] if generation.prefix else generation.prefix_root
+            tokens = hold.sequence.token_ids[first * GRANULE_TOKENS : num_granules * GRANULE_TOKENS]
+            all_granules += self._hasher.granules(last, pack_token_ids(tokens))
+        drawn = all_granules[len(hold.chain) :]
+        if drawn:
+            self.kept.keep(all_granules, hold.sequence.block_table)
         return drawn
 
     def granules_of(self, hold: Hold) -> PrefixHashes:
         """Return the first granules of a request that are kept in its own blocks."""
-        prefix = hold.generation.prefix
-        return prefix[: self.kept.num_kept_in(hold.sequence.block_table, prefix)]
+        return hold.chain[: self.kept.num_kept_in(hold.sequence.block_table, hold.chain)]
 
     def report_kept(self) -> None:
         """Tell the scheduler what is kept."""

@@ -103,7 +103,7 @@ class Intake:
             block_size=self._context.block_size,
             max_model_len=self._context.max_model_len,
         )
-        prefix = reused_prefix(generation.prefix, num_reused_granules, len(token_ids))
+        chain = generation.prefix[: (len(token_ids) - 1) // GRANULE_TOKENS]
         hold = Hold(
             generation=generation,
             sequence=EngineSequence(
@@ -111,11 +111,12 @@ class Intake:
                 params=generation.params,
                 token_ids=token_ids,
                 num_prompt_tokens=generation.num_prompt_tokens,
-                block_table=self._context.tables.table(num_blocks, prefix),
+                block_table=self._context.tables.table(num_blocks, reused(chain, num_reused_granules)),
             ),
             stage=Stage.PREFILLING,
             block_size=self._context.block_size,
             max_kv_tokens=max_kv_tokens,
+            chain=chain,
             num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
             trace=trace_of(self._context.tracing, generation, self._context.instance_id),
         )
@@ -153,11 +154,11 @@ def transcript(generation: Generation) -> array.array[int]:
         raise ProtocolError(f"a transcript of {len(generation.token_ids)} bytes is not whole tokens") from error
 
 
-def reused_prefix(prefix: PrefixHashes, num_granules: int, num_tokens: int) -> PrefixHashes:
-    """Return the first granules of a chain. Raises ProtocolError if these are more than a request may reuse."""
-    if not 0 <= num_granules <= len(prefix) or num_granules * GRANULE_TOKENS >= num_tokens:
-        raise ProtocolError(f"{num_granules} granules reused of {len(prefix)}, and of {num_tokens} tokens")
-    return prefix[:num_granules]
+def reused(chain: PrefixHashes, num_granules: int) -> PrefixHashes:
+    """Return the first granules of a chain. Raises ProtocolError if it has fewer."""
+    if not 0 <= num_granules <= len(chain):
+        raise ProtocolError(f"{num_granules} granules are to be reused of a chain of {len(chain)}")
+    return chain[:num_granules]
 
 
 def check_request(

@@ -22,7 +22,7 @@ from pdmesh.model import GRANULE_TOKENS, GatewayId, InstanceId, SamplingParams, 
 from pdmesh.wire.messages import ExpectMove, Generation, Grant, pack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
-from pdmesh.worker.intake import Intake, check_request, reused_prefix
+from pdmesh.worker.intake import Intake, check_request, reused
 from pdmesh.worker.sequences import Hold, Leaving, Stage
 from pdmesh.worker.spans import DONE
 
@@ -204,7 +204,9 @@ class MovingDecodes:
         self._intake.check_new(command.request_id, command.epoch)
         if command.num_blocks <= 0:
             raise ProtocolError("no room is asked for")
-        prefix = reused_prefix(message.prefix, num_granules, num_tokens)
+        prefix = reused(message.chain, num_granules)
+        if num_granules * GRANULE_TOKENS >= num_tokens:
+            raise ProtocolError(f"room for {num_tokens} tokens, and {num_granules} granules that are there")
         nobody = Generation(  # until its own comes
             request_id=command.request_id,
             epoch=command.epoch,
@@ -226,6 +228,7 @@ class MovingDecodes:
             stage=Stage.RECEIVING,
             block_size=self._context.block_size,
             max_kv_tokens=num_tokens,
+            chain=message.chain,
             num_reused_tokens=num_granules * GRANULE_TOKENS,
             transfer=command.transfer,
             received_by=command.transfer.transfer_id,

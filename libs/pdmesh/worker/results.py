@@ -104,8 +104,8 @@ class Results:
         hold.num_computed_tokens += plan.num_tokens
         if hold.exchange is not None and chunk.exchange is None and not plan.is_last:
             hold.exchange.add_computed(*chunk.completed_blocks(self._context.block_size))
-        # A group's pages may be anywhere until the leader has computed the last.
-        if hold.exchange is None or plan.is_last:
+        # A chunk is computed with all KV before it. But helpers are not asked to keep any.
+        if hold.exchange is None or hold.exchange.leads:
             self._context.tables.keep_prompt(hold, plan.start + plan.num_tokens)
         self._context.metrics.prompt_tokens.inc(plan.num_tokens)
         if not plan.is_last:

@@ -83,6 +83,7 @@ class Hold:
     stage: Stage
     block_size: int
     max_kv_tokens: int  # that it may come to hold
+    chain: PrefixHashes = ()  # of its prompt, kept as it is computed: see `pdmesh.model.Request.chain`
     transfer: TransferPlan | None = None  # that moves its KV on, or brings it
     received_by: TransferId = NO_TRANSFER  # the transfer that brings its KV here, or did
     sender: KvSender | None = None  # set if its KV moves on after its prefill

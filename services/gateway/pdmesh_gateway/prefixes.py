@@ -68,4 +68,5 @@ class Prefixes:
         if most is not None and num_tokens > most:
             return b""
         owner = tenant if self._sharing == "tenant" else ""
-        return self._hasher.root(*self._facts, owner.encode(), salt.encode("utf-8", "surrogatepass"))
+        whose = (self._sharing, owner, salt)
+        return self._hasher.root(*self._facts, *(word.encode("utf-8", "surrogatepass") for word in whose))

@@ -318,7 +318,9 @@ class Driver:
                 self._workers.post(command.instance_id, Regroup(command=command, member_addresses=addresses))
             case PlaceDecode() if command.transfer.purpose is TransferPurpose.MOVE:
                 addresses = self._addresses(command.transfer.source_ids)
-                self._workers.post(command.instance_id, ExpectMove(command=command, source_addresses=addresses))
+                chain = self._core.chain_of((command.request_id, command.epoch))
+                expect = ExpectMove(command=command, chain=chain, source_addresses=addresses)
+                self._workers.post(command.instance_id, expect)
             case PlaceDecode():
                 self._expect_kv(command)
             case GrantTransfer():

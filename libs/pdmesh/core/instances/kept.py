@@ -139,12 +139,15 @@ class KeptHere:
         held.num_computed = max(held.num_computed, num_granules)
 
     def end(self, held: HeldGranules, drawn: Sequence[PrefixHash] = ()) -> None:
-        """A request gives back its blocks, but for what is kept. ``drawn`` are the granules behind its chain."""
-        if held is NOTHING:
-            return
-        for granule in reversed(drawn):
+        """A request gives back its blocks, but for what is kept. ``drawn`` are the granules behind its chain.
+
+        A prompt that is shorter than a granule has no chain, and may have these.
+        """
+        for granule in reversed(drawn if self.granule_blocks else ()):
             if granule not in self:
                 self._keep(granule)
+        if held is NOTHING:
+            return
         self._num_held -= held.kept.bit_count()
         for granule in reversed(held.chain):
             number = self._users[granule] - 1

@@ -14,7 +14,8 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from pdmesh.model import Role
-from pdmesh.testing.dst.plan import MAX_PROMPT_TOKENS, SCHEDULER, Ask, Fault, FaultKind, Plan
+from pdmesh.testing.dst.clients import expectation
+from pdmesh.testing.dst.plan import MAX_MODEL_LEN, MAX_PROMPT_TOKENS, SCHEDULER, Ask, Fault, FaultKind, Plan
 
 T = TypeVar("T")
 
@@ -32,6 +33,9 @@ BUNDLES = ("pdmesh", "pdmesh", "fcfs", "sjf", "lars", "medha")
 
 #: How likely a plan has each kind of faults, and how often it is then drawn beside others.
 SHARE_OF_PLANS = 0.35
+
+#: Of a conversation that is gone on with, prompt and answer.
+_MAX_TURN_TOKENS = 450
 
 #: An absence of which everybody has heard: longer than leases.
 LONG_S = 6.0
@@ -98,7 +102,7 @@ def draw(seed: int) -> Plan:
     faults = _faults(rng, swarm, asks)
     asks += _late_asks(random.Random(f"late {seed}"), swarm, faults)
     is_roomy = rng.random() < 0.5  # else little of everything
-    return Plan(
+    plan = Plan(
         seed=seed,
         roles=roles,
         num_gateways=len(gateways),
@@ -119,6 +123,30 @@ def draw(seed: int) -> Plan:
         delay_s=rng.choice((0.002, 0.002, 0.05)),
         clocks={name: rng.uniform(0, 1e6) for name in (SCHEDULER, *gateways, *instances)},
         peer_reads=rng.random() < 0.5,
+    )
+    conversations = random.Random(f"conversations {seed}")
+    return _with_conversations(conversations, swarm, plan) if conversations.random() < SHARE_OF_PLANS else plan
+
+
+def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
+    """Prompts that begin alike, and go on where others' answers end: all is eight times as long, and KV is reused."""
+    stems = [tuple(rng.randrange(200) for _ in range(rng.choice((120, 130, 257, 300)))) for _ in range(2)]
+    asks: list[Ask] = []
+    for ask in (*plan.asks, *(_ask(rng, swarm) for _ in range(rng.choice((1, 2, 4))))):
+        prompt = rng.choice(stems) + ask.prompt
+        earlier = rng.choice(asks) if asks and rng.random() < 0.5 else None
+        if earlier is not None and len(earlier.prompt) + earlier.max_tokens < _MAX_TURN_TOKENS:
+            prompt = earlier.prompt + tuple(expectation(earlier, 0)[0]) + ask.prompt
+            ask = replace(ask, at_s=earlier.at_s + rng.choice((0.0, 1.0, 3.0)))
+        max_tokens = ask.max_tokens * rng.choice((1, 1, 6))
+        asks.append(replace(ask, prompt=prompt, max_tokens=max_tokens))
+    return replace(
+        plan,
+        asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
+        num_blocks=plan.num_blocks * 8,
+        chunk_tokens=plan.chunk_tokens * 8,
+        blocks_per_piece=plan.blocks_per_piece * 8,
+        max_model_len=MAX_MODEL_LEN * 8,
     )
 
 

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 
 from pdmesh.core.commands import Command, ForgetRequest, PlaceDecode, Reject, Restart, RunStep
-from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, LoadReported, RequestArrived
+from pdmesh.core.events import CacheReported, Event, GatewayJoined, InstanceJoined, LoadReported, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, RequestId
 from pdmesh.testing.dst.process import Process
@@ -17,6 +17,7 @@ from pdmesh.worker.instance import Instance
 BLOCKS = "blocks balance"
 CAPABILITY = "no capability twice"
 ENDS_ONCE = "each request ends once"
+KEPT = "instances keep what the core thinks"
 FREE = "all is free when nothing runs"
 NO_FAILURE = "no service fails"
 PROGRESS = "something progresses once faults stop"
@@ -25,8 +26,9 @@ PROGRESS = "something progresses once faults stop"
 class Laws:
     """Checks what cores decide and what instances hold."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, *, is_healthy: bool) -> None:
         self._timeline = timeline
+        self._is_healthy = is_healthy  # nothing goes wrong
         self._capabilities: set[int] = set()
         self._ended: dict[int, set[tuple[RequestId, Epoch]]] = {}  # by core
         self._plan_ids: dict[int, set[tuple[str, int]]] = {}
@@ -56,6 +58,8 @@ class Laws:
                 core.check_integrity()
             except AssertionError as error:
                 timeline.broke(BLOCKS, f"the core's state after {event}: {error}")
+        if isinstance(event, CacheReported) and self._is_healthy:
+            timeline.broke(KEPT, f"an instance keeps other KV than the core thought: {event}")
         for command in commands:
             match command:
                 case PlaceDecode():

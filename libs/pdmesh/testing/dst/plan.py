@@ -90,6 +90,7 @@ class Plan:
     blocks_per_piece: int = 2
     copy_s: float = 0.0  # what a thread takes for a copy at most, half before and half after; 0: made on the loop
     peer_reads: bool = False
+    max_model_len: int = MAX_MODEL_LEN
     keeps_ids: bool = False  # an instance that is started again has the id it had
     max_num_seqs: int = 4
     max_queue_entries: int = 4096

@@ -55,7 +55,7 @@ def run(plan: Plan, *, with_timeline: bool = False) -> Result:
     loop = ProcessLoop(agenda, MAX_TURNS)
     rng = random.Random(plan.seed)
     timeline = Timeline(lambda: agenda.now_s, with_timeline)
-    laws = Laws(timeline)
+    laws = Laws(timeline, is_healthy=not plan.faults)
     network = Network(loop, rng, Weather(delay_s=(0.0002, plan.delay_s), window=plan.window))
     plane = DataPlane(rng, PieceWeather(delay_s=(0.0001, plan.delay_s)))
     network.on_failure = laws.on_failure

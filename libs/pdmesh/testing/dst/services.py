@@ -22,7 +22,7 @@ from pdmesh.service import ServiceContext
 from pdmesh.telemetry.tracing import NoTracing
 from pdmesh.testing.dst.data_plane import DataPlane, SimulatedTransport
 from pdmesh.testing.dst.engine import STEP_S, TOKEN_S, SimulatedEngine, SimulatedThread
-from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Plan
+from pdmesh.testing.dst.plan import Plan
 from pdmesh.testing.dst.process import running_process
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.generate import Generator
@@ -75,7 +75,9 @@ async def serve_instance(
     process = running_process()
     if plan.keeps_ids:
         config = replace(config, worker=replace(config.worker, instance_id=process.name))
-    engine = SimulatedEngine(num_blocks=plan.num_blocks, max_model_len=MAX_MODEL_LEN, copies_on_threads=plan.copy_s > 0)
+    engine = SimulatedEngine(
+        num_blocks=plan.num_blocks, max_model_len=plan.max_model_len, copies_on_threads=plan.copy_s > 0
+    )
     process.parts["engine"] = engine
     async with SimulatedThread(rng) as thread, SimulatedTransport(config.transfer, plane) as transport:
         await worker_runtime.serve_instance(config, context, role, thread=thread, engine=engine, transport=transport)

@@ -67,11 +67,11 @@ class ExpectKv(Message, frozen=True, kw_only=True):
 class ExpectMove(Message, frozen=True, kw_only=True):
     """A `PlaceDecode` of a move: the source sends the request with its KV.
 
-    ``prefix`` are the granules of its prompt that are shared, as many as the transfer says.
+    ``chain`` is its own (`pdmesh.model.Request.chain`), of which it reuses as much as the transfer says.
     """
 
     command: PlaceDecode
-    prefix: PrefixHashes = ()
+    chain: PrefixHashes = ()
     source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
 
 
