@@ -10,7 +10,8 @@ import typer
 
 from pdmesh.cli.advise import AdviceOptions, advise, log_file
 from pdmesh.cli.operations import current_state, start
-from pdmesh.cli.options import Asked, Output
+from pdmesh.cli.options import Asked, Output, new_operation_id
+from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
 from pdmesh.wire.messages import InstanceStatus
@@ -87,7 +88,15 @@ def _look(asked: Asked, options: AdviceOptions, least: int, timeout_s: float) ->
         f"{best.proposal.pools} would have had {best.attainment:.1%} of requests within targets, "
         f"{advice.now.proposal.pools} {advice.now.attainment:.1%}: {flip.instance_id} becomes {flip.role}"
     )
-    return start(asked, OperationKind.ROLE, flip.instance_id, role=flip.role, timeout_s=timeout_s, judged=True)
+    requested = OperationRequested(
+        operation_id=new_operation_id(),
+        kind=OperationKind.ROLE,
+        instance_id=flip.instance_id,
+        timeout_s=timeout_s,
+        role=flip.role,
+        judged=True,
+    )
+    return start(asked, requested)
 
 
 def _say(what: str) -> None:

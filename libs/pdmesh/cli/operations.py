@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import anyio
 import msgspec
@@ -12,12 +12,12 @@ import typer
 from rich.table import Table
 
 from pdmesh.cli.admin import duration, target
-from pdmesh.cli.options import Asked, Output
+from pdmesh.cli.options import Asked, Output, new_operation_id
 from pdmesh.cli.progress import progress_line
 from pdmesh.cli.terminal import terminal
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, RequestId, Role
+from pdmesh.model import OperationId, OperationKind, OperationState, PoolCounts, Role
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
@@ -55,33 +55,13 @@ AWAY_PAUSE_S = 0.5
 _LEFT = {OperationKind.RESIZE: "instances", OperationKind.ROLLING: "processes"}
 
 
-def start(
-    asked: Asked,
-    kind: OperationKind,
-    instance: str,
-    *,
-    role: Role | None = None,
-    timeout_s: float = 0.0,
-    force: bool = False,
-    judged: bool = False,
-    wait: bool = True,
-    request: str | None = None,
-) -> int:
+def start(asked: Asked, requested: OperationRequested, *, wait: bool = True) -> int:
     """Ask for an operation and wait until it is over, unless told otherwise. Return the exit code.
 
     Raises PdmeshError if no mesh can be asked, or it takes no change from here.
     """
-    requested = OperationRequested(
-        operation_id=_new_id(),
-        kind=kind,
-        instance_id=InstanceId(instance),
-        timeout_s=timeout_s,
-        role=role,
-        force=force,
-        request_id=None if request is None else RequestId(request),
-        judged=judged,
-        pid=_pid(asked, instance) if kind is OperationKind.RESTART else None,
-    )
+    if requested.kind is OperationKind.RESTART:
+        requested = replace(requested, pid=_pid(asked, requested.instance_id))
     return anyio.run(_run, asked, StartOperation(requested=requested), wait)
 
 
@@ -97,7 +77,7 @@ def resize(
 ) -> int:
     """Resize the pools as `start` does an operation; a pool for which no size is given keeps its size."""
     question = StartResize(
-        operation_id=_new_id(),
+        operation_id=new_operation_id(),
         pools=PoolCounts(**{str(role): sizes[role] or 0 for role in Role}),
         kept=tuple(role for role in Role if sizes[role] is None),
         timeout_s=timeout_s,
@@ -108,7 +88,9 @@ def resize(
 
 def restart_all(asked: Asked, *, timeout_s: float, start_timeout_s: float, force: bool, wait: bool) -> int:
     """Restart every process, one after the other, as `start` does an operation."""
-    question = StartRolling(operation_id=_new_id(), timeout_s=timeout_s, start_timeout_s=start_timeout_s, force=force)
+    question = StartRolling(
+        operation_id=new_operation_id(), timeout_s=timeout_s, start_timeout_s=start_timeout_s, force=force
+    )
     return anyio.run(_run, asked, question, wait)
 
 
@@ -154,10 +136,6 @@ def current_state(asked: Asked) -> MeshStatus:
     if not isinstance(answer, MeshStatus):
         raise ProtocolError("the scheduler sent an unexpected answer")
     return answer
-
-
-def _new_id() -> OperationId:
-    return OperationId(secrets.token_hex(4))
 
 
 async def _run(asked: Asked, question: StartOperation | StartResize | StartRolling, wait: bool) -> int:

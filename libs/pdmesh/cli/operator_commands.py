@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from pdmesh.cli.options import Asked, SloTpot, SloTtft, asks_scheduler
-from pdmesh.core.operator_events import MAX_OPERATION_S
+from pdmesh.cli.options import Asked, SloTpot, SloTtft, asks_scheduler, new_operation_id
+from pdmesh.core.operator_events import MAX_OPERATION_S, OperationRequested
 from pdmesh.errors import ConfigError
-from pdmesh.model import OperationKind, Role
+from pdmesh.model import InstanceId, OperationKind, RequestId, Role
 
 app = typer.Typer()
 ops_app = typer.Typer(invoke_without_command=True)
@@ -59,14 +59,27 @@ def drain(
     asked: Asked, instance: Instance, timeout: Timeout = DEFAULT_TIMEOUT_S, force: Force = False, wait: Wait = True
 ) -> None:
     """Take an instance out of use: it gets no new requests, and its decodes move elsewhere with their KV."""
-    _operate(asked, OperationKind.DRAIN, instance, timeout, force, wait)
+    requested = OperationRequested(
+        operation_id=new_operation_id(),
+        kind=OperationKind.DRAIN,
+        instance_id=InstanceId(instance),
+        timeout_s=timeout,
+        force=force,
+    )
+    _operate(asked, requested, wait=wait)
 
 
 @app.command(epilog="Example: pdmesh undrain decode-0")
 @asks_scheduler
 def undrain(asked: Asked, instance: Instance) -> None:
     """Put a drained instance back into use."""
-    _operate(asked, OperationKind.UNDRAIN, instance)
+    requested = OperationRequested(
+        operation_id=new_operation_id(),
+        kind=OperationKind.UNDRAIN,
+        instance_id=InstanceId(instance),
+        timeout_s=0.0,
+    )
+    _operate(asked, requested)
 
 
 @app.command(epilog="Example: pdmesh role decode-1 prefill --timeout 5")
@@ -86,7 +99,16 @@ def role(
     wait: Wait = True,
 ) -> None:
     """Change an instance's role, once requests that the new role cannot serve have ended or moved."""
-    _operate(asked, OperationKind.ROLE, instance, timeout, force, wait, role=to, judged=judge)
+    requested = OperationRequested(
+        operation_id=new_operation_id(),
+        kind=OperationKind.ROLE,
+        instance_id=InstanceId(instance),
+        timeout_s=timeout,
+        force=force,
+        role=to,
+        judged=judge,
+    )
+    _operate(asked, requested, wait=wait)
 
 
 @app.command(epilog="Example: pdmesh move chatcmpl-cd69 decode-1")
@@ -104,7 +126,14 @@ def move(
     wait: Wait = True,
 ) -> None:
     """Move a decoding request to another instance with its KV. Its stream goes on, token for token."""
-    _operate(asked, OperationKind.MOVE, instance, timeout, wait=wait, request=request)
+    requested = OperationRequested(
+        operation_id=new_operation_id(),
+        kind=OperationKind.MOVE,
+        instance_id=InstanceId(instance),
+        timeout_s=timeout,
+        request_id=RequestId(request),
+    )
+    _operate(asked, requested, wait=wait)
 
 
 @app.command(epilog="Example: pdmesh restart decode-0, or pdmesh restart --rolling --no-wait")
@@ -129,7 +158,14 @@ def restart(
     if (instance is None) is not rolling:
         raise ConfigError("give the name of one process, or --rolling for all")
     if instance is not None:
-        _operate(asked, OperationKind.RESTART, instance, timeout, force, wait)
+        requested = OperationRequested(
+            operation_id=new_operation_id(),
+            kind=OperationKind.RESTART,
+            instance_id=InstanceId(instance),
+            timeout_s=timeout,
+            force=force,
+        )
+        _operate(asked, requested, wait=wait)
     from pdmesh.cli.operations import restart_all
 
     raise typer.Exit(restart_all(asked, timeout_s=timeout, start_timeout_s=start_timeout, force=force, wait=wait))
@@ -229,29 +265,7 @@ def ops_cancel(asked: Asked, operation: Annotated[str, typer.Argument(metavar="I
     raise typer.Exit(cancel_operation(asked, operation))
 
 
-def _operate(
-    asked: Asked,
-    kind: OperationKind,
-    instance: str,
-    timeout_s: float = 0.0,
-    force: bool = False,
-    wait: bool = True,
-    *,
-    role: Role | None = None,
-    request: str | None = None,
-    judged: bool = False,
-) -> None:
+def _operate(asked: Asked, requested: OperationRequested, *, wait: bool = True) -> NoReturn:
     from pdmesh.cli.operations import start
 
-    code = start(
-        asked,
-        kind,
-        instance,
-        role=role,
-        timeout_s=timeout_s,
-        force=force,
-        judged=judged,
-        wait=wait,
-        request=request,
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(start(asked, requested, wait=wait))

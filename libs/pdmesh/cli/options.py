@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,7 @@ import typer
 from pdmesh.cli.state import DEFAULT_NAME, StateFolder, state_folder
 from pdmesh.config import CLIENT_KEY_VARIABLE, MeshConfig, load_config
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.model import OperationId
 
 
 class Output(StrEnum):
@@ -89,6 +91,11 @@ class Asked:
     config: MeshConfig
     state: StateFolder
     output: Output
+
+
+def new_operation_id() -> OperationId:
+    """Return an id for an operation, which is done once however often it is asked for under that id."""
+    return OperationId(secrets.token_hex(4))
 
 
 P = ParamSpec("P")
