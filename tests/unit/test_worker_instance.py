@@ -576,6 +576,52 @@ async def test_only_decoding_requests_survive_a_new_registration() -> None:
         running.assert_all_free()
 
 
+LONG = SamplingParams(max_tokens=40, temperature=0)
+
+
+def begin_with_little_room(running: RunningInstance, *request_ids: str) -> None:
+    """Admit requests of 4 and 40 tokens, which need 11 blocks of 4, with 3."""
+    for number, request_id in enumerate(request_ids):
+        generation = make_generation(request_id, [number] * 4, LONG)
+        admit(generation, running, num_blocks=3)
+        running.run(chunk_plans(generation, [4]))
+
+
+def num_standing(running: RunningInstance) -> int:
+    return running.instance.num_of_stage()["out_of_credit"]
+
+
+async def test_residents_go_on_without_a_scheduler_from_blocks_that_are_free() -> None:
+    """They stood still where the room ended that the last one had granted."""
+    async with mixed(FakeEngine(num_blocks=14)) as running:
+        begin_with_little_room(running, "older", "younger")
+        await running.until(lambda: num_standing(running) == 2)
+        assert len(running.tokens_of("older")) == len(running.tokens_of("younger")) == 9  # 12 with KV, one without
+        running.instance.lose_scheduler()
+        await running.reported(KvReleased, "younger")  # which waits for what the older one gives back
+        for number, request_id in enumerate(("older", "younger")):
+            assert output_of(running, request_id) == reference_output([number] * 4, LONG)
+        ended = [report.request_id for report in running.reports if isinstance(report, KvReleased)]
+        assert ended == ["older", "younger"]
+        running.assert_all_free()
+
+
+async def test_what_residents_took_is_told_with_the_next_registration_and_nothing_is_taken_after_that() -> None:
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        begin_with_little_room(running, "r")
+        running.instance.lose_scheduler()
+        gate.let_through(2 * 8)
+        await running.until(lambda: len(running.tokens_of("r")) == 8)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(running.instance.drop_all_but_decoding)
+            gate.open()
+        (resident,) = running.instance.residents()
+        assert resident.num_blocks == 11
+        await running.reported(KvReleased, "r")
+        assert output_of(running, "r") == reference_output([0] * 4, LONG)
+
+
 async def test_emptied_waits_for_the_last_release() -> None:
     async with mixed() as running:
         generation = make_generation("r", [1] * 4, GREEDY)

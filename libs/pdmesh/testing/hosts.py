@@ -58,7 +58,7 @@ def why_no_hosts() -> str | None:
 
 
 @dataclass(slots=True)
-class Service:
+class HostedService:
     """A process of the mesh on one of the hosts."""
 
     name: str
@@ -85,9 +85,11 @@ class Host:
     namespace: str
     folder: Path  # its certificate and its services' logs
     settings: Mapping[str, str]  # of all its services
-    services: list[Service] = field(default_factory=list[Service])
+    services: list[HostedService] = field(default_factory=list[HostedService])
 
-    def start(self, kind: str, name: str, settings: Mapping[str, str] | None = None, *, waits: bool = True) -> Service:
+    def start(
+        self, kind: str, name: str, settings: Mapping[str, str] | None = None, *, waits: bool = True
+    ) -> HostedService:
         """Start ``pdmesh_KIND``. Raises RuntimeError, with its log, if it does not announce itself.
 
         ``settings`` are environment names without their prefix. Without ``waits`` it need not.
@@ -107,7 +109,7 @@ class Host:
                 pass_fds=(write_fd,),
             )
             os.close(write_fd)
-            service = Service(name, process, {}, log)
+            service = HostedService(name, process, {}, log)
             self.services.append(service)
             if waits:
                 said = ready.readline() if select.select([ready], [], [], START_LIMIT_S)[0] else b""

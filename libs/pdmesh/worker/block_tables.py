@@ -76,6 +76,11 @@ class BlockTables:
             self.report_kept()
         return self._pool.allocate(num_blocks)
 
+    def allocate_up_to(self, num_blocks: int) -> list[int]:
+        """Return so many blocks for one table, or what there is, for a worker whose scheduler is gone."""
+        self.kept.make_room(num_blocks)
+        return self._pool.allocate(min(num_blocks, self._pool.num_free))
+
     # --- blocks for others --------------------------------------------------------------------------------------------
 
     def keep_prompt(self, hold: Hold, num_tokens: int) -> None:

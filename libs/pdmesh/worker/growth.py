@@ -1,4 +1,8 @@
-"""BlockTables for what requests generate: an instance asks for more where little is left, and takes what is granted."""
+"""Room for what requests generate: an instance asks for more where little is left, and takes what is granted.
+
+The pool is its own: while it has no scheduler, residents get what is free, the oldest first. What they took is told
+with the next registration, like all that they hold.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from collections.abc import Iterable
 from pdmesh.core.commands import GrowKv
 from pdmesh.core.events import KvLow
 from pdmesh.kv.blocks import OutOfBlocks
+from pdmesh.model import num_blocks_for
 from pdmesh.plans import ResidentContext
+from pdmesh.policy.on_demand import granted_blocks
 from pdmesh.worker.context import InstanceContext
-from pdmesh.worker.sequences import Hold
+from pdmesh.worker.sequences import Hold, Stage
 
 
 class RoomGrowth:
@@ -17,6 +23,31 @@ class RoomGrowth:
 
     def __init__(self, context: InstanceContext) -> None:
         self._context = context
+        self._is_alone = False
+
+    def go_alone(self) -> None:
+        """Grant what is free, since nobody else does, until `end_alone`."""
+        self._is_alone = True
+        self.blocks_freed()
+
+    def end_alone(self) -> None:
+        """Take nothing more: a scheduler is about to be told what is held."""
+        self._is_alone = False
+
+    def blocks_freed(self) -> None:
+        """Let residents have what they wait for, if there is nobody to grant it."""
+        if self._is_alone:
+            for hold in self._context.sequences:
+                if hold.stage is Stage.DECODING and hold.is_low:
+                    self._grant(hold)
+            self._context.wake()
+
+    def _grant(self, hold: Hold) -> None:
+        """Let it have as much as a scheduler would grant, or what there is."""
+        block_table = hold.sequence.block_table
+        most = num_blocks_for(hold.max_kv_tokens, hold.block_size)
+        wanted = granted_blocks(len(hold.sequence.token_ids), most, hold.block_size) - len(block_table)
+        block_table.extend(self._context.tables.allocate_up_to(wanted))
 
     def grow(self, command: GrowKv) -> None:
         """Take what the scheduler grants."""
@@ -37,7 +68,10 @@ class RoomGrowth:
         hold.sequence.block_table.extend(self._context.tables.allocate(num_missing))
 
     def tell(self, holds: Iterable[Hold]) -> None:
-        """Ask for more room where there is little left."""
+        """Ask for more room where there is little left; where nobody is there to ask, take it."""
+        if self._is_alone:
+            self.blocks_freed()
+            return
         low = tuple(
             [
                 ResidentContext(request_id=hold.request_id, epoch=hold.epoch, num_tokens=len(hold.sequence.token_ids))

@@ -214,6 +214,7 @@ class Instance:
         hold.end_trace(FREED)  # of what was still open when it was cancelled or dropped
         log.debug("request released", request_id=hold.request_id, epoch=hold.epoch, stage=hold.stage.name.lower())
         self._report(KvReleased(self.instance_id, hold.request_id, hold.epoch, hold.received_by, granules))
+        self._growth.blocks_freed()
 
     # --- books -----------------------------------------------------------------------------------------------
 
@@ -245,12 +246,18 @@ class Instance:
 
         A scheduler that this instance registers with knows nothing of them; gateways start them again.
         """
+        self._growth.end_alone()
         self.plans.clear()
         self._moves.stay_all()
         for hold in self._sequences:
             if hold.stage is not Stage.DECODING:
                 self._sequences.release(hold)
         await self._sequences.settled()
+
+    def lose_scheduler(self) -> None:
+        """Let residents go on by themselves until the instance registers again."""
+        self.plans.release_decodes()
+        self._growth.go_alone()
 
     def residents(self) -> tuple[Resident, ...]:
         return tuple(hold.as_resident(self._tables.granules_of(hold)) for hold in self._sequences)

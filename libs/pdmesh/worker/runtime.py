@@ -141,7 +141,7 @@ async def serve_instance(
             cache=instance.cache,
             load=instance.load,
             handle=instance.handle,
-            lost=instance.plans.release_decodes,
+            lost=instance.lose_scheduler,
         )
         metrics.watch(
             pool,

@@ -131,16 +131,22 @@ class Hold:
         """Whether there is room for the KV that the next decode step writes."""
         return len(self.sequence.token_ids) <= len(self.sequence.block_table) * self.block_size
 
-    def growth_is_news(self) -> bool:
-        """Whether it needs more blocks soon, or at once, and that was not said yet."""
-        num_blocks, num_tokens = len(self.sequence.block_table), len(self.sequence.token_ids)
+    @property
+    def is_low(self) -> bool:
+        """Whether it needs more blocks soon, or at once."""
+        num_blocks = len(self.sequence.block_table)
         if self.doomed or num_blocks * self.block_size >= self.max_kv_tokens:
             return False
+        return is_low(len(self.sequence.token_ids), num_blocks, self.block_size)
+
+    def growth_is_news(self) -> bool:
+        """Whether it is low, or out of room, and that was not said yet."""
+        if not self.is_low:
+            return False
+        num_blocks = len(self.sequence.block_table)
         if not self.has_room:
             is_news, self.out_at_blocks = self.out_at_blocks != num_blocks, num_blocks
             return is_news
-        if not is_low(num_tokens, num_blocks, self.block_size):
-            return False
         is_news, self.low_at_blocks = self.low_at_blocks != num_blocks, num_blocks
         return is_news
 
