@@ -52,5 +52,6 @@ class Bundle:
             )
         return None
 
-    def is_long(self, request: Request) -> bool:
-        return request.num_prompt_tokens >= self.long_prompt_tokens
+    def is_long(self, request: Request, num_reused_tokens: int = 0) -> bool:
+        """Whether a prompt is long, but for what is kept of it."""
+        return request.num_prompt_tokens - num_reused_tokens >= self.long_prompt_tokens

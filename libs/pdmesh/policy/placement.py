@@ -17,7 +17,7 @@ class LeastQueuedTokens:
     def key(self, instance: InstanceView) -> tuple[float, ...]:
         return (instance.num_queued_tokens,)
 
-    def takes(self, request: Request, instance: InstanceView) -> bool:
+    def takes(self, request: Request, instance: InstanceView, num_reused_tokens: int = 0) -> bool:
         return True
 
 
@@ -42,9 +42,10 @@ class ShortAroundLong:
         tier = 2 if full or instance.num_long_prefilling else bool(instance.num_long_decoding)
         return tier, instance.num_queued_tokens
 
-    def takes(self, request: Request, instance: InstanceView) -> bool:
-        if request.num_prompt_tokens >= self.long_prompt_tokens:
-            return (instance.shortest_long_prefill_tokens or inf) >= self.give_way * request.num_prompt_tokens
+    def takes(self, request: Request, instance: InstanceView, num_reused_tokens: int = 0) -> bool:
+        num_tokens = request.num_prompt_tokens - num_reused_tokens
+        if num_tokens >= self.long_prompt_tokens:
+            return (instance.shortest_long_prefill_tokens or inf) >= self.give_way * num_tokens
         return self.preempts or not instance.num_long_prefilling
 
 
@@ -65,14 +66,14 @@ class InGroups:
     def key(self, instance: InstanceView) -> tuple[float, ...]:
         return self.around.key(instance)
 
-    def takes(self, request: Request, instance: InstanceView) -> bool:
-        if request.num_prompt_tokens < self.long_prompt_tokens:
+    def takes(self, request: Request, instance: InstanceView, num_reused_tokens: int = 0) -> bool:
+        if request.num_prompt_tokens - num_reused_tokens < self.long_prompt_tokens:
             is_free = self.interrupt or not instance.num_long_prefilling
         elif self.need_idle:
             is_free = not (instance.num_prefilling or instance.num_seats_taken)
         else:
             is_free = not (instance.num_long_prefilling or instance.num_long_decoding)
-        return is_free and self.around.takes(request, instance)
+        return is_free and self.around.takes(request, instance, num_reused_tokens)
 
 
 @dataclass(frozen=True, slots=True)

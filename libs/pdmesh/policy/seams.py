@@ -76,8 +76,11 @@ class PrefillPlacement(Protocol):
         """Smaller is earlier; equal keys are in the order of instance ids."""
         ...
 
-    def takes(self, request: Request, instance: InstanceView) -> bool:
-        """Whether the request may go there now. If no instance that could takes it, it waits; others may go past it."""
+    def takes(self, request: Request, instance: InstanceView, num_reused_tokens: int = 0) -> bool:
+        """Whether the request may go there now, where so much of its prompt is kept.
+
+        If no instance that could takes it, it waits; others may go past it.
+        """
         ...
 
 

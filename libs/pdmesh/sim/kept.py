@@ -61,7 +61,7 @@ class SimulatedKept:
         """Let go of a request's blocks; the number of those that stay, some that it draws among them."""
         num_kept = len(held.kept)
         for granule in reversed(drawn) if self._granule_blocks else ():
-            self._owners.setdefault(granule, 0)
+            self._owners[granule] = self._owners.pop(granule, 0)
         for granule in reversed(held.kept):
             number = self._owners.pop(granule) - 1
             self._owners[granule] = number

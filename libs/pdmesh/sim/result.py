@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pdmesh import metrics
 from pdmesh.core.commands import Outcome
-from pdmesh.model import Epoch, InstanceId, PrefixHashes, Request, Role
+from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHashes, Request, Role
 from pdmesh.plans import ChunkPlan
 
 
@@ -37,6 +37,7 @@ class RequestRun:
 
     request: Request
     num_output_tokens: int
+    granules: PrefixHashes = ()  # of its prompt, and as far as they are known of its output
     outcome: Outcome | None = None
     placed_s: float | None = None
     started_s: float | None = None
@@ -49,13 +50,18 @@ class RequestRun:
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
     num_reused_tokens: int = 0  # of its prompt, that were not computed when it was last placed
-    drawn: PrefixHashes = ()  # granules behind its chain that its output completes
     num_moves: int = 0  # of its running decode, from one instance to another
 
     @property
     def current(self) -> Request:
         """The request of the newest epoch."""
         return self.resumed or self.request
+
+    @property
+    def drawn(self) -> PrefixHashes:
+        """The granules behind its newest epoch's chain that all of its output completes."""
+        num_tokens = self.request.num_prompt_tokens + self.num_output_tokens - 1
+        return self.granules[len(self.current.chain) : num_tokens // GRANULE_TOKENS]
 
     @property
     def num_restarts(self) -> int:
@@ -70,6 +76,7 @@ class RequestRun:
             epoch=Epoch(self.current.epoch + 1),
             num_prompt_tokens=self.request.num_prompt_tokens + num_drawn,
             max_tokens=self.request.max_tokens - num_drawn,
+            prefix=self.granules[: (self.request.num_prompt_tokens + num_drawn) // GRANULE_TOKENS],
             arrival_s=now_s - (now_s - self.request.arrival_s),  # gateways tell ages
         )
         return self.resumed

@@ -20,7 +20,7 @@ from pdmesh.core.commands import (
     WakeAt,
 )
 from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, InstanceLost, RequestArrived, Tick
-from pdmesh.model import Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey
+from pdmesh.model import GRANULE_TOKENS, Epoch, GatewayId, InstanceId, InstanceProfile, Request, RequestId, RequestKey
 from pdmesh.plans import TransferPlan
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
@@ -159,6 +159,7 @@ class Simulator:
             self._agenda.at(arrival.arrival_s, partial(self._arrive, index, arrival))
 
     def _arrive(self, index: int, arrival: Arrival) -> None:
+        granules = arrival.hashes
         request = Request(
             request_id=RequestId(f"r{index:07d}"),
             epoch=Epoch(0),
@@ -169,9 +170,9 @@ class Simulator:
             priority=arrival.priority,
             slo_ttft_s=arrival.slo_ttft_s,
             slo_tpot_s=arrival.slo_tpot_s,
-            prefix=arrival.prefix,
+            prefix=granules[: arrival.num_prompt_tokens // GRANULE_TOKENS],
         )
-        run = self._runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens)
+        run = self._runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens, granules)
         self._requests.append(run)
         self._inbox.append(RequestArrived(request))
         if self._closed_loop is None:

@@ -21,10 +21,11 @@ class Arrival:
     priority: int = 0
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
-    granules: Sequence[int] | None = None  # of its prompt: equal numbers name equal beginnings; None: it shares nothing
+    #: Of its prompt, and perhaps of its output behind it: equal numbers name equal beginnings. None: it shares nothing.
+    granules: Sequence[int] | None = None
 
     @property
-    def prefix(self) -> PrefixHashes:
+    def hashes(self) -> PrefixHashes:
         """The names of its granules, as gateways would make them."""
         return tuple([PrefixHash(number.to_bytes(16)) for number in self.granules or ()])
 

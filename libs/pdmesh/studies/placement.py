@@ -21,6 +21,6 @@ class Reservation:
     def key(self, instance: InstanceView) -> tuple[float, ...]:
         return (instance.num_queued_tokens,)
 
-    def takes(self, request: Request, instance: InstanceView) -> bool:
-        is_long = request.num_prompt_tokens >= self.long_prompt_tokens
+    def takes(self, request: Request, instance: InstanceView, num_reused_tokens: int = 0) -> bool:
+        is_long = request.num_prompt_tokens - num_reused_tokens >= self.long_prompt_tokens
         return not self.num_reserved or is_long == (instance.number <= self.num_reserved)

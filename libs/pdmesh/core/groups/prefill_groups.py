@@ -77,7 +77,8 @@ class GroupPlanner:
     def placed(self, state: RequestState, bundle: Bundle) -> list[InstanceState]:
         """A request was placed; its first chunk is planned next. Who was asked to help, if its group has a size."""
         leader = self._mesh.instances[state.prefill_ids[0]]
-        if bundle.group_policy is None or not leader.profile.joins_groups or not bundle.is_long(state.request):
+        is_long = bundle.is_long(state.request, state.num_reused_tokens)
+        if bundle.group_policy is None or not leader.profile.joins_groups or not is_long:
             return []
         self._open[state.key] = state
         return self._form(state, bundle)

@@ -144,7 +144,9 @@ class KeptHere:
         A prompt that is shorter than a granule has no chain, and may have these.
         """
         for granule in reversed(drawn if self.granule_blocks else ()):
-            if granule not in self:
+            if granule in self._idle:
+                self._idle.move_to_end(granule)  # what is behind it must not outlive it
+            elif granule not in self._in_use:
                 self._keep(granule)
         if held is NOTHING:
             return
@@ -205,7 +207,7 @@ class KeptHere:
         self._idle.clear()
         self._num_held = 0
 
-    def check_integrity(self, name: str, held: Iterable[HeldGranules]) -> None:
+    def check_integrity(self, name: str, held: Sequence[HeldGranules]) -> None:
         """AssertionError names what does not balance; ``held`` is what live requests have there."""
         users, num_held = Counter[PrefixHash](), 0
         for each in held:
@@ -217,4 +219,7 @@ class KeptHere:
         assert num_held == self._num_held, f"{name}: {num_held} granules held, recorded: {self._num_held}"
         assert self._in_use <= self._users.keys(), f"{name}: granules without a user are in use"
         assert not self._idle.keys() & self._users.keys(), f"{name}: idle granules have users"
+        for chain in [each.chain for each in held]:
+            is_kept = [granule in self for granule in chain]
+            assert is_kept == sorted(is_kept, reverse=True), f"{name}: what is kept of a chain is not its beginning"
         assert self._where.of(self._bit) == self._in_use | self._idle.keys(), f"{name}: the index has other granules"

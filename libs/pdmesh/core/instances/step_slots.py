@@ -223,6 +223,10 @@ class StepSlots:
         line = [] if ranking is None else ranking.line()
         return line[0][2] if line else None
 
+    def is_spare(self, instance: InstanceState) -> bool:
+        """Whether it only decodes, and has room in its steps."""
+        return self._any_spare() and instance.instance_id in self._spare.members
+
     def spare(self) -> Iterator[InstanceState]:
         """Yield instances that only decode and have room in their steps, in the order of the placement."""
         if self._any_spare():

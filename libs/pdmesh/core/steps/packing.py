@@ -7,7 +7,7 @@ Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.commands import RunStep
@@ -33,6 +33,7 @@ from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape
+from pdmesh.policy.reuse import ReuseCost
 from pdmesh.policy.views import PartialStep
 
 #: So many requests step aside in one round, for instances that keep their prefixes.
@@ -187,7 +188,7 @@ class Round:
                     self._place(head, placement)
                     self._plan_chunk(self._step_slot_of(placement.prefill), head)
                 case Wait.FOR_TURN:
-                    queue.defer(head, as_long=self._bundle.is_long(head.request))
+                    queue.defer(head, as_long=self._bundle.is_long(head.request, head.num_reused_tokens))
                 case Wait.FOR_INSTANCE:
                     queue.park(head)
                 case Wait.FOR_KEPT:
@@ -209,7 +210,10 @@ class Round:
                 self._plan_running(step_slot, line[: line.index(head)])
         offers, depths = self._offers(head), mesh.depths(request)
         if depths and bundle.reuse is not None:
-            by_cost = self._reusing.cheapest(head, depths, bundle.reuse, offers, self._may_begin)
+            local = self._place_beside_decodes(head, depths, bundle.reuse)
+            if local is not None:
+                return local
+            by_cost = self._reusing.cheapest(head, depths, bundle, bundle.reuse, offers, self._may_begin)
             if by_cost is None:
                 return Wait.FOR_KEPT
             offers = by_cost
@@ -229,17 +233,37 @@ class Round:
             return Wait.FOR_INSTANCE if never else wait
         if placement is not Wait.FOR_STEP_SLOT:
             return placement
-        if self._for_waiting and bundle.local_prefill is not None and not bundle.is_long(request):
+        is_long = bundle.is_long(request, head.num_reused_tokens)
+        if self._for_waiting and bundle.local_prefill is not None and not is_long:
             spare = (instance for instance in self._known.spare() if instance.instance_id not in self._step_slots)
             local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers)
             if local is not None:
                 return local
         in_group = bundle.group_policy is not None and bundle.group_policy.group_size > 1
-        others = bundle.is_long(request) and (
+        others = is_long and (
             in_group
             or any(o.step.longest_prompt_tokens >= bundle.long_prompt_tokens for o in self._step_slots.values())
         )
         return Wait.FOR_TURN if others else Wait.FOR_STEP_SLOT
+
+    def _place_beside_decodes(
+        self, head: RequestState, depths: Mapping[int, int], reuse: ReuseCost
+    ) -> Placement | None:
+        """Place the head where its last turn decoded, on an instance that only decodes, if that is the cheapest."""
+        if not self._for_waiting or self._bundle.local_prefill is None:
+            return None
+        spare = [
+            holder
+            for holder in self._reusing.holders(depths)
+            if self._known.is_spare(holder)
+            and holder.instance_id not in self._step_slots
+            and holder.kv_group not in self._handovers.closed_groups
+            and holder.can_decode(head.request)
+        ]
+        if not spare:
+            return None
+        found = self._reusing.cheapest_local(head, depths, spare, self._known.least_queued, self._bundle, reuse)
+        return None if found is None else Placement(found, found)
 
     def _offers(self, head: RequestState) -> Iterator[InstanceState]:
         """The instances whose next step takes a first chunk of the head, in the order of the placement."""
@@ -274,11 +298,14 @@ class Round:
             state,
             placement.prefill,
             placement.decode,
-            long_tokens=state.request.num_prompt_tokens if self._bundle.is_long(state.request) else 0,
+            long_tokens=state.request.num_prompt_tokens if self._is_long(state, placement.prefill) else 0,
             now_s=self._now_s,
         )
         helpers = self._prefill_groups.placed(state, self._bundle)
         self._known.refresh([*placement.instances, *helpers])
+
+    def _is_long(self, state: RequestState, prefill: InstanceState) -> bool:
+        return self._bundle.is_long(state.request, prefill.num_kept_granules(state.request) * GRANULE_TOKENS)
 
     def _step_slot_of(self, instance: InstanceState) -> StepSlot:
         """Return the step slot of an instance that has one; instances that were idle come last."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import NOTHING_KEPT, Decoders
 from pdmesh.core.transfers.handover import HandOvers
-from pdmesh.model import Request
+from pdmesh.model import GRANULE_TOKENS, Request
 from pdmesh.policy.bundle import Bundle
 
 #: So many instances are asked whether a prompt had better begin there before its time, the first in the order of the
@@ -63,12 +63,12 @@ def place(
         offers = list(offers)
         same = [offer for offer in offers if offer.arithmetic == request.arithmetic]
         for within in (same, offers):
-            placement = _place(request, within, firsts, decoders, bundle, handovers, now_s, may_be_ahead=False)
+            placement = _place(request, within, firsts, decoders, bundle, handovers, now_s, depths, may_be_ahead=False)
             if isinstance(placement, Placement):
                 return placement
         across = ((offer.exact_group, decoders.across(firsts, offer)) for offer in offers)
         firsts = {name: first for name, first in across if first is not None} | firsts
-    return _place(request, offers, firsts, decoders, bundle, handovers, now_s)
+    return _place(request, offers, firsts, decoders, bundle, handovers, now_s, depths)
 
 
 def _place(
@@ -79,6 +79,7 @@ def _place(
     bundle: Bundle,
     handovers: HandOvers,
     now_s: float,
+    depths: Mapping[int, int],
     *,
     may_be_ahead: bool = True,
 ) -> Placement | Wait:
@@ -92,17 +93,19 @@ def _place(
         if not firsts and (bundle.run_ahead is None or num_asked == MAX_ASKED):
             return Wait.FOR_ROOM
         first = firsts.get(prefill.exact_group)
+        num_reused = depths.get(prefill.number, 0) * GRANULE_TOKENS
         if handovers.holds_back(prefill, bundle):
             continue
         if not prefill.can_prefill(request):
             wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
         elif first is None:
-            if may_be_ahead and num_asked < MAX_ASKED and bundle.prefill_placement.takes(request, prefill.view):
+            takes = bundle.prefill_placement.takes
+            if may_be_ahead and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
                 num_asked += 1
                 if handovers.begins_ahead(request, prefill, decoders.sums, bundle, now_s):
                     return Placement(prefill, None)
             wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
-        elif not bundle.prefill_placement.takes(request, prefill.view):
+        elif not bundle.prefill_placement.takes(request, prefill.view, num_reused):
             wait = Wait.FOR_TURN
         else:
             if prefill.can_decode(request) and bundle.decode_placement.stays(request, prefill.view, first.view):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from math import inf
 
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.placing import MAX_ASKED
 from pdmesh.model import GRANULE_TOKENS, InstanceId
+from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.reuse import ReuseCost
 
 
@@ -35,6 +37,7 @@ class Reusing:
         self,
         head: RequestState,
         depths: Mapping[int, int],
+        bundle: Bundle,
         reuse: ReuseCost,
         offers: Iterable[InstanceState],
         may_begin: Callable[[InstanceState, RequestState], bool],
@@ -43,18 +46,23 @@ class Reusing:
 
         Of the offers the first few alone are compared; the others come behind them.
         """
-        line = iter(offers)
-        asked = {instance.instance_id: instance for instance in islice(line, MAX_ASKED)}
+        takes, line = bundle.prefill_placement.takes, iter(offers)
+        first = {instance.instance_id: instance for instance in islice(line, MAX_ASKED)}
+        asked = {
+            instance_id: instance
+            for instance_id, instance in first.items()
+            if takes(head.request, instance.view, _num_tokens(depths, instance))
+        }
         busy: list[InstanceState] = []
         for holder in self.holders(depths):
             if holder.instance_id in asked:
                 continue
-            if may_begin(holder, head):
+            if may_begin(holder, head) and takes(head.request, holder.view, _num_tokens(depths, holder)):
                 asked[holder.instance_id] = holder
             elif holder.takes_prompts and holder.could_prefill(head.request):
                 busy.append(holder)
         if not asked:
-            return iter(())
+            return _one_by_one(first.values(), line)
         costs = {instance_id: self._cost_s(head, instance, depths, reuse) for instance_id, instance in asked.items()}
         least_s = min(costs.values())
         for holder in busy:
@@ -64,7 +72,54 @@ class Reusing:
                 self._awaited_s[holder.instance_id] = self._awaited_s.get(holder.instance_id, 0.0) + awaited_s
                 return None
         ranked = sorted(asked.values(), key=lambda instance: costs[instance.instance_id])
-        return _one_by_one(ranked, (instance for instance in line if instance.instance_id not in asked))
+        others = (each for each in _one_by_one(first.values(), line) if each.instance_id not in asked)
+        return _one_by_one(ranked, others)
+
+    def cheapest_local(
+        self,
+        head: RequestState,
+        depths: Mapping[int, int],
+        spare: Iterable[InstanceState],
+        least_queued: Callable[[str], InstanceState | None],
+        bundle: Bundle,
+        reuse: ReuseCost,
+    ) -> InstanceState | None:
+        """Return which of ``spare``, which only decode, is cheaper than all that compute prompts; None: none is.
+
+        Beside decodes a prompt takes longer; but it need not move, and most of it may be there.
+        """
+        request, local = head.request, bundle.local_prefill
+        assert local is not None
+        elsewhere: dict[str, float] = {}
+        best: tuple[float, InstanceState] | None = None
+        for instance in spare:
+            num_reused = _num_tokens(depths, instance)
+            if bundle.is_long(request, num_reused) or not bundle.prefill_placement.takes(
+                request, instance.view, num_reused
+            ):
+                continue
+            kv_group = instance.kv_group
+            if kv_group not in elsewhere:
+                elsewhere[kv_group] = self._least_s(head, depths, kv_group, least_queued(kv_group), reuse)
+            work_s = local.packing.local_s(instance.view, request.num_prompt_tokens - num_reused, num_reused)
+            cost_s = work_s + reuse.price * reuse.work_s(request, num_reused)
+            if cost_s < elsewhere[kv_group] and (best is None or cost_s < best[0]):
+                best = cost_s, instance
+        return None if best is None else best[1]
+
+    def _least_s(
+        self,
+        head: RequestState,
+        depths: Mapping[int, int],
+        kv_group: str,
+        least_queued: InstanceState | None,
+        reuse: ReuseCost,
+    ) -> float:
+        """Return the least cost on instances of a KV group that take prompts."""
+        some = [each for each in self.holders(depths) if each.takes_prompts and each.kv_group == kv_group]
+        if least_queued is not None:
+            some.append(least_queued)
+        return min([self._cost_s(head, instance, depths, reuse) for instance in some], default=inf)
 
     def _may_wait(self, head: RequestState, for_s: float) -> bool:
         if head.awaits_until_s is None:

@@ -1,0 +1,151 @@
+"""What is kept of KV is computed once, by a core and modelled instances that check each other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from pdmesh.core.config import KvReservation
+from pdmesh.model import GRANULE_TOKENS, KvLayout
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.sim.mesh import MeshShape, study_core
+from pdmesh.sim.result import SimResult
+from pdmesh.sim.simulator import SimConfig, Simulator
+from pdmesh.sim.workload import Arrival
+
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16")
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    *,
+    prefill: int = 0,
+    decode: int = 0,
+    mixed: int = 0,
+    num_kv_tokens: int = 1 << 20,
+    bundle: str = "pdmesh",
+    kv_reservation: KvReservation = KvReservation.FULL,
+    layout: KvLayout = LAYOUT,
+    slo_tpot_s: float = 0.05,
+) -> SimResult:
+    policy = PolicyConfig(slo_tpot_s=slo_tpot_s)
+    shape = MeshShape(
+        num_prefill=prefill, num_decode=decode, num_mixed=mixed, kv_layout=layout, num_kv_tokens=num_kv_tokens
+    )
+    core = study_core(bundle, policy, 0, kv_reservation=kv_reservation)
+    config = SimConfig(events_between_checks=1)
+    return Simulator(core, shape.instances(policy.latency), arrivals, config).run()
+
+
+def a_turn(arrival_s: float, prompt: int, output: int, *, conversation: int = 0, shared: int = 0) -> Arrival:
+    """The beginning of a conversation: its first ``shared`` granules are those of all conversations."""
+    number = (prompt + output) // GRANULE_TOKENS
+    granules = [*range(shared), *(10_000 * (conversation + 1) + index for index in range(shared, number))]
+    return Arrival(arrival_s=arrival_s, num_prompt_tokens=prompt, num_output_tokens=output, granules=tuple(granules))
+
+
+TWO_TURNS = [a_turn(0.0, 4096, 200), a_turn(60.0, 4400, 10)]
+
+
+@pytest.mark.parametrize("bundle", ["fcfs", "pdmesh"])
+def test_a_next_turn_computes_only_what_is_new(bundle: str) -> None:
+    """On a mixed instance its prompt and what was drawn are kept, but for the last granule that is not full."""
+    _, second = simulate(TWO_TURNS, mixed=1, bundle=bundle).requests
+    assert second.num_reused_tokens == (4096 + 200 - 1) // GRANULE_TOKENS * GRANULE_TOKENS
+
+
+def test_a_next_turn_is_computed_where_the_last_one_was_decoded() -> None:
+    """A prefill instance has the prompt, the other one the answer, too: little is left to compute beside decodes."""
+    first, second = simulate(TWO_TURNS, prefill=1, decode=1, slo_tpot_s=0.1).requests
+    assert (first.prefill_id, first.decode_id) == ("prefill-000", "decode-000")
+    assert (second.prefill_id, second.decode_id) == ("decode-000", "decode-000")
+    assert second.num_reused_tokens == 4224
+    assert first.ttft_s is not None
+    assert second.ttft_s is not None
+    assert second.ttft_s < 0.3 * first.ttft_s
+
+
+def test_without_local_prefill_a_hand_over_brings_what_the_receiver_lacks() -> None:
+    """The next turn is computed from its old prompt on, and sent from the old answer's end on."""
+    _, second = simulate(TWO_TURNS, prefill=1, decode=1, bundle="fcfs").requests
+    assert second.prefill_id == "prefill-000"
+    assert second.num_reused_tokens == 4096 - GRANULE_TOKENS  # the granule that ends with a prompt is not kept there
+
+
+def test_a_prompt_that_is_all_kept_computes_its_last_token() -> None:
+    """The last token is always computed: of what is kept, one granule is not used."""
+    again = [a_turn(float(60 * i), 1024, 1) for i in range(2)]
+    assert simulate(again, mixed=1).requests[1].num_reused_tokens == 1024 - GRANULE_TOKENS
+
+
+def test_nothing_is_kept_where_blocks_do_not_divide_a_granule() -> None:
+    """Blocks of 96 tokens: a granule would end inside one."""
+    layout = KvLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=96, dtype="bfloat16")
+    assert [run.num_reused_tokens for run in simulate(TWO_TURNS, mixed=1, layout=layout).requests] == [0, 0]
+
+
+def test_what_is_kept_gives_way_to_what_needs_room() -> None:
+    """The oldest goes first: of three prompts that fit two at a time the last two are kept."""
+    prompts = [a_turn(60.0 * i, 4000, 1, conversation=c) for i, c in enumerate((0, 1, 2, 2, 1, 0))]
+    runs = simulate(prompts, mixed=1, num_kv_tokens=8192 + 256).requests
+    assert [run.num_reused_tokens > 3000 for run in runs] == [False, False, False, True, True, False]
+
+
+def test_a_request_waits_for_who_keeps_its_prefix_no_longer_than_that_saves() -> None:
+    """Another instance is idle: a short wait is worth 30K tokens, and a long one is not."""
+    begin = [a_turn(0.0, 30_000, 1), a_turn(0.0, 30_000, 1, conversation=1)]
+    for other, waits in ((2_000, True), (60_000, False)):
+        same = a_turn(60.001, 30_100, 1)
+        busy = a_turn(60.0, other + 30_000, 1)
+        runs = simulate([*begin, busy, same], mixed=2, bundle="fcfs").requests
+        assert (runs[3].prefill_id == runs[0].prefill_id) == waits, f"{other} tokens before it"
+        assert runs[2].prefill_id == runs[0].prefill_id
+
+
+def random_turns(rng: random.Random, number: int) -> list[Arrival]:
+    """Conversations that go on, some of which share a system prompt."""
+    arrivals: list[Arrival] = []
+    now_s, lengths = 0.0, dict[int, int]()
+    for _ in range(number):
+        now_s += rng.expovariate(4.0)
+        conversation = rng.randrange(12)
+        prompt = lengths.get(conversation, 0) + rng.randint(1, 900)
+        output = rng.randint(1, 300)
+        lengths[conversation] = 0 if prompt > 6000 else prompt + output
+        if conversation % 2 and prompt > 6000:
+            prompt = rng.choice((128, 256, 640))
+        arrivals.append(a_turn(now_s, prompt, output, conversation=conversation, shared=4 if conversation % 3 else 0))
+    return arrivals
+
+
+@pytest.mark.parametrize(
+    ("pools", "bundle", "kv_reservation", "seeds"),
+    [
+        ((2, 2, 0), "pdmesh", KvReservation.ON_DEMAND, range(1)),
+        pytest.param((2, 2, 0), "pdmesh", KvReservation.FULL, range(6), marks=pytest.mark.slow),
+        pytest.param((2, 2, 0), "pdmesh", KvReservation.ON_DEMAND, range(1, 6), marks=pytest.mark.slow),
+        pytest.param((0, 0, 3), "fcfs", KvReservation.ON_DEMAND, range(6), marks=pytest.mark.slow),
+        pytest.param((1, 1, 1), "pdmesh", KvReservation.ON_DEMAND, range(6), marks=pytest.mark.slow),
+        pytest.param((2, 1, 1), "fcfs", KvReservation.FULL, range(6), marks=pytest.mark.slow),
+    ],
+)
+def test_core_and_instances_agree_on_what_is_kept(
+    pools: tuple[int, int, int], bundle: str, kv_reservation: KvReservation, seeds: range
+) -> None:
+    """Under pressure and with preemptions: instances have what they are to share, and room for what they are told."""
+    prefill, decode, mixed = pools
+    for seed in seeds:
+        arrivals = random_turns(random.Random(seed), 120)
+        result = simulate(
+            arrivals,
+            prefill=prefill,
+            decode=decode,
+            mixed=mixed,
+            num_kv_tokens=random.Random(seed).choice((9_000, 14_000, 40_000)) // 16 * 16,
+            bundle=bundle,
+            kv_reservation=kv_reservation,
+        )
+        assert all(run.outcome == "finished" for run in result.requests)
+        assert sum(run.num_reused_tokens for run in result.requests) > 0
