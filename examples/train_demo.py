@@ -19,7 +19,7 @@ import torch
 import transformers as typed_transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pdmesh.testing.tokenizers import CHAT_TEMPLATE, SPECIAL_TOKENS
+from pdmesh.testing.tokenizers import SPECIAL_TOKENS, TOOL_TEMPLATE
 
 CORPUS = Path(__file__).with_name("demo_corpus.txt")
 transformers: Any = typed_transformers  # only partly typed
@@ -132,7 +132,7 @@ def save(model: Any, tokenizer: Tokenizer, directory: Path) -> None:
         "eos_token": END_OF_TURN,
         "pad_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": TOOL_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -98,6 +98,11 @@ class GatewayConfig:
     strict_fields: Annotated[
         bool, "refuse requests with unknown fields; otherwise, those that cannot change an answer are ignored"
     ] = False
+    tool_format: Annotated[
+        str,
+        one_of("", "hermes", "llama", "mistral", "mistral_list", "qwen_coder"),
+        "how the model writes tool calls; empty: found from its chat template and vocabulary",
+    ] = ""
     max_body_values: Annotated[int, COUNT, "most values in the JSON of an HTTP request; more get a 413"] = 2_000_000
     max_messages: Annotated[int, COUNT, "most messages of a conversation"] = 8192
     max_n: Annotated[int, COUNT, "most choices of one prompt (`n`)"] = 128

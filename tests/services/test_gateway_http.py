@@ -334,6 +334,7 @@ def replace_state(**changes: Any) -> MeshStatus:
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 #: path, body, status, param, a pattern of the message
@@ -372,7 +373,11 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
     ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages", "role"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs `logprobs`"),
     ("chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template", "does not render"),
-    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "is no function"),
+    ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "chat template knows no tools"),
+    ("chat/completions", {**CHAT, "tools": [TOOL, TOOL]}, 400, "tools", "two tools of the name"),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "none that can be called"),
+    ("chat/completions", {**CHAT, "tool_choice": "some"}, 400, "tool_choice", "must be"),
     ("chat/completions", {**CHAT, "maxtokens": 1}, 400, "maxtokens", "supplied: maxtokens. Did you mean `max_tokens`"),
     ("chat/completions", {**CHAT, "audio": {"voice": "x"}}, 400, "audio", "not supported"),
     (

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pdmesh.testing.tokenizers import EOS_TOKEN, SPECIAL_TOKENS, write_tokenizer
+from pdmesh.testing.tokenizers import CHAT_TEMPLATE, EOS_TOKEN, SPECIAL_TOKENS, write_tokenizer
 
 Family = Literal["llama", "qwen2", "qwen3"]
 
@@ -94,12 +94,14 @@ def write_checkpoint(
     mlp_bias: bool = False,
     sharded: bool = False,
     initializer_gain: float = 1.5,
+    template: str = CHAT_TEMPLATE,
     **shape_changes: Any,
 ) -> Path:
     """Write a whole model directory and return it; ``shape_changes`` are fields of `CheckpointShape`.
 
     ``rope_parameters_key`` writes the RoPE settings as transformers 5 does, else as 4 did. ``attention_bias`` and
     ``mlp_bias`` are Llama's. ``initializer_gain`` over the square root of the fan-in is the weights' deviation.
+    ``template`` is the chat template.
     """
     shape = replace(shape, **shape_changes)
     directory.mkdir(parents=True, exist_ok=True)
@@ -109,7 +111,9 @@ def write_checkpoint(
     _write_json(directory / "config.json", config)
     eos_token_id = config["eos_token_id"]
     _write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": [eos_token_id, 256]})
-    write_tokenizer(directory, vocab_size=shape.vocab_size, model_max_length=shape.max_position_embeddings)
+    write_tokenizer(
+        directory, vocab_size=shape.vocab_size, model_max_length=shape.max_position_embeddings, template=template
+    )
 
     draw = _Draw(np.random.default_rng(seed), initializer_gain)
     tensors = _tensors(

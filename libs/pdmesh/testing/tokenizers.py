@@ -18,11 +18,28 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+#: The same for conversations without tools; with tools, and their calls and results as Hermes and Qwen write them.
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n# Tools\n<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "</tools>\nA call is <tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}'
+    "\n</tool_call><|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ 'user' if message['role'] == 'tool' else message['role'] }}\n"
+    "{% if message['role'] == 'tool' %}<tool_response>\n{{ message['content'] }}\n</tool_response>"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}<tool_call>\n"
+    "{\"name\": {{ call['function']['name'] | tojson }}, "
+    "\"arguments\": {{ call['function']['arguments'] | tojson }}}"
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 _COMMON_MERGES = "Ġ t|h e|i n|Ġ a|e r|o n|Ġt he|r e|a t|Ġ s|e n|Ġ w|o u"  # Ġ is the byte-level alphabet's space
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
 
 
-def write_tokenizer(directory: Path, *, vocab_size: int, model_max_length: int) -> None:
+def write_tokenizer(directory: Path, *, vocab_size: int, model_max_length: int, template: str = CHAT_TEMPLATE) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``. The vocabulary has exactly ``vocab_size`` entries."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: token_id for token_id, token in enumerate([*alphabet, *SPECIAL_TOKENS])}
@@ -45,7 +62,7 @@ def write_tokenizer(directory: Path, *, vocab_size: int, model_max_length: int) 
         "eos_token": EOS_TOKEN,
         "pad_token": SPECIAL_TOKENS[0],
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -8,31 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
-from pdmesh_gateway.items import ChoiceItems
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.answer_format import AnswerFormat, Calls
+from pdmesh_gateway.grammars import asked_for
+from pdmesh_gateway.items import ChoiceItems, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import SamplingFields
+from pdmesh_gateway.reasoning import ReasoningStart
+from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.serving import Serving
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
-    """A function that an answer may call. Its arguments are an object that fits ``parameters``, a JSON schema."""
-
-    name: str
-    description: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    strict: bool = False  # a schema that cannot be obeyed is an error, not a warning
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolChoice:
-    """Whether an answer calls tools, and which ones it may."""
-
-    mode: Literal["none", "auto", "required"] = "auto"
-    allowed: tuple[str, ...] | None = None  # names; None: all
-    is_named: bool = False  # required, one call of the only one allowed
+from pdmesh_gateway.tools.choosing import Tool, ToolChoice, calls_of, check_tools, with_any_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +29,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]  # as templates know them: content is text, a call's arguments are an object
     tools: tuple[Tool, ...] = ()
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     add_generation_prompt: bool = True
@@ -50,6 +38,12 @@ class Conversation:
     template: str | None = None  # the client's own
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further ones for the template
     truncate: int | None = None  # to so many tokens, on the left
+    warnings: tuple[str, ...] = ()  # of the request
+
+    @property
+    def shown_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model is told of: all, also those that it may not call now, or none."""
+        return self.tools if self.tool_choice.mode != "none" else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,28 +52,109 @@ class Prepared:
 
     prompt: Sequence[int]
     grammar: str = ""
-    shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the text that `answers` read
-    warnings: tuple[str, ...] = ()  # what of it cannot be held to
+    warnings: tuple[str, ...] = ()  # what of it answers cannot be held to
+    answer_format: AnswerFormat
+    reasoning: ReasoningStart = ReasoningStart.NONE
+    calls: Calls | None = None
+    include_reasoning: bool = True
+
+    @property
+    def shown_ids(self) -> frozenset[int]:
+        """Special tokens that are part of the text that `answers` read."""
+        return self.answer_format.shown_ids(self.calls)
 
     def answers(self, job: GenerationJob) -> list[ChoiceItems]:
         """Return what turns the deltas of each of the job's choices into items."""
-        return [ChoiceItems() for _ in range(job.num_choices)]
+        parser = partial(self.answer_format.parser, begins=self.reasoning, calls=self.calls)
+        return [
+            ChoiceItems(parser, ItemWriter(f"{job.request_id}-{index}", shows_reasoning=self.include_reasoning))
+            for index in range(job.num_choices)
+        ]
 
 
 async def prompt_of(serving: Serving, conversation: Conversation) -> list[int]:
     """Return a conversation as token ids, of any number. Raises RequestRejected."""
+    _, token_ids = await _rendered(serving, conversation)
+    return token_ids
+
+
+async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, list[int]]:
+    """Return a conversation as text and as token ids. Raises RequestRejected."""
+    check_tools(conversation.tools, conversation.tool_choice)
+    tools = conversation.shown_tools
+    if tools and conversation.template is None:
+        _check_known(serving.answer_format)
     text = await serving.tokenizer.render_chat(
-        conversation.messages,
+        _for_template(conversation.messages, serving),
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         template=conversation.template,
-        variables=conversation.variables,
+        variables={**conversation.variables, **({"tools": [tool.for_template() for tool in tools]} if tools else {})},
     )
-    return await serving.encode(text, add_special_tokens=conversation.add_special_tokens, what="messages")
+    return text, await serving.encode(text, add_special_tokens=conversation.add_special_tokens, what="messages")
 
 
 async def prepare(serving: Serving, conversation: Conversation, fields: SamplingFields) -> Prepared:
     """Return the prompt, and what answers are held to, by tools and by ``fields``. Raises RequestRejected."""
-    token_ids = await prompt_of(serving, conversation)
+    text, token_ids = await _rendered(serving, conversation)
     prompt = serving.check_prompt(token_ids, what="messages", truncate=conversation.truncate)
-    return Prepared(prompt=prompt, grammar=await serving.grammars.grammar(fields))
+    answer_format, checker = serving.answer_format, serving.grammars
+    reasoning = ReasoningStart.NONE
+    if not conversation.continue_final_message:
+        reasoning = answer_format.reasoning_after(text)
+    calls: Calls | None = None
+    warnings = list(conversation.warnings)
+    if conversation.shown_tools:
+        calls, problems = await calls_of(
+            conversation.tools, conversation.tool_choice, checker, parallel=conversation.parallel_tool_calls
+        )
+        warnings += problems
+    param, given = asked_for(fields) or ("tools", "")
+    grammar = answer_format.grammar(reasoning, calls, given)
+    if grammar and calls is not None and (problem := await checker.problem(grammar)) is not None:
+        if given or any(tool.strict for tool in conversation.tools):
+            raise invalid(param, f"`{param}` {problem}")
+        warnings.append(f"`tools` {problem} Arguments are any objects.")
+        calls = with_any_arguments(calls)
+        grammar = answer_format.grammar(reasoning, calls, given)
+    if grammar:
+        await checker.check(param, grammar)
+    return Prepared(
+        prompt=prompt,
+        grammar=grammar,
+        warnings=tuple(warnings),
+        answer_format=answer_format,
+        reasoning=reasoning,
+        calls=calls,
+        include_reasoning=conversation.include_reasoning,
+    )
+
+
+def _check_known(answer_format: AnswerFormat) -> None:
+    """Raise RequestRejected if the model knows no tools."""
+    if not answer_format.template_knows_tools:
+        raise RequestRejected("This model's chat template knows no tools.", param="tools", code="unsupported_value")
+    if answer_format.tools is None:
+        raise RequestRejected(
+            "It is not known how this model calls tools: the server needs the setting `gateway.tool_format`.",
+            param="tools",
+            code="unsupported_value",
+        )
+
+
+def _for_template(messages: list[dict[str, Any]], serving: Serving) -> list[dict[str, Any]]:
+    """Return messages in the words of this model's template: roles, and ids of calls."""
+    tools = serving.answer_format.tools
+    knows_developers = "developer" in serving.tokenizer.template_source
+
+    def adapted(message: dict[str, Any]) -> dict[str, Any]:
+        changes: dict[str, Any] = {}
+        if message.get("role") == "developer" and not knows_developers:
+            changes["role"] = "system"
+        if tools is not None and isinstance(call_id := message.get("tool_call_id"), str):
+            changes["tool_call_id"] = tools.template_call_id(call_id)
+        if tools is not None and (calls := message.get("tool_calls")):
+            changes["tool_calls"] = [{**call, "id": tools.template_call_id(str(call.get("id", "")))} for call in calls]
+        return {**message, **changes} if changes else message
+
+    return [adapted(message) for message in messages]

@@ -6,6 +6,7 @@ JSON is compact by default: where blanks are allowed, a model may write them for
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -30,16 +31,16 @@ MAX_DEPTH = 64
 #: Compiling takes longer than this only for what is meant to; its thread goes on to the library's own limits.
 COMPILE_LIMIT_S = 3.0
 
-#: Grammars that were found good, the latest.
-MAX_KEPT = 256
+#: Grammars of which it is known whether they can be obeyed, the latest.
+MAX_KEPT = 4096
 
 
 class GrammarChecker:
-    """Builds the grammar that a request asks for. A grammar is compiled once, off the event loop."""
+    """Checks grammars: each is compiled once, off the event loop."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._good: dict[str, None] = {}
+        self._problems: dict[bytes, str | None] = {}  # by digest
         self._limiter = anyio.CapacityLimiter(1)  # whoever asks for hard ones waits for their own kind
 
     async def grammar(self, fields: SamplingFields) -> str:
@@ -47,25 +48,32 @@ class GrammarChecker:
         asked = asked_for(fields)
         if asked is None:
             return ""
-        param, grammar = asked
-        if len(grammar) > MAX_GRAMMAR_BYTES:
-            raise invalid(param, f"`{param}` makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes.")
-        if grammar not in self._good:
-            await self._check(param, grammar)
-            self._good[grammar] = None
-            if len(self._good) > MAX_KEPT:
-                del self._good[next(iter(self._good))]
-        return grammar
+        await self.check(*asked)
+        return asked[1]
 
-    async def _check(self, param: str, grammar: str) -> None:
+    async def check(self, param: str, grammar: str) -> None:
+        """Raise RequestRejected, naming the field that asks for it, if a grammar cannot be obeyed."""
+        if (problem := await self.problem(grammar)) is not None:
+            raise invalid(param, f"`{param}` {problem}")
+
+    async def problem(self, grammar: str) -> str | None:
+        """Return what is wrong with a grammar, to be said of what asks for it; None if it can be obeyed."""
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            return f"makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes."
+        digest = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass")).digest()
+        if digest not in self._problems:
+            self._problems[digest] = await self._find_problem(grammar)
+            if len(self._problems) > MAX_KEPT:
+                del self._problems[next(iter(self._problems))]
+        return self._problems[digest]
+
+    async def _find_problem(self, grammar: str) -> str | None:
         with anyio.move_on_after(COMPILE_LIMIT_S):
             problem = await anyio.to_thread.run_sync(
                 self._grammars.problem, grammar, abandon_on_cancel=True, limiter=self._limiter
             )
-            if problem is None:
-                return
-            raise invalid(param, f"`{param}` cannot be obeyed: {problem}")
-        raise invalid(param, f"`{param}` takes longer than {COMPILE_LIMIT_S:g} s to compile: make it simpler.")
+            return None if problem is None else f"cannot be obeyed: {problem}"
+        return f"takes longer than {COMPILE_LIMIT_S:g} s to compile: make it simpler."
 
 
 def asked_for(fields: SamplingFields) -> tuple[str, str] | None:
@@ -105,7 +113,7 @@ def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str 
             raise invalid(param, f"`{param}` has a schema that is not JSON: {error}") from None
     if not isinstance(schema, Mapping | bool):
         raise invalid(param, f"`{param}` has a schema that is no JSON object.")
-    _check_size(schema, param)
+    check_size(schema, param)
     if pattern is not None:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": pattern})
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": blanks})
@@ -154,7 +162,7 @@ def _structural_tag(given: Any, param: str) -> str:
         trigger = next((each for each in tag.triggers if each and structure.begin.startswith(each)), None)
         if trigger is None:
             raise invalid(param, f"`{param}` has a tag {structure.begin[:40]!r} that begins with none of the triggers.")
-        _check_size(structure.schema, param)
+        check_size(structure.schema, param)
         schema = json.dumps(structure.schema)
         tags.append(StructTag(trigger=trigger, begin=structure.begin, grammar=schema, end=structure.end))
     if not tags:
@@ -173,7 +181,7 @@ class _StructuralTag(msgspec.Struct):
     triggers: list[str]
 
 
-def _check_size(schema: Any, param: str) -> None:
+def check_size(schema: Any, param: str) -> None:
     """Raise RequestRejected for a schema that is deeper or larger than any that is meant to be obeyed."""
     num_properties = num_values = 0
     level: list[Any] = [schema]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -27,12 +27,13 @@ class ItemKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ItemBegun:
-    """The item numbered ``item`` begins. Calls have an ``id`` and the whole ``name`` of a tool; others have neither."""
+    """The item numbered ``item`` begins. A call has an ``id``, its tool's ``name``, and its number among calls."""
 
     item: int
     kind: ItemKind
     id: str = ""
     name: str = ""
+    call: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class ArgumentsAdded:
 
     item: int
     text: str
+    call: int = 0  # its number among calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,17 @@ class ItemWriter:
 
     def begin_call(self, name: str) -> None:
         self.end_item()
-        self._begin(ItemBegun(self._num_items, ItemKind.CALL, call_id(self._call_seed, self.num_calls), name))
+        id = call_id(self._call_seed, self.num_calls)
+        self._begin(ItemBegun(self._num_items, ItemKind.CALL, id, name, self.num_calls))
         self.num_calls += 1
 
-    def arguments(self, piece: str) -> None:
-        """Add to the call that has begun."""
+    def arguments(self, piece: str, drawn: str | None = None) -> None:
+        """Add to the call that has begun; ``drawn`` is the text it was made of, where that is another."""
         if piece:
-            self._events.append(ArgumentsAdded(self._num_items - 1, piece))
+            self._events.append(ArgumentsAdded(self._num_items - 1, piece, self.num_calls - 1))
+
+    def marker(self, drawn: str) -> None:
+        """Pass over text that is part of no item."""
 
     def end_item(self) -> None:
         """End the item that is open, if one is."""
@@ -135,10 +141,10 @@ class ItemParser(Protocol):
     def reasoning_chars(self) -> int | None:
         """Number of characters up to where the answer proper begins; None while it has not."""
 
-    def push(self, text: str, writer: ItemWriter) -> None:
+    def push(self, text: str) -> None:
         """Take a piece; what may still become a marker is held back."""
 
-    def end(self, writer: ItemWriter) -> None:
+    def end(self) -> None:
         """The text is over: write what was held back."""
 
 
@@ -147,19 +153,24 @@ class PlainText:
 
     reasoning_chars = 0
 
-    def push(self, text: str, writer: ItemWriter) -> None:
-        writer.text(text)
+    def __init__(self, writer: ItemWriter) -> None:
+        self._writer = writer
 
-    def end(self, writer: ItemWriter) -> None:
+    def push(self, text: str) -> None:
+        self._writer.text(text)
+
+    def end(self) -> None:
         """Nothing is held back."""
 
 
 class ChoiceItems:
     """One choice from deltas to item events, and how many of its tokens were reasoning."""
 
-    def __init__(self, parser: ItemParser | None = None, writer: ItemWriter | None = None) -> None:
-        self._parser = parser or PlainText()
+    def __init__(
+        self, parser: Callable[[ItemWriter], ItemParser] = PlainText, writer: ItemWriter | None = None
+    ) -> None:
         self._writer = writer or ItemWriter()
+        self._parser = parser(self._writer)
         self._offsets: list[int] = []  # of the tokens, while the answer may still be reasoning
         self._num_reasoning_tokens = 0
 
@@ -167,9 +178,9 @@ class ChoiceItems:
         """Return what is new with ``delta``; the last one of a choice ends all its items."""
         was_reasoning = self._parser.reasoning_chars is None
         if delta.text:
-            self._parser.push(delta.text, self._writer)
+            self._parser.push(delta.text)
         if delta.finish_reason is not None:
-            self._parser.end(self._writer)
+            self._parser.end()
             self._writer.end_item()
         if was_reasoning:
             self._count(delta)

@@ -20,6 +20,7 @@ from pdmesh.telemetry.exposition import watch_event_loop
 from pdmesh.wire.dialing import is_wildcard, own_host_towards
 from pdmesh.wire.endpoint import bind_socket, check_bind
 from pdmesh_gateway.activity import ActivityHub
+from pdmesh_gateway.answer_format import find_format
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.grammars import GrammarChecker
@@ -57,6 +58,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     info = await anyio.to_thread.run_sync(load_model_info, directory)
     request_templates = RequestTemplates() if gateway.trust_request_templates else None
     tokenizer = await anyio.to_thread.run_sync(ModelTokenizer.load, directory, request_templates)
+    answer_format = await anyio.to_thread.run_sync(find_format, tokenizer, gateway.tool_format)
     model = config.worker.served_model_name or _served_name(config.model)
 
     transcripts = Transcripts()
@@ -87,6 +89,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             created=int(time.time()),
             info=info,
             tokenizer=tokenizer,
+            answer_format=answer_format,
             grammars=GrammarChecker(Grammars(directory, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)),
             generator=generator,
             link=link,

@@ -129,6 +129,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under its other name
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
@@ -258,7 +259,7 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
-class FunctionCall(msgspec.Struct, omit_defaults=True):
+class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A called function's name and JSON arguments; a piece of these in a chunk."""
 
     name: str | None = None

@@ -14,6 +14,7 @@ from pdmesh.engine.files import ModelInfo
 from pdmesh.errors import RequestRejected
 from pdmesh.wire.link import MAX_FRAME_BYTES
 from pdmesh_gateway.activity import ActivityHub
+from pdmesh_gateway.answer_format import AnswerFormat
 from pdmesh_gateway.auth import ApiKeys, Client
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.grammars import GrammarChecker
@@ -47,6 +48,7 @@ class Serving:
     created: int  # Unix time, seconds
     info: ModelInfo
     tokenizer: ModelTokenizer
+    answer_format: AnswerFormat
     grammars: GrammarChecker
     generator: Generator
     link: GatewaySession

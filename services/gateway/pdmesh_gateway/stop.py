@@ -34,7 +34,7 @@ class StopFinder:
             end, start, stop = min(matches)
             self._held = ""
             return text[: end if self.include_stop else start], stop
-        num_held = max(_overlap(text, stop) for stop in self.stops)
+        num_held = max(overlap(text, stop) for stop in self.stops)
         shown = len(text) - num_held
         self._held = text[shown:]
         return text[:shown], None
@@ -45,8 +45,8 @@ class StopFinder:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``, and is not all of it."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -35,6 +35,15 @@ MAX_VOCAB_SIZE = 1 << 24
 #: Placed in front of a conversation's last message to find where it ends (`continue_final_message`).
 _MARKER = "\ue000pdmesh-final\ue000"
 
+_SOME_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look something up.",
+        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
+    },
+}
+
 
 class ModelTokenizer:
     """Text to token ids and back, and conversations to text."""
@@ -51,6 +60,7 @@ class ModelTokenizer:
         self._request_templates = request_templates
         self._special_tokens = dict(special_tokens or {})
         self._render: Callable[[Mapping[str, Any]], str] | None = None
+        self.template_source = template or ""
         if template is not None:
             try:
                 self._render = compile_template(template)
@@ -63,6 +73,13 @@ class ModelTokenizer:
         self._longest_token_chars = max(map(len, vocabulary), default=1)
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
+        self.added_tokens = frozenset(token.content for token in added.values())
+        # llguidance takes special tokens, and others of this look, for no text: grammars must have their ids.
+        self.textless_ids = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_level = _is_byte_level(tokenizer)
         self._texts: dict[int, str] = {}
@@ -96,6 +113,22 @@ class ModelTokenizer:
     def min_tokens_of(self, text: str) -> int:
         """A lower bound of how many tokens ``text`` is, without tokenizing it."""
         return -(-len(text) // self._longest_token_chars)
+
+    def template_knows_tools(self) -> bool:
+        """Whether the template makes anything of tools: it renders otherwise with one than without."""
+        if self._render is None:
+            return False
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "documents": None,
+            "messages": [{"role": "user", "content": "?"}],
+            "add_generation_prompt": True,
+        }
+        try:
+            with_tool = self._render({**variables, "tools": [_SOME_TOOL]})
+            return with_tool != self._render({**variables, "tools": None})
+        except TemplateFailed:
+            return False
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio.to_thread
@@ -12,19 +13,35 @@ import msgspec
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.conversations import Conversation
+from pdmesh_gateway.http.chat_tools import chat_tool_choice, chat_tools
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, ItemRendering, Rendering
 from pdmesh_gateway.http.logprobs import chat_logprobs
-from pdmesh_gateway.http.sse import ChunkWriter, content_body, usage_of
-from pdmesh_gateway.items import ChoiceItems, ItemEvent, ItemKind, TextAdded, WholeAnswer
+from pdmesh_gateway.http.sse import ChunkWriter, content_body, delta_body, usage_of
+from pdmesh_gateway.items import (
+    AnswerEnded,
+    ArgumentsAdded,
+    ChoiceItems,
+    ItemBegun,
+    ItemEnded,
+    ItemEvent,
+    ItemKind,
+    TextAdded,
+    WholeAnswer,
+)
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import (
     ChatChoice,
+    ChatDelta,
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
     ChatResponse,
+    FunctionCall,
     ResponseMessage,
+    TokenizeRequest,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, num_choices, number
@@ -49,37 +66,48 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         serving = self._serving
         serving.check_model(request.model)
         check_stream_options(request)
-        _check_tools(request)
         n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
         number("max_tokens", request.max_tokens, low=1)
         number("max_completion_tokens", request.max_completion_tokens, low=1)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        conversation = await self._conversation(request)
+        conversation = await conversation_of(request, self._serving)
         job, answers = await self.conversation_job(
             conversation, request, exchange, max_tokens=asked, logprobs=_num_top_logprobs(request), n=n
         )
         model = request.model or serving.model
-        return job, _ChatRendering(request, serving.tokenizer, answers, model=model, job=job)
-
-    async def _conversation(self, request: ChatRequest) -> Conversation:
-        return Conversation(
-            messages=await template_messages(request.messages, most=self._serving.config.max_messages),
-            add_generation_prompt=request.add_generation_prompt is not False,
-            continue_final_message=bool(request.continue_final_message),
-            add_special_tokens=bool(request.add_special_tokens),
-            template=request.chat_template,
-            variables={**(request.chat_template_kwargs or {}), "documents": request.documents},
-            truncate=request.truncate_prompt_tokens,
-        )
+        is_named = conversation.tool_choice.is_named
+        return job, _ChatRendering(request, serving.tokenizer, answers, model=model, job=job, is_named=is_named)
 
 
-def _check_tools(request: ChatRequest) -> None:
-    if request.tools and request.tool_choice != "none":
-        raise RequestRejected(
-            'Tool calls are not supported by this server: set `tool_choice` to "none".',
-            param="tools",
-            code="unsupported_value",
-        )
+async def conversation_of(request: ChatRequest | TokenizeRequest, serving: Serving) -> Conversation:
+    """Return a chat's request as a conversation, but for its tool choice and its limits. Raises RequestRejected."""
+    variables = dict(request.chat_template_kwargs or {})
+    conversation = Conversation(
+        messages=await template_messages(request.messages or (), most=serving.config.max_messages),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        add_special_tokens=bool(request.add_special_tokens),
+        template=request.chat_template,
+    )
+    tools, warnings = chat_tools(request.tools)
+    if isinstance(request, TokenizeRequest):
+        return replace(conversation, tools=tools, variables=variables)
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+    return replace(
+        conversation,
+        tools=tools,
+        tool_choice=chat_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        include_reasoning=request.include_reasoning is not False,
+        variables=variables,
+        truncate=request.truncate_prompt_tokens,
+        warnings=tuple(warnings),
+    )
 
 
 def _num_top_logprobs(request: ChatRequest) -> int | None:
@@ -127,11 +155,14 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                 )
         content = "\n".join(part.text or "" for part in content)
     result["content"] = content or ""
+    reasoning = result.pop("reasoning", None)
+    if reasoning is not None:
+        result.setdefault("reasoning_content", reasoning)
     for call in result.get("tool_calls", []):
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
-                function["arguments"] = msgspec.json.decode(function["arguments"])
+                function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
             except (msgspec.DecodeError, ValueError) as error:
                 raise RequestRejected(
                     f"`{where}.tool_calls` has arguments that are not valid JSON: {error}", param="messages"
@@ -148,8 +179,10 @@ class _ChatRendering(ItemRendering):
         *,
         model: str,
         job: GenerationJob,
+        is_named: bool,
     ) -> None:
         super().__init__(answers)
+        self._is_named = is_named
         self._request = request
         self._tokenizer = tokenizer
         self._id = f"chatcmpl-{job.request_id}"
@@ -181,7 +214,7 @@ class _ChatRendering(ItemRendering):
         return head + self._writer.delta(
             delta.index,
             _body(events),
-            finish_reason=delta.finish_reason,
+            finish_reason=self._finish_reason(events),
             stop_reason=delta.stop_reason,
             logprobs=self._logprobs(delta),
             token_ids=delta.token_ids if request.return_token_ids else None,
@@ -202,9 +235,9 @@ class _ChatRendering(ItemRendering):
             choices=[
                 ChatChoice(
                     index=index,
-                    message=ResponseMessage(content=answer.text_of(ItemKind.TEXT)),
+                    message=_message(answer),
                     logprobs=self._logprobs(choice),
-                    finish_reason=choice.finish_reason,
+                    finish_reason=self._finished(answer.finish_reason, len(answer.calls)),
                     stop_reason=choice.stop_reason,
                     token_ids=choice.token_ids if with_ids else msgspec.UNSET,
                 )
@@ -222,9 +255,51 @@ class _ChatRendering(ItemRendering):
             num_cached_tokens=generation.num_cached_tokens,
         )
 
+    def _finish_reason(self, events: Sequence[ItemEvent]) -> str | None:
+        end = events[-1] if events else None
+        return self._finished(end.finish_reason, end.num_calls) if isinstance(end, AnswerEnded) else None
+
+    def _finished(self, finish_reason: str | None, num_calls: int) -> str | None:
+        """The reason in OpenAI's words: a call that was asked for by name is how the answer was to end."""
+        return "tool_calls" if finish_reason == "stop" and num_calls and not self._is_named else finish_reason
+
     def _logprobs(self, of: Delta | Collected) -> ChatLogprobs | None:
         return chat_logprobs(self._tokenizer, of.token_ids, of.logprobs) if self._request.logprobs else None
 
 
 def _body(events: Sequence[ItemEvent]) -> bytes:
-    return content_body("".join([event.text for event in events if isinstance(event, TextAdded)]))
+    """What is new, in one delta. Calls are numbered by themselves; `ChatDelta` has no empty text but where all is."""
+    if all(isinstance(event, TextAdded) and event.kind is ItemKind.TEXT for event in events):
+        return content_body("".join([event.text for event in events if isinstance(event, TextAdded)]))
+    texts = {ItemKind.TEXT: "", ItemKind.REASONING: ""}
+    calls: list[ToolCallDelta] = []
+    for event in events:
+        match event:
+            case TextAdded(_, kind, text):
+                texts[kind] += text
+            case ItemBegun(_, ItemKind.CALL, id, name, number):
+                function = FunctionCall(name=name, arguments="")
+                calls.append(ToolCallDelta(index=number, id=id, type="function", function=function))
+            case ArgumentsAdded(_, text, number):
+                if not calls or calls[-1].index != number:
+                    calls.append(ToolCallDelta(index=number, function=FunctionCall(arguments="")))
+                calls[-1].function.arguments = (calls[-1].function.arguments or "") + text
+            case ItemBegun() | ItemEnded() | AnswerEnded():
+                pass
+    reasoning = texts[ItemKind.REASONING] or None
+    content = texts[ItemKind.TEXT] or (None if calls or reasoning else "")
+    return delta_body(
+        ChatDelta(content=content, reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or None)
+    )
+
+
+def _message(answer: WholeAnswer) -> ResponseMessage:
+    """Return an answer's items as a message: content is null where there are calls and no text."""
+    content, reasoning = answer.text_of(ItemKind.TEXT), answer.text_of(ItemKind.REASONING)
+    calls = [ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.text)) for call in answer.calls]
+    return ResponseMessage(
+        content=content or (None if calls else ""),
+        reasoning_content=reasoning or msgspec.UNSET,
+        reasoning=reasoning or msgspec.UNSET,
+        tool_calls=calls or msgspec.UNSET,
+    )

@@ -10,7 +10,8 @@ import msgspec
 
 from pdmesh.build_info import core_build
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.chat import template_messages
+from pdmesh_gateway.conversations import prompt_of
+from pdmesh_gateway.http.chat import conversation_of
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.intake import decode_request, read_body
 from pdmesh_gateway.http.messages.protocol import AnthropicModel, AnthropicModelList
@@ -63,19 +64,11 @@ class UtilityEndpoints:
         if (request.prompt is None) == (request.messages is None):
             raise RequestRejected("Send either `prompt` or `messages`.", param="prompt")
         if request.messages is not None:
-            text = await serving.tokenizer.render_chat(
-                await template_messages(request.messages, most=serving.config.max_messages),
-                add_generation_prompt=request.add_generation_prompt is not False,
-                continue_final_message=bool(request.continue_final_message),
-                template=request.chat_template,
-                variables={**(request.chat_template_kwargs or {}), "tools": request.tools},
-            )
-            add_special_tokens = bool(request.add_special_tokens)
+            token_ids = await prompt_of(serving, await conversation_of(request, serving))
         else:
-            text = request.prompt or ""
-            add_special_tokens = request.add_special_tokens is not False
-        what = "prompt" if request.messages is None else "messages"
-        token_ids = await serving.encode(text, add_special_tokens=add_special_tokens, what=what)
+            token_ids = await serving.encode(
+                request.prompt or "", add_special_tokens=request.add_special_tokens is not False, what="prompt"
+            )
         strings = await serving.tokenizer.pieces(token_ids) if request.return_token_strs else None
         await exchange.respond_json(
             TokenizeResponse(

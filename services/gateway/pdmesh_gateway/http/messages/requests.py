@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.conversations import Conversation, Tool, ToolChoice
+from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.http.messages.protocol import (
     Block,
     CountTokensRequest,
@@ -17,6 +17,7 @@ from pdmesh_gateway.http.messages.protocol import (
 )
 from pdmesh_gateway.protocol import JsonSchema, ResponseFormat, SamplingFields
 from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.tools.choosing import Tool, ToolChoice
 from pdmesh_gateway.turns import TurnBuilder
 
 _ROLES = ("user", "assistant", "system")

@@ -1,0 +1,155 @@
+"""How the served model writes its answers: whether it reasons, and how it calls tools.
+
+Found once, at start, from the checkpoint's chat template and vocabulary. From it come the grammar that an answer is
+held to and the parser that reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pdmesh.errors import ConfigError
+from pdmesh_gateway import reasoning
+from pdmesh_gateway.items import ItemParser, ItemWriter, PlainText
+from pdmesh_gateway.reasoning import ReasoningStart, read_reasoning, reasoning_after
+from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.tools.format import CallableTool, ToolFormat, regex
+from pdmesh_gateway.tools.hermes import Hermes
+from pdmesh_gateway.tools.llama import Llama
+from pdmesh_gateway.tools.mistral import Mistral
+from pdmesh_gateway.tools.qwen_coder import QwenCoder
+from pdmesh_gateway.tools.reader import Reader, Script, ScriptParser
+
+_FORMATS: tuple[ToolFormat, ...] = (Hermes(), Llama(), Mistral(by_name=True), Mistral(by_name=False), QwenCoder())
+FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _FORMATS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """What tools an answer may call: one at least if ``required``, and ``most`` at most."""
+
+    tools: tuple[CallableTool, ...]
+    required: bool
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """How a model's answers are written. ``tools`` is None if it is not known how it calls any."""
+
+    tools: ToolFormat | None = None
+    template_knows_tools: bool = False
+    reasons: bool = False
+    textless_ids: Mapping[str, int]  # of tokens that are no text to a grammar, by what they read as
+
+    def reasoning_after(self, prompt: str) -> ReasoningStart:
+        """Return how the answer to a prompt, given as text, begins."""
+        return reasoning_after(prompt) if self.reasons else ReasoningStart.NONE
+
+    def shown_ids(self, calls: Calls | None) -> frozenset[int]:
+        """Return the special tokens whose text is needed to read an answer."""
+        markers = self.tools.markers if self.tools is not None and calls is not None else ()
+        if self.reasons:
+            markers += (reasoning.OPEN, reasoning.CLOSE)
+        return frozenset(self.textless_ids[marker] for marker in markers if marker in self.textless_ids)
+
+    def parser(self, writer: ItemWriter, begins: ReasoningStart, calls: Calls | None) -> ItemParser:
+        """Return what reads an answer."""
+        if begins is ReasoningStart.NONE and calls is None:
+            return PlainText(writer)
+        schemas = {tool.name: tool.schema for tool in calls.tools} if calls is not None else {}
+
+        def read(reader: Reader) -> Script[None]:
+            yield from read_reasoning(reader, begins)
+            if calls is not None and self.tools is not None:
+                yield from self.tools.read(reader, schemas)
+            yield from reader.rest()
+
+        return ScriptParser(read, writer)
+
+    def grammar(self, begins: ReasoningStart, calls: Calls | None, given: str) -> str:
+        """Return what an answer is held to: by its calls and, where it makes none, by the grammar ``given``."""
+        if calls is None and (begins is ReasoningStart.NONE or not given):
+            return given
+        given = "" if calls is not None and calls.required else given
+        rules: list[str] = []
+        answers: list[str] = []
+        if calls is not None and self.tools is not None:
+            free = not calls.required and not given
+            rules.append(self.tools.rules(calls.tools, self._marker, most=calls.most, free=free))
+            answers.append("answer")
+        if given:
+            answers.append("@given")
+        think, text = self._reasoning_rules(begins)
+        lark = f"start: {think}({' | '.join(answers)})\nTEXT: {text}\n" + "\n".join(
+            [*rules, *self._think_rules(begins)]
+        )
+        grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": lark}]
+        if given:
+            first, *others = _grammars_of(given)
+            grammars += [{**first, "name": "given"}, *others]
+        return json.dumps({"grammars": grammars})
+
+    def _marker(self, text: str) -> str:
+        return f"<[{self.textless_ids[text]}]>" if text in self.textless_ids else json.dumps(text)
+
+    def _reasoning_rules(self, begins: ReasoningStart) -> tuple[str, str]:
+        """Return how an answer begins, and what the text of the answer proper is, in Lark."""
+        if begins is ReasoningStart.NONE:
+            return "", "/(?s:.*)/"
+        if begins is ReasoningStart.BEGUN:
+            return "think ", "/(?s:.*)/"
+        # What begins as reasoning does would be read as such.
+        return "think? ", f"/(?s:.*)/ & ~/(?s:\\s*{regex(reasoning.OPEN)}.*)/"
+
+    def _think_rules(self, begins: ReasoningStart) -> list[str]:
+        if begins is ReasoningStart.NONE:
+            return []
+        opened = f"/\\s{{0,4}}/ {self._marker(reasoning.OPEN)} " if begins is ReasoningStart.POSSIBLE else ""
+        close = self._marker(reasoning.CLOSE)
+        if reasoning.CLOSE in self.textless_ids:
+            return [f"think: {opened}/(?s:.*)/ {close} BLANKS", _BLANKS]
+        return [f"think: {opened}thought BLANKS", f"thought[lazy]: /(?s:.*)/ {close}", _BLANKS]
+
+
+#: After reasoning. Not for ever, as a model might.
+_BLANKS = r"BLANKS: /\s{0,4}/"
+
+
+def _grammars_of(grammar: str) -> list[dict[str, Any]]:
+    """Return the parts of a grammar of llguidance's, the first of which is where it starts."""
+    if not grammar.lstrip().startswith("{"):
+        return [{"lark_grammar": grammar}]
+    parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+    return parts
+
+
+def find_format(tokenizer: ModelTokenizer, setting: str) -> AnswerFormat:
+    """Return the format of a checkpoint's answers; ``setting`` names that of calls if it is not empty.
+
+    Raises ConfigError.
+    """
+    if setting and setting not in FORMATS:
+        raise ConfigError(f"gateway.tool_format is {setting!r}: use one of {', '.join(FORMATS)}")
+    template, vocabulary = tokenizer.template_source, tokenizer.added_tokens
+    return AnswerFormat(
+        tools=FORMATS[setting] if setting else _detected(template, vocabulary),
+        template_knows_tools=tokenizer.template_knows_tools(),
+        reasons=reasoning.CLOSE in template or reasoning.CLOSE in vocabulary,
+        textless_ids=tokenizer.textless_ids,
+    )
+
+
+def _detected(template: str, vocabulary: Sequence[str] | frozenset[str]) -> ToolFormat | None:
+    if "<function=" in template:
+        return FORMATS["qwen_coder"]
+    if "<tool_call>" in template:
+        return FORMATS["hermes"]
+    if "[TOOL_CALLS]" in vocabulary:
+        return FORMATS["mistral" if "[ARGS]" in vocabulary else "mistral_list"]
+    if "<|python_tag|>" in vocabulary:
+        return FORMATS["llama"]
+    return None

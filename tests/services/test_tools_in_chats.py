@@ -1,0 +1,295 @@
+"""Tools and reasoning as clients of chats see them, in front of a mesh that says what it is told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from pdmesh.model import FinishReason
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.scripted_mesh import ScriptedMesh, scripted_mesh, silence, token_out
+from pdmesh.testing.tokenizers import TOOL_TEMPLATE
+from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
+from pdmesh_gateway.testing import running_gateway
+
+pytestmark = pytest.mark.anyio
+
+END_ID = 258
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop", "strict": True}}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Paris?"}], "tools": [WEATHER, STOP]}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TWO = f'I look.\n{CALL}\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", template=TOOL_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose prompts end within its reasoning, unless that is turned off."""
+    end = "<|im_start|>assistant\n"
+    template = TOOL_TEMPLATE.replace(end, end + "<think>{% if enable_thinking is false %}</think>{% endif %}\n")
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", template=template)
+
+
+@asynccontextmanager
+async def saying(model: Path, text: str) -> AsyncGenerator[tuple[httpx.AsyncClient, ScriptedMesh]]:
+    """A gateway whose mesh says ``text``, up to `max_tokens`."""
+    token_ids = [*Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids, END_ID]
+
+    def say(generation: Generation) -> list[TokenOut | PromptLogprobs]:
+        out: list[TokenOut | PromptLogprobs] = []
+        for index in range(generation.num_output_tokens, min(len(token_ids), generation.params.max_tokens)):
+            finish: FinishReason | None = None
+            if token_ids[index] == END_ID:
+                finish = FinishReason.STOP
+            elif index == generation.params.max_tokens - 1:
+                finish = FinishReason.LENGTH
+            out.append(token_out(generation, index, token_ids[index], finish_reason=finish))
+        return out
+
+    async with scripted_mesh(say) as mesh, running_gateway(model, mesh.address) as running:
+        await mesh.until(lambda: len(mesh.registrations) == 1)
+        async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+            while (await client.get("/ready")).status_code != 200:
+                pass
+            yield client, mesh
+
+
+async def ask(client: httpx.AsyncClient, **fields: Any) -> Any:
+    response = await client.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+async def streamed(client: httpx.AsyncClient, **fields: Any) -> Any:
+    """The same, put together as OpenAI's client does it."""
+    async with (
+        openai.AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none") as api,
+        api.chat.completions.stream(**{**CHAT, **fields}) as stream,
+    ):
+        async for _ in stream:
+            pass
+        return (await stream.get_final_completion()).choices[0]
+
+
+def calls_in(message: Any) -> list[tuple[str, str]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+
+
+async def test_calls_are_told_whole_and_streamed(model: Path) -> None:
+    async with saying(model, TWO) as (client, _):
+        whole = await ask(client)
+        parts = await streamed(client)
+    message = whole["message"]
+    assert (message["content"], whole["finish_reason"]) == ("I look.\n", "tool_calls")
+    assert calls_in(message) == [("get_weather", '{"city": "Paris"}'), ("stop", "{}")]
+    assert all(call["id"].startswith("call_") and len(call["id"]) == 29 for call in message["tool_calls"])
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert (parts.message.content, parts.finish_reason) == ("I look.\n", "tool_calls")
+    assert [(call.function.name, call.function.arguments) for call in parts.message.tool_calls] == calls_in(message)
+
+
+async def test_the_first_delta_of_a_call_names_it_and_later_ones_add_to_it(model: Path) -> None:
+    async with saying(model, "") as (client, mesh):
+        mesh.script = silence
+        choices = [choice async for choice in dripped(model, mesh, client, CALL)]
+    deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    first, *later = deltas
+    assert (first["index"], first["type"], first["function"]["name"]) == (0, "function", "get_weather")
+    assert first["id"].startswith("call_")
+    assert len(later) > 5  # arguments come as they are drawn
+    assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in later)
+    assert "".join(call["function"].get("arguments", "") for call in deltas) == '{"city": "Paris"}'
+    assert not any(choice["delta"].get("content") for choice in choices)
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+async def dripped(model: Path, mesh: ScriptedMesh, client: httpx.AsyncClient, text: str) -> AsyncGenerator[Any]:
+    """The choices of a stream, each of whose tokens is drawn when the one before was told."""
+    token_ids = [*Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids, END_ID]
+
+    async def draw(index: int) -> None:
+        generation = (await mesh.next_submit()).generation
+        finish = FinishReason.STOP if token_ids[index] == END_ID else None
+        mesh.send_tokens(token_out(generation, index, token_ids[index], finish_reason=finish))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(draw, 0)  # a response begins with its first token
+        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+            lines = response.aiter_lines()
+            for num_told in range(len(token_ids) + 1):
+                if num_told > 1:
+                    await draw(num_told - 1)
+                while not (line := await anext(lines)).startswith("data: {"):
+                    pass
+                yield json.loads(line[6:])["choices"][0]
+
+
+async def test_a_call_by_name_ends_with_stop_and_a_cut_one_with_length(model: Path) -> None:
+    async with saying(model, CALL) as (client, mesh):
+        named = await ask(client, tool_choice={"type": "function", "function": {"name": "get_weather"}})
+        cut = await ask(client, max_tokens=55)
+        none = await ask(client, tool_choice="none")
+        prompts = [len(unpack_token_ids(submit.generation.token_ids)) for submit in mesh.submitted]
+        grammars = [submit.generation.params.grammar for submit in mesh.submitted]
+    assert (named["finish_reason"], named["message"]["content"]) == ("stop", None)
+    assert cut["finish_reason"] == "length"
+    [(name, arguments)] = calls_in(cut["message"])
+    assert name == "get_weather"
+    assert '{"city": "Paris"}'.startswith(arguments)
+    assert arguments
+    assert none["message"]["content"] == CALL  # nobody asked for calls, so that is text
+    assert "get_weather" in grammars[0]
+    assert "stop" not in grammars[0].split("lark_grammar")[1].split("arguments")[0]
+    assert not grammars[2]
+    assert prompts[2] < prompts[1]  # without tools
+
+
+async def test_calls_and_results_go_to_the_template(model: Path) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rom"}'}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "17 degrees"}]},
+    ]
+    async with saying(model, "Warm.") as (client, _):
+        answer = await ask(client, messages=messages)
+        body = {"messages": messages, "tools": [WEATHER]}
+        tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+        prompt = (await client.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+    assert (answer["message"]["content"], answer["finish_reason"]) == ("Warm.", "stop")
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rom"}}\n</tool_call>' in prompt
+    assert "<tool_response>\n17 degrees\n</tool_response>" in prompt
+    assert "system\nBe brief." in prompt
+    assert '"description": "Weather of a city."' in prompt
+
+
+async def test_a_call_goes_on_under_its_id_where_it_was_moved(model: Path) -> None:
+    token_ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(CALL).ids
+    async with saying(model, CALL) as (client, mesh):
+        mesh.script, say = silence, mesh.script
+        ids: set[str] = set()
+        arguments = ""
+        async with anyio.create_task_group() as tasks:
+
+            async def begin() -> None:
+                first = (await mesh.next_submit()).generation
+                mesh.send_tokens(*(token_out(first, index, token_ids[index]) for index in range(60)))
+
+            tasks.start_soon(begin)
+            async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+                async for line in response.aiter_lines():
+                    choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else []
+                    for call in choices[0]["delta"].get("tool_calls", []) if choices else []:
+                        ids.update({call["id"]} if "id" in call else ())
+                        arguments += call["function"].get("arguments", "")
+                    if arguments and mesh.script is silence:
+                        mesh.script = say
+                        mesh.lose(mesh.submitted[0].generation, "killed")
+    assert len(ids) == 1
+    assert arguments == '{"city": "Paris"}'
+
+
+async def test_reasoning_is_told_apart_and_counted(thinking: Path) -> None:
+    text = f"They ask.\n</think>\n\nI look.\n{CALL}"
+    async with saying(thinking, text) as (client, mesh):
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        usage = response.json()["usage"]
+        message = response.json()["choices"][0]["message"]
+        hidden = (await ask(client, include_reasoning=False))["message"]
+        parts = await streamed(client)
+        await ask(client, response_format={"type": "json_object"}, tools=None)
+        off = await ask(client, tools=None, chat_template_kwargs={"enable_thinking": False})
+        grammar = mesh.submitted[-2].generation.params.grammar
+    assert message["reasoning_content"] == message["reasoning"] == "They ask.\n"
+    assert message["content"] == hidden["content"] == "I look.\n"
+    assert calls_in(message) == [("get_weather", '{"city": "Paris"}')]
+    assert "reasoning" not in hidden
+    assert "reasoning_content" not in hidden
+    num_tokens = len(Tokenizer.from_file(str(thinking / "tokenizer.json")).encode("They ask.\n</think>").ids)
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": num_tokens}
+    assert parts.message.content == "I look.\n"
+    assert parts.message.reasoning_content == "They ask.\n"
+    assert "</think>" in grammar
+    assert off["message"]["content"] == text
+
+
+def hostile_tools() -> Iterator[Any]:
+    """Tools that no model is to be held to, or that are none."""
+    deep: Any = {"type": "string"}
+    for _ in range(150):
+        deep = {"type": "object", "properties": {"a": deep}}
+    schemas: list[Any] = [
+        deep,
+        {"type": "string"},
+        {"type": "object", "required": 7},
+        {"type": "object", "properties": [1]},
+        {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)("}}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {"type": "string", "minLength": -3, "maxLength": "x"}}},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}},
+        {"type": "object", "properties": {"a": {"enum": [f"v{i}" for i in range(3000)]}}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "((((a{1,50}){1,50}){1,50}){1,50}"}}},
+        {"type": "object", "properties": {"a": {"not": {"type": "string"}}}},
+        {"type": "object", "properties": {"a": False}, "required": ["a"]},
+        {"allOf": [{"type": "object"}, {"type": "string"}]},
+        {"properties": {"a": {"type": ["string", 7]}}},
+        {"properties": {"</tool_call>\n": {"type": "string"}, '"}': {}}},
+        {"properties": {"a": {"enum": []}, "b": {"anyOf": []}, "c": {"anyOf": "x"}, "d": {"enum": {"a": 1}}}},
+    ]
+    for schema in schemas:
+        for strict in (False, True):
+            for required in ("auto", "required"):
+                tool = {"name": "f", "parameters": schema, "strict": strict}
+                yield {"tools": [{"type": "function", "function": tool}], "tool_choice": required}
+    for name in ("", "a b", "x" * 200, '"', "</tool_call>", "\n"):
+        yield {"tools": [{"type": "function", "function": {"name": name}}]}
+    yield {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(300)]}
+    yield {"tools": [{"type": 7}, {"type": None}, {}]}
+    for choice in (7, {}, {"type": "function"}, {"type": "allowed_tools", "mode": "auto", "tools": [7]}, "always"):
+        yield {**CHAT, "tool_choice": choice}
+    yield {**CHAT, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}
+    yield {**CHAT, "tool_choice": {"type": "function", "function": {"name": "none"}}}
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "llama", "mistral", "mistral_list", "qwen_coder"])
+@pytest.mark.slow
+async def test_hostile_tools_are_refused_or_held_to_an_object(model: Path, tool_format: str) -> None:
+    from pdmesh.config import GatewayConfig
+
+    async with (
+        scripted_mesh() as mesh,
+        running_gateway(model, mesh.address, gateway=GatewayConfig(tool_format=tool_format)) as running,
+    ):
+        await mesh.until(lambda: len(mesh.registrations) == 1)
+        async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+            while (await client.get("/ready")).status_code != 200:
+                pass
+            for fields in hostile_tools():
+                body = {"messages": CHAT["messages"], "max_tokens": 2, **fields}
+                response = await client.post("/v1/chat/completions", json=body)
+                assert response.status_code in (200, 400), (fields, response.text)
+                if response.status_code == 400:
+                    assert response.json()["error"]["param"] in ("tools", "tool_choice", "messages"), response.text
+                elif "auto" in fields and fields["strict"]:
+                    assert "x-pdmesh-warning" not in response.headers
