@@ -15,6 +15,7 @@ from pdmesh.cli.advise import AdviceOptions, advise, command_of
 from pdmesh.cli.auto import next_flip, run_auto
 from pdmesh.cli.options import Asked, Output
 from pdmesh.core.config import CoreConfig
+from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
@@ -175,10 +176,10 @@ def test_auto_asks_for_a_change_that_is_judged(monkeypatch: pytest.MonkeyPatch) 
     there = SimpleNamespace(instances=[row("prefill-0"), row("decode-0"), row("decode-1")])
     now = foretold(PoolCounts(prefill=1, decode=2), 0.5, 0.02)
     best = foretold(PoolCounts(prefill=2, decode=1), 0.9, 0.02)
-    asked: list[tuple[object, dict[str, object]]] = []
+    requests: list[OperationRequested] = []
 
-    def start(_asked: object, kind: object, instance_id: str, **options: object) -> int:
-        asked.append(((kind, instance_id), options))
+    def start(_asked: object, requested: OperationRequested) -> int:
+        requests.append(requested)
         return 1
 
     monkeypatch.setattr("pdmesh.cli.auto.current_state", lambda *_: there)
@@ -186,8 +187,9 @@ def test_auto_asks_for_a_change_that_is_judged(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=best, now=now))
     monkeypatch.setattr("pdmesh.cli.auto.start", start)
     assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 1, "taken back"
-    options = {"role": Role.PREFILL, "timeout_s": 1.0, "judged": True}
-    assert asked == [((OperationKind.ROLE, "decode-0"), options)]
+    (requested,) = requests
+    assert (requested.kind, requested.instance_id) == (OperationKind.ROLE, "decode-0")
+    assert (requested.role, requested.timeout_s, requested.judged) == (Role.PREFILL, 1.0, True)
 
 
 def test_auto_says_where_the_pools_are_as_advised_already(

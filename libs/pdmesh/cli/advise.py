@@ -185,8 +185,7 @@ def log_file(asked: Asked, options: AdviceOptions) -> Path:
     if scheduler.get("event_log"):
         return Path(scheduler["event_log"])
     raise ConfigError(
-        "there is not an event log: give one with --log, or start the mesh with "
-        "`pdmesh up --set scheduler.event_log=FILE`"
+        "there is no event log: give one with --log, or start the mesh with `pdmesh up --set scheduler.event_log=FILE`"
     )
 
 
@@ -214,7 +213,9 @@ def _print(advice: Advice) -> None:
         if each is not advice.now:
             _add(table, each, advice)
     terminal().print(table)
-    typer.echo(f"{advice.num_requests} requests; figures but the first line's are simulated with a model of this log")
+    typer.echo(
+        f"{advice.num_requests} requests; all figures but the first line's are simulated, with a model of this log"
+    )
     if (other := advice.too_slow) is not None:
         typer.echo(
             f"{other.proposal.pools} ({other.proposal.bundle}) would have had more within targets, but takes more than "

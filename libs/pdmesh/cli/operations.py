@@ -51,8 +51,8 @@ FIRST_LIMIT_S = 10.0
 AWAY_PAUSE_S = 0.5
 
 
-#: What is left of an operation, if not requests that have to leave an instance.
-_LEFT = {OperationKind.RESIZE: "instances", OperationKind.ROLLING: "processes"}
+#: What is left of an operation, one and several, if not requests that have to leave an instance.
+_LEFT = {OperationKind.RESIZE: ("instance", "instances"), OperationKind.ROLLING: ("process", "processes")}
 
 
 def start(asked: Asked, requested: OperationRequested, *, wait: bool = True) -> int:
@@ -207,7 +207,9 @@ def _line(status: OperationStatus) -> str:
     """One line on how far it is."""
     line = f"{_what(status)}{' ' * bool(status.instance_id)}{status.instance_id}: {status.state}"
     if status.state == OperationState.RUNNING:
-        line += f", {status.num_left} {_LEFT.get(status.kind, 'requests')} left (operation {status.operation_id})"
+        one, several = _LEFT.get(status.kind, ("request", "requests"))
+        what = one if status.num_left == 1 else several
+        line += f", {status.num_left} {what} left (operation {status.operation_id})"
     elif status.ended_at is not None and status.state == OperationState.DONE:
         line += f" after {status.ended_at - status.began_at:.1f} s"
     return f"{line}: {status.detail}" if status.detail else line

@@ -35,12 +35,12 @@ class WorkerMetrics:
         )
         self.kv_wait_s = Histogram(
             "pdmesh:kv_wait_seconds",
-            "How long a step waited for KV that other instances compute of its prompt.",
+            "How long a step waited for KV of its prompt that other instances compute.",
             buckets=_TRANSFER_BUCKETS_S,
             registry=self.registry,
         )
         self.prompt_tokens = Counter("pdmesh:prompt_tokens", "Prompt tokens computed.", registry=self.registry)
-        self.generation_tokens = Counter("pdmesh:generation_tokens", "Tokens drawn.", registry=self.registry)
+        self.generation_tokens = Counter("pdmesh:generation_tokens", "Tokens sampled.", registry=self.registry)
         self.cache_queries = Counter(
             "pdmesh:prefix_cache_queries", "Prompt tokens admitted whose KV could be here.", registry=self.registry
         )
@@ -55,18 +55,18 @@ class WorkerMetrics:
         )
         self.transfer_s = Histogram(
             "pdmesh:kv_transfer_seconds",
-            "A sent transfer, from its grant to the acknowledgement.",
+            "An outgoing transfer, from its grant to its acknowledgement.",
             buckets=_TRANSFER_BUCKETS_S,
             registry=self.registry,
         )
         self.exposed_s = Histogram(
             "pdmesh:kv_transfer_exposed_seconds",
-            "The part of a sent transfer after the prompt was computed and its first token drawn.",
+            "The part of an outgoing transfer after the prompt was computed and its first token sampled.",
             buckets=_TRANSFER_BUCKETS_S,
             registry=self.registry,
         )
         self.failed_transfers = Counter(
-            "pdmesh:num_failed_transfers", "Transfers given up, by direction.", ["direction"], registry=self.registry
+            "pdmesh:num_failed_transfers", "Transfers that failed, by direction.", ["direction"], registry=self.registry
         )
         self.refused_requests = Counter(
             "pdmesh:num_refused_requests", "Requests and chunks the instance could not take.", registry=self.registry
@@ -112,7 +112,7 @@ class _Books(Collector):
         for stage, count in self._stages().items():
             requests.add_metric([stage], count)
         yield requests
-        dropped = CounterMetricFamily("pdmesh:num_dropped_pieces", "KV pieces refused, by reason.", labels=["reason"])
+        dropped = CounterMetricFamily("pdmesh:num_dropped_pieces", "KV pieces dropped, by reason.", labels=["reason"])
         counters = self._pieces()
         for reason, count in counters.dropped.items():
             dropped.add_metric([reason], count)
@@ -128,7 +128,7 @@ class _Books(Collector):
         yield exchanged
         yield CounterMetricFamily(
             "pdmesh:kv_peer_read_bytes",
-            "Of the KV taken from other instances: copied from their caches, where it lay.",
+            "KV copied from other instances' caches on the same host.",
             counters.num_bytes_peer_read,
         )
 
@@ -147,8 +147,8 @@ class _Load(Collector):
         num_waiting = sum(stages.get(stage, 0) for stage in _WAITING_STAGES)
         usage = 1 - (self._pool.num_free + self._pool.num_kept) / self._pool.num_blocks
         values = (
-            ("num_requests_waiting", "Requests held that nothing is computed for yet.", num_waiting),
-            ("num_requests_running", "Other requests held.", sum(stages.values()) - num_waiting),
+            ("num_requests_waiting", "Requests held for which nothing is being computed yet.", num_waiting),
+            ("num_requests_running", "All other requests held.", sum(stages.values()) - num_waiting),
             ("kv_cache_usage_perc", "KV blocks in use; 1 is all.", usage),
         )
         for name, text, value in values:

@@ -64,6 +64,6 @@ class ActuatorLinks:
         await self._leases.run(self._lost)
 
     def _lost(self, actuator_id: str) -> None:
-        log.warning("the supervisor is silent; nobody starts and stops instances until it is back")
+        log.warning("the supervisor is silent; no instance is started or stopped until it is back")
         self._answers.pop(actuator_id, None)
         self._driver.post(ActuatorLost(actuator_id))

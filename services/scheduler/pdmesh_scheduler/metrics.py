@@ -35,21 +35,21 @@ class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry, core: SchedulerCore, tenants: TenantUsage) -> None:
         self._queue_time = Histogram(
             "pdmesh:request_queue_time_seconds",
-            "From arrival at the scheduler to the placement on instances",
+            "From a request's arrival at the scheduler to its placement on instances",
             ["model_name"],
             registry=registry,
             buckets=_SECONDS,
         )
         self._prefill_time = Histogram(
             "pdmesh:request_prefill_time_seconds",
-            "From the placement to the report that the whole prompt is computed",
+            "From a request's placement to the report that its whole prompt is computed",
             ["model_name"],
             registry=registry,
             buckets=_SECONDS,
         )
         self._decision = Histogram(
             "pdmesh:scheduler_decision_seconds",
-            "Time of the scheduling core for one event",
+            "Time that the scheduling core takes for one event",
             registry=registry,
             buckets=_DECISION_SECONDS,
         )
@@ -73,21 +73,23 @@ class SchedulerMetrics:
             registry=registry,
         )
         self._preemptions = Counter(
-            "pdmesh:num_preemptions", "Decodes whose KV was given up for others, to be resumed", registry=registry
+            "pdmesh:num_preemptions",
+            "Decodes resumed after their KV was freed for others",
+            registry=registry,
         )
-        self._landed_bytes = Counter("pdmesh:kv_landed_bytes", "Bytes of KV that landed", registry=registry)
+        self._landed_bytes = Counter("pdmesh:kv_landed_bytes", "Bytes of KV whose transfer landed", registry=registry)
         self._landed = Histogram(
             "pdmesh:kv_landing_seconds",
-            "From a transfer's first piece to its last, at the receiver",
+            "From a transfer's first KV piece to its last, at the receiver",
             registry=registry,
             buckets=_SECONDS,
         )
         self._failed = Counter(
-            "pdmesh:num_transfer_failed_reqs", "Transfers that either side gave up", registry=registry
+            "pdmesh:num_transfer_failed_reqs", "Transfers that failed at either end", registry=registry
         )
         self._received_again = Counter(
             "pdmesh:kv_received_again",
-            "Prompts not computed again when a receiver failed: their KV went to another one, or stayed to decode",
+            "Prompts whose KV survived the failure of its receiver: it went to another, or decodes at its source",
             ["where"],
             registry=registry,
         )
@@ -102,12 +104,14 @@ class SchedulerMetrics:
         for how in (TransferPurpose.HAND_OVER, TransferPurpose.MOVE, "restart"):
             self._cross_class.labels(how)
         awaiting_decode = Gauge(
-            "pdmesh:kv_waiting_tokens", "Prompt tokens of placed requests whose KV has no receiver", registry=registry
+            "pdmesh:kv_waiting_tokens",
+            "Prompt tokens of placed requests whose KV lacks a receiver",
+            registry=registry,
         )
         awaiting_decode.set_function(lambda: core.num_awaiting_decode_tokens)
         waiting = Gauge("pdmesh:num_requests_waiting", "Requests in the queue", registry=registry)
         waiting.set_function(lambda: core.num_waiting)
-        running = Gauge("pdmesh:num_requests_running", "Requests placed and not ended", registry=registry)
+        running = Gauge("pdmesh:num_requests_running", "Requests placed and still in progress", registry=registry)
         running.set_function(lambda: core.num_running)
         registry.register(_CoreCollector(core, tenants))
         registry.register(Aliases(self._queue_time, self._prefill_time))
@@ -167,7 +171,7 @@ class SchedulerMetrics:
 
 
 class _CoreCollector(Collector):
-    """Figures of the core's state, one sample an instance or kind."""
+    """Figures of the core's state, one sample for each instance or kind."""
 
     def __init__(self, core: SchedulerCore, tenants: TenantUsage) -> None:
         self._core = core
@@ -176,20 +180,20 @@ class _CoreCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         usage = GaugeMetricFamily(
             "pdmesh:kv_cache_usage_perc",
-            "Share of an instance's KV blocks that is taken or promised",
+            "Fraction of an instance's KV blocks that are allocated or promised",
             labels=["instance"],
         )
         queued = GaugeMetricFamily(
-            "pdmesh:num_queued_tokens", "Prompt tokens placed on an instance, not yet computed", labels=["instance"]
+            "pdmesh:num_queued_tokens", "Prompt tokens placed on an instance and not yet computed", labels=["instance"]
         )
         exclusive = GaugeMetricFamily(
             "pdmesh:batching_exclusive",
-            "1 while an instance that does both computes prompts in phases of their own (eb), 0 while it mixes",
+            "1 while a mixed instance computes prompts in separate phases (eb), 0 while its steps mix them",
             labels=["instance"],
         )
         gain = GaugeMetricFamily(
             "pdmesh:batching_gain",
-            "Predicted throughput of exclusive over mixed batching, less 1; 0 while it is not known",
+            "Predicted throughput of exclusive batching over that of mixed batching, minus 1; 0 while unknown",
             labels=["instance"],
         )
         for view in self._core.instances:
@@ -200,15 +204,15 @@ class _CoreCollector(Collector):
                 exclusive.add_metric([view.instance_id], batching.mode is Mode.EXCLUSIVE)
                 gain.add_metric([view.instance_id], batching.gain or 0.0)
         ignored = CounterMetricFamily(
-            "pdmesh:reports_ignored", "Reports that did not fit the scheduler's books", labels=["kind"]
+            "pdmesh:reports_ignored", "Reports of instances that did not match the scheduler's state", labels=["kind"]
         )
         for kind, count in self._core.ignored.items():
             ignored.add_metric([kind], count)
         used = GaugeMetricFamily(
-            "pdmesh:tenant_used_of_late", "Share of the tokens charged in the last minute", labels=["tenant"]
+            "pdmesh:tenant_used_of_late", "A tenant's share of the tokens charged in the last minute", labels=["tenant"]
         )
         waiting = GaugeMetricFamily(
-            "pdmesh:tenant_requests_waiting", "Requests in line, by the name of their key", labels=["tenant"]
+            "pdmesh:tenant_requests_waiting", "Requests waiting in the queue, by tenant", labels=["tenant"]
         )
         for tenant in self._tenants.statuses:
             used.add_metric([tenant.tenant], tenant.used_of_late)
