@@ -44,9 +44,9 @@ class KvArrivals:
     ) -> None:
         """Take the request's KV into the first blocks of ``block_ids`` (the rest is room for its output).
 
-        None for ``num_context_tokens`` is a move, whose commit tells how many there are. This is the transfer's
-        destination number ``destination``. The first ``num_present_blocks`` are there already, and nothing is taken
-        into them. An older epoch of the request is cancelled.
+        ``num_context_tokens`` is None for a move, whose commit tells the number. This instance is destination number
+        ``destination`` of the transfer. The first ``num_present_blocks`` are there already, and nothing is taken into
+        them. An older epoch of the request is cancelled.
         """
         receiver = KvReceiver(
             request_id,

@@ -50,9 +50,8 @@ class KvDepartures:
     ) -> KvSender:
         """Get ready to send. ``block_ids`` is the request's block table, whose first blocks hold the context.
 
-        This is source number ``source`` of the transfer, which sends ``blocks`` of the table; None sends all. The first
-        ``num_present_blocks`` of the table are there already.
-        An older epoch of the request is cancelled.
+        This instance is source number ``source`` of the transfer, and sends ``blocks`` of the table; None sends all.
+        The first ``num_present_blocks`` of the table hold their KV already. An older epoch of the request is cancelled.
         """
         context = self._context
         sender = KvSender(
@@ -105,9 +104,9 @@ class KvDepartures:
     def grant(
         self, request_id: RequestId, epoch: Epoch, *, destinations: Sequence[KvDestination], capability: int
     ) -> None:
-        """Let an offered transfer start, or go on. Ignored if it is not there (the request was freed meanwhile).
+        """Let an offered transfer start, or go on. Ignored if there is none (the request was freed meanwhile).
 
-        Another ``capability`` than before is another transfer: it begins with all that is computed.
+        A ``capability`` other than before means another transfer: it begins with all that has been computed.
         """
         sender = self._sender(request_id, epoch)
         if sender is None:
@@ -131,7 +130,7 @@ class KvDepartures:
         )
 
     def pause(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Stop sending until the next grant; answered by `PausedTransfer`. Ignored if it is not there."""
+        """Stop sending until the next grant; answered by `PausedTransfer`. Ignored if there is no such transfer."""
         granted = self._granted.get(request_key(request_id))
         if isinstance(granted, KvPush) and granted.epoch == epoch:
             granted.pause()

@@ -1,29 +1,30 @@
-"""What the members of a prefill group pass each other of one request's KV: each its own pages to all others.
+"""What the members of a prefill group send each other of one request's KV: each sends its own pages to all others.
 
-**Who sends a page to whom.** Whoever computed it, to all members that it knew of then; that number is the page's
-*sent_to*, and travels with it. A member that joins later gets older pages from the group's leader, which passes on what
-it holds to everyone beyond a page's *sent_to*. So each page comes to each member once, whoever learns of it when,
-and whichever helper leaves early.
+**Senders.** A page is sent by the member that computed it, to all members that this one knew of at that time. Their
+number is the page's *sent_to*, and travels with it. A member that joins later gets older pages from the group's leader,
+which passes on what it holds to every member beyond a page's *sent_to*. So each page reaches each member once, in
+whatever order members learn of each other, and whichever helper leaves early.
 
-**Who may be sent to.** The scheduler tells members of each other at different times, and a piece that comes before its
+**Ready members.** The scheduler tells members of each other at different times, and a piece that arrives before its
 request is lost. So a member that learns of another says HELLO, which is answered by WELCOME; either of them, or any
 other piece, says that its sender is ready. Of two members one hears of the other last, and *its* HELLO is heard.
 
-**In how many pieces.** Members take turns, so when one begins its chunk, the next one of ``n`` begins about a chunk's
-``n``-th part later, and as many layers behind. Whoever is ``d`` turns behind is sent ``d`` of these parts at once: it
-waits no longer for it (`pdmesh.policy.pacing`). Whose turn is next is told by what came from whom last; a wrong guess
-makes somebody wait for half a chunk. A parallel step's slices are in the order of its members, the leader's last.
+**Size of pieces.** Members take turns: when one begins its chunk, the next one of ``n`` begins about an ``n``-th part
+of a chunk later, and as many layers behind. A member that is ``d`` turns behind is sent ``d`` of these parts at once,
+which does not make it wait longer (`pdmesh.policy.pacing`). The order of turns is guessed from who last sent what;
+after a wrong guess a member waits for half a chunk. The slices of a parallel step are in the order of its members, the
+leader's last.
 
-**How pages travel** is the writer's business, and that of `pdmesh.kv.groups`, which takes them: in pieces, or, inside a
+**How pages travel** is decided by the writer, and by `pdmesh.kv.groups`, which takes them: in pieces, or, inside a
 host, copied from where they lie (`pdmesh.kv.peer_reads`).
 
-**When a member is lost.** The scheduler says so by an empty address. Whatever was taken from it stays; the leader sends
-that to all others again, for the lost one may have had no time to. What the leader misses then is computed again, by
-whomever, with other boundaries perhaps, and with the same bits: a page may come, or be computed, where it is already.
-A member that cannot be sent to is left out, and it is the scheduler who says what that means.
+**When a member is lost.** The scheduler says so by an empty address. Pages that came from it stay, and the leader sends
+them to all others again, because the lost member may not have got round to that. What the leader misses then is
+computed again, by any member, perhaps with other boundaries, and with the same bits: a page may arrive, or be computed,
+where it is already. A member that cannot be sent to is left out, and the scheduler decides what that means.
 
-**When a piece is damaged.** Its receiver says AGAIN to whoever sent it, who holds these pages yet, and sends them again
-before anything else that waits to go there, with the same *sent_to*. Up to a limit: then the receiver cannot go on.
+**When a piece is damaged.** Its receiver says AGAIN to the sender, which still holds these pages. The sender sends them
+again before anything else that waits to go there, with the same *sent_to*. Beyond a limit the receiver cannot go on.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class KvGroups:
     ) -> KvExchange:
         """Pass KV of the request on to the other members of its group, and take theirs, into all of ``block_ids``.
 
-        `set_members` says who they are. ``wakeup`` wakes whoever waits for their KV. ``ledger`` is
-        the request's, if it has one, and ``on_new`` is told what is new there. An older epoch is ended.
+        `set_members` says which members there are. ``wakeup`` wakes the thread that waits for their KV. ``ledger`` is
+        the request's, if it has one, and ``on_new`` is called with what is new there. An older epoch is ended.
         """
         context = self._context
         ledger = ledger or PageLedger(context.store.layout.num_layers, len(block_ids))

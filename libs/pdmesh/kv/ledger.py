@@ -7,10 +7,10 @@ A page is a (layer, block), counted in the request's own numbers. Its states, an
       │  └─ claim ─▶ READING ── place ────────────────────────────────────────┘
       └──── abandon (COMPUTING), release (COPYING, READING)
 
-* COPYING: a piece that was checked is copied in. READING: a peer's cache is, and what comes of it means nothing before
-  it is placed; so no other copy, and no chunk, may write there meanwhile.
-* WRITTEN: layers that follow here may use the page, but cannot be sent yet: a device writes later than it is told to.
-* A page that is PRESENT stays so, whoever computes or sends it again: its bits are the same.
+* COPYING: a checked piece is being copied in. READING: a page of a peer's cache is, and it means nothing before it is
+  placed; so no other copy, and no chunk, may write there meanwhile.
+* WRITTEN: layers that follow may use the page, but it cannot be sent yet: a device writes later than it is told to.
+* A page that is PRESENT stays so, whichever member computes or sends it again: its bits are the same.
 * A group that lost a member may compute what is COPYING; a page whose copy is of no use then stays COMPUTING.
 """
 

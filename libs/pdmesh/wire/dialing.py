@@ -1,4 +1,4 @@
-"""Addresses of our services, as one of them sees another: from where it would be dialled, and whether anybody listens.
+"""Addresses of our services as another service sees them: from where they are dialled, and whether a process listens.
 
 Blocking or not, nothing here waits for longer than a limit.
 """
@@ -54,7 +54,7 @@ def is_wildcard(host: str) -> bool:
 
 
 async def is_refused(address: str) -> bool:
-    """Whether a connection to ``address`` is refused: its host lives, and nobody listens there any more."""
+    """Whether a connection to ``address`` is refused: its host lives, but no process listens there any more."""
     try:
         host, port = split_address(address)
         with anyio.move_on_after(DIAL_LIMIT_S):
