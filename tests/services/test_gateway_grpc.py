@@ -206,3 +206,56 @@ async def test_a_message_is_no_longer_than_a_prompt_can_be(model: Path) -> None:
                 pass
         assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not mesh.submitted
+
+
+async def test_a_chat_is_answered_with_items(tmp_path: Path) -> None:
+    template = "{% for tool in tools or [] %}<tool_call>{% endfor %}{{ messages[0].content }}"
+    model = write_checkpoint(tmp_path / "tiny", max_position_embeddings=512, template=template)
+    call = '{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+    async with served(model) as (channel, mesh):
+        chat = pb.Chat(
+            messages=[pb.Message(role="user", content=f"\n{call}")],
+            tools=[pb.Tool(name="f", parameters=schema)],
+            tool_choice=pb.ToolChoice(mode=pb.ToolChoice.REQUIRED),
+        )
+        prompt_tokens = len(f"<tool_call>\n{call}")  # what is echoed; some characters share a token
+        request = pb.GenerateRequest(
+            chat=chat, sampling=pb.SamplingOptions(max_tokens=prompt_tokens, stop=["</tool_call>"])
+        )
+        responses = [response async for response in stub(channel).Generate(request)]
+        events = [event for response in responses for event in response.events]
+        begun = events[0].begun
+        assert (begun.kind, begun.name, len(begun.id)) == (pb.ITEM_KIND_CALL, "f", 29)
+        assert "".join(event.arguments for event in events) == '{"a": 1}'
+        assert events[-1].ended
+        assert not "".join(response.text for response in responses)
+        assert responses[-1].finish_reason == pb.FINISH_REASON_STOP
+        assert "<tool_call>" in mesh.submitted[0].generation.params.grammar
+
+
+async def test_a_grammar_reaches_the_engine_and_a_bad_one_its_client(model: Path) -> None:
+    async with served(model) as (channel, mesh):
+        request = pb.GenerateRequest(text="a", sampling=pb.SamplingOptions(max_tokens=1))
+        for grammar in (
+            pb.Grammar(json_schema='{"type": "integer"}'),
+            pb.Grammar(regex="[0-9]+"),
+            pb.Grammar(choice=pb.Choices(texts=["a", "b"])),
+            pb.Grammar(grammar='start: "a"'),
+        ):
+            request.grammar.CopyFrom(grammar)
+            assert [response async for response in stub(channel).Generate(request)]
+            assert mesh.submitted[-1].generation.params.grammar
+        for wrong in (pb.Grammar(regex="("), pb.Grammar(json_schema="{")):
+            request.grammar.CopyFrom(wrong)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                [response async for response in stub(channel).Generate(request)]
+            assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        for chat in (
+            pb.Chat(),
+            pb.Chat(messages=[pb.Message(role="user")], tools=[pb.Tool(name="f", parameters="[")]),
+            pb.Chat(messages=[pb.Message(role="user")], tools=[pb.Tool(name="f")]),  # the template knows none
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                [response async for response in stub(channel).Generate(pb.GenerateRequest(chat=chat))]
+            assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -49,10 +49,10 @@ class AnswerFormat:
         """Return how the answer to a prompt, given as text, begins."""
         return reasoning_after(prompt) if self.reasons else ReasoningStart.NONE
 
-    def shown_ids(self, calls: Calls | None) -> frozenset[int]:
+    def shown_ids(self, begins: ReasoningStart, calls: Calls | None) -> frozenset[int]:
         """Return the special tokens whose text is needed to read an answer."""
         markers = self.tools.markers if self.tools is not None and calls is not None else ()
-        if self.reasons:
+        if begins is not ReasoningStart.NONE:
             markers += (reasoning.OPEN, reasoning.CLOSE)
         return frozenset(self.textless_ids[marker] for marker in markers if marker in self.textless_ids)
 

@@ -61,7 +61,7 @@ class Prepared:
     @property
     def shown_ids(self) -> frozenset[int]:
         """Special tokens that are part of the text that `answers` read."""
-        return self.answer_format.shown_ids(self.calls)
+        return self.answer_format.shown_ids(self.reasoning, self.calls)
 
     def answers(self, job: GenerationJob) -> list[ChoiceItems]:
         """Return what turns the deltas of each of the job's choices into items."""

@@ -20,7 +20,9 @@ from pdmesh.wire.endpoint import bind
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh_gateway.auth import Client
 from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.conversations import Prepared, prepare
 from pdmesh_gateway.failures import UNFORESEEN, failure_of
+from pdmesh_gateway.grpc_chat import add_events, conversation_of, structured_outputs_of
 from pdmesh_gateway.grpc_guard import MAX_PROBES, Guard
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
@@ -119,11 +121,21 @@ class _Inference(pb_grpc.InferenceServicer):
         try:
             client = self._serving.keys.check(metadata.get("authorization"))
             client.check_scope("generate")
-            job = await self._job(request, request_id, client, metadata.get("traceparent"), received_at)
+            prepared = await self._prepared(request)
+            job = self._job(request, prepared, request_id, client, metadata.get("traceparent"), received_at)
+            items = prepared.answers(job)[0] if request.HasField("chat") else None
+            warnings = list(prepared.warnings)
             async with self._serving.generation(client, job) as generation:
                 async for batch in generation.deltas():
                     for delta in batch:
-                        yield _response(delta, generation, with_logprobs=request.sampling.HasField("logprobs"))
+                        response = _response(delta, generation, with_logprobs=request.sampling.HasField("logprobs"))
+                        if items is not None:
+                            add_events(response, items.advance(delta))
+                            if delta.finish_reason is not None:
+                                response.usage.reasoning_tokens = items.num_reasoning_tokens
+                        response.warnings.extend(warnings)
+                        warnings.clear()
+                        yield response
         except RequestRejected as error:
             await _abort(context, error, request_id)
         except UNFORESEEN as error:
@@ -132,24 +144,35 @@ class _Inference(pb_grpc.InferenceServicer):
             )
             await _abort(context, failure, request_id)
 
-    async def _job(
+    async def _prepared(self, request: pb.GenerateRequest) -> Prepared:
+        """The prompt, and what its answer is held to. Raises RequestRejected."""
+        serving = self._serving
+        serving.check_model(request.model or None)
+        fields = _fields(request)
+        if request.HasField("chat"):
+            conversation = conversation_of(request.chat, most=serving.config.max_messages)
+            return await prepare(serving, conversation, fields)
+        prompt = await self._prompt(request)
+        grammar = await serving.grammars.grammar(fields)
+        return Prepared(prompt=prompt, grammar=grammar, answer_format=serving.answer_format)
+
+    def _job(
         self,
         request: pb.GenerateRequest,
+        prepared: Prepared,
         request_id: str,
         client: Client,
         traceparent: str | None,
         received_at: float,
     ) -> GenerationJob:
         serving = self._serving
-        serving.check_model(request.model or None)
         label = check_label(request.request_id, param="request_id") if request.request_id else ""
         fields = _fields(request)
-        prompt = await self._prompt(request)
         asked = request.sampling.max_tokens if request.sampling.HasField("max_tokens") else None
         number("max_tokens", asked, low=1)
         max_tokens = fit_max_tokens(
             asked,
-            num_prompt_tokens=len(prompt),
+            num_prompt_tokens=len(prepared.prompt),
             max_model_len=serving.max_model_len,
             default=serving.config.default_max_tokens,
             what="prompt",
@@ -166,8 +189,11 @@ class _Inference(pb_grpc.InferenceServicer):
             cache_salt=request.cache_salt,
             request_id=request_id,
             label=label,
-            prompts=[prompt],
-            params=sampling_params(fields, serving.info, max_tokens=max_tokens, logprobs=logprobs),
+            prompts=[prepared.prompt],
+            params=sampling_params(
+                fields, serving.info, max_tokens=max_tokens, logprobs=logprobs, grammar=prepared.grammar
+            ),
+            shown_ids=prepared.shown_ids,
             stop=stop_strings(fields),
             include_stop=request.sampling.include_stop,
             skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
@@ -207,6 +233,7 @@ def _fields(request: pb.GenerateRequest) -> SamplingFields:
         ignore_eos=sampling.ignore_eos,
         logit_bias={str(token_id): bias for token_id, bias in sampling.logit_bias.items()},
         priority=request.priority,
+        structured_outputs=structured_outputs_of(request),
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdmesh_gateway/proto/pdmesh.proto\x12\rpdmesh.api.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.pdmesh.api.v1.TokenIdsH\x00\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.pdmesh.api.v1.SamplingOptions\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x18\n\x0bslo_ttft_ms\x18\x08 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x0bslo_tpot_ms\x18\t \x01(\x01H\x03\x88\x01\x01\x12\x12\n\ncache_salt\x18\n \x01(\tB\x08\n\x06promptB\x16\n\x14_skip_special_tokensB\x0e\n\x0c_slo_ttft_msB\x0e\n\x0c_slo_tpot_ms\"\x8c\x05\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x14\n\x0cinclude_stop\x18\r \x01(\x08\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x10 \x03(\x0b\x32-.pdmesh.api.v1.SamplingOptions.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"\x8f\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.pdmesh.api.v1.TokenLogprobs\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.pdmesh.api.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12#\n\x05usage\x18\x08 \x01(\x0b\x32\x14.pdmesh.api.v1.UsageB\r\n\x0bstop_reason\"H\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.pdmesh.api.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32Z\n\tInference\x12M\n\x08Generate\x12\x1e.pdmesh.api.v1.GenerateRequest\x1a\x1f.pdmesh.api.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdmesh_gateway/proto/pdmesh.proto\x12\rpdmesh.api.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb0\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x17.pdmesh.api.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x0b \x01(\x0b\x32\x13.pdmesh.api.v1.ChatH\x00\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.pdmesh.api.v1.SamplingOptions\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x18\n\x0bslo_ttft_ms\x18\x08 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x0bslo_tpot_ms\x18\t \x01(\x01H\x03\x88\x01\x01\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\'\n\x07grammar\x18\x0c \x01(\x0b\x32\x16.pdmesh.api.v1.GrammarB\x08\n\x06promptB\x16\n\x14_skip_special_tokensB\x0e\n\x0c_slo_ttft_msB\x0e\n\x0c_slo_tpot_ms\"v\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12(\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x16.pdmesh.api.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x90\x02\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.pdmesh.api.v1.Message\x12\"\n\x05tools\x18\x02 \x03(\x0b\x32\x13.pdmesh.api.v1.Tool\x12.\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x19.pdmesh.api.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x11include_reasoning\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x1a\n\x12template_variables\x18\x06 \x01(\tB\x16\n\x14_parallel_tool_callsB\x14\n\x12_include_reasoning\"~\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12+\n\ntool_calls\x18\x03 \x03(\x0b\x32\x17.pdmesh.api.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x05 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"u\n\nToolChoice\x12,\n\x04mode\x18\x01 \x01(\x0e\x32\x1e.pdmesh.api.v1.ToolChoice.Mode\x12\x0f\n\x07\x61llowed\x18\x02 \x03(\t\"(\n\x04Mode\x12\x08\n\x04\x41UTO\x10\x00\x12\x08\n\x04NONE\x10\x01\x12\x0c\n\x08REQUIRED\x10\x02\"\x8c\x05\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x14\n\x0cinclude_stop\x18\r \x01(\x08\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x10 \x03(\x0b\x32-.pdmesh.api.v1.SamplingOptions.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"\xcb\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.pdmesh.api.v1.TokenLogprobs\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.pdmesh.api.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x06 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12#\n\x05usage\x18\x08 \x01(\x0b\x32\x14.pdmesh.api.v1.Usage\x12(\n\x06\x65vents\x18\t \x03(\x0b\x32\x18.pdmesh.api.v1.ItemEvent\x12\x10\n\x08warnings\x18\n \x03(\tB\r\n\x0bstop_reason\"\x83\x01\n\tItemEvent\x12\x0c\n\x04item\x18\x01 \x01(\r\x12)\n\x05\x62\x65gun\x18\x02 \x01(\x0b\x32\x18.pdmesh.api.v1.ItemBegunH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x13\n\targuments\x18\x04 \x01(\tH\x00\x12\x0f\n\x05\x65nded\x18\x05 \x01(\x08H\x00\x42\x07\n\x05\x65vent\"L\n\tItemBegun\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.pdmesh.api.v1.ItemKind\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"H\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.pdmesh.api.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r*f\n\x08ItemKind\x12\x19\n\x15ITEM_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13ITEM_KIND_REASONING\x10\x01\x12\x12\n\x0eITEM_KIND_TEXT\x10\x02\x12\x12\n\x0eITEM_KIND_CALL\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32Z\n\tInference\x12M\n\x08Generate\x12\x1e.pdmesh.api.v1.GenerateRequest\x1a\x1f.pdmesh.api.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1568
-  _globals['_FINISHREASON']._serialized_end=1663
+  _globals['_ITEMKIND']._serialized_start=2748
+  _globals['_ITEMKIND']._serialized_end=2850
+  _globals['_FINISHREASON']._serialized_start=2852
+  _globals['_FINISHREASON']._serialized_end=2947
   _globals['_TOKENIDS']._serialized_start=52
   _globals['_TOKENIDS']._serialized_end=75
   _globals['_GENERATEREQUEST']._serialized_start=78
-  _globals['_GENERATEREQUEST']._serialized_end=432
-  _globals['_SAMPLINGOPTIONS']._serialized_start=435
-  _globals['_SAMPLINGOPTIONS']._serialized_end=1087
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=875
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=923
-  _globals['_GENERATERESPONSE']._serialized_start=1090
-  _globals['_GENERATERESPONSE']._serialized_end=1361
-  _globals['_TOKENLOGPROBS']._serialized_start=1363
-  _globals['_TOKENLOGPROBS']._serialized_end=1435
-  _globals['_TOPLOGPROB']._serialized_start=1437
-  _globals['_TOPLOGPROB']._serialized_end=1484
-  _globals['_USAGE']._serialized_start=1486
-  _globals['_USAGE']._serialized_end=1566
-  _globals['_INFERENCE']._serialized_start=1665
-  _globals['_INFERENCE']._serialized_end=1755
+  _globals['_GENERATEREQUEST']._serialized_end=510
+  _globals['_GRAMMAR']._serialized_start=512
+  _globals['_GRAMMAR']._serialized_end=630
+  _globals['_CHOICES']._serialized_start=632
+  _globals['_CHOICES']._serialized_end=656
+  _globals['_CHAT']._serialized_start=659
+  _globals['_CHAT']._serialized_end=931
+  _globals['_MESSAGE']._serialized_start=933
+  _globals['_MESSAGE']._serialized_end=1059
+  _globals['_TOOLCALL']._serialized_start=1061
+  _globals['_TOOLCALL']._serialized_end=1116
+  _globals['_TOOL']._serialized_start=1118
+  _globals['_TOOL']._serialized_end=1195
+  _globals['_TOOLCHOICE']._serialized_start=1197
+  _globals['_TOOLCHOICE']._serialized_end=1314
+  _globals['_TOOLCHOICE_MODE']._serialized_start=1274
+  _globals['_TOOLCHOICE_MODE']._serialized_end=1314
+  _globals['_SAMPLINGOPTIONS']._serialized_start=1317
+  _globals['_SAMPLINGOPTIONS']._serialized_end=1969
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=1757
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=1805
+  _globals['_GENERATERESPONSE']._serialized_start=1972
+  _globals['_GENERATERESPONSE']._serialized_end=2303
+  _globals['_ITEMEVENT']._serialized_start=2306
+  _globals['_ITEMEVENT']._serialized_end=2437
+  _globals['_ITEMBEGUN']._serialized_start=2439
+  _globals['_ITEMBEGUN']._serialized_end=2515
+  _globals['_TOKENLOGPROBS']._serialized_start=2517
+  _globals['_TOKENLOGPROBS']._serialized_end=2589
+  _globals['_TOPLOGPROB']._serialized_start=2591
+  _globals['_TOPLOGPROB']._serialized_end=2638
+  _globals['_USAGE']._serialized_start=2640
+  _globals['_USAGE']._serialized_end=2746
+  _globals['_INFERENCE']._serialized_start=2949
+  _globals['_INFERENCE']._serialized_end=3039
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,125 @@
+"""Conversations, grammars and items over gRPC: from protobuf to the gateway's own words and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from pdmesh_gateway.conversations import Conversation
+from pdmesh_gateway.items import (
+    AnswerEnded,
+    ArgumentsAdded,
+    ItemBegun,
+    ItemEnded,
+    ItemEvent,
+    ItemKind,
+    TextAdded,
+)
+from pdmesh_gateway.proto import pdmesh_pb2 as pb
+from pdmesh_gateway.protocol import StructuredOutputs
+from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.templates import check_nesting
+from pdmesh_gateway.tools.choosing import Tool, ToolChoice
+
+_MODES: dict[int, Literal["none", "auto", "required"]] = {
+    pb.ToolChoice.AUTO: "auto",
+    pb.ToolChoice.NONE: "none",
+    pb.ToolChoice.REQUIRED: "required",
+}
+
+_KINDS = {
+    ItemKind.REASONING: pb.ITEM_KIND_REASONING,
+    ItemKind.TEXT: pb.ITEM_KIND_TEXT,
+    ItemKind.CALL: pb.ITEM_KIND_CALL,
+}
+
+
+def conversation_of(chat: pb.Chat, *, most: int) -> Conversation:
+    """Return a chat of at most so many messages as a conversation. Raises RequestRejected."""
+    if not 0 < len(chat.messages) <= most:
+        raise invalid("messages", f"`messages` has {len(chat.messages)} messages; 1 to {most} are allowed.")
+    if (mode := _MODES.get(chat.tool_choice.mode)) is None:
+        raise invalid("tool_choice", "`tool_choice.mode` is none that is known.")
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
+    check_nesting(messages, "messages")
+    return Conversation(
+        messages=messages,
+        tools=tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(chat.tools)),
+        tool_choice=ToolChoice(mode=mode, allowed=tuple(chat.tool_choice.allowed) or None),
+        parallel_tool_calls=not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls,
+        include_reasoning=not chat.HasField("include_reasoning") or chat.include_reasoning,
+        variables=_json_object(chat.template_variables, "template_variables"),
+    )
+
+
+def structured_outputs_of(request: pb.GenerateRequest) -> StructuredOutputs | None:
+    """Return what a request's answer is held to; None if nothing is asked for."""
+    if not request.HasField("grammar"):
+        return None
+    given = request.grammar
+    match given.WhichOneof("kind"):
+        case "json_schema":
+            return StructuredOutputs(json=given.json_schema)
+        case "regex":
+            return StructuredOutputs(regex=given.regex)
+        case "choice":
+            return StructuredOutputs(choice=list(given.choice.texts))
+        case "grammar":
+            return StructuredOutputs(grammar=given.grammar)
+        case _:
+            return None
+
+
+def add_events(response: pb.GenerateResponse, events: Sequence[ItemEvent]) -> None:
+    """Add what is new of an answer to a response, whose text is that of the text items alone."""
+    response.text = "".join(
+        event.text for event in events if isinstance(event, TextAdded) and event.kind is ItemKind.TEXT
+    )
+    for event in events:
+        match event:
+            case ItemBegun(item, kind, id, name):
+                response.events.add(item=item, begun=pb.ItemBegun(kind=_KINDS[kind], id=id, name=name))
+            case TextAdded(item, _, text):
+                response.events.add(item=item, text=text)
+            case ArgumentsAdded(item, text):
+                response.events.add(item=item, arguments=text)
+            case ItemEnded(item):
+                response.events.add(item=item, ended=True)
+            case AnswerEnded():
+                pass
+
+
+def _message(message: pb.Message, where: str) -> dict[str, Any]:
+    built: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        built["reasoning_content"] = message.reasoning
+    if message.tool_call_id:
+        built["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        built["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _json_object(call.arguments, f"{where}.tool_calls")},
+            }
+            for call in message.tool_calls
+        ]
+    return built
+
+
+def _tool(tool: pb.Tool, where: str) -> Tool:
+    return Tool(
+        name=tool.name,
+        description=tool.description or None,
+        parameters=_json_object(tool.parameters, f"{where}.parameters"),
+        strict=tool.strict,
+    )
+
+
+def _json_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise invalid(where, f"`{where}` is no JSON object: {error}") from None
