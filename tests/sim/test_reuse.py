@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from pdmesh.core.config import KvReservation
-from pdmesh.model import GRANULE_TOKENS, KvLayout
+from pdmesh.model import GRANULE_TOKENS, InstanceId, KvLayout, Role
 from pdmesh.policy.config import PolicyConfig
+from pdmesh.sim.faults import Death, random_deaths
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
@@ -29,13 +31,14 @@ def simulate(
     kv_reservation: KvReservation = KvReservation.FULL,
     layout: KvLayout = LAYOUT,
     slo_tpot_s: float = 0.05,
+    deaths: Sequence[Death] = (),
 ) -> SimResult:
     policy = PolicyConfig(slo_tpot_s=slo_tpot_s)
     shape = MeshShape(
         num_prefill=prefill, num_decode=decode, num_mixed=mixed, kv_layout=layout, num_kv_tokens=num_kv_tokens
     )
     core = study_core(bundle, policy, 0, kv_reservation=kv_reservation)
-    config = SimConfig(events_between_checks=1)
+    config = SimConfig(events_between_checks=1, deaths=deaths)
     return Simulator(core, shape.instances(policy.latency), arrivals, config).run()
 
 
@@ -104,6 +107,25 @@ def test_a_request_waits_for_who_keeps_its_prefix_no_longer_than_that_saves() ->
         assert runs[2].prefill_id == runs[0].prefill_id
 
 
+def test_what_a_lost_instance_kept_is_forgotten() -> None:
+    """Its next process has nothing; what it is given is computed again, and kept again."""
+    turns = [a_turn(60.0 * i, 4000, 200) for i in range(4)]
+    deaths = [Death(InstanceId("mixed-000"), 70.0, 10.0)]
+    runs = simulate(turns, mixed=1, deaths=deaths).requests
+    assert [run.num_reused_tokens for run in runs] == [0, 3968, 0, 3968]
+
+
+def test_a_decode_that_is_lost_finds_its_prompt_where_it_was_computed() -> None:
+    """It is resumed from what it had drawn: that alone is computed again."""
+    prompt = replace(a_turn(0.0, 4096, 400), max_tokens=400)
+    deaths = [Death(InstanceId("decode-000"), 2.0, 1.0)]
+    result = simulate([prompt], prefill=1, decode=2, deaths=deaths, bundle="fcfs")
+    (run,) = result.requests
+    assert (run.num_restarts, len(run.token_times_s)) == (1, 400)
+    computed = sum(chunk.num_tokens for step in result.instances[0].steps for chunk in step.chunks)
+    assert computed < 4096 + GRANULE_TOKENS + 400
+
+
 def random_turns(rng: random.Random, number: int) -> list[Arrival]:
     """Conversations that go on, some of which share a system prompt."""
     arrivals: list[Arrival] = []
@@ -124,11 +146,12 @@ def random_turns(rng: random.Random, number: int) -> list[Arrival]:
     ("pools", "bundle", "kv_reservation", "seeds"),
     [
         ((2, 2, 0), "pdmesh", KvReservation.ON_DEMAND, range(1)),
-        pytest.param((2, 2, 0), "pdmesh", KvReservation.FULL, range(6), marks=pytest.mark.slow),
-        pytest.param((2, 2, 0), "pdmesh", KvReservation.ON_DEMAND, range(1, 6), marks=pytest.mark.slow),
-        pytest.param((0, 0, 3), "fcfs", KvReservation.ON_DEMAND, range(6), marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), "pdmesh", KvReservation.ON_DEMAND, range(6), marks=pytest.mark.slow),
-        pytest.param((2, 1, 1), "fcfs", KvReservation.FULL, range(6), marks=pytest.mark.slow),
+        pytest.param((3, 3, 2), "pdmesh", KvReservation.ON_DEMAND, range(10, 14), marks=pytest.mark.slow),
+        pytest.param((2, 2, 0), "pdmesh", KvReservation.FULL, range(2), marks=pytest.mark.slow),
+        pytest.param((2, 2, 0), "pdmesh", KvReservation.ON_DEMAND, range(1, 3), marks=pytest.mark.slow),
+        pytest.param((0, 0, 3), "fcfs", KvReservation.ON_DEMAND, range(2), marks=pytest.mark.slow),
+        pytest.param((1, 1, 1), "pdmesh", KvReservation.ON_DEMAND, range(2), marks=pytest.mark.slow),
+        pytest.param((2, 1, 1), "fcfs", KvReservation.FULL, range(2), marks=pytest.mark.slow),
     ],
 )
 def test_core_and_instances_agree_on_what_is_kept(
@@ -138,6 +161,8 @@ def test_core_and_instances_agree_on_what_is_kept(
     prefill, decode, mixed = pools
     for seed in seeds:
         arrivals = random_turns(random.Random(seed), 120)
+        names = [f"{role}-{index:03d}" for role, number in zip(Role, pools, strict=True) for index in range(number)]
+        deaths = random_deaths([InstanceId(name) for name in names], 6, 30.0, 2.0, seed)
         result = simulate(
             arrivals,
             prefill=prefill,
@@ -146,6 +171,7 @@ def test_core_and_instances_agree_on_what_is_kept(
             num_kv_tokens=random.Random(seed).choice((9_000, 14_000, 40_000)) // 16 * 16,
             bundle=bundle,
             kv_reservation=kv_reservation,
+            deaths=deaths if seed >= 10 else (),
         )
         assert all(run.outcome == "finished" for run in result.requests)
         assert sum(run.num_reused_tokens for run in result.requests) > 0

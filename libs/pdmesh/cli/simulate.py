@@ -214,6 +214,9 @@ def figures_table(reports: Mapping[str, SimReport]) -> Table:
         table.add_row("goodput, requests/s", *(_one(run.goodput_per_s) for run in runs))
     table.add_row("output tokens/s", *(_one(run.output_tokens_per_s) for run in runs))
     table.add_row("busy", *("-" if run.busy_share is None else f"{run.busy_share:.1%}" for run in runs))
+    if any(run.reused_share is not None for run in runs):
+        shares = ["-" if run.reused_share is None else f"{run.reused_share:.1%}" for run in runs]
+        table.add_row("prompt tokens reused", *shares)
     table.add_row("makespan, s", *(_one(run.makespan_s) for run in runs))
     return table
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from pdmesh.core.record_line import RecordLine
 from pdmesh.model import (
+    GRANULE_TOKENS,
     NO_TRANSFER,
     Epoch,
     GatewayId,
@@ -23,6 +24,11 @@ from pdmesh.model import (
     TransferPurpose,
 )
 from pdmesh.plans import KvShard, PrefillGroup, StepPlan, TransferPlan
+
+
+def _reused(num_granules: int) -> str:
+    """What a record says of blocks whose KV is there before."""
+    return f", of which {num_granules * GRANULE_TOKENS} tokens are reused" if num_granules else ""
 
 
 class ToInstance(Struct, frozen=True, kw_only=True):
@@ -98,7 +104,7 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
 
     @property
     def record_line(self) -> RecordLine | None:
-        blocks = f"{self.num_blocks} blocks"
+        blocks = f"{self.num_blocks} blocks{_reused(self.num_reused_granules)}"
         if self.group is not None and not self.leads:
             return RecordLine("asked to help", f"{blocks}, led by {self.group.member_ids[0]}", self.instance_id)
         if self.awaits_receiver:
@@ -149,7 +155,8 @@ class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=
     @property
     def record_line(self) -> RecordLine | None:
         what = "moves here" if self.transfer.purpose is TransferPurpose.MOVE else "placed for decode"
-        return RecordLine(what, f"{self.num_blocks} blocks", self.instance_id)
+        reused = _reused(self.transfer.num_reused_granules)
+        return RecordLine(what, f"{self.num_blocks} blocks{reused}", self.instance_id)
 
 
 class GrantTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):

@@ -126,9 +126,9 @@ class SimInstance:
         run.prefill_id = self.instance_id
         if run.placed_s is None:
             run.placed_s = self._agenda.now_s
+            run.num_reused_tokens = held.num_computed_tokens
         num_reused_bytes = held.num_computed_tokens * self._departures.token_bytes
         self._departures.prefills[held.key] = Prefill(held, run, num_ready_bytes=num_reused_bytes)
-        run.num_reused_tokens = held.num_computed_tokens
 
     def planned(self, plan: StepPlan) -> None:
         if plan.urgent:

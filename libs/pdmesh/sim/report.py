@@ -55,6 +55,7 @@ class SimReport:
     output_tokens_per_s: float | None
     goodput_per_s: float | None  # requests that kept their objective; None where nobody has one
     busy_share: float | None  # of the instances' time until the last token
+    reused_share: float | None  # of prompt tokens, that were kept and not computed; None where prompts share nothing
     num_events: int
 
 
@@ -75,6 +76,7 @@ def report(result: SimResult, *, long_tokens: int, slo: Slo) -> SimReport:
         output_tokens_per_s=num_tokens / makespan_s if makespan_s > 0 else None,
         goodput_per_s=metrics.goodput([_met(run, slo) for run in runs], makespan_s) if has_target else None,
         busy_share=busy_s / instances_s if instances_s > 0 else None,
+        reused_share=_reused_share(runs),
         num_events=result.num_events,
     )
 
@@ -96,6 +98,13 @@ def _group(runs: Sequence[RequestRun], start_s: float, slo: Slo) -> GroupReport:
         requests_per_s=len(finished) / duration_s if duration_s > 0 else None,
         slo_attainment=metrics.slo_attainment(_met(run, slo) for run in runs),
     )
+
+
+def _reused_share(runs: Sequence[RequestRun]) -> float | None:
+    if not any(run.request.prefix for run in runs):
+        return None
+    num_tokens = sum(run.request.num_prompt_tokens for run in runs)
+    return sum(run.num_reused_tokens for run in runs) / num_tokens
 
 
 def _end_s(runs: Sequence[RequestRun], start_s: float) -> float:

@@ -49,7 +49,7 @@ class RequestRun:
     exposed_s: float | None = None
     prefill_id: InstanceId | None = None
     decode_id: InstanceId | None = None
-    num_reused_tokens: int = 0  # of its prompt, that were not computed when it was last placed
+    num_reused_tokens: int = 0  # of its prompt, that were not computed when it was first placed
     num_moves: int = 0  # of its running decode, from one instance to another
 
     @property
