@@ -1,0 +1,272 @@
+"""Turns of a conversation that come back: what of them is computed again, and what others notice of it.
+
+Usage: python benchmarks/prefix_turns.py [--tokens 4096] [--rounds 5] [--part NAME ...]
+
+Real meshes of an 82M bf16 model on this machine, with and without reuse (`gateway.prefix_reuse`) side by side, which
+are asked in turns, so that whatever else the machine does is in both figures. Parts:
+
+* ``turns``: a prompt of so many tokens, its answer, and a next turn of 36 tokens more: TTFT over the first turn's, and
+  the share of its tokens whose KV was there; on one instance that prefills and one that decodes, and on a mixed one.
+* ``cold``: prompts that never repeat: TTFT, and tokens a second of prompt and answer, over those without reuse.
+* ``beside``: gaps between tokens of four streams while turns come back one after the other, over those without reuse.
+* ``killed``: a decode instance is killed at that context: tokens of its request that are computed again.
+
+Prints what is aimed at beside each figure, and exits 1 if one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import httpx
+from report import Limits, heading, quantile
+
+from pdmesh.model import GRANULE_TOKENS
+from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+ANSWER_TOKENS = 64
+NEW_TOKENS = 36
+
+#: Of the next turn's time to first token over the first one's: at most, and aimed at.
+MOST_TTFT, AIM_TTFT = 0.15, 0.05
+LEAST_CACHED = 0.95
+NOISE = 0.01
+MOST_ITL = 1.1
+
+SETTINGS = {"WORKER_DTYPE": "bfloat16", "SCHEDULER_MAX_QUEUE_S": "600"}
+REUSE = {"with": "tenant", "without": "off"}
+POOLS: Mapping[str, tuple[int, int, int]] = {"1P+1D": (1, 1, 0), "mixed": (0, 0, 1)}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a stream brought, and when."""
+
+    began_s: float
+    token_ids: list[int] = field(default_factory=list[int])
+    times_s: list[float] = field(default_factory=list[float])
+    num_cached_tokens: int = 0
+    response_id: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0] - self.began_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.times_s, self.times_s[1:], strict=False)]
+
+
+async def ask(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Answer:
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    answer = Answer(time.perf_counter())
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            answer.response_id = event["id"]
+            for choice in event["choices"]:
+                answer.times_s += [time.perf_counter()] * bool(choice["token_ids"])
+                answer.token_ids += choice["token_ids"]
+            if event.get("usage"):
+                answer.num_cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer
+
+
+class Bench:
+    """Meshes with and without reuse, and the figures that they give."""
+
+    def __init__(self, model: Path, folder: Path, num_tokens: int, rounds: int, limits: Limits) -> None:
+        self._model = model
+        self._folder = folder
+        self._num_tokens = num_tokens
+        self._rounds = rounds
+        self._limits = limits
+        self._rng = random.Random(0)
+        self._num_meshes = 0
+
+    def prompt(self, num_tokens: int | None = None) -> list[int]:
+        """One that was never there."""
+        return [self._rng.randrange(LLAMA_82M.vocab_size) for _ in range(num_tokens or self._num_tokens)]
+
+    def mesh(self, stack: ExitStack, pools: tuple[int, int, int], reuse: str) -> RunningMesh:
+        self._num_meshes += 1
+        prefill, decode, mixed = pools
+        return stack.enter_context(
+            running_mesh(
+                self._folder / f"mesh{self._num_meshes}",
+                model=self._model,
+                prefill=prefill,
+                decode=decode,
+                mixed=mixed,
+                settings=SETTINGS | {"GATEWAY_PREFIX_REUSE": REUSE[reuse]},
+            )
+        )
+
+    async def turns(self) -> None:
+        for name, pools in POOLS.items():
+            with ExitStack() as stack:
+                mesh = self.mesh(stack, pools, "with")
+                first_s, next_s, cached = list[float](), list[float](), list[float]()
+                async with mesh.client() as client:
+                    await ask(client, self.prompt())  # everything was used once
+                    for _ in range(self._rounds):
+                        prompt = self.prompt()
+                        first = await ask(client, prompt)
+                        await anyio.sleep(0.3)  # for what it held to be given back
+                        turn = [*prompt, *first.token_ids, *self.prompt(NEW_TOKENS)]
+                        second = await ask(client, turn)
+                        first_s.append(first.ttft_s)
+                        next_s.append(second.ttft_s)
+                        cached.append(second.num_cached_tokens / len(turn))
+            ratio, share = statistics.median(next_s) / statistics.median(first_s), statistics.median(cached)
+            of_ttft = self._limits.at_most(f"{name}: TTFT", ratio, MOST_TTFT)
+            of_cached = self._limits.at_least(f"{name}: cached", share, LEAST_CACHED)
+            print(
+                f"turns {name}: first {1e3 * statistics.median(first_s):.0f} ms, next "
+                f"{1e3 * statistics.median(next_s):.0f} ms: {ratio:.3f} (<= {MOST_TTFT}, aim {AIM_TTFT}; {of_ttft}); "
+                f"cached {share:.3f} (>= {LEAST_CACHED}; {of_cached})",
+                flush=True,
+            )
+
+    async def cold(self) -> None:
+        with ExitStack() as stack:
+            meshes = {reuse: self.mesh(stack, POOLS["1P+1D"], reuse) for reuse in REUSE}
+            ttft_s: dict[str, list[float]] = {reuse: [] for reuse in REUSE}
+            rate: dict[str, list[float]] = {reuse: [] for reuse in REUSE}
+            for number in range(4 * self._rounds + 1):
+                for reuse in REUSE if number % 2 else reversed(REUSE):
+                    async with meshes[reuse].client() as client:
+                        answer = await ask(client, self.prompt())
+                    if number:  # the first is to use everything once
+                        ttft_s[reuse].append(answer.ttft_s)
+                        took_s = answer.times_s[-1] - answer.began_s
+                        rate[reuse].append((self._num_tokens + ANSWER_TOKENS) / took_s)
+        ttft = {reuse: statistics.median(values) for reuse, values in ttft_s.items()}
+        tokens = {reuse: statistics.median(values) for reuse, values in rate.items()}
+        slower = self._limits.at_most("cold: TTFT", ttft["with"] / ttft["without"], 1 + NOISE)
+        fewer = self._limits.at_least("cold: tokens/s", tokens["with"] / tokens["without"], 1 - NOISE)
+        print(
+            f"cold: TTFT {1e3 * ttft['with']:.0f} ms, without reuse {1e3 * ttft['without']:.0f}: "
+            f"{ttft['with'] / ttft['without']:.3f} (<= {1 + NOISE}; {slower}); tokens/s {tokens['with']:.0f}, without "
+            f"{tokens['without']:.0f}: {tokens['with'] / tokens['without']:.3f} (>= {1 - NOISE}; {fewer}); medians of "
+            f"{4 * self._rounds}",
+            flush=True,
+        )
+
+    async def beside(self) -> None:
+        for name, pools in POOLS.items():
+            gaps_s: dict[str, list[float]] = {reuse: [] for reuse in REUSE}
+            num_turns = dict.fromkeys(REUSE, 0)
+            with ExitStack() as stack:
+                meshes = {reuse: self.mesh(stack, pools, reuse) for reuse in REUSE}
+                for number in range(self._rounds):
+                    for reuse in REUSE if number % 2 else reversed(REUSE):
+                        async with meshes[reuse].client() as client:
+                            gaps, turns = await self._gaps_beside_turns(client)
+                        gaps_s[reuse] += gaps
+                        num_turns[reuse] += turns
+            p99 = {reuse: quantile(gaps, 0.99) for reuse, gaps in gaps_s.items()}
+            words = self._limits.at_most(f"{name}: ITL", p99["with"] / p99["without"], MOST_ITL)
+            print(
+                f"beside {name}: ITL p99 {1e3 * p99['with']:.1f} ms beside {num_turns['with']} turns, without reuse "
+                f"{1e3 * p99['without']:.1f} beside {num_turns['without']}: {p99['with'] / p99['without']:.3f} "
+                f"(<= {MOST_ITL}; {words})",
+                flush=True,
+            )
+
+    async def _gaps_beside_turns(self, client: httpx.AsyncClient) -> tuple[list[float], int]:
+        """Gaps of four streams while one conversation goes on, and how many of its turns were answered."""
+        gaps_s: list[float] = []
+        num_turns = 0
+        async with anyio.create_task_group() as tasks:
+            num_left = 4
+
+            async def stream() -> None:
+                nonlocal num_left
+                gaps_s.extend((await ask(client, self.prompt(100), 400)).gaps_s)
+                num_left -= 1
+
+            for _ in range(num_left):
+                tasks.start_soon(stream)
+            turn = self.prompt(self._num_tokens // 2)
+            while num_left:
+                answer = await ask(client, turn, 16)
+                turn = [*turn, *answer.token_ids, *self.prompt(NEW_TOKENS)]
+                num_turns += 1
+        return gaps_s, num_turns
+
+    async def killed(self) -> None:
+        with ExitStack() as stack:
+            mesh = self.mesh(stack, (1, 2, 0), "with")
+            prompt, answers = self.prompt(), list[Answer]()
+            async with mesh.client() as client:
+
+                async def stream() -> None:
+                    answers.append(await ask(client, prompt, 300))
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(stream)
+                    while True:
+                        await anyio.sleep(0.05)
+                        if decoding := [i for i in (await mesh.state()).instances if i.num_decoding]:
+                            break
+                    await anyio.sleep(0.5)
+                    os.kill(decoding[0].pid, signal.SIGKILL)
+            record = mesh.request_record(answers[0].response_id)
+            chunks = [entry.figures for entry in record.entries if entry.what == "chunk"]
+            num_computed = sum(figures["num_tokens"] for figures in chunks)
+            num_delivered = max(figures["start"] + figures["num_tokens"] for figures in chunks) - len(prompt)
+            again = num_computed - len(prompt) - num_delivered
+            words = self._limits.at_most("killed: prompt tokens computed again", again, GRANULE_TOKENS)
+            print(
+                f"killed at {len(prompt) + num_delivered:.0f} tokens, {num_delivered:.0f} of them drawn: "
+                f"{again:.0f} tokens of the prompt computed again (<= {GRANULE_TOKENS}; {words})",
+                flush=True,
+            )
+
+
+PARTS = {"turns": Bench.turns, "cold": Bench.cold, "beside": Bench.beside, "killed": Bench.killed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--part", action="append", choices=PARTS)
+    arguments = parser.parse_args()
+    print(heading(f"Turns of a conversation of {arguments.tokens} tokens"))
+    limits = Limits()
+    with tempfile.TemporaryDirectory() as name:
+        model = write_checkpoint(Path(name) / "model", shape=LLAMA_82M, dtype="bfloat16")
+        bench = Bench(model, Path(name), arguments.tokens, arguments.rounds, limits)
+        for part in arguments.part or PARTS:
+            anyio.run(PARTS[part], bench)
+    limits.end()
+
+
+if __name__ == "__main__":
+    main()
