@@ -49,7 +49,7 @@ class CpuLevel(StrEnum):
 
     @property
     def suffixes(self) -> Mapping[str, str]:
-        """By dtype that it computes with, what the names of its functions end with."""
+        """Endings of the names of the level's functions, by dtype."""
         return {"bfloat16": "", "float16": "_f16"} if self.is_ordered else {"bfloat16": ""}
 
 

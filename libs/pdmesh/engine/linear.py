@@ -98,7 +98,7 @@ class OneDnnLinear:
 
 @dataclass(frozen=True, slots=True)
 class TileLinear:
-    """By compiled kernels, in bf16 or float16; ``weight`` is in the order of ``csrc``, see `tile_linear`.
+    """A linear layer by compiled kernels, in bf16 or float16; `tile_linear` orders ``weight`` as ``csrc`` wants.
 
     Decodes need it: it reads weights at the memory's speed, oneDNN at half of it (8 to 32 rows, Xeon, 2026-11).
     """

@@ -112,7 +112,7 @@ class PageIntake:
                 take()
 
     def _ask_again(self, inlet: Inlet, header: PieceHeader, fault: str) -> None:
-        """Not for what was read too late: its sender says what becomes of it. Nor for a lost source's."""
+        """Ask for a piece again, unless it was read too late (its sender decides then) or its source is lost."""
         lane = inlet.lane_from(header.source)
         if fault == WINDOW_CLOSED or lane is None:
             return

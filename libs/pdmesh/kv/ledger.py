@@ -243,7 +243,7 @@ class PageLedger:
     def _among(
         self, blocks: Blocks, is_state: bytes, others: list[bytearray] | None = None, is_other: bytes = b""
     ) -> list[Blocks]:
-        """Those in some states, and with some values in another table; as they are if that is all of them."""
+        """Return those in some states, and with some values in another table; undivided if that is all."""
         pages, found = slice(blocks.first_block, blocks.end), list[Blocks]()
         for layer in range(blocks.layer, blocks.end_layer):
             marks = self._states[layer][pages].translate(is_state)

@@ -174,9 +174,9 @@ def improvement_table(
     num_requests: int = 400,
     seed: int = 0,
 ) -> ImprovementTable:
-    """For each of ``requests_per_s`` the improvement rate, each with its planner, of the least mean TTFT.
+    """Return, for each of ``requests_per_s``, the improvement rate whose planner has the least mean TTFT.
 
-    All see the same prompts. Of equal ones the first is taken.
+    All planners see the same prompts. Of equal ones the first is taken.
     """
     rows: list[tuple[float, float]] = []
     for arrivals_per_s in sorted(requests_per_s):

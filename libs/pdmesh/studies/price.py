@@ -40,7 +40,7 @@ class Demand:
         self._requests, self._work_s, self._last_s = self._requests * faded + 1, self._work_s * faded + work_s, now_s
 
     def price(self, now_s: float, queued_s: float, num_waiting: int, num_instances: int) -> float:
-        """Of a second of one of so many instances, which have ``queued_s`` to do before they are all idle.
+        """Return the price of a second of one of so many instances, which have ``queued_s`` of work together.
 
         ``num_waiting`` prompts come after the one that asks for it, and are in ``queued_s`` as it is itself.
         """

@@ -86,7 +86,9 @@ class FlashInfer:
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def backend_for(self, num_queries: int) -> str:
-        """Of a chunk of so many tokens. "auto" is "fa3" on Hopper: one tile of 128 queries of a head to a processor.
+        """Return the backend for a chunk of so many tokens; "auto" is "fa3" on Hopper, except for short chunks.
+
+        "fa3" gives each processor one tile of 128 queries of a head.
 
         Over 32K tokens, 192 queries took "fa2" 345 us and "fa3" 455, 256 426 and 454, 512 841 and 470 (H100, 2026-11).
         """
@@ -103,7 +105,7 @@ class FlashInfer:
         )
 
     def graph_decode(self, indptr: Tensor, pages: Tensor, last_page_len: Tensor) -> GraphDecode:
-        """For the batch size of ``last_page_len``; where a graph finds, on the device, what it is to read."""
+        """Return attention for a graph of the batch size of ``last_page_len``; the tensors hold what it reads."""
         wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
@@ -247,7 +249,7 @@ class FlashInferPlan:
         return AttentionOutput(output, None if lse is None else lse * math.log(2))
 
     def attend_into(self, output: Tensor, query: Tensor, cache: Tensor, lse: Tensor | None = None) -> None:
-        """As `attend`, into (num_tokens, heads, head_dim), contiguous; ``lse`` (num_tokens, heads) is to base 2."""
+        """Write what `attend` returns into ``output``, contiguous; ``lse`` (num_tokens, heads) is to base 2."""
         for part in self.parts:
             if isinstance(part.rows, slice):
                 part_lse = None if lse is None else lse[part.rows]

@@ -157,7 +157,7 @@ class DecodeGraphs:
         self._host_ids = streams.host_buffer(self.max_batch_size, torch.int64)
 
     def record_all(self) -> None:
-        """Of every size, the largest first, whose memory the others use again."""
+        """Record a graph of every size, the largest first, because the others reuse its memory."""
         for size in sorted({graph_batch_size(n) for n in range(1, self.max_batch_size + 1)}, reverse=True):
             self._graph(size)
 

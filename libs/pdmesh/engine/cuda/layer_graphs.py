@@ -64,7 +64,7 @@ class LayerGraphs:
 
     @contextlib.contextmanager
     def lent(self, num_tokens: int) -> Iterator[LayerGraphs | None]:
-        """These graphs, for a step of so many tokens; nothing if they cannot be used for it."""
+        """Yield these graphs for a step of so many tokens; None if they cannot be used for it."""
         if self._in_use or num_tokens > SIZES[-1]:
             yield None
             return
@@ -77,7 +77,7 @@ class LayerGraphs:
     def forward(
         self, arrays: StepArrays, staging: Staging, attention: FlashInferPlan, on_layer: Callable[[int], None] | None
     ) -> Tensor:
-        """As `Transformer.forward`; the hidden states last until the next step."""
+        """Do what `Transformer.forward` does; the hidden states last until the next step."""
         num_tokens = len(arrays.token_ids)
         size = next(size for size in SIZES if num_tokens <= size)
         segments = self._step(size)
