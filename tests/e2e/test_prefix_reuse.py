@@ -191,3 +191,18 @@ async def test_a_killed_decode_instance_costs_what_it_had_drawn(tmp_path: Path) 
             starts = [entry.figures["start"] for entry in record.entries if entry.what == "chunk"]
             assert starts.count(0.0) == 1, starts  # of the first time
             assert max(starts) >= 2944
+
+
+@pytest.mark.slow
+async def test_a_scheduler_that_is_started_again_knows_what_is_kept(tmp_path: Path) -> None:
+    """Instances tell it as they register; what they keep is found at once, and nothing is refused."""
+    prompts = [a_prompt(seed) for seed in range(10, 15)]
+    with running_mesh(tmp_path, model=None, settings=STAND_IN) as mesh:
+        async with mesh.client() as client:
+            for prompt in prompts:
+                assert await cached(client, mesh, prompt) == 0
+            pid = mesh.pids()["scheduler"]
+            os.kill(pid, signal.SIGKILL)
+            mesh.wait_until_replaced("scheduler", pid)
+            assert [await cached(client, mesh, prompt) for prompt in prompts] == [384] * len(prompts)
+        assert_never_stale(mesh)
