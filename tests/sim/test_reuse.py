@@ -107,6 +107,14 @@ def test_a_request_waits_for_who_keeps_its_prefix_no_longer_than_that_saves() ->
         assert runs[2].prefill_id == runs[0].prefill_id
 
 
+def test_the_choices_of_one_prompt_compute_it_once() -> None:
+    """Those that come at once wait for the first one's prompt; on several instances as well."""
+    choices = [a_turn(0.0, 8000, 100) for _ in range(4)]
+    for bundle in ("fcfs", "pdmesh"):
+        runs = simulate(choices, mixed=2, bundle=bundle).requests
+        assert [run.num_reused_tokens for run in runs] == [0, 7936, 7936, 7936]
+
+
 def test_what_a_lost_instance_kept_is_forgotten() -> None:
     """Its next process has nothing; what it is given is computed again, and kept again."""
     turns = [a_turn(60.0 * i, 4000, 200) for i in range(4)]

@@ -33,6 +33,7 @@ from pdmesh.model import (
     GRANULE_TOKENS,
     GatewayId,
     InstanceId,
+    PrefixHash,
     RejectReason,
     Request,
     RequestId,
@@ -61,6 +62,7 @@ class MeshState:
         self.numbers = Numbers()  # of the instances
         self.kept_where = KeptWhere()  # the granules that these keep
         self.by_number: dict[int, InstanceState] = {}
+        self._coming: dict[PrefixHash, list[RequestState]] = {}  # by the first granule that each computes of its prompt
         self.suspected: dict[InstanceId, None] = {}  # silent instances
         self.changed: dict[InstanceId, None] = {}  # instances that changed since they were last looked at
         self.in_prefill_phase: dict[
@@ -153,6 +155,26 @@ class MeshState:
         chain = request.chain
         return self.kept_where.depths(chain, len(chain))
 
+    def computing(self, request: Request) -> list[RequestState]:
+        """The requests that compute granules now which a waiting one has, too."""
+        coming = self._coming
+        if not coming or not request.prefix:
+            return []
+        return [state for granule in request.chain if granule in coming for state in coming[granule]]
+
+    def _begin_computing(self, state: RequestState) -> None:
+        if (granule := state.first_granule) is not None:
+            self._coming.setdefault(granule, []).append(state)
+
+    def _end_computing(self, state: RequestState) -> None:
+        """Its prompt is computed, or never will be. Does nothing the second time."""
+        granule = state.first_granule
+        states = None if granule is None else self._coming.get(granule)
+        if granule is not None and states is not None and state in states:
+            states.remove(state)
+            if not states:
+                del self._coming[granule]
+
     def open(self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0) -> RequestState:
         """Note a new request, of whose prompt so many tokens are kept somewhere."""
         state = RequestState(request, rank, work_us, num_reused_tokens=num_reused_tokens)
@@ -219,6 +241,7 @@ class MeshState:
             )
         )
         prefill.add_prefill(state)
+        self._begin_computing(state)
 
     def promise(self, state: RequestState, decode: InstanceState, long_tokens: int) -> Transfer:
         """Room on ``decode`` for a request whose prompt is computed elsewhere, and the transfer of its KV."""
@@ -263,6 +286,7 @@ class MeshState:
     def computed(self, state: RequestState) -> None:
         """Its prompt is computed, and its KV is to move on."""
         self._free_helpers(state)
+        self._end_computing(state)
         state.end_prompt()
         self.awaiting_decode.is_ready(state.key)
         self.instances[state.prefill_ids[0]].defer(state.key, True)
@@ -306,6 +330,7 @@ class MeshState:
     def land(self, state: RequestState) -> None:
         """Its whole KV is where it decodes."""
         self._free_helpers(state)
+        self._end_computing(state)
         if not state.decodes:  # or this was heard before
             state.land()
         for instance_id in state.decode_ids:
@@ -377,6 +402,7 @@ class MeshState:
             self.queue.remove(state)
         self.awaiting_decode.discard(key)
         self.recovering.pop(key, None)
+        self._end_computing(state)
         if state.is_in_prefill or state.chunks_in_flight:
             for instance_id in state.prefill_ids:
                 if instance_id in self.instances:
@@ -483,6 +509,11 @@ class MeshState:
         assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} are in the queue"
         num_of_gateways = sum(len(requests) for requests in self.of_gateway.values())
         assert num_of_gateways == len(self.requests), f"gateways have {num_of_gateways} of {len(self.requests)}"
+        for granule, states in self._coming.items():
+            for state in states:
+                assert state.first_granule == granule, f"{state.key} computes another granule first"
+                assert self.find(state.key) is state, f"{state.key} is over, and said to compute"
+                assert state.phase is Phase.PREFILLING, f"{state.key} is {state.phase}, and said to compute"
         for state in self.requests.values():
             state.check_integrity()
             assert state.is_recovering == (state.key in self.recovering), (

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from pdmesh.core.transfers.transfer import Move, Transfer
-from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey
+from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, Request, RequestId, RequestKey
 from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
@@ -238,6 +238,12 @@ class RequestState:
             return waited_s
         until_s = self.roomed_s if self.decode_shards else now_s
         return waited_s + (0.0 if until_s is None else max(0.0, until_s - self.first_token_s))
+
+    @property
+    def first_granule(self) -> PrefixHash | None:
+        """The first of its prompt that is computed, since it was not kept where it was placed; None: all were."""
+        chain, index = self.request.chain, self.num_reused_tokens // GRANULE_TOKENS
+        return chain[index] if index < len(chain) else None
 
     @property
     def view(self) -> RequestView:

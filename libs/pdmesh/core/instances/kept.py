@@ -121,10 +121,13 @@ class KeptHere:
         held = HeldGranules(chain)
         held.num_computed = num_reused
         held.kept = (1 << num_reused) - 1
-        for index, granule in enumerate(chain):
-            if index < num_reused and granule not in self:
+        for granule in chain[:num_reused]:
+            if granule not in self:
                 self._keep(granule)  # of a request that was here before we were
             self._use(granule)
+        users = self._users
+        for granule in chain[num_reused:]:
+            users[granule] = users.get(granule, 0) + 1
         self._num_held += num_reused
         return held
 

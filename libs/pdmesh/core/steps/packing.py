@@ -209,11 +209,12 @@ class Round:
                 line = self._in_order([*step_slot.running, head])
                 self._plan_running(step_slot, line[: line.index(head)])
         offers, depths = self._offers(head), mesh.depths(request)
-        if depths and bundle.reuse is not None:
+        computing = mesh.computing(request)
+        if (depths or computing) and bundle.reuse is not None:
             local = self._place_beside_decodes(head, depths, bundle.reuse)
             if local is not None:
                 return local
-            by_cost = self._reusing.cheapest(head, depths, bundle, bundle.reuse, offers, self._may_begin)
+            by_cost = self._reusing.cheapest(head, depths, computing, bundle, offers, self._may_begin)
             if by_cost is None:
                 return Wait.FOR_KEPT
             offers = by_cost

@@ -7,7 +7,7 @@ and no longer than that difference was when it began to wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 
@@ -15,7 +15,7 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.placing import MAX_ASKED
-from pdmesh.model import GRANULE_TOKENS, InstanceId
+from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.reuse import ReuseCost
 
@@ -37,15 +37,18 @@ class Reusing:
         self,
         head: RequestState,
         depths: Mapping[int, int],
+        computing: Iterable[RequestState],
         bundle: Bundle,
-        reuse: ReuseCost,
         offers: Iterable[InstanceState],
         may_begin: Callable[[InstanceState, RequestState], bool],
     ) -> Iterator[InstanceState] | None:
         """Return the ``offers`` and the holders that ``may_begin`` it, the cheapest first; None if it had better wait.
 
-        Of the offers the first few alone are compared; the others come behind them.
+        Of the offers the first few alone are compared; the others come behind them. What others are ``computing`` now
+        will be kept where they are, too.
         """
+        reuse = bundle.reuse
+        assert reuse is not None
         takes, line = bundle.prefill_placement.takes, iter(offers)
         first = {instance.instance_id: instance for instance in islice(line, MAX_ASKED)}
         asked = {
@@ -65,15 +68,25 @@ class Reusing:
             return _one_by_one(first.values(), line)
         costs = {instance_id: self._cost_s(head, instance, depths, reuse) for instance_id, instance in asked.items()}
         least_s = min(costs.values())
-        for holder in busy:
-            cost_s = self._cost_s(head, holder, depths, reuse)
-            if cost_s < least_s and self._may_wait(head, least_s - cost_s + self.ready_s(holder, reuse)):
-                awaited_s = reuse.work_s(head.request, _num_tokens(depths, holder))
-                self._awaited_s[holder.instance_id] = self._awaited_s.get(holder.instance_id, 0.0) + awaited_s
+        later = [(holder, _num_tokens(depths, holder)) for holder in busy]
+        for instance, num_tokens in (*later, *self._coming(head, computing)):
+            ready_s = self.ready_s(instance, reuse)
+            cost_s = reuse.cost_s(head.request, num_tokens, ready_s)
+            if cost_s < least_s and self._may_wait(head, least_s - cost_s + ready_s):
+                awaited_s = reuse.work_s(head.request, num_tokens)
+                self._awaited_s[instance.instance_id] = self._awaited_s.get(instance.instance_id, 0.0) + awaited_s
                 return None
         ranked = sorted(asked.values(), key=lambda instance: costs[instance.instance_id])
         others = (each for each in _one_by_one(first.values(), line) if each.instance_id not in asked)
         return _one_by_one(ranked, others)
+
+    def _coming(self, head: RequestState, computing: Iterable[RequestState]) -> Iterator[tuple[InstanceState, int]]:
+        """Yield where others compute tokens of the head's prompt, and how many it will find there."""
+        chain = head.request.chain
+        for state in islice(computing, MAX_ASKED):
+            instance = self._mesh.instances[state.prefill_ids[0]]
+            if instance.takes_prompts and instance.could_prefill(head.request):
+                yield instance, _num_common(chain, state.request.chain) * GRANULE_TOKENS
 
     def cheapest_local(
         self,
@@ -146,6 +159,18 @@ class Reusing:
 def _num_tokens(depths: Mapping[int, int], instance: InstanceState) -> int:
     """Return the tokens that an instance keeps."""
     return depths.get(instance.number, 0) * GRANULE_TOKENS
+
+
+def _num_common(chain: Sequence[PrefixHash], other: Sequence[PrefixHash]) -> int:
+    """Return how many granules two chains have in common: where they are equal, all before is."""
+    low, high = 0, min(len(chain), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if chain[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _one_by_one(first: Iterable[InstanceState], then: Iterable[InstanceState]) -> Iterator[InstanceState]:
