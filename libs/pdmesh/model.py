@@ -204,6 +204,9 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; 0: the sampled token's; n: and the n most likely
     prompt_logprobs: int | None = None  # the same for prompt tokens (completions' ``echo`` with ``logprobs``)
     grammar: str = ""  # that output tokens are held to (`pdmesh.grammars`); empty: none
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else can be drawn, an end neither; empty: all can
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()  # none of which can be completed
+    logprob_token_ids: tuple[int, ...] = ()  # with ``logprobs``: these ids' instead of the most likely ones'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -329,3 +329,30 @@ def test_logprobs_are_log_softmax_with_ties_by_id() -> None:
     assert math.isclose(
         sum(math.exp(value) for _, value in token_logprobs(logits[:1], [0], [6])[0].top), 1, rel_tol=1e-6
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_drawn(temperature: float) -> None:
+    allowed = (3, 7, 7, 11)
+    drawn = draw_many(logits_of(5), 200, temperature=temperature, allowed_token_ids=allowed, eos_token_ids=(2,))
+    assert set(drawn) <= set(allowed)
+    biased = draw_many(logits_of(5), 50, temperature=temperature, allowed_token_ids=allowed, logit_bias=((11, 100.0),))
+    assert set(biased) == {11}
+    ends = sequence_of(allowed_token_ids=(2,), eos_token_ids=(2,), min_tokens=5, temperature=temperature)
+    assert sample(logits_of(5), [ends]) == [2]  # nothing else is left
+
+
+def test_bad_sequences_are_never_completed() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, [7, 8, 9]] = torch.tensor([3.0, 2.0, 1.0])
+
+    def best(*output: int, bad: Sequence[Sequence[int]]) -> int:
+        bad_token_sequences = tuple(map(tuple, bad))
+        return sample(logits, [sequence_of((4, 5), output, temperature=0, bad_token_sequences=bad_token_sequences)])[0]
+
+    assert best(bad=[]) == 7
+    assert best(bad=[[7]]) == 8
+    assert best(1, bad=[[1, 7], [1, 8]]) == 9
+    assert best(bad=[[5, 7]]) == 7  # of the prompt nothing counts
+    assert best(1, 2, bad=[[1, 7], [2, 3, 7], [1, 2, 7]]) == 8
+    assert best(bad=[[token_id] for token_id in range(VOCAB_SIZE)]) == 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -141,7 +141,8 @@ class TorchEngine:
             self._guide(sequence)
         num_top = {row: n for row, s in enumerate(sequences) if (n := s.params.logprobs) is not None}
         token_ids = output.draw(rows, sequences)
-        logprobs = _logprobs_of(output.logits(rows), token_ids, num_top) if num_top else {}
+        listed = {row: sequences[row].params.logprob_token_ids for row in num_top}
+        logprobs = _logprobs_of(output.logits(rows), token_ids, num_top, listed) if num_top else {}
         for row, index in enumerate(sampling):
             drawn[index] = _Drawn(token_ids[row], logprobs.get(row))
         return drawn
@@ -191,11 +192,18 @@ def _free_bytes(device: torch.device) -> int | None:
     return free_bytes
 
 
-def _logprobs_of(logits: Tensor, token_ids: Sequence[int], num_top: Mapping[int, int]) -> dict[int, Logprobs]:
-    """Return log-probabilities by row, for the rows that want ``num_top`` of them."""
+def _logprobs_of(
+    logits: Tensor, token_ids: Sequence[int], num_top: Mapping[int, int], listed: Mapping[int, Sequence[int]]
+) -> dict[int, Logprobs]:
+    """Return log-probabilities by row, for the rows that want ``num_top`` of them, or those of ids that are listed."""
     rows = list(num_top)
     found = token_logprobs(logits[rows], [token_ids[row] for row in rows], list(num_top.values()))
-    return dict(zip(rows, found, strict=True))
+    by_row = dict(zip(rows, found, strict=True))
+    for row, ids in listed.items():
+        if ids:
+            values = (logits[row, list(ids)] - torch.logsumexp(logits[row], dim=-1)).tolist()
+            by_row[row] = replace(by_row[row], top=tuple(zip(ids, values, strict=True)))
+    return by_row
 
 
 @dataclass(frozen=True, slots=True)

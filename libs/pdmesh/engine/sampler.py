@@ -125,25 +125,31 @@ def changes_logits(sequence: EngineSequence) -> bool:
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
         or bool(params.logit_bias)
+        or bool(params.allowed_token_ids)
+        or bool(params.bad_token_sequences)
         or sequence.num_output_tokens < params.min_tokens
         or sequence.guide is not None
     )
 
 
 def process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
-    """Apply bias, grammar, forbidden ends and penalties to one row, in place."""
+    """Apply bias, grammar, forbidden tokens and ends, and penalties to one row, in place."""
     params, vocab_size = sequence.params, len(logits)
     for token_id, bias in params.logit_bias:
         if 0 <= token_id < vocab_size:
             logits[token_id] += bias
     if sequence.guide is not None:
         sequence.guide.forbid(logits, params.eos_token_ids)
+    if params.allowed_token_ids:
+        allowed = [token_id for token_id in params.allowed_token_ids if 0 <= token_id < vocab_size]
+        kept = logits[allowed]
+        logits.fill(-np.inf)
+        logits[allowed] = kept
+    if params.bad_token_sequences:
+        _forbid(logits, _completing(params.bad_token_sequences, sequence.output_token_ids.tolist()))
     if sequence.num_output_tokens < params.min_tokens:
         ends = [token_id for token_id in (*params.eos_token_ids, *params.stop_token_ids) if 0 <= token_id < vocab_size]
-        before = logits[ends]
-        logits[ends] = -np.inf
-        if sequence.guide is not None and not np.isfinite(logits).any():
-            logits[ends] = before  # the grammar lets nothing else follow
+        _forbid(logits, ends)
     token_ids = np.array(sequence.token_ids, dtype=np.int64)
     if params.repetition_penalty != 1.0:
         seen = np.zeros(vocab_size, dtype=np.bool_)
@@ -153,6 +159,24 @@ def process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
         counts = np.bincount(token_ids[sequence.num_prompt_tokens :], minlength=vocab_size)
         logits -= (params.frequency_penalty * counts + params.presence_penalty * (counts > 0)).astype(np.float32)
+
+
+def _forbid(logits: npt.NDArray[np.float32], token_ids: list[int]) -> None:
+    """Let none of ``token_ids`` be drawn, unless nothing else can be."""
+    before = logits[token_ids]
+    logits[token_ids] = -np.inf
+    if not np.isfinite(logits).any():
+        logits[token_ids] = before
+
+
+def _completing(sequences: Sequence[Sequence[int]], output: list[int]) -> list[int]:
+    """Return the tokens that would complete one of ``sequences`` after ``output``."""
+    num_output = len(output)
+    return [
+        last
+        for *first, last in sequences
+        if not first or (len(first) <= num_output and output[num_output - len(first) :] == first)
+    ]
 
 
 def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:

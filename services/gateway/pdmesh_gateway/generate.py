@@ -203,6 +203,9 @@ class Generator:
     def _ended(self, job: GenerationJob, choices: list[Choice], span: Span, outcome: str, *, is_failure: bool) -> None:
         """Tell span and log how a request ended; ``outcome`` is that of the choices that did not finish."""
         num_output_tokens = sum(choice.num_tokens for choice in choices)
+        if choices and all(choice.is_done for choice in choices):
+            longest = max(choice.num_tokens for choice in choices)
+            self.metrics.answered(max_tokens=job.params.max_tokens, n=job.n, num_longest_tokens=longest)
         finish_reasons = [choice.finish_reason or outcome for choice in choices] or [outcome]
         epoch = max((choice.transcript.epoch for choice in choices), default=FIRST_EPOCH)
         num_restarts = sum(choice.transcript.num_restarts for choice in choices)

@@ -109,6 +109,14 @@ class GatewayMetrics:
         )
         prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _LENGTH_BUCKETS)
         output_length = histogram("request_generation_tokens", "Output tokens of a request.", _LENGTH_BUCKETS)
+        asked_tokens = histogram("request_params_max_tokens", "Output tokens that a request may have.", _LENGTH_BUCKETS)
+        asked_choices = histogram("request_params_n", "Choices of a client's request.", (1, 2, 5, 10, 20))
+        longest = histogram(
+            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", _LENGTH_BUCKETS
+        )
+        self._asked_tokens = asked_tokens.labels(model)
+        self._asked_choices = asked_choices.labels(model)
+        self._longest = longest.labels(model)
         prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         output_tokens = counter("generation_tokens", "Output tokens delivered.")
         cache_queries = counter(
@@ -178,6 +186,11 @@ class GatewayMetrics:
                 tpot,
                 e2e,
                 decode,
+                prompt_length,
+                output_length,
+                asked_tokens,
+                asked_choices,
+                longest,
                 prompt_tokens,
                 output_tokens,
                 cache_queries,
@@ -228,6 +241,12 @@ class GatewayMetrics:
         if tpot_s is not None:
             self._tpot.observe(tpot_s)
             self.latencies.finished(tpot_s)
+
+    def answered(self, *, max_tokens: int, n: int, num_longest_tokens: int) -> None:
+        """All choices of a client's request ended; what was asked for, and the output tokens of the longest."""
+        self._asked_tokens.observe(max_tokens)
+        self._asked_choices.observe(n)
+        self._longest.observe(num_longest_tokens)
 
     def refused(self, took_s: float) -> None:
         """A request was refused for want of room or time."""

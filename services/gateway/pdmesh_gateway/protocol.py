@@ -89,6 +89,11 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = None
     # Accepted; they change nothing here.
     metadata: dict[str, Any] | None = None
@@ -316,6 +321,18 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """A token at a place of a prompt, by vLLM's shape; the ``rank`` of one that is not among the likeliest is null."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+#: By position and token id; the first token has none.
+PromptLogprobList = list[dict[str, PromptLogprob] | None]
+
+
 class ChatResponse(msgspec.Struct, kw_only=True):
     """A whole answer to ``POST /v1/chat/completions``; ``created`` is Unix time in seconds."""
 
@@ -325,6 +342,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -337,6 +355,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pdmesh.engine.files import ModelInfo
@@ -17,6 +17,9 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_LOGPROB_TOKEN_IDS = 128
 #: As in vLLM; OpenAI's own limits are 5 (completions) and 20 (chat).
 MAX_LOGPROBS = 20
 
@@ -118,6 +121,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     grammar: str = "",
+    bad_token_sequences: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Check all ranges and fill in defaults: the client's value, else the checkpoint's, else OpenAI's.
 
@@ -133,6 +137,17 @@ def sampling_params(
     number("seed", fields.seed, low=-(2**63), high=MAX_SEED)
     number("min_tokens", fields.min_tokens, low=0)
     number("logprobs", logprobs, low=0, high=MAX_LOGPROBS)
+    number("prompt_logprobs", fields.prompt_logprobs, low=0, high=MAX_LOGPROBS)
+    if fields.prompt_logprobs is not None:
+        if fields.stream:
+            raise invalid("prompt_logprobs", "`prompt_logprobs` are not available with `stream`.")
+        prompt_logprobs = max(prompt_logprobs or 0, fields.prompt_logprobs)
+    if fields.logprob_token_ids and logprobs is None:
+        raise invalid("logprob_token_ids", "`logprob_token_ids` needs `logprobs`.")
+    if fields.allowed_token_ids is not None and not fields.allowed_token_ids:
+        raise invalid("allowed_token_ids", "`allowed_token_ids` must not be empty.")
+    if fields.allowed_token_ids and grammar:
+        raise invalid("allowed_token_ids", "`allowed_token_ids` cannot be combined with structured output or tools.")
     number("priority", fields.priority, low=-(2**31), high=2**31 - 1)
     if fields.min_tokens is not None and fields.min_tokens > max_tokens:
         raise invalid(
@@ -152,11 +167,18 @@ def sampling_params(
         logit_bias=_logit_bias(fields.logit_bias or {}, info.vocab_size),
         seed=secrets.randbits(63) if fields.seed is None else fields.seed % 2**63,
         min_tokens=fields.min_tokens or 0,
-        stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], info.vocab_size),
+        stop_token_ids=_token_ids("stop_token_ids", fields.stop_token_ids, info.vocab_size, most=MAX_STOP_TOKEN_IDS),
         eos_token_ids=() if fields.ignore_eos else info.eos_token_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        allowed_token_ids=_token_ids(
+            "allowed_token_ids", fields.allowed_token_ids, info.vocab_size, most=MAX_ALLOWED_TOKEN_IDS
+        ),
+        bad_token_sequences=bad_token_sequences,
+        logprob_token_ids=_token_ids(
+            "logprob_token_ids", fields.logprob_token_ids, info.vocab_size, most=MAX_LOGPROB_TOKEN_IDS
+        ),
     )
 
 
@@ -178,12 +200,31 @@ def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int
     return tuple(result)
 
 
-def _stop_token_ids(token_ids: list[int], vocab_size: int) -> tuple[int, ...]:
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise invalid("stop_token_ids", f"`stop_token_ids` has more than {MAX_STOP_TOKEN_IDS} entries.")
+def _token_ids(name: str, token_ids: list[int] | None, vocab_size: int, *, most: int) -> tuple[int, ...]:
+    if token_ids is None:
+        return ()
+    if len(token_ids) > most:
+        raise invalid(name, f"`{name}` has more than {most} entries.")
     for token_id in token_ids:
-        number("stop_token_ids", token_id, low=0, high=vocab_size - 1)
+        number(name, token_id, low=0, high=vocab_size - 1)
     return tuple(token_ids)
+
+
+async def bad_token_sequences(
+    words: Sequence[str] | None, encode: Callable[[str], Awaitable[Sequence[int]]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return how each word of ``bad_words`` is written in tokens, alone and behind a blank. Raises RequestRejected."""
+    if not words:
+        return ()
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_STOP_CHARS:
+        raise invalid("bad_words", f"`bad_words` may be {MAX_BAD_WORDS} words and {MAX_STOP_CHARS} characters.")
+    if not all(map(str.strip, words)):
+        raise invalid("bad_words", "`bad_words` must not contain blank words.")
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            sequences[tuple(await encode(text))] = None
+    return tuple(filter(None, sequences))
 
 
 def fit_max_tokens(

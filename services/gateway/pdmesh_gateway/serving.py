@@ -23,7 +23,7 @@ from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.reject_cache import RejectCache
-from pdmesh_gateway.sampling import invalid, too_long
+from pdmesh_gateway.sampling import bad_token_sequences, invalid, too_long
 from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -129,6 +129,10 @@ class Serving:
                     yield generation
                 finally:
                     use_tokens(generation.num_output_tokens)
+
+    async def bad_token_sequences(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+        """Return what of tokens must not be drawn, so that ``words`` are not said. Raises RequestRejected."""
+        return await bad_token_sequences(words, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
 
     async def encode(self, text: str, *, add_special_tokens: bool, what: str) -> list[int]:
         """Tokenize a prompt that is not hopelessly long. Raises RequestRejected."""

@@ -16,7 +16,7 @@ from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.http.chat_tools import chat_tool_choice, chat_tools
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, ItemRendering, Rendering
-from pdmesh_gateway.http.logprobs import chat_logprobs
+from pdmesh_gateway.http.logprobs import chat_logprobs, prompt_logprobs
 from pdmesh_gateway.http.sse import ChunkWriter, content_body, delta_body, usage_of
 from pdmesh_gateway.items import (
     AnswerEnded,
@@ -38,6 +38,7 @@ from pdmesh_gateway.protocol import (
     ChatRequest,
     ChatResponse,
     FunctionCall,
+    PromptLogprobList,
     ResponseMessage,
     TokenizeRequest,
     ToolCall,
@@ -201,16 +202,17 @@ class _ChatRendering(ItemRendering):
         request = self._request
         job = generation.job
         usage: Usage | None = None
+        num_cached_tokens = generation.num_cached_tokens_of(delta.index)
         if self._writer.continuous_usage:
             reasoning = self._answers[delta.index].num_reasoning_tokens
             num_output_tokens = generation.num_tokens_of(delta.index)
-            num_cached_tokens = generation.num_cached_tokens_of(delta.index)
             usage = usage_of(job.num_prompt_tokens, num_output_tokens, reasoning, num_cached_tokens=num_cached_tokens)
         head = b""
         if not self._begun[delta.index]:
             self._begun[delta.index] = True
             prompt = list(job.prompts[0]) if request.return_token_ids else None
-            head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=usage)
+            so_far = usage and usage_of(job.num_prompt_tokens, 0, num_cached_tokens=num_cached_tokens)
+            head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=so_far)
         return head + self._writer.delta(
             delta.index,
             _body(events),
@@ -245,6 +247,7 @@ class _ChatRendering(ItemRendering):
             ],
             usage=self._usage(generation),
             prompt_token_ids=list(generation.job.prompts[0]) if with_ids else msgspec.UNSET,
+            prompt_logprobs=self._prompt_logprobs(generation),
         )
 
     def _usage(self, generation: TextStream) -> Usage:
@@ -264,7 +267,17 @@ class _ChatRendering(ItemRendering):
         return "tool_calls" if finish_reason == "stop" and num_calls and not self._is_named else finish_reason
 
     def _logprobs(self, of: Delta | Collected) -> ChatLogprobs | None:
-        return chat_logprobs(self._tokenizer, of.token_ids, of.logprobs) if self._request.logprobs else None
+        if not self._request.logprobs:
+            return None
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        return chat_logprobs(self._tokenizer, of.token_ids, of.logprobs, as_ids=as_ids)
+
+    def _prompt_logprobs(self, generation: TextStream) -> PromptLogprobList | msgspec.UnsetType:
+        if self._request.prompt_logprobs is None:
+            return msgspec.UNSET
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        prompt = generation.job.prompts[0]
+        return prompt_logprobs(self._tokenizer, prompt, generation.prompt_logprobs(0), as_ids=as_ids)
 
 
 def _body(events: Sequence[ItemEvent]) -> bytes:

@@ -13,7 +13,7 @@ from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
-from pdmesh_gateway.http.logprobs import completion_logprobs
+from pdmesh_gateway.http.logprobs import completion_logprobs, prompt_logprobs
 from pdmesh_gateway.http.sse import ChunkWriter, text_body, usage_of
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import (
@@ -22,6 +22,7 @@ from pdmesh_gateway.protocol import (
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
+    PromptLogprobList,
     Usage,
 )
 from pdmesh_gateway.sampling import check_stream_options, fit_max_tokens, num_choices, number, sampling_params
@@ -66,6 +67,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
             grammar=await serving.grammars.grammar(request),
+            bad_token_sequences=await serving.bad_token_sequences(request.bad_words),
         )
         job = self.job(request, exchange, prompts=prompts, params=params, n=n)
         echoed = await self._echoed(request, prompts) if request.echo else []
@@ -206,7 +208,18 @@ class _CompletionRendering(Rendering):
             finish_reason=own.finish_reason,
             stop_reason=own.stop_reason,
             token_ids=own.token_ids if with_ids else msgspec.UNSET,
+            prompt_logprobs=self._prompt_logprobs(index, generation),
             prompt_token_ids=list(generation.job.prompts[index // generation.job.n]) if with_ids else msgspec.UNSET,
+        )
+
+    def _prompt_logprobs(self, index: int, generation: TextStream) -> PromptLogprobList | msgspec.UnsetType:
+        if self._request.prompt_logprobs is None:
+            return msgspec.UNSET
+        return prompt_logprobs(
+            self._tokenizer,
+            generation.job.prompts[index // generation.job.n],
+            generation.prompt_logprobs(index),
+            as_ids=bool(self._request.return_tokens_as_token_ids),
         )
 
     def _own(self, delta: Delta, job: GenerationJob) -> Delta:
@@ -241,6 +254,7 @@ class _CompletionRendering(Rendering):
             self._tokenizer,
             delta.token_ids,
             delta.logprobs,
-            num_top=self._request.logprobs,
+            num_top=len(self._request.logprob_token_ids or []) or self._request.logprobs,
             text_offsets=delta.text_offsets,
+            as_ids=bool(self._request.return_tokens_as_token_ids),
         )

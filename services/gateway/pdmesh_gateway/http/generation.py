@@ -247,7 +247,14 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
             default=max_tokens if clamps else serving.config.default_max_tokens,
             what="messages",
         )
-        params = sampling_params(fields, serving.info, max_tokens=fitting, logprobs=logprobs, grammar=prepared.grammar)
+        params = sampling_params(
+            fields,
+            serving.info,
+            max_tokens=fitting,
+            logprobs=logprobs,
+            grammar=prepared.grammar,
+            bad_token_sequences=await serving.bad_token_sequences(fields.bad_words),
+        )
         job = self.job(fields, exchange, prompts=[prepared.prompt], params=params, n=n, shown_ids=prepared.shown_ids)
         exchange.warn(*prepared.warnings)
         return job, prepared.answers(job)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdmesh.wire.messages import TokenLogprobs
-from pdmesh_gateway.protocol import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob, CompletionLogprobs
+from pdmesh_gateway.protocol import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    ChatTopLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobList,
+)
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 #: JSON has no -inf; vLLM's stand-in.
@@ -13,18 +20,26 @@ MIN_LOGPROB = -9999.0
 
 
 def chat_logprobs(
-    tokenizer: ModelTokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    tokenizer: ModelTokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    *,
+    as_ids: bool = False,
 ) -> ChatLogprobs:
-    """Return tokens in a chat's shape: text, bytes and natural log-probability, and those of the likeliest."""
+    """Return tokens in a chat's shape: text, bytes and natural log-probability, and those of the likeliest.
+
+    ``as_ids``: tokens are named by their ids.
+    """
+    name = token_id_name if as_ids else tokenizer.token_text
     content: list[ChatTokenLogprob] = []
     for token_id, at in zip(token_ids, logprobs, strict=True):
         top = [
-            ChatTopLogprob(tokenizer.token_text(other), _finite(logprob), list(tokenizer.token_bytes(other)))
+            ChatTopLogprob(name(other), _finite(logprob), list(tokenizer.token_bytes(other)))
             for other, logprob in (at.top if at is not None else ())
         ]
         content.append(
             ChatTokenLogprob(
-                tokenizer.token_text(token_id),
+                name(token_id),
                 MIN_LOGPROB if at is None else _finite(at.logprob),
                 list(tokenizer.token_bytes(token_id)),
                 top,
@@ -40,13 +55,16 @@ def completion_logprobs(
     *,
     num_top: int,
     text_offsets: Sequence[int],
+    as_ids: bool = False,
 ) -> CompletionLogprobs:
     """``text_offsets`` has the characters of the choice's text before each token. A token without log-probabilities
-    (the first of an echoed prompt) has null."""
+    (the first of an echoed prompt) has null. ``as_ids``: tokens are named by their ids.
+    """
+    name = token_id_name if as_ids else tokenizer.token_text
     result = CompletionLogprobs([], [], [], [])
     result.text_offset.extend(text_offsets)
     for token_id, at in zip(token_ids, logprobs, strict=True):
-        text = tokenizer.token_text(token_id)
+        text = name(token_id)
         result.tokens.append(text)
         if at is None:
             result.token_logprobs.append(None)
@@ -57,10 +75,35 @@ def completion_logprobs(
         # more likely counts.
         top: dict[str, float] = {}
         for other, logprob in at.top[:num_top]:
-            top.setdefault(tokenizer.token_text(other), _finite(logprob))
+            top.setdefault(name(other), _finite(logprob))
         top.setdefault(text, _finite(at.logprob))
         result.top_logprobs.append(top)
     return result
+
+
+def prompt_logprobs(
+    tokenizer: ModelTokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs | None], *, as_ids: bool
+) -> PromptLogprobList:
+    """Return a prompt's tokens as vLLM's ``prompt_logprobs`` has them: the likeliest, and the one at hand."""
+    name = token_id_name if as_ids else tokenizer.token_text
+    result: PromptLogprobList = []
+    for token_id, at in zip(prompt, logprobs, strict=True):
+        if at is None:
+            result.append(None)
+            continue
+        entries = {
+            str(other): PromptLogprob(logprob=_finite(logprob), rank=place, decoded_token=name(other))
+            for place, (other, logprob) in enumerate(at.top, start=1)
+        }
+        own = PromptLogprob(logprob=_finite(at.logprob), rank=None, decoded_token=name(token_id))
+        entries.setdefault(str(token_id), own)
+        result.append(entries)
+    return result
+
+
+def token_id_name(token_id: int) -> str:
+    """Return what a token is called where its text would not tell it apart (``return_tokens_as_token_ids``)."""
+    return f"token_id:{token_id}"
 
 
 def _finite(logprob: float) -> float:

@@ -1,0 +1,120 @@
+"""Fields of vLLM's that evaluation harnesses send."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.scripted_mesh import ScriptedMesh, scripted_mesh
+from pdmesh_gateway.testing import running_gateway
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_checkpoint(directory, max_position_embeddings=512)
+    return directory
+
+
+@asynccontextmanager
+async def served(model: Path) -> AsyncGenerator[tuple[httpx.AsyncClient, ScriptedMesh]]:
+    async with (
+        scripted_mesh() as mesh,
+        running_gateway(model, mesh.address) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+    ):
+        while (await client.get("/ready")).status_code != 200:
+            pass
+        yield client, mesh
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+
+
+async def test_what_may_be_drawn_reaches_the_workers(model: Path) -> None:
+    async with served(model) as (client, mesh):
+        fields = {"allowed_token_ids": [70, 71], "bad_words": ["ab", " c"], "logprob_token_ids": [70, 72]}
+        for path, body in (
+            ("chat/completions", {**CHAT, "logprobs": True}),
+            ("completions", {"prompt": "a", "max_tokens": 2, "logprobs": 0}),
+        ):
+            assert (await client.post(f"/v1/{path}", json={**body, **fields})).status_code == 200
+        words = [
+            tuple((await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"])
+            for text in ("ab", " ab", "c", " c")
+        ]
+        for submit in mesh.submitted:
+            params = submit.generation.params
+            assert (params.allowed_token_ids, params.logprob_token_ids) == ((70, 71), (70, 72))
+            assert params.bad_token_sequences == tuple(words)
+
+
+async def test_prompt_logprobs_have_vllms_shape(model: Path) -> None:
+    async with served(model) as (client, _mesh):
+        body = {"prompt": [[70, 71, 72], [73]], "max_tokens": 1, "prompt_logprobs": 1}
+        first, second = (await client.post("/v1/completions", json=body)).json()["choices"]
+        assert first["prompt_logprobs"] == [
+            None,
+            {"71": {"logprob": -0.125, "rank": 1, "decoded_token": "h"}},
+            {"72": {"logprob": -0.125, "rank": 1, "decoded_token": "i"}},
+        ]
+        assert second["prompt_logprobs"] == [None]
+        plain = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert "prompt_logprobs" not in plain.json()["choices"][0]
+        chat = (await client.post("/v1/chat/completions", json={**CHAT, "prompt_logprobs": 0})).json()
+        assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+        assert chat["prompt_logprobs"][0] is None
+
+
+async def test_tokens_may_be_named_by_their_ids(model: Path) -> None:
+    async with served(model) as (client, _mesh):
+        asked = {"logprobs": 1, "return_tokens_as_token_ids": True, "prompt_logprobs": 0}
+        response = await client.post("/v1/completions", json={"prompt": [70, 71], "max_tokens": 2, **asked})
+        [choice] = response.json()["choices"]
+        assert choice["logprobs"]["tokens"] == ["token_id:70", "token_id:71"]
+        assert choice["logprobs"]["top_logprobs"][0] == {"token_id:70": -0.125}
+        assert choice["prompt_logprobs"][1]["71"]["decoded_token"] == "token_id:71"
+        chat = {**CHAT, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+        content = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]["logprobs"]["content"]
+        assert all(entry["token"].startswith("token_id:") for entry in content)
+        assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in content)
+
+
+async def test_a_streams_first_chunk_has_no_output_tokens_yet(model: Path) -> None:
+    async with served(model) as (client, _mesh):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True, "stream_options": options})
+        first = response.text.split("\n\n")[0]
+        assert '"role":"assistant"' in first
+        assert '"completion_tokens":0' in first
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "at most"),
+        ({"allowed_token_ids": [1] * 65_537}, "allowed_token_ids", "more than 65536"),
+        ({"allowed_token_ids": [1], "response_format": {"type": "json_object"}}, "allowed_token_ids", "combined"),
+        ({"bad_words": [" "]}, "bad_words", "blank"),
+        ({"bad_words": ["a"] * 257}, "bad_words", "256 words"),
+        ({"bad_words": ["a" * 5000]}, "bad_words", "4096 characters"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids", "needs `logprobs`"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "at least 0"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "with `stream`"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused(model: Path, fields: dict[str, Any], param: str, message: str) -> None:
+    async with served(model) as (client, mesh):
+        for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "a"})):
+            error = (await client.post(f"/v1/{path}", json={**body, **fields})).json()["error"]
+            assert error["param"] == param
+            assert message in error["message"]
+        assert mesh.submitted == []
