@@ -8,7 +8,8 @@ A digest is over every ``(now_s, event, commands)`` of a run, in the words of co
 on purpose, for which digests were taken again; all are printed. The runs are simulations
 of two traces and random workloads over modelled instances,
 which lose transfers, instances, gateways and the scheduler, and are drained, given other roles and quarantined. What a
-receiver fails of is computed again, as it was then (`max_lost_receivers` 0), and nothing moves away from an instance
+receiver fails of is computed again, as it was then (`max_lost_receivers` 0), nobody remembers who
+could not reach whom (`cut_memory_s` 0), and nothing moves away from an instance
 that is drained (`evacuates` false). Each is run under every bundle. Without
 ``--all`` it takes the first requests of each trace and the first random workloads.
 
@@ -73,6 +74,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.share",
     "RequestArrived.request.num_tokens_before",
     "RequestArrived.request.arithmetic",
+    "RequestArrived.unheard_id",
     "RequestArrived.request.prefix",
     "KvReleased.granules",
     "LoadReported.num_kept_blocks",
@@ -279,7 +281,9 @@ POLICY = PolicyConfig(
     long_prompt_tokens=20,
     local_step_share=2.0,
 )
-CONFIG = CoreConfig(max_queue_entries=6, max_queue_s=50.0, max_lost_receivers=0, evacuates=False, policy=POLICY)
+CONFIG = CoreConfig(
+    max_queue_entries=6, max_queue_s=50.0, max_lost_receivers=0, evacuates=False, cut_memory_s=0.0, policy=POLICY
+)
 GATEWAYS = (GatewayId("g0"), GatewayId("g1"))
 MESHES = (
     (Role.PREFILL, Role.DECODE),

@@ -197,6 +197,15 @@ async def test_streams_go_on_while_their_gateway_is_cut_off_from_the_scheduler(
         hosts.heal("a", "d")
 
 
+async def test_requests_go_around_an_instance_that_their_gateway_does_not_hear_of(hosts: Hosts, load: Load) -> None:
+    """They were placed there again and again: the scheduler heard of both of them as ever."""
+    await load.run(lambda: hosts.cut("d", "c", both=False), max_tokens=MOST_TOKENS)
+    with log_of(hosts, "d", "gateway") as said:
+        await load.run(lambda: None, max_tokens=100)
+        assert "resuming" not in said()
+    hosts.heal("d", "c")
+
+
 async def test_streams_outlive_a_scheduler_that_comes_back_on_another_host(hosts: Hosts, load: Load) -> None:
     """They stood still where the room that it had granted them ended: at their 181st token."""
     (scheduler,) = (service for service in hosts["a"].services if service.name == "scheduler")

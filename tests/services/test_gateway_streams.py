@@ -167,6 +167,7 @@ async def test_a_lost_token_resumes_the_request(model: Path, monkeypatch: pytest
         assert await complete(running) == WHOLE
         assert mesh.cancelled == [(mesh.submitted[0].generation.request_id, Epoch(0))]
         assert mesh.submitted[1].generation.num_output_tokens == 2
+        assert [submit.unheard_id for submit in mesh.submitted] == [None, "scripted"]  # so that it goes elsewhere
 
 
 async def test_a_broken_worker_stream_resumes_its_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

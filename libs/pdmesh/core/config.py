@@ -33,6 +33,9 @@ class CoreConfig:
     retry_after_s: float = 1.0  # what a client is told with a 429 or 503, at least
     refuses_early: bool = False  # what would not keep its own target, as predicted; studies let every request wait
     admission_ttft_s: float | None = None  # the target of those without one, where this is asked; None: max_queue_s
+    #: How long it is remembered that two could not reach each other: each time that it is tried too early costs a
+    #: transfer's limit. 0: it is not.
+    cut_memory_s: float = 30.0
     max_lost_receivers: int = 4  # of one request's KV: after that it is computed again, as perhaps what they fail at
     evacuates: bool = True  # what decodes where everything has to leave moves away with its KV
     kv_reservation: KvReservation = KvReservation.FULL

@@ -31,9 +31,13 @@ from pdmesh.ranges import ANY_COUNT, FINITE, SECONDS
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A new request, or (``epoch`` > 0) one resumed by its gateway with its transcript."""
+    """A new request, or (``epoch`` > 0) one resumed by its gateway with its transcript.
+
+    ``unheard_id``: the instance whose tokens stopped coming, if that is why.
+    """
 
     request: Request
+    unheard_id: InstanceId | None = None
 
 
 @dataclass(frozen=True, slots=True)

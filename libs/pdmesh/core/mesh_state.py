@@ -24,6 +24,7 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kept import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.numbers import Numbers
+from pdmesh.core.recovery.cut_pairs import CutPairs
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
 from pdmesh.core.transfers.broker import TransferBroker
@@ -53,7 +54,9 @@ class FromInstance(Protocol):
 class MeshState:
     """Requests by id and by gateway, instances, the queue, the broker; and the commands under way."""
 
-    def __init__(self, rng: random.Random, growth: Growth, max_lost_receivers: int = 0) -> None:
+    def __init__(
+        self, rng: random.Random, growth: Growth, max_lost_receivers: int = 0, cut_memory_s: float = 0.0
+    ) -> None:
         self.growth = growth
         self.max_lost_receivers = max_lost_receivers  # of one request's KV
         self.requests: dict[RequestId, RequestState] = {}
@@ -64,6 +67,7 @@ class MeshState:
         self.by_number: dict[int, InstanceState] = {}
         self._coming: dict[PrefixHash, list[RequestState]] = {}  # by the first granule that each computes of its prompt
         self.suspected: dict[InstanceId, None] = {}  # silent instances
+        self.cut = CutPairs(cut_memory_s)
         self.changed: dict[InstanceId, None] = {}  # instances that changed since they were last looked at
         self.in_prefill_phase: dict[
             InstanceId, InstanceState

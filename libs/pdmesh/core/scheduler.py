@@ -91,7 +91,7 @@ class SchedulerCore:
     def __init__(self, config: CoreConfig, bundle: Bundle, rng: random.Random) -> None:
         self._config = config
         growth = Growth(on_demand=config.kv_reservation is KvReservation.ON_DEMAND, risk=config.kv_risk)
-        self._mesh = MeshState(rng, growth, config.max_lost_receivers)
+        self._mesh = MeshState(rng, growth, config.max_lost_receivers, config.cut_memory_s)
         self._choice = BundleChoice(self._mesh, config, bundle)
         self._transfers = TransferReports(self._mesh)
         self._reconciler = Reconciler(self._mesh, config.orphan_grace_s)
@@ -253,6 +253,7 @@ class SchedulerCore:
         if isinstance(event, DecodeStepsDone) and not self._steps.own_steps(event):
             return commands  # nothing is decided by it
         self._admission.passed(now_s)
+        self._mesh.cut.expire(now_s)
         if self._due_s <= now_s:
             self._new_requests.expire(now_s)
             self._reconciler.expire(now_s)
@@ -306,9 +307,9 @@ class SchedulerCore:
         handlers.on(TransferPaused, transfers.paused)
         handlers.on(TransferLanded, transfers.landed)
         handlers.on(TransferSent, transfers.sent)
-        handlers.on(TransferFailed, transfers.failed)
+        handlers.on_timed(TransferFailed, transfers.failed)
         handlers.on(MoveSent, self._move_sent)
-        handlers.on(MoveFailed, self._moves.failed)
+        handlers.on_timed(MoveFailed, self._moves.failed)
         handlers.on(KvReleased, self._released)
         handlers.on(KvLow, self._kv_low)
         self._operations.register(handlers)
@@ -325,6 +326,7 @@ class SchedulerCore:
 
     def _gateway_lost(self, event: GatewayLost) -> None:
         self._reconciler.gateway_lost(event.gateway_id)
+        self._mesh.cut.forget(event.gateway_id)
 
     # --- instances report ---
 
@@ -357,6 +359,8 @@ class SchedulerCore:
     # --- requests come and end ---
 
     def _request_arrived(self, event: RequestArrived, now_s: float) -> None:
+        if event.unheard_id is not None and event.unheard_id in self._mesh.instances:
+            self._mesh.cut.note(event.request.gateway_id, event.unheard_id, now_s)
         self._new_requests.arrived(event.request, self._choice, now_s)
 
     def _finished(self, event: RequestFinished) -> None:

@@ -159,6 +159,7 @@ class Generator:
         It may be what does not get through; not where the scheduler is another one than it was, or gone.
         """
         self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)  # its last epoch tells
+        transcript.unheard = transcript.source
         is_same = self._link.is_connected and transcript.submitted_on == self._link.num_connections
         self.resume(transcript, "a token was lost on the way", blame=SHARED_BLAME if is_same else 0.0)
 
@@ -293,10 +294,12 @@ class Generator:
             share=transcript.share,
             num_tokens_before=transcript.num_tokens_before,
             age_s=transcript.age_s,
+            unheard_id=transcript.unheard,
             others=tuple(OtherChoice(other.request_id, other.params.seed) for other in others),
         )
         self._link.submit(submit)
         for submitted in (transcript, *others):
+            submitted.unheard = None
             submitted.submitted_on = self._link.num_connections
             submitted.submitted_to = self._link.scheduler_id
 

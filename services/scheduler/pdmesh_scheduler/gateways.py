@@ -111,7 +111,7 @@ class GatewayStreams:
                     for index, generation in enumerate(message.generations()):
                         if why is None:
                             request = _request(message, generation, self.clock(), index)
-                            await self.driver.submit(RequestArrived(request), generation)
+                            await self.driver.submit(RequestArrived(request, message.unheard_id), generation)
                         else:
                             self._refuse(gateway_id, generation, why)
                 case NextActivity():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 from pdmesh.core.instances.decoding import DecodingSums
@@ -97,10 +97,10 @@ class _ExactGroup:
             self._open.remove(room[0])
             self._bounded.remove(room[1])
 
-    def first(self, request: Request, depths: Mapping[int, int]) -> InstanceState | None:
+    def first(self, request: Request, depths: Mapping[int, int], avoided: Collection[str] = ()) -> InstanceState | None:
         """The first with room for the whole request; of those that are about as free, the one that keeps most of it.
 
-        Nobody is looked at if there is none.
+        Nobody is looked at if there is none. It is none of the ``avoided`` ids.
         """
         some = next(iter(self._ranking.members.values()), None)
         if some is None:
@@ -114,7 +114,7 @@ class _ExactGroup:
         for key, _, instance in self._ranking.line():
             if found is not None and (num_found == _MAX_COMPARED or not _are_alike(first_key, key)):
                 break
-            if not instance.can_decode(request):
+            if not instance.can_decode(request) or instance.instance_id in avoided:
                 continue
             if not depths:
                 return instance
@@ -179,6 +179,14 @@ class Decoders:
             if first is not None:
                 firsts[name] = first
         return firsts
+
+    def first_in(
+        self, exact_group: str, request: Request, depths: Mapping[int, int], avoided: Collection[str]
+    ) -> InstanceState | None:
+        """The first of one exact group that is none of the ``avoided`` ids."""
+        self.catch_up()
+        group = self._groups.get(exact_group)
+        return None if group is None else group.first(request, depths, avoided)
 
     def across(self, firsts: dict[str, InstanceState], source: InstanceState) -> InstanceState | None:
         """The first that ``source`` can send KV to though it is of another arithmetic class; of what `firsts` gave."""

@@ -42,6 +42,8 @@ class Membership:
         instance_id = event.profile.instance_id
         before = self._mesh.instances.get(instance_id)
         is_another = before is None or not before.profile.is_process_of(event.profile)
+        if is_another:
+            self._mesh.cut.forget(instance_id)
         self._reconciler.instance_joined(event.profile, event.residents, now_s, stopping=event.stopping)
         self._on_demand.joined(self._mesh.instances[instance_id])
         self._choice.joined(event.profile)
@@ -68,6 +70,7 @@ class Membership:
     def lost(self, event: InstanceLost, now_s: float) -> None:
         """First its requests start again or go on without it; then moves and operations hear of it."""
         self._reconciler.instance_lost(event.instance_id, now_s)
+        self._mesh.cut.forget(event.instance_id)
         self._moves.lost(event.instance_id)
         self._rebalancer.lost(event.instance_id)
         self._operations.lost(event.instance_id, now_s)

@@ -227,6 +227,8 @@ class Round:
             self._now_s,
             spans_classes=mesh.spans_classes,
             depths=depths,
+            cut=mesh.cut,
+            instances=mesh.instances.values(),
         )
         if placement is Wait.FOR_ROOM:
             wait = room_or_turn(request, self._known.any_long, bundle)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import NOTHING_KEPT, Decoders
+from pdmesh.core.recovery.cut_pairs import CutPairs
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.model import GRANULE_TOKENS, Request
 from pdmesh.policy.bundle import Bundle
@@ -50,12 +51,17 @@ def place(
     *,
     spans_classes: bool = False,
     depths: Mapping[int, int] = NOTHING_KEPT,
+    cut: CutPairs | None = None,
+    instances: Collection[InstanceState] = (),
 ) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy.
 
     Where the mesh ``spans_classes``, within one arithmetic class if there is room in one, else across classes. The
-    class of a request that is resumed is that of its tokens so far. ``depths`` are of `MeshState.depths`.
+    class of a request that is resumed is that of its tokens so far. ``depths`` are of `MeshState.depths`. It goes where
+    all that it needs reach each other, if there are such ``instances``, though they may have no room now.
     """
+    if cut and have_way(request, instances, cut):
+        return _place_around(request, offers, decoders, bundle, handovers, now_s, depths, cut)
     firsts = decoders.firsts(request, depths)
     if closed := handovers.closed_groups:
         firsts = {name: first for name, first in firsts.items() if first.kv_group not in closed}
@@ -69,6 +75,43 @@ def place(
         across = ((offer.exact_group, decoders.across(firsts, offer)) for offer in offers)
         firsts = {name: first for name, first in across if first is not None} | firsts
     return _place(request, offers, firsts, decoders, bundle, handovers, now_s, depths)
+
+
+def have_way(request: Request, instances: Collection[InstanceState], cut: CutPairs) -> bool:
+    """Whether there are instances for a request that reach each other and its gateway, as far as is known."""
+    unheard = cut.of(request.gateway_id)
+    heard = [each for each in instances if each.is_usable and each.instance_id not in unheard]
+    decoders = [each for each in heard if each.role_decodes]
+    return any(
+        each.exact_group == prefill.exact_group and each.instance_id not in cut.of(prefill.instance_id)
+        for prefill in heard
+        if prefill.role_prefills
+        for each in decoders
+    )
+
+
+def _place_around(
+    request: Request,
+    offers: Iterable[InstanceState],
+    decoders: Decoders,
+    bundle: Bundle,
+    handovers: HandOvers,
+    now_s: float,
+    depths: Mapping[int, int],
+    cut: CutPairs,
+) -> Placement | Wait:
+    """Return a place for a request whose parts reach each other and its gateway."""
+    unheard, wait = cut.of(request.gateway_id), Wait.FOR_STEP_SLOT
+    for offer in offers:
+        if offer.instance_id in unheard or offer.kv_group in handovers.closed_groups:
+            continue
+        first = decoders.first_in(offer.exact_group, request, depths, unheard | cut.of(offer.instance_id))
+        firsts = {} if first is None else {offer.exact_group: first}
+        placed = _place(request, [offer], firsts, decoders, bundle, handovers, now_s, depths)
+        if isinstance(placed, Placement):
+            return placed
+        wait = placed
+    return wait
 
 
 def _place(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from pdmesh.core.instances.decoding import DecodingSums
 from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.ranking import Decoders
 from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
@@ -52,10 +53,7 @@ class HandOvers:
             if kv_group in self._closed:
                 continue
             source = mesh.instances[state.prefill_ids[0]]
-            firsts = step_slots.decoders.firsts(state.request, mesh.depths(state.request))
-            receiver = firsts.get(source.exact_group)
-            if receiver is None and firsts and not source.can_keep(state.request):
-                receiver = step_slots.decoders.across(firsts, source)
+            receiver = self._receiver(state, source, step_slots.decoders)
             wanted = before.get(kv_group, Wanted()).plus(num_blocks)
             if self._may_yet_wait(state, bundle) and not self._needs_room(
                 state, source, wanted, None if receiver is not None else step_slots.decoders.sums, bundle
@@ -71,6 +69,24 @@ class HandOvers:
                 continue
             state.find_room(now_s)
             step_slots.refresh([source] if receiver is None else [source, receiver])
+
+    def _receiver(self, state: RequestState, source: InstanceState, decoders: Decoders) -> InstanceState | None:
+        """Return the first with room, of those that could be reached of late if there are any."""
+        mesh, request = self._mesh, state.request
+        cut = mesh.cut.of(source.instance_id) | mesh.cut.of(request.gateway_id)
+        if cut and any(
+            each.is_usable
+            and each.role_decodes
+            and each.exact_group == source.exact_group
+            and each.instance_id not in cut
+            for each in mesh.instances.values()
+        ):
+            return decoders.first_in(source.exact_group, request, mesh.depths(request), cut)
+        firsts = decoders.firsts(request, mesh.depths(request))
+        receiver = firsts.get(source.exact_group)
+        if receiver is None and firsts and not source.can_keep(request):
+            return decoders.across(firsts, source)
+        return receiver
 
     def expire(self, now_s: float) -> None:
         """Start those again that nobody took in time."""

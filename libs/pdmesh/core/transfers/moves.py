@@ -125,7 +125,7 @@ class Moves:
             return  # the target told of it first
         self._mesh.land_move(state)
 
-    def failed(self, event: MoveFailed) -> None:
+    def failed(self, event: MoveFailed, now_s: float) -> None:
         """Its source sends no more. What becomes of it is told by the target, if that is there to tell."""
         state = self._of(event)
         if state is None:
@@ -134,6 +134,8 @@ class Moves:
         move = state.move
         if move is None or move.transfer.plan.transfer_id != event.transfer_id:
             return
+        if not move.given_up:
+            self._mesh.cut.note(move.source_id, move.target_id, now_s)
         if self._holds(move.target_id, state.key):
             move.given_up, move.committed = True, event.committed
             self._mesh.free(move.target_id, state.key)
@@ -270,7 +272,12 @@ class Moves:
             able = [each for each in targets if self.why_not(state, each) is None]
             exact = [each for each in able if each.exact_group == source.exact_group]
             found = [each for each in exact or able if num_left[each.instance_id] > 0]
-            target = min(found, default=None, key=lambda each: (placement.key(each.view), each.instance_id))
+            cut = self._mesh.cut.of(source.instance_id) | self._mesh.cut.of(state.request.gateway_id)
+            target = min(
+                found,
+                default=None,
+                key=lambda each: (each.instance_id in cut, placement.key(each.view), each.instance_id),
+            )
             if target is not None:
                 self.begin(state, target)
                 num_free -= 1

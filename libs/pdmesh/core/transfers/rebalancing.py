@@ -149,10 +149,10 @@ class Rebalancer:
     def _targets(self, source: InstanceState, now_s: float) -> list[InstanceState]:
         """Others of its arithmetic class with room and a backend, to which no move is on its way.
 
-        Nothing came from there of late.
+        Nothing came from there of late. Those that could not be reached from here count only if there are no others.
         """
         coming_to = {state.move.target_id for state in self._mesh.moving.values() if state.move is not None}
-        return [
+        targets = [
             each
             for each in self._mesh.instances.values()
             if not each.low  # what says no the soonest, and the most often, first
@@ -163,6 +163,8 @@ class Rebalancer:
             and now_s - self._last_s.get((each.instance_id, source.instance_id), -inf) >= COOL_DOWN_S
             and self._mesh.broker.takes_move(each.instance_id)
         ]
+        cut = self._mesh.cut.of(source.instance_id)
+        return [each for each in targets if each.instance_id not in cut] or targets
 
     def _begin(self, state: RequestState, source: InstanceState, target: InstanceState, now_s: float) -> None:
         state.rebalance(now_s)

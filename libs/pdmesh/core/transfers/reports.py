@@ -54,6 +54,8 @@ class TransferReports:
         if allocation is not None and allocation.transfer_id == event.transfer_id:
             self._mesh.instances[event.instance_id].computed(key, MAX_REQUEST_TOKENS)
         if transfer := self._find(event, Side.DESTINATION):
+            for source_id in transfer.source_ids:
+                self._mesh.cut.forgive(source_id, event.instance_id)
             self._mesh.grant(self._mesh.broker.land(transfer, event.instance_id))
             state = self._mesh.requests[event.request_id]
             if state.move is not None and state.move.transfer is transfer:
@@ -66,7 +68,11 @@ class TransferReports:
         if transfer := self._find(event, Side.SOURCE):
             transfer.sent(event.instance_id)
 
-    def failed(self, event: TransferFailed) -> None:
+    def failed(self, event: TransferFailed, now_s: float) -> None:
+        if transfer := self._mesh.broker.find(event.transfer_id, (event.request_id, event.epoch)):
+            for source_id in transfer.source_ids:
+                for destination_id in transfer.destination_ids:
+                    self._mesh.cut.note(source_id, destination_id, now_s)
         key = (event.request_id, event.epoch)
         state = self._mesh.find(key)
         if state is None or not state.needs(event.instance_id):

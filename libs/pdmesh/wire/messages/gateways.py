@@ -10,6 +10,7 @@ import msgspec
 from pdmesh.model import (
     Epoch,
     GatewayId,
+    InstanceId,
     RequestId,
 )
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
@@ -51,6 +52,7 @@ class Submit(Message, frozen=True, kw_only=True):
     share: int = 1  # of that key
     num_tokens_before: int = 0  # of the prompts of the same client request that were sent before
     age_s: float = 0.0  # since it was first submitted, of one that is resumed
+    unheard_id: InstanceId | None = None  # instance whose tokens stopped coming, of one that is resumed for that
 
     def generations(self) -> Iterator[Generation]:
         """Yield one for every choice; they share the tokens' bytes."""

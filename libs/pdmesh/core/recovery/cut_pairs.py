@@ -1,0 +1,65 @@
+"""Pairs that could not reach each other lately, though both are there: work goes around them for a while.
+
+A pair is two instances between which a transfer of KV failed, or a gateway and an instance whose tokens stopped coming.
+Nobody else knows of it: each of them reports to the scheduler as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+#: The oldest of more are forgotten.
+MAX_PAIRS = 4096
+
+_NOBODY: Set[str] = frozenset()
+
+
+class CutPairs:
+    """Ids of instances and gateways, by who could not reach whom; none of it says in which direction."""
+
+    def __init__(self, memory_s: float) -> None:
+        """A pair is remembered for ``memory_s``; with 0 none is."""
+        self._memory_s = memory_s
+        self._until_s: dict[tuple[str, str], float] = {}  # the oldest first
+        self._others: dict[str, set[str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._until_s)
+
+    def note(self, one: str, other: str, now_s: float) -> None:
+        """Remember a pair that could not reach each other."""
+        if not self._memory_s:
+            return
+        self.forgive(one, other)
+        self._until_s[_pair(one, other)] = now_s + self._memory_s
+        self._others.setdefault(one, set()).add(other)
+        self._others.setdefault(other, set()).add(one)
+        if len(self._until_s) > MAX_PAIRS:
+            self.forgive(*next(iter(self._until_s)))
+
+    def forgive(self, one: str, other: str) -> None:
+        """Forget a pair that has reached each other."""
+        if self._until_s.pop(_pair(one, other), None) is None:
+            return
+        for own, peer in ((one, other), (other, one)):
+            self._others[own].discard(peer)
+            if not self._others[own]:
+                del self._others[own]
+
+    def forget(self, one: str) -> None:
+        """Forget what is known of an instance or gateway that is gone."""
+        for other in list(self._others.get(one, ())):
+            self.forgive(one, other)
+
+    def expire(self, now_s: float) -> None:
+        """Forget what is long ago."""
+        while self._until_s and next(iter(self._until_s.values())) <= now_s:
+            self.forgive(*next(iter(self._until_s)))
+
+    def of(self, one: str) -> Set[str]:
+        """Whom it could not reach."""
+        return self._others.get(one, _NOBODY)
+
+
+def _pair(one: str, other: str) -> tuple[str, str]:
+    return (one, other) if one < other else (other, one)

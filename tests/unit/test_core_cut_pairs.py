@@ -1,0 +1,119 @@
+"""Who could not reach whom is remembered for a while, and work goes around them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.commands import AdmitPrefill, Command, PlaceDecode
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick
+from pdmesh.core.recovery.cut_pairs import MAX_PAIRS, CutPairs
+from pdmesh.model import InstanceId
+from pdmesh.testing.core import GATEWAY, CoreBench, a_request, bench_of, named_profile, of
+
+MEMORY_S = CoreConfig().cut_memory_s
+
+
+def test_a_pair_has_no_direction_and_is_forgotten_in_time() -> None:
+    cut = CutPairs(MEMORY_S)
+    assert not cut
+    cut.note("b", "a", 0.0)
+    cut.note("c", "a", 1.0)
+    assert (cut.of("a"), cut.of("b"), cut.of("d")) == ({"b", "c"}, {"a"}, set())
+    cut.note("a", "b", 2.0)  # again
+    cut.expire(1.0 + MEMORY_S)
+    assert cut.of("a") == {"b"}
+    cut.expire(2.0 + MEMORY_S)
+    assert not cut
+    assert not cut.of("a")
+
+
+def test_who_is_gone_or_was_reached_is_forgotten_at_once() -> None:
+    cut = CutPairs(MEMORY_S)
+    for other in "bcd":
+        cut.note("a", other, 0.0)
+    cut.forgive("b", "a")
+    cut.forgive("b", "a")
+    assert cut.of("a") == {"c", "d"}
+    cut.forget("a")
+    assert not cut
+    assert not cut.of("c")
+
+
+def test_no_more_are_remembered_than_a_number() -> None:
+    cut = CutPairs(MEMORY_S)
+    for number in range(MAX_PAIRS + 2):
+        cut.note("a", str(number), 0.0)
+    assert len(cut.of("a")) == MAX_PAIRS
+    assert cut.of("0") == cut.of("1") == set()
+
+
+def decodes_on(commands: list[Command]) -> str:
+    (place,) = of(PlaceDecode, commands)
+    return place.instance_id
+
+
+def with_a_failed_transfer() -> tuple[CoreBench, str, str]:
+    """A mesh where p could not reach one of d0 and d1, and a request went to the other."""
+    bench = bench_of("p", "d0", "d1")
+    failed = decodes_on(bench.arrive("first"))
+    other = decodes_on(bench.failed("p", "first", "the peer took nothing for 2 s"))
+    assert {failed, other} == {"d0", "d1"}
+    return bench, failed, other
+
+
+def test_a_request_is_not_sent_to_whom_its_prefill_instance_could_not_reach() -> None:
+    bench, failed, other = with_a_failed_transfer()
+    bench.released(failed, "first")
+    assert [bench.decoding(f"r{number}") for number in range(3)] == [other] * 3
+    bench.feed(Tick(), at_s=MEMORY_S)
+    assert bench.decoding("later") == failed  # which has nothing to do
+
+
+def test_it_waits_for_room_there_rather_than_go_where_it_cannot() -> None:
+    bench = CoreBench(*(named_profile(name, max_num_seqs=1) for name in ("p", "d0", "d1")))
+    failed = decodes_on(bench.arrive("first"))
+    bench.failed("p", "first", "the peer took nothing for 2 s")
+    bench.released(failed, "first")
+    assert of(PlaceDecode, bench.arrive("second")) == []
+    bench.feed(Tick(), at_s=MEMORY_S)
+    assert {place.instance_id for place in of(PlaceDecode, bench.commands) if place.request_id == "second"} == {failed}
+
+
+@pytest.mark.parametrize("how", ["the other is lost", "another process comes", "it is alone"])
+def test_it_is_tried_again_where_there_is_no_other_way(how: str) -> None:
+    bench, failed, other = with_a_failed_transfer()
+    bench.released(failed, "first")
+    match how:
+        case "another process comes":
+            bench.feed(InstanceJoined(replace(named_profile(failed), pid=7), ()))
+            assert {bench.decoding(f"r{number}") for number in range(3)} == {failed, other}
+        case _:
+            bench.feed(InstanceLost(InstanceId(other)))
+            assert decodes_on(bench.arrive("second")) == failed
+
+
+def test_a_request_that_its_gateway_did_not_hear_of_goes_elsewhere_and_so_do_others_of_that_gateway() -> None:
+    bench = bench_of("p0", "p1", "d0", "d1")
+    failed = decodes_on(bench.arrive("r"))
+    arrived = RequestArrived(a_request("r", epoch=1), unheard_id=InstanceId(failed))
+    (other,) = {"d0", "d1"} - {failed}
+    assert decodes_on(bench.feed(arrived)) == other
+    assert decodes_on(bench.arrive("s")) == other
+
+
+def test_nor_is_a_prompt_computed_where_its_gateway_does_not_hear_of_it() -> None:
+    bench = bench_of("p0", "p1", "d")
+    (admitted,) = of(AdmitPrefill, bench.arrive("r"))
+    (other,) = {"p0", "p1"} - {admitted.instance_id}
+    again = RequestArrived(a_request("r", epoch=1), unheard_id=admitted.instance_id)
+    assert [each.instance_id for each in of(AdmitPrefill, bench.feed(again))] == [other]
+
+
+def test_an_instance_that_nobody_knows_is_not_remembered() -> None:
+    bench = bench_of("p", "d")
+    bench.feed(RequestArrived(a_request("r", epoch=1), unheard_id=InstanceId("no such")))
+    assert not bench.core._mesh.cut
+    assert GATEWAY not in bench.core._mesh.cut.of("no such")
