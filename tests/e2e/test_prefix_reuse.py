@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -193,6 +194,15 @@ async def test_a_killed_decode_instance_costs_what_it_had_drawn(tmp_path: Path) 
             assert max(starts) >= 2944
 
 
+def wait_until_replaced(mesh: RunningMesh, pid: int) -> None:
+    """Nobody can be asked while there is no scheduler: its supervisor writes down who is there."""
+    for _ in range(600):
+        if mesh.pids().get("scheduler", pid) != pid:
+            return
+        time.sleep(0.1)
+    raise TimeoutError("the scheduler was not started again")
+
+
 @pytest.mark.slow
 async def test_a_scheduler_that_is_started_again_knows_what_is_kept(tmp_path: Path) -> None:
     """Instances tell it as they register; what they keep is found at once, and nothing is refused."""
@@ -203,6 +213,6 @@ async def test_a_scheduler_that_is_started_again_knows_what_is_kept(tmp_path: Pa
                 assert await cached(client, mesh, prompt) == 0
             pid = mesh.pids()["scheduler"]
             os.kill(pid, signal.SIGKILL)
-            mesh.wait_until_replaced("scheduler", pid)
+            wait_until_replaced(mesh, pid)
             assert [await cached(client, mesh, prompt) for prompt in prompts] == [384] * len(prompts)
         assert_never_stale(mesh)
