@@ -25,11 +25,18 @@ from pdmesh.core.events import (
 )
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.kv.piece import PieceKind, unpack_header
-from pdmesh.model import Epoch, KvPart, Role, SamplingParams
+from pdmesh.model import GRANULE_TOKENS, Epoch, KvPart, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.testing.groups import admit_member, block_chunks, regroup, running_members
 from pdmesh.testing.kv import TransportMaker
-from pdmesh.testing.worker import DECODE_INSTANCE, RunningInstance, make_generation, running_instance
+from pdmesh.testing.worker import (
+    DECODE_INSTANCE,
+    RunningInstance,
+    chunk_plans,
+    make_generation,
+    running_instance,
+    with_prefix,
+)
 from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, PeerGone, PromptLogprobs
@@ -85,12 +92,13 @@ async def check_output(leader: RunningInstance, name: str, prompt: list[int], pa
     assert [token.token_id for token in tokens] == reference_output(prompt, params)
 
 
-async def free_all(running: Sequence[RunningInstance], generation: Generation) -> None:
+async def free_all(running: Sequence[RunningInstance], generation: Generation, *, num_kept: int = 0) -> None:
+    """So many granules are kept by the first of them."""
     for member in running:
         member.free(generation.request_id, generation.epoch)
     for member in running:
         await member.reported(KvReleased, generation.request_id)
-        member.assert_all_free()
+        member.assert_all_free(num_kept=num_kept if member is running[0] else 0)
         assert member.mover.counters().num_exchanging == 0
 
 
@@ -525,13 +533,18 @@ async def test_plans_of_a_scheduler_that_began_anew_wait_as_others_do(memory: Tr
 
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("in_parallel", [False, True], ids=["in turn", "in parallel steps"])
+@pytest.mark.parametrize("num_reused", [0, 2])
 @pytest.mark.parametrize("seed", range(12))
 async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
-    memory: TransportMaker, seed: int, in_parallel: bool, moves: bool
+    memory: TransportMaker, seed: int, num_reused: int, in_parallel: bool, moves: bool
 ) -> None:
-    """It stops in some layer of some chunk; what the leader then misses is planned anew, with other boundaries."""
+    """It stops in some layer of some chunk; what the leader then misses is planned anew, with other boundaries.
+
+    Of some prompts the leader has the first granules, which it keeps whoever is lost.
+    """
     rng = random.Random(seed)
-    prompt = [rng.randrange(1000) for _ in range(150)]
+    first = num_reused * GRANULE_TOKENS
+    prompt = [rng.randrange(1000) for _ in range(first + 150)]
     number = rng.choice([2, 3, 4])
     gate = StepGate()
     gate.let_through(rng.randrange(1, 12))
@@ -548,11 +561,17 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
             decode = await stack.enter_async_context(
                 running_instance(FakeEngine(num_blocks=256), transport, role=Role.DECODE, instance_id=DECODE_INSTANCE)
             )
-        generation = make_generation("r", prompt, GREEDY)
+        leader, generation = running[0], make_generation("r", prompt, GREEDY)
+        if num_reused:
+            generation, before = with_prefix(generation), with_prefix(make_generation("s", prompt[: first + 1], GREEDY))
+            leader.admit(before, kv_moves=False)
+            leader.run(chunk_plans(before, [first + 1]))
+            await leader.reported(RequestFinished, "s")
+        num_reports = len(step_reports(leader))
         for member in running:
-            admit_member(member, generation, running, decode=decode)
+            admit_member(member, generation, running, decode=decode, num_reused=num_reused if member is leader else 0)
         living = [member for member in running if member is not running[victim]]
-        leader, planned = running[0], block_chunks(generation, BLOCK, [rng.randint(1, 4), rng.randint(1, 4)])
+        planned = block_chunks(generation, BLOCK, [rng.randint(1, 4), rng.randint(1, 4)], first)
         sent: list[tuple[RunningInstance, int, ChunkPlan]] = []
         for index, chunk in enumerate(planned[: rng.randint(2, len(planned))]):
             member = (
@@ -567,8 +586,9 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
             regroup(member, generation, running, lost=[running[victim]])
         for member in living:
             num_sent = sum(each is member for each, _, _ in sent)
-            await member.until(partial(has_reported, member, num_sent))
+            await member.until(partial(has_reported, member, num_sent + (num_reports if member is leader else 0)))
         start = (await leader.reported(GroupPrefix, "r")).num_tokens
+        assert start >= first
         done = {
             (each.address, report.plan_id)
             for each in living
@@ -602,7 +622,7 @@ async def test_the_death_of_a_helper_costs_what_it_has_not_passed_on(
             tokens = [token.token_id for token in (*leader.tokens_of("r"), *decode.tokens_of("r"))]
             assert tokens == reference_output(prompt, GREEDY)
         assert all(member.reports_of(RequestDropped, "r") == [] for member in living)
-        await free_all(running, generation)
+        await free_all(running, generation, num_kept=len(prompt) // GRANULE_TOKENS if num_reused else 0)
 
 
 async def test_damaged_pieces_are_asked_for_again(memory: TransportMaker) -> None:

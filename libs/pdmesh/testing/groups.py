@@ -87,10 +87,9 @@ def regroup(
     member.instance.handle(Regroup(command=command, member_addresses=addresses))
 
 
-def block_chunks(generation: Generation, block_size: int, sizes: Sequence[int]) -> list[ChunkPlan]:
-    """The prompt in chunks of so many blocks; the last size is repeated until it is used up."""
+def block_chunks(generation: Generation, block_size: int, sizes: Sequence[int], start: int = 0) -> list[ChunkPlan]:
+    """The prompt from ``start`` on in chunks of so many blocks; the last size is repeated until it is used up."""
     plans: list[ChunkPlan] = []
-    start = 0
     while start < generation.num_tokens:
         num_tokens = min(sizes[min(len(plans), len(sizes) - 1)] * block_size, generation.num_tokens - start)
         end = start + num_tokens
