@@ -36,8 +36,8 @@ from pdmesh.traces import read_trace
 
 LATENCY = PROFILES["a100-llama3-8b"]
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
-#: Where chunks are of one size: so many that what they cost beside their tokens is little.
-CHUNK_TOKENS = 8192
+#: Prompts are computed nearly whole, as in the simulation apart: so many tokens at once, or for so long.
+CHUNK_TOKENS, PREFILL_STEP_S, MAX_CHUNK_TOKENS = 8192, 2.0, 1 << 17
 
 BUSY = {"conversation": 0.82, "synthetic": 0.55}
 
@@ -79,7 +79,9 @@ def workload(path: Path, trace: str, num_instances: int, limit: int | None) -> l
 
 def run(arrivals: Sequence[Arrival], num_instances: int, num_kv_tokens: int, bundle: str) -> Figures:
     """Simulate."""
-    policy = PolicyConfig(latency=LATENCY, chunk_tokens=CHUNK_TOKENS)
+    policy = PolicyConfig(
+        latency=LATENCY, chunk_tokens=CHUNK_TOKENS, prefill_step_s=PREFILL_STEP_S, max_chunk_tokens=MAX_CHUNK_TOKENS
+    )
     mesh = MeshShape(
         num_prefill=0,
         num_decode=0,
@@ -113,7 +115,7 @@ def main() -> None:
     parser.add_argument("--trace", nargs="+", choices=sorted(BUSY), default=sorted(BUSY))
     parser.add_argument("--instances", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--kv", nargs="+", type=float, default=[0.4, 1.6, 6.6], help="million tokens of each instance")
-    parser.add_argument("--bundle", default="fcfs")
+    parser.add_argument("--bundle", default="pdmesh")
     parser.add_argument("--limit", type=int, help="the first so many requests only")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()

@@ -62,10 +62,12 @@ class SimulatedKept:
         num_kept = len(held.kept)
         for granule in reversed(drawn) if self._granule_blocks else ():
             self._owners[granule] = self._owners.pop(granule, 0)
-        for granule in reversed(held.kept):
-            number = self._owners.pop(granule) - 1
-            self._owners[granule] = number
-            self._num_shared -= not number
+        own = set(held.kept)
+        for granule in reversed(held.chain):
+            if granule in self._owners:  # what is behind it must not outlive it, whoever has it
+                number = self._owners.pop(granule) - (granule in own)
+                self._owners[granule] = number
+                self._num_shared -= not number and granule in own
         held.kept.clear()
         return num_kept * self._granule_blocks
 

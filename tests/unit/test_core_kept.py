@@ -1,0 +1,162 @@
+"""What the core does with KV that is kept: commands say what is shared and given up, reports change what it knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
+from pdmesh.core.events import CacheReported, InstanceJoined, InstanceLost, KvReleased, RequestArrived
+from pdmesh.model import (
+    GRANULE_TOKENS,
+    Epoch,
+    InstanceId,
+    InstanceProfile,
+    KvLayout,
+    PrefixHash,
+    Request,
+    RequestId,
+    Resident,
+)
+from pdmesh.testing.core import GATEWAY, CoreBench, a_request, named_profile, of
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=32, dtype="bfloat16")
+M = InstanceId("m")
+
+
+def a_profile(name: str, num_blocks: int = 64) -> InstanceProfile:
+    return replace(named_profile(name), kv_layout=LAYOUT, num_blocks=num_blocks, max_model_len=4096)
+
+
+def hashes(number: int, name: int = 0) -> tuple[PrefixHash, ...]:
+    return tuple([PrefixHash(bytes([name, index]).ljust(16, b"-")) for index in range(number)])
+
+
+def a_prompt(request_id: str, num_tokens: int, *, name: int = 0, output: int = 1) -> Request:
+    prefix = hashes(num_tokens // GRANULE_TOKENS, name)
+    return replace(a_request(request_id, num_tokens, output), prefix=prefix)
+
+
+def a_bench(*names: str, num_blocks: int = 64) -> CoreBench:
+    return CoreBench(*(a_profile(name, num_blocks) for name in names), chunk_tokens=4096)
+
+
+def serve(bench: CoreBench, request: Request, drawn: tuple[PrefixHash, ...] = ()) -> AdmitPrefill:
+    """A request is computed and ends on the instance that it is placed on."""
+    commands = bench.feed(RequestArrived(request))
+    (admit,), (step,) = of(AdmitPrefill, commands), of(RunStep, commands)
+    bench.done(step.instance_id, step.plan)
+    bench.finish(step.instance_id, request.request_id)
+    bench.feed(KvReleased(step.instance_id, request.request_id, request.epoch, granules=drawn))
+    return admit
+
+
+def test_a_prompt_that_was_computed_is_shared_and_the_rest_planned() -> None:
+    """Its chunks begin behind what is kept."""
+    bench = a_bench("m")
+    assert serve(bench, a_prompt("a", 300)).num_reused_granules == 0
+    commands = bench.feed(RequestArrived(a_prompt("b", 600)))
+    (admit,), (step,) = of(AdmitPrefill, commands), of(RunStep, commands)
+    assert admit.num_reused_granules == 2
+    assert [(chunk.start, chunk.num_tokens, chunk.is_last) for chunk in step.plan.chunks] == [(256, 344, True)]
+
+
+def test_a_prompt_without_hashes_shares_nothing_and_is_not_kept() -> None:
+    """As all were before there was reuse."""
+    bench = a_bench("m")
+    serve(bench, a_request("a", 300, 1))
+    assert serve(bench, a_prompt("b", 300)).num_reused_granules == 0
+
+
+def test_what_drawn_tokens_completed_is_kept_behind_the_prompt() -> None:
+    """The instance tells of them as it gives the blocks back."""
+    bench = a_bench("m")
+    serve(bench, a_prompt("a", 300, output=200), drawn=hashes(3)[2:])
+    assert serve(bench, a_prompt("b", 600)).num_reused_granules == 3
+
+
+def test_kept_blocks_are_free_and_are_dropped_for_who_needs_them() -> None:
+    """The prompt of 1,000 tokens takes 32 of 64 blocks, of which 28 stay."""
+    bench = a_bench("m")
+    serve(bench, a_prompt("a", 1000))
+    assert bench.free_blocks("m") == 64
+    admit = serve(bench, a_prompt("b", 1500, name=1))
+    assert admit.drop == hashes(7)[:3:-1]  # 47 blocks, of which 36 are free
+    assert serve(bench, a_prompt("c", 1000)).num_reused_granules == 4
+
+
+def test_blocks_that_live_requests_share_count_once() -> None:
+    """Each of 300 tokens takes ten blocks, eight of them the same."""
+    bench = a_bench("m")
+    serve(bench, a_prompt("a", 300))
+    for name in ("b", "c"):
+        bench.feed(RequestArrived(a_prompt(name, 300)))
+    assert bench.free_blocks("m") == 64 - 8 - 2 * 2
+
+
+def test_a_hand_over_brings_what_its_receiver_lacks() -> None:
+    """What landed is kept, and what is sent next begins behind it."""
+    bench = a_bench("p", "d")
+    for name in ("a", "b"):
+        commands = bench.feed(RequestArrived(a_prompt(name, 300, output=8)))
+        (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+        assert place.transfer.num_reused_granules == (2 if name == "b" else 0)
+        bench.done("p", step.plan)
+        bench.landed("d", name)
+        bench.sent("p", name)
+        bench.released("p", name)
+        bench.finish("d", name)
+        bench.released("d", name)
+
+
+def test_a_report_replaces_what_was_thought() -> None:
+    """An instance lacked what it was to share, and says what it has."""
+    bench = a_bench("m")
+    serve(bench, a_prompt("a", 600))
+    bench.feed(CacheReported(M, hashes(1)))
+    assert serve(bench, a_prompt("b", 600)).num_reused_granules == 1
+    bench.feed(CacheReported(M, ()))
+    assert serve(bench, a_prompt("c", 600)).num_reused_granules == 0
+
+
+def test_what_a_lost_instance_kept_is_gone() -> None:
+    """Another process of its name has nothing."""
+    bench = a_bench("m")
+    serve(bench, a_prompt("a", 600))
+    bench.feed(InstanceLost(M))
+    bench.feed(InstanceJoined(a_profile("m"), ()))
+    assert serve(bench, a_prompt("b", 600)).num_reused_granules == 0
+
+
+def test_residents_of_an_instance_that_joins_again_share_what_they_say() -> None:
+    """A scheduler that was started again knows how many blocks are taken, and may give up none that are used."""
+    bench = a_bench("m")
+    residents = [
+        Resident(
+            request_id=RequestId(name),
+            epoch=Epoch(0),
+            gateway_id=GATEWAY,
+            num_blocks=12,
+            num_context_tokens=300,
+            decoding=True,
+            granules=hashes(2),
+        )
+        for name in ("a", "b")
+    ]
+    bench.feed(InstanceJoined(a_profile("m"), tuple(residents)))
+    bench.feed(CacheReported(M, (*hashes(4)[:1:-1], *hashes(2, 1)[::-1], *hashes(2)[::-1])))
+    assert bench.free_blocks("m") == 64 - 8 - 2 * 4
+    admit = serve(bench, a_prompt("c", 1400, name=2))
+    assert admit.drop == (hashes(4)[3], hashes(4)[2], hashes(2, 1)[1])
+
+
+def test_of_instances_about_as_free_the_one_that_keeps_most_decodes() -> None:
+    """Saved memory counts, but not against the load."""
+    bench = a_bench("p", "d0", "d1", num_blocks=200)
+    bench.feed(CacheReported(InstanceId("d1"), hashes(4)))
+    chosen: list[str] = []
+    for number in range(3):
+        commands = bench.feed(RequestArrived(a_prompt(f"r{number}", 600, output=8)))
+        (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+        chosen.append(place.instance_id)
+        bench.done("p", step.plan)
+    assert chosen == ["d1", "d1", "d0"]
