@@ -225,6 +225,42 @@ def test_chat_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "Hello\n"
 
 
+def test_chat_shows_reasoning_and_calls_and_asks_for_results(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = [
+        {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"a": 1}'}},
+        {"index": 1, "id": "call_2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+    deltas = [{"reasoning_content": "Hm"}, {"content": "Wait."}, *({"tool_calls": [call]} for call in calls)]
+    asked: list[str] = []
+    answers = iter(["Hi", "one", "two"])
+
+    def say(prompt: str) -> str:
+        asked.append(prompt)
+        try:
+            return next(answers)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", say)
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "f"}, {"name": "g"}]')
+    with gateway(*({"choices": [{"delta": delta}]} for delta in deltas)) as url:
+        options = ChatOptions(
+            model="m", system=None, max_tokens=8, temperature=1.0, tools=tools, tool_choice="required"
+        )
+        target = Target(MeshConfig(), StateFolder("default", Path("nowhere")), url, None)
+        assert run_chat(target, options, None) == 0
+        tools.write_text("{")
+        with pytest.raises(PdmeshError, match="cannot read tools"):
+            run_chat(target, options, None)
+    assert asked == ["> ", "f returns> ", "g returns> ", "f returns> "]
+    turn = 'Hm\nWait.\nf {"a": 1}\ng {}\n'
+    assert capsys.readouterr().out.split("exits\n")[1] == turn * 2 + "\n"
+
+
 def test_chat_tells_the_id_that_requests_show_takes(capsys: pytest.CaptureFixture[str]) -> None:
     with gateway({"id": "chatcmpl-7", **chunk("Hello")}) as url:
         assert say_hi(url) == 0

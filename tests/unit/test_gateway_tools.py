@@ -16,8 +16,8 @@ from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.items import ChoiceItems, ItemKind, ItemWriter, WholeAnswer, collect
 from pdmesh_gateway.reasoning import ReasoningStart
+from pdmesh_gateway.schemas import arguments_schema
 from pdmesh_gateway.tools.format import CallableTool
-from pdmesh_gateway.tools.schemas import arguments_schema
 
 WEATHER = arguments_schema(
     {

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
@@ -265,6 +266,10 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 512,
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
+    tools: Annotated[Path | None, typer.Option(help="JSON file with a list of tools that the model may call.")] = None,
+    tool_choice: Annotated[
+        str | None, typer.Option(help="auto, none, required, or the name of a tool. [default: auto]")
+    ] = None,
     message: Annotated[
         str | None, typer.Option("--message", "-m", help="Send this message, print the answer and exit.")
     ] = None,
@@ -275,7 +280,14 @@ def chat(
     from pdmesh.cli.chat import ChatOptions, run_chat
     from pdmesh.cli.http import Target
 
-    options = ChatOptions(model=model, system=system, max_tokens=max_tokens, temperature=temperature)
+    options = ChatOptions(
+        model=model,
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        tools=tools,
+        tool_choice=tool_choice,
+    )
     target = Target(build_config(config, settings), state_folder(os.environ, name), url, api_key)
     raise typer.Exit(run_chat(target, options, message))
 

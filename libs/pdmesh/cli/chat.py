@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,51 +24,68 @@ class ChatOptions:
     system: str | None
     max_tokens: int
     temperature: float
+    tools: Path | None = None
+    tool_choice: str | None = None
+
+
+#: A message, as the API has it.
+Message = dict[str, Any]
 
 
 def run_chat(target: Target, options: ChatOptions, message: str | None) -> int:
     """Converse until the end of input, or give one answer to ``message``. Raises PdmeshError."""
+    fields: dict[str, Any] = {"max_tokens": options.max_tokens, "temperature": options.temperature, "stream": True}
+    if options.tools is not None:
+        fields["tools"] = _read_tools(options.tools)
+    if options.tool_choice is not None:
+        fields["tool_choice"] = _tool_choice(options.tool_choice)
     with target.client(read_timeout_s=_READ_TIMEOUT_S) as client:
         try:
-            model = options.model or _first_model(client)
-            history = [{"role": "system", "content": options.system}] if options.system else []
+            fields["model"] = options.model or _first_model(client)
+            history: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
             if message is not None:
-                _turn(client, model, options, history, message)
+                _turn(client, fields, history, [{"role": "user", "content": message}])
                 return 0
-            typer.echo(f"{model} at {client.base_url}; Ctrl-C stops an answer, Ctrl-D exits")
-            return _converse(client, model, options, history)
+            typer.echo(f"{fields['model']} at {client.base_url}; Ctrl-C stops an answer, Ctrl-D exits")
+            return _converse(client, fields, history)
         except httpx.TransportError as error:
             raise PdmeshError(f"the gateway at {client.base_url} cannot be reached: {error}") from error
 
 
-def _converse(client: httpx.Client, model: str, options: ChatOptions, history: list[dict[str, str]]) -> int:
+def _converse(client: httpx.Client, fields: dict[str, Any], history: list[Message]) -> int:
     while True:
         try:
-            text = input("> ")
+            said = _ask(history)
         except (EOFError, KeyboardInterrupt):
             typer.echo()
             return 0
-        if not text.strip():
+        if not said:
             continue
         try:
-            _turn(client, model, options, history, text)
+            _turn(client, fields, history, said)
         except KeyboardInterrupt:
             typer.echo(" [stopped]")
         except PdmeshError as error:  # this turn failed, the conversation goes on
             typer.echo(f"[{error}]")
 
 
-def _turn(client: httpx.Client, model: str, options: ChatOptions, history: list[dict[str, str]], text: str) -> None:
-    """Say ``text``, print the answer as it comes, and add both to ``history`` if it was given in full."""
-    said = {"role": "user", "content": text}
-    body = {
-        "model": model,
-        "messages": [*history, said],
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "stream": True,
-    }
-    answer, request_id = "", ""
+def _ask(history: list[Message]) -> list[Message]:
+    """What is said next: results of the calls that the last answer makes, else a message; none for an empty line."""
+    calls = history[-1].get("tool_calls") if history else None
+    if calls:
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "content": input(f"{call['function']['name']} returns> ")}
+            for call in calls
+        ]
+    text = input("> ")
+    return [{"role": "user", "content": text}] if text.strip() else []
+
+
+def _turn(client: httpx.Client, fields: dict[str, Any], history: list[Message], said: list[Message]) -> None:
+    """Say something, print the answer as it comes, and add both to ``history`` if it was given in full."""
+    body = {**fields, "messages": [*history, *said]}
+    answer = _Answer()
+    request_id = ""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
@@ -75,13 +93,66 @@ def _turn(client: httpx.Client, model: str, options: ChatOptions, history: list[
         for chunk in _events(response):
             request_id = chunk.get("id", request_id)
             for choice in chunk.get("choices", []):
-                piece = choice.get("delta", {}).get("content") or ""
-                typer.echo(piece, nl=False)
-                answer += piece
-    typer.echo()
+                answer.add(choice.get("delta", {}))
+    answer.end()
     if request_id:
         typer.echo(f"[{request_id}]", err=True)  # what `pdmesh requests show` takes
-    history += [said, {"role": "assistant", "content": answer}]
+    history += [*said, answer.message]
+
+
+class _Answer:
+    """An answer, printed as it comes: reasoning is dim, and each call has a line of its own."""
+
+    def __init__(self) -> None:
+        self.message: Message = {"role": "assistant", "content": ""}
+        self._printing = ""  # the kind of what was printed last
+
+    def add(self, delta: dict[str, Any]) -> None:
+        if reasoning := delta.get("reasoning_content"):
+            self._show("reasoning", typer.style(reasoning, dim=True))
+        if content := delta.get("content"):
+            self._show("content", content)
+            self.message["content"] += content
+        for piece in delta.get("tool_calls", []):
+            self._add_call(piece)
+
+    def end(self) -> None:
+        typer.echo()
+
+    def _add_call(self, piece: dict[str, Any]) -> None:
+        calls = self.message.setdefault("tool_calls", [])
+        function = piece["function"]
+        if piece["index"] == len(calls):
+            calls.append({"id": piece["id"], "type": "function", "function": {"name": "", "arguments": ""}})
+            self._printing = self._printing and "an earlier call"
+        called = calls[piece["index"]]["function"]
+        called["name"] += function.get("name") or ""
+        called["arguments"] += function.get("arguments") or ""
+        name = typer.style(function["name"], bold=True) + " " if function.get("name") else ""
+        self._show("call", name + (function.get("arguments") or ""))
+
+    def _show(self, kind: str, text: str) -> None:
+        if self._printing not in ("", kind):
+            typer.echo()
+        self._printing = kind
+        typer.echo(text, nl=False)
+
+
+def _read_tools(path: Path) -> list[Any]:
+    """A JSON list of tools, as the API takes it, or of functions. Raises PdmeshError."""
+    try:
+        tools = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PdmeshError(f"cannot read tools from {path}: {error}") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise PdmeshError(f"{path} is no list of tools")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _tool_choice(choice: str) -> Any:
+    if choice in ("none", "auto", "required"):
+        return choice
+    return {"type": "function", "function": {"name": choice}}
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

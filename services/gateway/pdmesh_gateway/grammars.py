@@ -21,6 +21,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.grammars import MAX_GRAMMAR_BYTES, Grammars
 from pdmesh_gateway.protocol import SamplingFields, StructuredOutputs
 from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.schemas import closed
 
 #: A schema's own size, and what it may hold; OpenAI allows 5,000 properties, of which compiling takes seconds.
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -102,7 +103,8 @@ def asked_for(fields: SamplingFields) -> tuple[str, str] | None:
 def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str | None = None) -> str:
     """Return the grammar of JSON that fits a schema, given as an object or its text. Raises RequestRejected.
 
-    It is compact, but for ``blanks``, or what the regular expression ``pattern`` allows between its parts.
+    Objects that name their properties have no others, unless they say so. The JSON is compact, but for ``blanks``, or
+    what the regular expression ``pattern`` allows between its parts.
     """
     if isinstance(schema, str):
         if len(schema) > MAX_SCHEMA_BYTES:
@@ -114,6 +116,7 @@ def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str 
     if not isinstance(schema, Mapping | bool):
         raise invalid(param, f"`{param}` has a schema that is no JSON object.")
     check_size(schema, param)
+    schema = closed(schema)
     if pattern is not None:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": pattern})
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": blanks})

@@ -13,10 +13,10 @@ from pdmesh.errors import RequestRejected
 from pdmesh_gateway.answer_format import Calls
 from pdmesh_gateway.grammars import COMPILE_LIMIT_S, GrammarChecker, check_size, json_grammar
 from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.schemas import ANY_OBJECT, arguments_schema
 from pdmesh_gateway.templates import check_nesting
 from pdmesh_gateway.tools.format import MAX_CALLS, CallableTool
 from pdmesh_gateway.tools.reader import MAX_NAME_CHARS, NAME_CHARS
-from pdmesh_gateway.tools.schemas import ANY_OBJECT, arguments_schema
 
 #: Tools of one request.
 MAX_TOOLS = 256
