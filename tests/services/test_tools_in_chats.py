@@ -126,23 +126,48 @@ async def test_the_first_delta_of_a_call_names_it_and_later_ones_add_to_it(model
 
 async def dripped(model: Path, mesh: ScriptedMesh, client: httpx.AsyncClient, text: str) -> AsyncGenerator[Any]:
     """The choices of a stream, each of whose tokens is drawn when the one before was told."""
-    token_ids = [*Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids, END_ID]
-
-    async def draw(index: int) -> None:
-        generation = (await mesh.next_submit()).generation
-        finish = FinishReason.STOP if token_ids[index] == END_ID else None
-        mesh.send_tokens(token_out(generation, index, token_ids[index], finish_reason=finish))
-
+    token_ids = ids_of(model, text)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(draw, 0)  # a response begins with its first token
-        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+        tasks.start_soon(draw, mesh, token_ids, 0)  # a response begins with its first token
+        asked = {**CHAT, "stream": True, "return_token_ids": True}  # a chunk for each token, whatever it is
+        async with client.stream("POST", "/v1/chat/completions", json=asked) as response:
             lines = response.aiter_lines()
             for num_told in range(len(token_ids) + 1):
                 if num_told > 1:
-                    await draw(num_told - 1)
+                    await draw(mesh, token_ids, num_told - 1)
                 while not (line := await anext(lines)).startswith("data: {"):
                     pass
                 yield json.loads(line[6:])["choices"][0]
+
+
+def ids_of(model: Path, text: str) -> list[int]:
+    """The tokens of an answer, and its end."""
+    return [*Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids, END_ID]
+
+
+async def draw(mesh: ScriptedMesh, token_ids: list[int], index: int) -> None:
+    generation = (await mesh.next_submit()).generation
+    finish = FinishReason.STOP if token_ids[index] == END_ID else None
+    mesh.send_tokens(token_out(generation, index, token_ids[index], finish_reason=finish))
+
+
+async def test_markers_of_calls_make_no_chunks(model: Path) -> None:
+    token_ids = ids_of(model, CALL)
+    async with saying(model, "") as (client, mesh), anyio.create_task_group() as tasks:
+        mesh.script = silence
+        tasks.start_soon(draw, mesh, token_ids, 0)
+        async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+            told: list[Any] = []
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    told.append(json.loads(line[6:])["choices"][0])
+                    if len(told) == 1:  # the role, told with the first token, which is a marker's
+                        for index in range(1, len(token_ids)):
+                            await draw(mesh, token_ids, index)
+    role, *rest = told
+    assert role["delta"]["role"] == "assistant"
+    assert rest
+    assert all(choice["delta"].get("tool_calls") or choice["finish_reason"] for choice in rest)
 
 
 async def test_a_call_by_name_ends_with_stop_and_a_cut_one_with_length(model: Path) -> None:

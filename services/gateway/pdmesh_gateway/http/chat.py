@@ -213,6 +213,8 @@ class _ChatRendering(ItemRendering):
             prompt = list(job.prompts[0]) if request.return_token_ids else None
             so_far = usage and usage_of(job.num_prompt_tokens, 0, num_cached_tokens=num_cached_tokens)
             head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=so_far)
+        if delta.text and not usage and not request.return_token_ids and not request.logprobs and not _has_news(events):
+            return head  # a marker of a family's calls or reasoning, or what may become one
         return head + self._writer.delta(
             delta.index,
             _body(events),
@@ -278,6 +280,11 @@ class _ChatRendering(ItemRendering):
         as_ids = bool(self._request.return_tokens_as_token_ids)
         prompt = generation.job.prompts[0]
         return prompt_logprobs(self._tokenizer, prompt, generation.prompt_logprobs(0), as_ids=as_ids)
+
+
+def _has_news(events: Sequence[ItemEvent]) -> bool:
+    """Whether any of these shows in a chunk."""
+    return not all(isinstance(event, ItemEnded) for event in events)
 
 
 def _body(events: Sequence[ItemEvent]) -> bytes:
