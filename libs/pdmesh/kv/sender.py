@@ -63,8 +63,9 @@ class KvSender:
         self.part = KvPart(own, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
         self.layout = layout
         self.ledger = PageLedger(layout.num_layers, num_blocks)
-        if num_present_blocks:
-            self.ledger.place(Blocks(0, 0, 0, num_present_blocks, layout.num_layers))
+        present = Blocks(0, 0, 0, num_present_blocks, layout.num_layers).within(self.part)
+        if present.num_pages:
+            self.ledger.place(present)
         self.committed_s: float | None = None  # when all was computed that this source computes
         self.first_token: FirstToken | None = None  # if it drew it
         self.push: KvPush | None = None  # under way

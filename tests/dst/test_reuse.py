@@ -1,0 +1,94 @@
+"""KV that instances keep, in the simulated services: conversations, and caches that are not what the core thinks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdmesh.model import PrefixHashes, Role
+from pdmesh.testing.dst.clients import expectation
+from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
+from pdmesh.testing.dst.run import Result, run
+from pdmesh.worker.block_tables import BlockTables
+
+POOLS = {
+    "1P+1D": (Role.PREFILL, Role.DECODE),
+    "mixed": (Role.MIXED,),
+    "2P+2D": (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE),
+}
+
+
+def conversations(roles: tuple[Role, ...], *faults: Fault, num_turns: int = 4, num_blocks: int = 800) -> Plan:
+    """Two of them, whose first prompts begin alike; each turn repeats all before it."""
+    rng, asks = random.Random(0), list[Ask]()
+    stem = tuple(rng.randrange(200) for _ in range(300))
+    for number in range(2):
+        ask = Ask(at_s=0.3 * number, gateway="g0", label=f"c{number}", prompt=(*stem, number), max_tokens=40)
+        for _ in range(num_turns):
+            asks.append(ask)
+            prompt = (*ask.prompt, *expectation(ask, 0)[0], *(rng.randrange(200) for _ in range(9)))
+            ask = replace(ask, at_s=ask.at_s + 4.0, prompt=prompt)
+    return Plan(
+        seed=1,
+        roles=roles,
+        num_gateways=1,
+        bundle="pdmesh",
+        asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
+        faults=faults,
+        num_blocks=num_blocks,
+        chunk_tokens=128,
+        num_backends=8,
+        num_buffers=4,
+        blocks_per_piece=16,
+        max_model_len=8 * MAX_MODEL_LEN,
+    )
+
+
+def num_reused(result: Result) -> list[int]:
+    """Granules that each prompt reused where it was computed."""
+    lines = [line for line in result.timeline if "-> AdmitPrefill" in line]
+    return [int(line.partition("num_reused_granules=")[2].partition(",")[0].rstrip(")")) for line in lines]
+
+
+@pytest.mark.parametrize("pools", POOLS)
+def test_turns_reuse_what_was_before_them_and_nothing_is_refused(pools: str) -> None:
+    """In health the core's copy is right: the laws say so."""
+    result = run(conversations(POOLS[pools]), with_timeline=True)
+    assert result.broken is None
+    first, *others = num_reused(result)
+    assert first == 0
+    assert sum(number >= 2 for number in others) >= len(others) - 2  # and a probe's
+
+
+def test_little_room_is_given_to_those_who_need_it() -> None:
+    """Two conversations do not fit: the core says what goes, and instances need not make room unasked."""
+    result = run(conversations(POOLS["mixed"], num_blocks=140), with_timeline=True)
+    assert result.broken is None
+    assert any("drop=(b" in line for line in result.timeline)
+
+
+@pytest.mark.parametrize("pools", POOLS)
+@pytest.mark.parametrize("left", ["nothing", "a beginning", "an end"])
+def test_what_is_not_kept_after_all_is_computed(pools: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each instance loses what it is to share, once or twice: the request starts again, and says the same."""
+    original: Callable[[BlockTables, int, PrefixHashes], list[int]] = BlockTables.table
+    num_lost = 0
+
+    def losing(self: BlockTables, num_blocks: int, prefix: PrefixHashes = ()) -> list[int]:
+        nonlocal num_lost
+        if prefix and num_lost < 2:
+            num_lost += 1
+            self.kept.drop({"nothing": prefix, "a beginning": prefix[1:] or prefix, "an end": prefix[:1]}[left])
+        return original(self, num_blocks, prefix)
+
+    monkeypatch.setattr(BlockTables, "table", losing)
+    harmless: Any = Fault(at_s=0.0, kind=FaultKind.BUNDLE, target="scheduler", other="pdmesh")
+    result = run(conversations(POOLS[pools], harmless), with_timeline=True)
+    assert result.broken is None
+    assert num_lost == 2
+    assert sum("CacheReported" in line for line in result.timeline) == 2
+    assert any(num_reused(result)[-3:])  # it is reused again
