@@ -9,6 +9,8 @@ are asked in turns, so that whatever else the machine does is in both figures. P
   the share of its tokens whose KV was there; on one instance that prefills and one that decodes, and on a mixed one.
 * ``cold``: prompts that never repeat: TTFT, and tokens a second of prompt and answer, over those without reuse.
 * ``beside``: gaps between tokens of four streams while turns come back one after the other, over those without reuse.
+* ``strangers``: whether TTFT tells a tenant of another's prompt: one that was asked for under another key, and one that
+  nobody asked for, in 200 pairs; the probability of such ranks (Mann-Whitney) if they are alike.
 * ``killed``: a decode instance is killed at that context: tokens of its request that are computed again.
 
 Prints what is aimed at beside each figure, and exits 1 if one is missed.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -45,6 +48,10 @@ MOST_TTFT, AIM_TTFT = 0.15, 0.05
 LEAST_CACHED = 0.95
 NOISE = 0.01
 MOST_ITL = 1.1
+
+#: Below, a stranger's prompts are told apart.
+LEAST_P = 0.01
+NUM_PAIRS, PAIR_TOKENS = 200, 512
 
 SETTINGS = {"WORKER_DTYPE": "bfloat16", "SCHEDULER_MAX_QUEUE_S": "600"}
 REUSE = {"with": "tenant", "without": "off"}
@@ -112,7 +119,9 @@ class Bench:
         """One that was never there."""
         return [self._rng.randrange(LLAMA_82M.vocab_size) for _ in range(num_tokens or self._num_tokens)]
 
-    def mesh(self, stack: ExitStack, pools: tuple[int, int, int], reuse: str) -> RunningMesh:
+    def mesh(
+        self, stack: ExitStack, pools: tuple[int, int, int], reuse: str, settings: Mapping[str, str] | None = None
+    ) -> RunningMesh:
         self._num_meshes += 1
         prefill, decode, mixed = pools
         return stack.enter_context(
@@ -122,7 +131,7 @@ class Bench:
                 prefill=prefill,
                 decode=decode,
                 mixed=mixed,
-                settings=SETTINGS | {"GATEWAY_PREFIX_REUSE": REUSE[reuse]},
+                settings=SETTINGS | {"GATEWAY_PREFIX_REUSE": REUSE[reuse], **(settings or {})},
             )
         )
 
@@ -219,6 +228,32 @@ class Bench:
                 num_turns += 1
         return gaps_s, num_turns
 
+    async def strangers(self) -> None:
+        keys = self._folder / "keys"
+        keys.write_text("key-of-a\nkey-of-b\n")
+        with ExitStack() as stack:
+            mesh = self.mesh(stack, POOLS["1P+1D"], "with", {"SECURITY_API_KEYS_FILE": str(keys)})
+            ttft_s: dict[str, list[float]] = {"theirs": [], "nobody's": []}
+            num_cached = 0
+            async with mesh.client() as a, mesh.client() as b:
+                a.headers["Authorization"], b.headers["Authorization"] = "Bearer key-of-a", "Bearer key-of-b"
+                for number in range(NUM_PAIRS + 1):
+                    prompts = {"theirs": self.prompt(PAIR_TOKENS), "nobody's": self.prompt(PAIR_TOKENS)}
+                    await ask(a, prompts["theirs"], 2)
+                    for whose in prompts if number % 2 else reversed(prompts):
+                        answer = await ask(b, prompts[whose], 2)
+                        num_cached += answer.num_cached_tokens
+                        if number:  # the first is to use everything once
+                            ttft_s[whose].append(answer.ttft_s)
+        p = probability_alike(*ttft_s.values())
+        medians = ", ".join(f"{whose} {1e3 * statistics.median(values):.1f} ms" for whose, values in ttft_s.items())
+        words = self._limits.at_least("strangers: p", p, LEAST_P)
+        shared = self._limits.at_most("strangers: tokens shared", num_cached, 0.5)
+        print(
+            f"strangers: TTFT {medians}; p {p:.2f} (>= {LEAST_P}; {words}); {num_cached} tokens shared (0; {shared})",
+            flush=True,
+        )
+
     async def killed(self) -> None:
         with ExitStack() as stack:
             mesh = self.mesh(stack, (1, 2, 0), "with")
@@ -249,7 +284,22 @@ class Bench:
             )
 
 
-PARTS = {"turns": Bench.turns, "cold": Bench.cold, "beside": Bench.beside, "killed": Bench.killed}
+def probability_alike(one: Sequence[float], other: Sequence[float]) -> float:
+    """Two-sided p of the Mann-Whitney test, by its normal approximation."""
+    ranked = sorted([(value, 0) for value in one] + [(value, 1) for value in other])
+    rank_sum = sum(rank for rank, (_, which) in enumerate(ranked, start=1) if which == 0)
+    u = rank_sum - len(one) * (len(one) + 1) / 2
+    deviation = math.sqrt(len(one) * len(other) * (len(one) + len(other) + 1) / 12)
+    return math.erfc(abs(u - len(one) * len(other) / 2) / deviation / math.sqrt(2))
+
+
+PARTS = {
+    "turns": Bench.turns,
+    "cold": Bench.cold,
+    "beside": Bench.beside,
+    "strangers": Bench.strangers,
+    "killed": Bench.killed,
+}
 
 
 def main() -> None:
