@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -126,11 +128,15 @@ def calls(*, required: bool = False, most: int = 16, tools: Sequence[CallableToo
 
 
 def read(
-    name: str, pieces: Sequence[str], begins: ReasoningStart = ReasoningStart.NONE, finish: str = "stop"
+    name: str,
+    pieces: Sequence[str],
+    begins: ReasoningStart = ReasoningStart.NONE,
+    finish: str = "stop",
+    tools: Sequence[CallableTool] = TOOLS,
 ) -> WholeAnswer:
     """What an answer in these pieces is; nothing of it may be lost."""
     writer = Recorder()
-    answer = ChoiceItems(lambda writer: format_of(name).parser(writer, begins, calls()), writer)
+    answer = ChoiceItems(lambda writer: format_of(name).parser(writer, begins, calls(tools=tools)), writer)
     events = [event for piece in pieces for event in answer.advance(Delta(index=0, text=piece))]
     events += answer.advance(Delta(index=0, finish_reason=finish))
     assert writer.drawn == "".join(pieces)
@@ -263,6 +269,75 @@ def test_grammars_let_through_what_reads_as_a_call(tokenized: Any, name: str, wi
         assert not allows(tokenized, required, text + again * 16)[0]
         if name != "llama":
             assert not allows(tokenized, free, text + again * 16)[0]
+
+
+BOUNDED = arguments_schema(
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"enum": ["c", "f"]},
+            "note": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 4}, {"type": "null"}]},
+            "code": {"type": "string", "pattern": "^[a-z]{2}/[0-9]$"},
+            "places": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2},
+        },
+        "required": ["city", "days"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}},
+    }
+)
+
+
+def fits(arguments: dict[str, Any]) -> bool:
+    """Whether arguments fit `BOUNDED`."""
+    checks = {
+        "city": lambda value: isinstance(value, str) and len(value) <= 6,
+        "days": lambda value: value in range(1, 10),
+        "unit": lambda value: value in ("c", "f"),
+        "note": lambda value: value is None or (isinstance(value, str) and 1 <= len(value) <= 4),
+        "code": lambda value: re.fullmatch("[a-z]{2}/[0-9]", value) is not None,
+        "places": lambda value: len(value) <= 2 and all(place in ({"x": True}, {"x": False}) for place in value),
+    }
+    return {"city", "days"} <= arguments.keys() and all(checks[key](value) for key, value in arguments.items())
+
+
+def drawn(tokenized: Any, grammar: str, begin: str, rng: random.Random, most: int = 600) -> tuple[str, bool]:
+    """A text whose tokens after ``begin`` are drawn evenly from all that may follow; whether it came to its end."""
+    grammars, tokenizer, _ = tokenized
+    token_ids = tokenizer.encode(begin, add_special_tokens=False).ids
+    matcher = grammars.matcher(grammar)
+    assert matcher.try_consume_tokens(token_ids) == len(token_ids)
+    while len(token_ids) < most and not matcher.is_stopped() and not (matcher.is_accepting() and rng.random() < 0.3):
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        token_id = int(rng.choice(allowed[(allowed != 256) & (allowed != 258)]))
+        assert matcher.consume_token(token_id)
+        token_ids.append(token_id)
+    return tokenizer.decode(token_ids, skip_special_tokens=False), matcher.is_accepting()
+
+
+@pytest.mark.parametrize("num_texts", [4, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_whatever_is_drawn_is_calls_whose_arguments_fit(
+    tokenized: Any, name: str, required: bool, num_texts: int
+) -> None:
+    """With random weights, so to speak. In free text a call is begun, and goes on at random."""
+    tools = [CallableTool(name="get_weather", schema=BOUNDED), TOOLS[1]]
+    grammar = format_of(name, textless_ids=tokenized[2]).grammar(
+        ReasoningStart.NONE, calls(required=required, tools=tools, most=3), ""
+    )
+    begin = "" if required else CALLS_AS_DRAWN[name].partition("get_weather")[0]
+    rng = random.Random(num_texts)
+    num_whole = 0
+    for _ in range(num_texts):
+        text, is_whole = drawn(tokenized, grammar, begin, rng)
+        _, called = shown(read(name, [text], tools=tools)) if is_whole else ("", [])
+        assert not is_whole or 1 <= len(called) <= 3, text
+        num_whole += is_whole
+        for called_name, arguments in called:
+            assert fits(arguments) if called_name == "get_weather" else arguments == {}, text
+    assert num_whole > num_texts / 2
 
 
 def test_a_grammar_begins_after_the_reasoning(tokenized: Any) -> None:
