@@ -103,6 +103,7 @@ ADDED: Sequence[str] = (
     "StepDone.waited_s",
     "RequestFinished.own_steps",
     "InstanceJoined.stopping",
+    "InstanceJoined.kept",
     "GatewayJoined.unbegun",
     "InstanceJoined.profile.joins_groups",
     "InstanceJoined.profile.compute",

@@ -33,7 +33,7 @@ from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArri
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import percentile
-from pdmesh.model import Epoch, GatewayId, Request, RequestId, Role
+from pdmesh.model import GRANULE_TOKENS, Epoch, GatewayId, PrefixHash, Request, RequestId, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B, ChunkShape, StepShape
@@ -53,10 +53,11 @@ GATEWAY = GatewayId("g")
 class Bench:
     """Prompts are log-normal around 1,000 tokens, 3 % of them 30,000 to 120,000; steps take what the profile says."""
 
-    def __init__(self, bundle: str) -> None:
+    def __init__(self, bundle: str, *, with_hashes: bool = False) -> None:
+        self.with_hashes = with_hashes
         self.config = CoreConfig(max_queue_s=1e6)
         self.core = SchedulerCore(self.config, make_bundle(bundle, self.config.policy), random.Random(0))
-        self.rng = random.Random(1)
+        self.rng, self.hash_rng = random.Random(1), random.Random(2)
         self.mesh = ModelledMesh(
             modelled_profile(
                 f"{role}{index:02}",
@@ -105,8 +106,12 @@ class Bench:
                 num_prompt_tokens=prompt,
                 max_tokens=128,
                 arrival_s=self.now_s,
+                prefix=tuple([self.new_hash() for _ in range(prompt // GRANULE_TOKENS)]) if self.with_hashes else (),
             )
             self.feed(RequestArrived(request))
+
+    def new_hash(self) -> PrefixHash:
+        return PrefixHash(self.hash_rng.randbytes(16))
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.agenda, (time_s, next(self.sequence), action))
@@ -170,14 +175,21 @@ def _named(each: Any) -> Iterator[str]:
                 yield request_id
 
 
-def decisions(bundle: str) -> list[list[str]]:
-    bench = Bench(bundle)
+def decisions(bundle: str, *, with_hashes: bool = False) -> list[list[str]]:
+    bench = Bench(bundle, with_hashes=with_hashes)
     with rare_collections():
         bench.run()
     rows: list[list[str]] = []
     for name, costs_us in bench.costs_us.items():
         figures = [sum(costs_us) / len(costs_us), *(percentile(costs_us, p) or 0.0 for p in (50, 99)), max(costs_us)]
-        rows.append([bundle, name, f"{len(costs_us):,}", *(f"{figure:.0f}" for figure in figures)])
+        rows.append(
+            [
+                f"{bundle}, hashes" if with_hashes else bundle,
+                name,
+                f"{len(costs_us):,}",
+                *(f"{figure:.0f}" for figure in figures),
+            ]
+        )
     return rows
 
 
@@ -221,12 +233,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bundle", action="append", help="default: fcfs, lars, pecsched and pdmesh")
     parser.add_argument("--scale", action="append", type=int, help="instances; default: 64, 512 and 8,192; 0 for none")
+    parser.add_argument("--hashes", action="store_true", help="also with hashes of granules, none of which repeats")
     options = parser.parse_args()
     bundles = options.bundle or ["fcfs", "lars", "pecsched", "pdmesh"]
     scales = [scale for scale in options.scale or [64, 512, 8192] if scale]
     print(heading("Cost of a scheduling decision"))
     head = ["bundle", "of", "number", "mean, us", "p50", "p99", "max"]
-    print(table(head, [row for bundle in bundles for row in decisions(bundle)]))
+    rows = [row for bundle in bundles for row in decisions(bundle)]
+    rows += [row for bundle in bundles if options.hashes for row in decisions(bundle, with_hashes=True)]
+    print(table(head, rows))
     if scales:
         head = ["bundle", "instances", "requests", "event, us", "time / JCT, all", "p99", "busy"]
         print(table(head, [at_scale(bundle, scale) for bundle in bundles for scale in scales]))

@@ -406,7 +406,7 @@ async def test_nothing_that_comes_late_lands_in_what_is_shared() -> None:
 async def test_what_an_instance_tells_when_it_registers_again() -> None:
     prompt, params = a_prompt(300), SamplingParams(max_tokens=1000, temperature=0)
     async with one() as instance:
-        assert instance.instance.cache() is None
+        assert instance.instance.kept == ()
         await run(instance, a_request("before", a_prompt(140, seed=5)))
         generation = a_request("r", prompt, params)
         instance.admit(generation, kv_moves=False)
@@ -414,9 +414,7 @@ async def test_what_an_instance_tells_when_it_registers_again() -> None:
         await instance.until(lambda: len(output(instance, "r")) > 3)
         (resident,) = instance.instance.residents()
         assert resident.granules == hashes(prompt)
-        cache = instance.instance.cache()
-        assert cache is not None
-        assert set(cache.kept) == {*hashes(prompt), *hashes(a_prompt(140, seed=5))}
+        assert set(instance.instance.kept) == {*hashes(prompt), *hashes(a_prompt(140, seed=5))}
         load = instance.instance.load()
         assert load.num_kept_blocks == 32
         assert load.num_free_blocks + load.num_held_blocks + load.num_kept_blocks == NUM_BLOCKS

@@ -76,11 +76,15 @@ class GatewayLost:
 
 @dataclass(frozen=True, slots=True)
 class InstanceJoined:
-    """An instance (re)registered, with the KV it holds. One that is ``stopping`` takes no new work."""
+    """An instance (re)registered, with the KV it holds. One that is ``stopping`` takes no new work.
+
+    ``kept`` are all granules that it keeps, as in `CacheReported`: the first thing that it is told may use them.
+    """
 
     profile: InstanceProfile
     residents: tuple[Resident, ...]
     stopping: bool = False
+    kept: PrefixHashes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +366,7 @@ class KvLow:
 class CacheReported:
     """All granules that an instance keeps, those used longest ago first: what the core thought of it is replaced.
 
-    It comes after the instance joins with what it had before, and when it had to give up, or lacked, something unasked.
+    It comes when the instance had to give up, or lacked, something unasked. In health it never does.
     """
 
     instance_id: InstanceId

@@ -38,7 +38,6 @@ from pdmesh.core.commands import (
     WithdrawTransfer,
 )
 from pdmesh.core.events import (
-    CacheReported,
     DecodeReserved,
     DecodeStepsDone,
     GroupPrefix,
@@ -320,10 +319,6 @@ class UntimedInstance:
         self._report(
             LoadReported(self.instance_id, self.num_free_blocks, num_held, num_quarantined, num_decoding, num_kept)
         )
-
-    def report_kept(self) -> None:
-        """Tell all that is kept, to a scheduler that may know nothing of it."""
-        self._report(CacheReported(self.instance_id, self.kept.granules))
 
     def drop(self, held: Held, reason: str) -> None:
         """Give a request up that cannot go on here."""

@@ -196,11 +196,15 @@ class ModelledInstance:
                 decoding=True,
                 max_total_tokens=0 if held.length is None else held.length.max_total_tokens,
                 transfer_id=held.received_by,
+                granules=tuple(held.kept),
             )
             for key, held in self.held.items()
         )
         return InstanceJoined(
-            replace(self.profile, role=self.untimed.role), residents, stopping=not self.untimed.admits
+            replace(self.profile, role=self.untimed.role),
+            residents,
+            stopping=not self.untimed.admits,
+            kept=self.untimed.kept.granules,
         )
 
     # --- what the untimed instance tells ---

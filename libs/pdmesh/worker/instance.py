@@ -31,7 +31,7 @@ from pdmesh.core.commands import (
     StopInstance,
     WithdrawTransfer,
 )
-from pdmesh.core.events import CacheReported, InstanceEvent, KvReleased, LoadReported
+from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
@@ -237,9 +237,10 @@ class Instance:
             num_kept_blocks=self._pool.num_kept,
         )
 
-    def cache(self) -> CacheReported | None:
-        """What is kept for requests to come, for a scheduler that the instance registers with; None: nothing."""
-        return self._tables.report() if len(self._tables.kept) else None
+    @property
+    def kept(self) -> PrefixHashes:
+        """What is kept for requests to come, those used longest ago first: for a scheduler that it registers with."""
+        return self._tables.kept.hashes
 
     async def drop_all_but_decoding(self) -> None:
         """Forget all plans and all requests that do not decode yet, and wait until their blocks are free.

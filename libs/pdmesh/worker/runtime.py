@@ -104,7 +104,9 @@ async def serve_instance(
             arithmetic=engine.arithmetic,
             deterministic=config.worker.deterministic,
         )
-        return RegisterWorker(profile=profile, residents=instance.residents(), stopping=not instance.admits)
+        return RegisterWorker(
+            profile=profile, residents=instance.residents(), kept=instance.kept, stopping=not instance.admits
+        )
 
     async with (
         KvMover(
@@ -138,7 +140,6 @@ async def serve_instance(
             channel,
             prepare=instance.drop_all_but_decoding,
             registration=registration,
-            cache=instance.cache,
             load=instance.load,
             handle=instance.handle,
             lost=instance.lose_scheduler,

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import structlog
 
-from pdmesh.core.events import CacheReported, InstanceEvent, LoadReported
+from pdmesh.core.events import InstanceEvent, LoadReported
 from pdmesh.errors import ProtocolError
 from pdmesh.wire.endpoint import MeshChannel
 from pdmesh.wire.messages import (
@@ -48,13 +48,11 @@ class WorkerSession:
         *,
         prepare: Callable[[], Awaitable[None]],
         registration: Callable[[], RegisterWorker],
-        cache: Callable[[], CacheReported | None],
         load: Callable[[], LoadReported],
         handle: Callable[[Instruction], None],
         lost: Callable[[], None],
     ) -> None:
         self._registration = registration
-        self._cache = cache
         self._load = load
         self._handle = handle
         self._lost = lost
@@ -83,8 +81,7 @@ class WorkerSession:
         await self._prepare()
 
     def opening(self) -> Sequence[WorkerUp]:
-        cache = self._cache()
-        return [self._registration(), *([] if cache is None else [EventMessage.of(cache)])]
+        return [self._registration()]
 
     def welcomed(self, welcome: Any) -> Terms:
         if not isinstance(welcome, WelcomeWorker):

@@ -94,7 +94,7 @@ class WorkerStreams:
             try:
                 beat_s = min(self.config.heartbeat_s, self.config.suspect_s / BEATS_BEFORE_SUSPICION)
                 link.post(WelcomeWorker(lease_s=self.config.lease_s, heartbeat_s=beat_s))
-                joined = InstanceJoined(registered.profile, registered.residents, registered.stopping)
+                joined = InstanceJoined(registered.profile, registered.residents, registered.stopping, registered.kept)
                 self.driver.post(joined, first=connection.open)
                 await converse(link, read, self.stopping)
             finally:

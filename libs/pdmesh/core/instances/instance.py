@@ -530,7 +530,10 @@ class InstanceState:
         name = self.instance_id
         allocated, taken = AllocationSums.of(self.allocations.values()), self.num_taken_blocks
         assert allocated == self.allocated, f"{name}: the allocations hold {allocated}, recorded: {self.allocated}"
-        assert taken <= self.profile.num_blocks, f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
+        num_lost = self.kept.granule_blocks * sum([each.granules.num_lost for each in self.allocations.values()])
+        assert taken - num_lost <= self.profile.num_blocks, (
+            f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
+        )
         self.kept.check_integrity(name, [allocation.granules for allocation in self.allocations.values()])
         assert self.low.keys() <= self.allocations.keys(), f"{name}: {self.low} ask for more, and hold nothing"
         assert not self.low or self.num_free_blocks <= 0, f"{name}: {self.low} wait for blocks that are free"

@@ -71,6 +71,7 @@ class HeldGranules:
         self.chain = chain
         self.num_computed = 0  # from the first on
         self.kept = 0  # a bit for each granule that is kept in this request's own blocks, or those that it shares
+        self.num_lost = 0  # of these, that the instance turned out not to keep: it refuses the request, or will
 
 
 NOTHING = HeldGranules(())
@@ -189,17 +190,23 @@ class KeptHere:
         return tuple(dropped)
 
     def replace(self, kept: Sequence[PrefixHash], held: Iterable[HeldGranules]) -> None:
-        """The instance keeps exactly this, the longest unused first; ``held`` is what live requests have there."""
+        """The instance keeps exactly this, the longest unused first; ``held`` is what live requests have there.
+
+        But for news of what live requests have in their chains: it could not be dropped for the room that they were
+        promised. The instance gives it up itself if it must.
+        """
+        known = {*self._in_use, *self._idle}
         self.clear()
         if not self.granule_blocks:
             return
         for granule in kept:
-            if granule not in self:
+            if granule not in self and (granule not in self._users or granule in known):
                 self._keep(granule)
         for each in held:
             for index, granule in enumerate(each.chain):
                 if each.kept >> index & 1 and granule not in self:
                     each.kept &= ~(1 << index)
+                    each.num_lost += 1
             self._num_held += each.kept.bit_count()
 
     def clear(self) -> None:

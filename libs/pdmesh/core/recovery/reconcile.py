@@ -21,6 +21,7 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     InstanceProfile,
+    PrefixHashes,
     Request,
     RequestId,
     RequestKey,
@@ -117,7 +118,13 @@ class Reconciler:
     # --- instances ---
 
     def instance_joined(
-        self, profile: InstanceProfile, residents: tuple[Resident, ...], now_s: float, *, stopping: bool = False
+        self,
+        profile: InstanceProfile,
+        residents: tuple[Resident, ...],
+        now_s: float,
+        *,
+        stopping: bool = False,
+        kept: PrefixHashes = (),
     ) -> None:
         mesh, instance_id = self._mesh, profile.instance_id
         old = mesh.remove_instance(instance_id)  # what it was told of phases ends with its stream
@@ -154,6 +161,8 @@ class Reconciler:
                 mesh.land_move(known)  # unheard of until now
             if being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
                 mesh.free(instance_id, key)
+        if kept:
+            instance.replace_kept(kept)
         if old is not None:
             blames = {} if old.profile.is_process_of(profile) else self._died(old, now_s)
             cut_off = [key for key in old.allocations if key not in instance.allocations]
