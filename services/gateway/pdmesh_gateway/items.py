@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from pdmesh_gateway.choices import Delta
 
 
@@ -25,8 +27,7 @@ class ItemKind(StrEnum):
     CALL = "call"
 
 
-@dataclass(frozen=True, slots=True)
-class ItemBegun:
+class ItemBegun(msgspec.Struct, frozen=True, gc=False):
     """The item numbered ``item`` begins. A call has an ``id``, its tool's ``name``, and its number among calls."""
 
     item: int
@@ -36,8 +37,7 @@ class ItemBegun:
     call: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TextAdded:
+class TextAdded(msgspec.Struct, frozen=True, gc=False):
     """More of a text, or of reasoning (``kind``); never empty."""
 
     item: int
@@ -45,8 +45,7 @@ class TextAdded:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentsAdded:
+class ArgumentsAdded(msgspec.Struct, frozen=True, gc=False):
     """More of a call's arguments: a piece of a JSON object's text; never empty."""
 
     item: int
@@ -54,15 +53,13 @@ class ArgumentsAdded:
     call: int = 0  # its number among calls
 
 
-@dataclass(frozen=True, slots=True)
-class ItemEnded:
+class ItemEnded(msgspec.Struct, frozen=True, gc=False):
     """Nothing is added to the item any more."""
 
     item: int
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerEnded:
+class AnswerEnded(msgspec.Struct, frozen=True, gc=False):
     """The choice has ended, by ``stop`` or ``length``; calls do not change that. The last item may be cut then."""
 
     finish_reason: str
@@ -176,11 +173,12 @@ class ChoiceItems:
 
     def advance(self, delta: Delta) -> list[ItemEvent]:
         """Return what is new with ``delta``; the last one of a choice ends all its items."""
-        was_reasoning = self._parser.reasoning_chars is None
+        parser = self._parser
+        was_reasoning = parser.reasoning_chars is None
         if delta.text:
-            self._parser.push(delta.text)
+            parser.push(delta.text)
         if delta.finish_reason is not None:
-            self._parser.end()
+            parser.end()
             self._writer.end_item()
         if was_reasoning:
             self._count(delta)

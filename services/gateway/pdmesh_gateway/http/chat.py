@@ -201,28 +201,34 @@ class _ChatRendering(ItemRendering):
     def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
         request = self._request
         job = generation.job
-        usage: Usage | None = None
-        num_cached_tokens = generation.num_cached_tokens_of(delta.index)
-        if self._writer.continuous_usage:
-            reasoning = self._answers[delta.index].num_reasoning_tokens
-            num_output_tokens = generation.num_tokens_of(delta.index)
-            usage = usage_of(job.num_prompt_tokens, num_output_tokens, reasoning, num_cached_tokens=num_cached_tokens)
+        usage = self._usage_of(delta.index, generation) if self._writer.continuous_usage else None
         head = b""
         if not self._begun[delta.index]:
             self._begun[delta.index] = True
             prompt = list(job.prompts[0]) if request.return_token_ids else None
-            so_far = usage and usage_of(job.num_prompt_tokens, 0, num_cached_tokens=num_cached_tokens)
+            so_far = usage and usage_of(
+                job.num_prompt_tokens, 0, num_cached_tokens=generation.num_cached_tokens_of(delta.index)
+            )
             head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=so_far)
-        if delta.text and not usage and not request.return_token_ids and not request.logprobs and not _has_news(events):
+        if delta.text and not _has_news(events) and not (usage or request.return_token_ids or request.logprobs):
             return head  # a marker of a family's calls or reasoning, or what may become one
         return head + self._writer.delta(
             delta.index,
             _body(events),
-            finish_reason=self._finish_reason(events),
+            finish_reason=self._finish_reason(events) if delta.finish_reason is not None else None,
             stop_reason=delta.stop_reason,
-            logprobs=self._logprobs(delta),
+            logprobs=self._logprobs(delta) if request.logprobs else None,
             token_ids=delta.token_ids if request.return_token_ids else None,
             usage=usage,
+        )
+
+    def _usage_of(self, index: int, generation: TextStream) -> Usage:
+        """One choice's usage so far."""
+        return usage_of(
+            generation.job.num_prompt_tokens,
+            generation.num_tokens_of(index),
+            self._answers[index].num_reasoning_tokens,
+            num_cached_tokens=generation.num_cached_tokens_of(index),
         )
 
     def tail(self, generation: TextStream) -> bytes:
@@ -284,13 +290,15 @@ class _ChatRendering(ItemRendering):
 
 def _has_news(events: Sequence[ItemEvent]) -> bool:
     """Whether any of these shows in a chunk."""
-    return not all(isinstance(event, ItemEnded) for event in events)
+    if not events:
+        return False
+    return not isinstance(events[0], ItemEnded) or any(not isinstance(event, ItemEnded) for event in events)
 
 
 def _body(events: Sequence[ItemEvent]) -> bytes:
     """What is new, in one delta. Calls are numbered by themselves; `ChatDelta` has no empty text but where all is."""
-    if all(isinstance(event, TextAdded) and event.kind is ItemKind.TEXT for event in events):
-        return content_body("".join([event.text for event in events if isinstance(event, TextAdded)]))
+    if len(events) == 1 and isinstance(event := events[0], TextAdded) and event.kind is ItemKind.TEXT:
+        return content_body(event.text)  # as most are
     texts = {ItemKind.TEXT: "", ItemKind.REASONING: ""}
     calls: list[ToolCallDelta] = []
     for event in events:
