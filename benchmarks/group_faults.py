@@ -41,6 +41,7 @@ NUM_TOKENS = 4 * 1024
 OUTPUT_TOKENS = 8
 NUM_PREFILL = 3
 SETTINGS = {
+    "GATEWAY_PREFIX_REUSE": "off",  # the same prompts are computed again and again
     "WORKER_NUM_THREADS": "1",
     "WORKER_KV_CACHE_BYTES": str(1 << 30),
     "POLICY_LONG_PROMPT_TOKENS": "1024",

@@ -62,6 +62,9 @@ LAYOUT = KvLayout(num_layers=16, num_kv_heads=2, head_dim=16, block_size=16, dty
 
 ALONE = {"POLICY_MAX_GROUP_MEMBERS": "1"}
 
+#: Each round computes its prompts, whoever asked for them before.
+COLD = {"GATEWAY_PREFIX_REUSE": "off"}
+
 
 class Seen(NamedTuple):
     """Of the prompts of a round."""
@@ -147,7 +150,7 @@ def foretold_s(num_prefill: int, schedule: str, num_tokens: int) -> float:
 
 
 def stand_in(members: list[int], schedules: list[str], num_tokens: int, rounds: Rounds, limits: Limits) -> None:
-    settings = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": STEPS, "WORKER_KV_CACHE_BYTES": str(256 << 20)}
+    settings = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": STEPS, "WORKER_KV_CACHE_BYTES": str(256 << 20), **COLD}
 
     def ask(num_prefill: int, schedule: str = "pipelined") -> Seen:
         extra = {"POLICY_MAX_GROUP_MEMBERS": str(num_prefill), "POLICY_SEQUENCE_PARALLEL": schedule}
@@ -178,7 +181,7 @@ def stand_in(members: list[int], schedules: list[str], num_tokens: int, rounds: 
 
 
 def model(schedules: list[str], num_tokens: int, rounds: Rounds, limits: Limits) -> None:
-    settings = {"WORKER_KV_CACHE_BYTES": str(1 << 30)}
+    settings = {"WORKER_KV_CACHE_BYTES": str(1 << 30), **COLD}
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(Path(name) / "model", shape=LLAMA_82M, dtype="bfloat16")
 
