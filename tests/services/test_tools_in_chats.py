@@ -12,8 +12,9 @@ import anyio
 import httpx
 import openai
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
+from pdmesh.config import GatewayConfig
 from pdmesh.model import FinishReason
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import ScriptedMesh, scripted_mesh, silence, token_out
@@ -259,6 +260,44 @@ async def test_reasoning_is_told_apart_and_counted(thinking: Path) -> None:
     assert off["message"]["content"] == text
 
 
+def with_special_tokens(folder: Path, template: str, *tokens: str) -> Path:
+    """A checkpoint whose tokenizer has these special tokens too."""
+    model = write_checkpoint(folder / "tiny", template=template)
+    path, config_path = model / "tokenizer.json", model / "config.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.save(str(path))
+    config = {**json.loads(config_path.read_text()), "vocab_size": tokenizer.get_vocab_size()}
+    config_path.write_text(json.dumps(config))
+    return model
+
+
+async def test_markers_that_are_special_tokens_are_read_and_other_special_tokens_hidden(tmp_path: Path) -> None:
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}"
+    template += "{% for call in m.tool_calls or [] %}{{ call.id }}{% endfor %}{% endfor %}"
+    tokens = ("[TOOL_CALLS]", "[ARGS]", "[PAD]", "<think>", "</think>")
+    model = with_special_tokens(tmp_path, template, *tokens)
+    text = '<think>so[PAD]</think>I look.[PAD][TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}'
+    async with saying(model, text) as (client, mesh):
+        whole = await ask(client)
+        parts = await streamed(client)
+        plain = await ask(client, tools=None)
+        raw = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 200})
+        grammar = mesh.submitted[0].generation.params.grammar
+        messages = [{"role": "assistant", "tool_calls": [{**whole["message"]["tool_calls"][0]}]}]
+        tokenized = (await client.post("/tokenize", json={"messages": messages, "tools": [WEATHER]})).json()["tokens"]
+        prompt = (await client.post("/detokenize", json={"tokens": tokenized})).json()["prompt"]
+    for message in (whole["message"], json.loads(parts.message.model_dump_json())):
+        assert (message["content"], message["reasoning"]) == ("I look.", "so")
+        assert calls_in(message) == [("get_weather", '{"city": "Rome"}')]
+    assert plain["message"]["content"] == 'I look.get_weather{"city": "Rome"}'  # who asks for no tools sees no markers
+    assert raw.json()["choices"][0]["text"] == 'soI look.get_weather{"city": "Rome"}'
+    assert "<[" in grammar  # by its number
+    assert prompt.endswith(
+        "assistant" + whole["message"]["tool_calls"][0]["id"][-9:]
+    )  # as Mistral's templates want ids
+
+
 def hostile_tools() -> Iterator[Any]:
     """Tools that no model is to be held to, or that are none."""
     deep: Any = {"type": "string"}
@@ -300,8 +339,6 @@ def hostile_tools() -> Iterator[Any]:
 @pytest.mark.parametrize("tool_format", ["hermes", "llama", "mistral", "mistral_list", "qwen_coder"])
 @pytest.mark.slow
 async def test_hostile_tools_are_refused_or_held_to_an_object(model: Path, tool_format: str) -> None:
-    from pdmesh.config import GatewayConfig
-
     async with (
         scripted_mesh() as mesh,
         running_gateway(model, mesh.address, gateway=GatewayConfig(tool_format=tool_format)) as running,

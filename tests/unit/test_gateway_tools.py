@@ -6,19 +6,22 @@ import json
 import random
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from pdmesh.errors import ConfigError
 from pdmesh.grammars import Grammars
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls
+from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls, find_format
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.items import ChoiceItems, ItemKind, ItemWriter, WholeAnswer, collect
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.schemas import arguments_schema
+from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.tools.format import CallableTool
 
 WEATHER = arguments_schema(
@@ -384,3 +387,46 @@ def test_reasoning_tokens_are_counted_up_to_the_end_of_the_marker() -> None:
     for at, char in enumerate(text):
         answer.advance(Delta(index=0, text=char, token_ids=[1], text_offsets=[at]))
     assert answer.num_reasoning_tokens == len("so it is</think>")
+
+
+#: Part of a template, special tokens, and what is found.
+FOUND: list[tuple[str, list[str], str | None]] = [
+    ("{{ tools }}<tool_call>", [], "hermes"),
+    ("{{ tools }}<tool_call><function=", [], "qwen_coder"),
+    ("[TOOL_CALLS]{{ tools }}", ["[TOOL_CALLS]"], "mistral_list"),
+    ("[TOOL_CALLS]{{ tools }}", ["[TOOL_CALLS]", "[ARGS]"], "mistral"),
+    ("{{ tools }}", ["<|python_tag|>"], "llama"),
+    ("{{ tools }}", [], None),
+]
+
+
+@pytest.mark.parametrize(("template", "tokens", "found"), FOUND)
+def test_a_checkpoints_format_is_found_or_set(
+    tmp_path: Path, template: str, tokens: list[str], found: str | None
+) -> None:
+    directory = write_checkpoint(tmp_path / "model", template=template)
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.save(str(path))
+    loaded = ModelTokenizer.load(directory)
+    answer_format = find_format(loaded, "")
+    assert (answer_format.tools and answer_format.tools.name) == found
+    assert answer_format.template_knows_tools
+    assert not answer_format.reasons
+    chosen = find_format(loaded, "llama").tools
+    assert chosen is not None
+    assert chosen.name == "llama"
+    with pytest.raises(ConfigError, match="tool_format"):
+        find_format(loaded, "none")
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "{% if tools %}{{ raise_exception('no') }}{% endif %}"])
+def test_a_template_that_knows_no_tools_is_found_out(tmp_path: Path, template: str) -> None:
+    loaded = ModelTokenizer.load(write_checkpoint(tmp_path / "model", template=template + "</think>"))
+    answer_format = find_format(loaded, "")
+    assert not answer_format.template_knows_tools
+    assert answer_format.reasons
+    assert answer_format.reasoning_after("<think>\n") is ReasoningStart.BEGUN
+    assert answer_format.reasoning_after("<think>\n\n</think>\n\n") is ReasoningStart.NONE
+    assert answer_format.reasoning_after("assistant\n") is ReasoningStart.POSSIBLE
