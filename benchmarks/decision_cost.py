@@ -33,7 +33,17 @@ from pdmesh.core.events import Event, GatewayJoined, InstanceJoined, RequestArri
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import percentile
-from pdmesh.model import GRANULE_TOKENS, Epoch, GatewayId, PrefixHash, Request, RequestId, Role
+from pdmesh.model import (
+    GRANULE_TOKENS,
+    Epoch,
+    GatewayId,
+    PrefixHash,
+    PrefixHashes,
+    Request,
+    RequestId,
+    RequestKey,
+    Role,
+)
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B, ChunkShape, StepShape
@@ -70,6 +80,9 @@ class Bench:
             for role in (Role.PREFILL, Role.DECODE)
             for index in range(32)
         )
+        self.chain_of: dict[RequestKey, PrefixHashes] = {}
+        for instance in self.mesh.instances.values():
+            instance.chain_of = self.chain_of
         self.now_s = 0.0
         self.num_requests = 0
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -108,6 +121,7 @@ class Bench:
                 arrival_s=self.now_s,
                 prefix=tuple([self.new_hash() for _ in range(prompt // GRANULE_TOKENS)]) if self.with_hashes else (),
             )
+            self.chain_of[request.request_id, request.epoch] = request.chain
             self.feed(RequestArrived(request))
 
     def new_hash(self) -> PrefixHash:

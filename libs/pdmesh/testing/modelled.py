@@ -19,6 +19,7 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     KvLayout,
+    PrefixHashes,
     RequestKey,
     Resident,
     Role,
@@ -80,6 +81,7 @@ class ModelledInstance:
         self.profile = profile
         self.instance_id = profile.instance_id
         self.max_total_of = {} if max_total_of is None else max_total_of
+        self.chain_of: Mapping[RequestKey, PrefixHashes] = {}  # granules of prompts that are kept
         self.pieces = ModelledPieces() if pieces is None else pieces
         self.members: dict[RequestKey, ModelledMember] = {}  # of groups, as the instance was told
         self.landed: set[RequestKey] = set()  # moved away and decoded there, which is not known here yet
@@ -211,7 +213,7 @@ class ModelledInstance:
 
     def _length_of(self, key: RequestKey) -> Length:
         most = self.max_total_of.get(key, 0)
-        return Length(num_total_tokens=most or _FOREVER, num_output_tokens=1, max_total_tokens=most)
+        return Length(most or _FOREVER, 1, most, self.chain_of.get(key, ()))
 
     def stirs(self) -> None:
         if not self.running:

@@ -30,6 +30,12 @@ class KeptWhere:
     def add(self, granule: PrefixHash, bit: int) -> None:
         self._masks[granule] = self._masks.get(granule, 0) | bit
 
+    def add_all(self, granules: Sequence[PrefixHash], bit: int) -> None:
+        """Note granules that an instance keeps from now on."""
+        masks = self._masks
+        for granule in granules:
+            masks[granule] = masks.get(granule, 0) | bit
+
     def discard(self, granule: PrefixHash, bit: int) -> None:
         mask = self._masks[granule] & ~bit
         if mask:
@@ -134,13 +140,20 @@ class KeptHere:
 
     def computed(self, held: HeldGranules, num_granules: int) -> None:
         """So many granules of a request are computed here, or have landed."""
-        for index in range(held.num_computed, min(num_granules, len(held.chain))):
-            granule = held.chain[index]
-            if granule not in self:
-                self._keep(granule)
-                held.kept |= 1 << index
-                self._num_held += 1
-        held.num_computed = max(held.num_computed, num_granules)
+        start, in_use, idle = held.num_computed, self._in_use, self._idle
+        part = held.chain[start:num_granules]
+        fresh = [granule for granule in part if granule not in in_use and granule not in idle]
+        if len(fresh) == len(part):
+            held.kept |= ((1 << len(part)) - 1) << start
+        else:
+            of_it = set(fresh)
+            for index, granule in enumerate(part, start):
+                if granule in of_it:
+                    held.kept |= 1 << index
+        self._where.add_all(fresh, self._bit)
+        in_use.update(fresh)  # by this request
+        self._num_held += len(fresh)
+        held.num_computed = max(start, num_granules)
 
     def end(self, held: HeldGranules, drawn: Sequence[PrefixHash] = ()) -> None:
         """A request gives back its blocks, but for what is kept. ``drawn`` are the granules behind its chain.
@@ -155,15 +168,14 @@ class KeptHere:
         if held is NOTHING:
             return
         self._num_held -= held.kept.bit_count()
+        users, in_use, idle = self._users, self._in_use, self._idle
         for granule in reversed(held.chain):
-            number = self._users[granule] - 1
+            number = users.pop(granule) - 1
             if number:
-                self._users[granule] = number
-                continue
-            del self._users[granule]
-            if granule in self._in_use:
-                self._in_use.remove(granule)
-                self._idle[granule] = None
+                users[granule] = number
+            elif granule in in_use:
+                in_use.remove(granule)
+                idle[granule] = None
 
     def _keep(self, granule: PrefixHash) -> None:
         self._where.add(granule, self._bit)
