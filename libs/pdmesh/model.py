@@ -375,6 +375,7 @@ class InstanceProfile:
     #: same tokens. Empty if the instance does not say; such instances are a class of their own.
     arithmetic: str = ""
     deterministic: bool = False  # it serves only in a mesh of one arithmetic class
+    host: str = ""  # where processes can share memory, for people; empty: it does not say
 
     def is_process_of(self, other: InstanceProfile) -> bool:
         """Whether that one registers again. Containers may count pids each for itself, so addresses count, too."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -323,6 +324,20 @@ async def test_an_address_of_another_host_goes_over_ucx() -> None:
         peer.process.wait()
         with pytest.raises(KvTransferError):
             await send(transport, elsewhere, b"gone", bytes(4096))
+
+
+@pytest.mark.parametrize("claim", [{"pid": 1 << 20}, {"local_name": bytes(16)}], ids=["another_pid", "another_name"])
+async def test_a_host_that_only_seems_to_be_this_one_is_none(claim: dict[str, Any]) -> None:
+    """Machines that are copies of one image can have one host id: a process of the peer's number would be read here."""
+    config = replace(CONFIG, ucx_net_devices="lo")
+    async with open_peer(devices="lo") as peer, UcxTransport(config) as transport:
+        assert transport.process_of(peer.address) == peer.process.pid
+        here = pack_address(unpack_address(transport.address)._replace(host_id=bytes(8)))
+        copied = pack_address(unpack_address(peer.address)._replace(**claim))
+        peer.echo(transport, here)
+        assert transport.process_of(copied) is None
+        await send(transport, copied, b"there", bytes(4096))
+        assert await take(aiter(transport.receive())) == (b"there", bytes(4096))
 
 
 async def test_without_a_network_device_nothing_listens_and_another_host_is_an_error() -> None:

@@ -23,7 +23,7 @@ from rich.console import Console, RenderableType
 
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
 from pdmesh.cli import doctor
-from pdmesh.cli.admin import compute_lines, group_line, instances_table, target
+from pdmesh.cli.admin import compute_lines, group_line, host_lines, instances_table, target
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.doctor import (
     Severity,
@@ -461,6 +461,13 @@ def test_what_computes_is_a_line_for_each_way() -> None:
     assert compute_lines([one, two]) == [told]
     other = msgspec.structs.replace(one, compute=torch)
     assert compute_lines([other, two]) == ["compute  torch kernels in float32: decode-0", f"{told}: decode-1"]
+
+
+def test_hosts_are_lines_where_there_are_several() -> None:
+    (row,) = STATE.instances[:1]
+    one, two = (msgspec.structs.replace(row, host=f"node-{n}/abc", instance_id=InstanceId(f"d{n}")) for n in range(2))
+    assert host_lines([one, msgspec.structs.replace(two, host=one.host)]) == []
+    assert host_lines([two, one]) == ["host node-0/abc: d0", "host node-1/abc: d1"]
 
 
 def test_a_group_is_a_line() -> None:

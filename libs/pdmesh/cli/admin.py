@@ -47,6 +47,8 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
             console.print(f"{row.instance_id}  {batching_line(row.batching)}")
     for line in compute_lines(answer.instances):
         console.print(line)
+    for line in host_lines(answer.instances):
+        console.print(line)
     for group in answer.groups:
         console.print(group_line(group))
     classes = several_classes({row.instance_id: row.arithmetic for row in messages.in_order(answer.instances)})
@@ -157,6 +159,14 @@ def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
         if row.compute is not None:
             ways.setdefault(str(row.compute), []).append(row.instance_id)
     return [f"compute  {way}" + (f": {', '.join(ids)}" if len(ways) > 1 else "") for way, ids in ways.items()]
+
+
+def host_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
+    """Return a line for each host with its instances, if there are several: only inside one is KV copied directly."""
+    hosts: dict[str, list[str]] = {}
+    for row in messages.in_order(instances):
+        hosts.setdefault(row.host, []).append(row.instance_id)
+    return [f"host {host or 'unknown'}: {', '.join(ids)}" for host, ids in hosts.items()] if len(hosts) > 1 else []
 
 
 def group_line(group: messages.GroupStatus) -> str:

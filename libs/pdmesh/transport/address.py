@@ -61,6 +61,11 @@ def host_id() -> bytes:
     return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).digest()
 
 
+def host_label() -> str:
+    """This host's name for people, and what tells it from others of the name: ``node-1/3fa2c1``."""
+    return f"{socket.gethostname()}/{host_id().hex()[:6]}"
+
+
 def pack_address(address: WorkerAddress) -> bytes:
     """Return a data address as the bytes that the scheduler passes on, with a checksum at their end."""
     frame = _FRAME.pack(_MAGIC, _VERSION, *address[:-1], len(address.worker)) + address.worker

@@ -23,6 +23,7 @@ from typing import Protocol
 import structlog
 
 from pdmesh.errors import KvTransferError
+from pdmesh.transport.address import WorkerAddress
 from pdmesh.transport.links import Links, Send
 from pdmesh.transport.peers import KnownPeers, Peer
 from pdmesh.transport.prefix import HEAD_BYTES
@@ -246,6 +247,23 @@ class Caller:
             return False
         self._port.on_offer(self, number, buffer, num_bytes)
         return True
+
+
+def answers_here(facts: WorkerAddress) -> bool:
+    """Whether a peer is on this host: it listens there, as the process that its address says.
+
+    An equal host id alone is no proof, since machines that are copies of one image can have the same; then a process
+    that happens to have the peer's number would be read.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(_name(facts.local_name))
+            pid, user, _ = _credentials(probe)
+        except BlockingIOError:
+            return True  # many wait to be let in there
+        except OSError:
+            return False
+    return (pid, user) == (facts.pid, os.getuid())
 
 
 def _verdict(message: bytes) -> tuple[int, Verdict] | None:

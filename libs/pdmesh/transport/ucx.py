@@ -36,7 +36,7 @@ from pdmesh.transport.address import WorkerAddress, host_id, pack_address
 from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
 from pdmesh.transport.links import Link, Links
-from pdmesh.transport.local import LocalLink, LocalPort
+from pdmesh.transport.local import LocalLink, LocalPort, answers_here
 from pdmesh.transport.peers import KnownPeers, Peer
 from pdmesh.transport.prefix import PREFIX_BYTES
 from pdmesh.transport.reading import allow_readers
@@ -95,6 +95,7 @@ class UcxTransport:
         self._own = self._peers.admit(pack_address(facts))
         self._reads_memory = names_shared_memory(ucx_tls(config))
         self._unreadable: set[bytes] = set()  # ids of peers that may not read our memory
+        self._are_here: dict[bytes, bool] = {}  # by their ids: those whose host id is our own
         self._stack = AsyncExitStack()
         self._stack.callback(self._shut_down)
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
@@ -174,6 +175,7 @@ class UcxTransport:
         self._port.drop(peer.id)
         self._peers.forget(address)
         self._unreadable.discard(peer.id)
+        self._are_here.pop(peer.id, None)
         await anyio.lowlevel.checkpoint()
 
     def check_integrity(self) -> None:
@@ -191,7 +193,7 @@ class UcxTransport:
                 on_unreadable=self._use_messages,
             )
         if self._api is None:
-            where = "may not read this process's memory" if peer.id in self._unreadable else "is on another host"
+            where = "may not read this process's memory" if peer.id in self._unreadable else "is not on this host"
             raise KvTransferError(f"the peer {where}: set transfer.ucx_net_devices to a network device to reach it by")
         if not peer.facts.worker:
             raise KvTransferError("the peer has no network device for KV: set its transfer.ucx_net_devices")
@@ -199,7 +201,18 @@ class UcxTransport:
 
     def _reads(self, peer: Peer) -> bool:
         """Whether pieces between here and there are read where they lie."""
-        return peer.facts.host_id == self._own.facts.host_id and self._reads_memory and peer.id not in self._unreadable
+        return self._reads_memory and peer.id not in self._unreadable and self._is_here(peer)
+
+    def _is_here(self, peer: Peer) -> bool:
+        """Whether a peer is on this host; it is asked once."""
+        if peer.facts.host_id != self._own.facts.host_id:
+            return False
+        is_here = self._are_here.get(peer.id)
+        if is_here is None:
+            is_here = self._are_here[peer.id] = answers_here(peer.facts)
+            if not is_here:
+                log.warning("a peer says that it is on this host, and does not answer here")
+        return is_here
 
     def _use_messages(self, link: LocalLink) -> None:
         log.warning("a peer may not read this process's memory; KV for it goes through UCX")

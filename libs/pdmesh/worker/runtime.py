@@ -22,6 +22,7 @@ from pdmesh.model import InstanceId, InstanceProfile, Role
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.service import ServiceContext
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
+from pdmesh.transport.address import host_label
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
@@ -103,6 +104,7 @@ async def serve_instance(
             compute=engine.compute_path,
             arithmetic=engine.arithmetic,
             deterministic=config.worker.deterministic,
+            host=host_label(),
         )
         return RegisterWorker(
             profile=profile, residents=instance.residents(), kept=instance.kept, stopping=not instance.admits

@@ -436,6 +436,7 @@ class Driver:
                     model=profile.model,
                     device=profile.device,
                     pid=profile.pid,
+                    host=profile.host,
                     draining=view.draining,
                     reachable=view.reachable,
                     suspected=view.suspected,

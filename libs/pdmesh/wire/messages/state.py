@@ -52,6 +52,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     batching: BatchingStatus | None = None  # of one that prefills and decodes
     compute: ComputePath | None = None
     arithmetic: str = ""  # its class; instances of one class compute the same bits
+    host: str = ""  # where its memory can be shared
 
     @property
     def state(self) -> str:
