@@ -59,6 +59,11 @@ class SecurityConfig:
     tls_ca: Annotated[
         Path | None, "authority that peers' certificates are checked against (mutual TLS between services)"
     ] = None
+    tls_server_name: Annotated[
+        str | None,
+        "name that peers' certificates carry, where it is not the address by which they are reached: services without "
+        "lasting addresses can share a certificate",
+    ] = None
     trusted_network: Annotated[
         bool,
         "allow listening beyond loopback without TLS and keys, because the network is trusted. Of KV's network says "

@@ -120,6 +120,16 @@ async def test_a_service_talks_to_those_of_its_authority_alone(certificates: Pat
         assert await is_answered(address, right)
 
 
+async def test_a_service_may_go_by_a_name_that_is_not_its_address(tmp_path: Path) -> None:
+    """Pods and tasks have no lasting addresses that a certificate could name."""
+    make_certificates(tmp_path / "tls", hosts=["mesh.test"], days=2)
+    security = security_of(tmp_path / "tls")
+    async with service(security) as address:
+        assert not await is_answered(address, security)
+        assert await is_answered(address, replace(security, tls_server_name="mesh.test"))
+        assert not await is_answered(address, replace(security, tls_server_name="other.test"))
+
+
 async def test_a_service_is_believed_by_its_certificate_alone(certificates: Path) -> None:
     right = security_of(certificates / "right")
     for served in (

@@ -231,7 +231,9 @@ def _grpc_channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
             private_key=_read(security.tls_key),
             certificate_chain=_read(security.tls_cert),
         )
-        return grpc.aio.secure_channel(address, credentials, options=GRPC_OPTIONS)
+        name = security.tls_server_name
+        named = () if name is None else (("grpc.ssl_target_name_override", name),)
+        return grpc.aio.secure_channel(address, credentials, options=(*GRPC_OPTIONS, *named))
     return grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
 
 
