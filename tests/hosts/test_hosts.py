@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import ssl
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -245,3 +249,41 @@ async def test_tokens_are_those_of_transformers(tmp_path: Path, checkpoint: Path
         hosts["d"].start("gateway", "gateway")
         async with client_of(hosts) as client:
             assert await mismatches(client, "model", references, concurrency=4) == []
+
+
+async def test_the_page_leads_from_one_machine_to_three(tmp_path: Path, checkpoint: Path) -> None:
+    """`docs/hosts.md` as it is written, but for the folder that its files are in."""
+    page = (Path(__file__).parents[2] / "docs/hosts.md").read_text()
+    (settings,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    (dev_ca,) = re.findall(r"^\$ (pdmesh tls dev-ca .*)$", page, re.M)
+    starts = re.findall(
+        r"^\| `(m\d)` \| `PDMESH_CONFIG=/etc/pdmesh/pdmesh.toml python -m pdmesh_(\w+)` \|$", page, re.M
+    )
+    assert len(starts) == 4
+    folder = tmp_path / "etc"
+    run_cli(dev_ca.removeprefix("pdmesh ").replace("/etc/pdmesh", str(folder)).split())
+    (folder / "model").symlink_to(checkpoint)
+    (folder / "pdmesh.toml").write_text(settings.replace("/etc/pdmesh", str(folder)))
+    (key,) = re.findall(r'^api_key = "(.*)"$', settings, re.M)
+    with running_hosts(tmp_path / "hosts", ("m1", "m2", "m3")) as hosts:
+        for machine, kind in starts:
+            hosts[machine].settings = {"CONFIG": str(folder / "pdmesh.toml")}
+            hosts[machine].start(kind, kind)
+        with hosts["m1"].entered():
+            said = run_cli(["status", "--config", str(folder / "pdmesh.toml"), "--scheduler", "10.77.0.1:7000"])
+            assert len(re.findall(r"^host .*: (?:prefill|decode)-", said, re.M)) == 2
+            trusts = ssl.create_default_context(cafile=folder / "ca.pem")
+            async with httpx.AsyncClient(
+                base_url="https://10.77.0.1:8000",
+                headers={"Authorization": f"Bearer {key}"},
+                verify=trusts,
+                timeout=LIMIT_S,
+                trust_env=False,
+            ) as client:
+                assert len(await draw(client, range(40), 5)) == 5
+
+
+def run_cli(arguments: Sequence[str]) -> str:
+    """What ``pdmesh ARGUMENTS`` prints."""
+    command = [sys.executable, "-m", "pdmesh.cli", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout

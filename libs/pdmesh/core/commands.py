@@ -297,9 +297,13 @@ class Outcome(StrEnum):
 
 
 class ForgetRequest(ToGateway, frozen=True, kw_only=True):
-    """Drop what is kept for the request: it ended. Comes exactly once for each accepted (request, epoch)."""
+    """Drop what is kept for the request: it ended. Comes exactly once for each accepted (request, epoch).
+
+    ``drawn_by``: the instance where it decoded last, if it has.
+    """
 
     outcome: Outcome
+    drawn_by: InstanceId | None = None
 
     @property
     def record_line(self) -> RecordLine | None:

@@ -422,7 +422,11 @@ class MeshState:
                 self.free(instance_id, key)
         self.queue.counters.ended(state.request, 0 if outcome.goes_on else num_output_tokens)
         gateway_id = state.request.gateway_id
-        self.commands.append(ForgetRequest(gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome))
+        self.commands.append(
+            ForgetRequest(
+                gateway_id=gateway_id, request_id=request_id, epoch=epoch, outcome=outcome, drawn_by=state.decode_id
+            )
+        )
 
     def refuse(
         self,

@@ -159,7 +159,7 @@ class Generator:
         It may be what does not get through; not where the scheduler is another one than it was, or gone.
         """
         self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)  # its last epoch tells
-        transcript.unheard = transcript.source
+        transcript.unheard = transcript.source or transcript.unheard
         is_same = self._link.is_connected and transcript.submitted_on == self._link.num_connections
         self.resume(transcript, "a token was lost on the way", blame=SHARED_BLAME if is_same else 0.0)
 
@@ -252,7 +252,7 @@ class Generator:
 
     def on_finished(self, command: ForgetRequest) -> None:
         def drawn(transcript: Transcript) -> None:
-            transcript.all_drawn = True
+            transcript.all_drawn, transcript.unheard = True, command.drawn_by
             transcript.suspect(transcript.stall_grace_s)
 
         self._tell(command, drawn)

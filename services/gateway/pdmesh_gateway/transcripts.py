@@ -116,7 +116,7 @@ class Transcript:
     #: Which connection to the scheduler this epoch was submitted on; None while it waits for one.
     submitted_on: int | None = None
     submitted_to: str | None = None  # which scheduler process was last sent this epoch
-    unheard: InstanceId | None = None  # whose turn it was when this epoch's last one was given up for a token
+    unheard: InstanceId | None = None  # who drew what did not come, of one that is resumed for that
     all_drawn: bool = False  # its instance says that there will be no more tokens: what is not here is late or lost
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
     giver: InstanceId | None = None  # who named the source, until that speaks

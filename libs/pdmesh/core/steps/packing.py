@@ -238,7 +238,8 @@ class Round:
             return placement
         is_long = bundle.is_long(request, head.num_reused_tokens)
         if self._for_waiting and bundle.local_prefill is not None and not is_long:
-            spare = (instance for instance in self._known.spare() if instance.instance_id not in self._step_slots)
+            no_use = self._step_slots.keys() | mesh.cut.of(request.gateway_id)
+            spare = (instance for instance in self._known.spare() if instance.instance_id not in no_use)
             local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers)
             if local is not None:
                 return local
