@@ -86,7 +86,6 @@ def main() -> None:
         ucx_tls=options.tls,
         ucx_net_devices=options.net_devices,
         no_progress_s=0.3,
-        network_no_progress_s=0.3,
     )
     anyio.run(partial(_serve, config))
 
