@@ -210,6 +210,28 @@ async def test_calls_and_results_go_to_the_template(model: Path) -> None:
     assert '"description": "Weather of a city."' in prompt
 
 
+async def test_templates_have_what_families_ask_for(tmp_path: Path) -> None:
+    """A description, properties, and the tool that a result is of; of Llama's, no two calls in an answer."""
+    template = "{% for tool in tools or [] %}{{ tool.function.name + tool.function.description }}"
+    template += "{{ tool.function.parameters.properties | length }}{% endfor %}{% for m in messages %}"
+    template += "{% if m.role == 'tool' %}{{ m.name + m.content }}{% endif %}"
+    template += "{% if m.tool_calls is defined and m.tool_calls | length > 1 %}"
+    template += (
+        "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}{% endfor %}<tool_call>"
+    )
+    model = write_checkpoint(tmp_path / "tiny", template=template)
+    call = {"id": "c1", "type": "function", "function": {"name": "stop", "arguments": ""}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1", "content": "done"}]
+    async with saying(model, CALL) as (client, mesh):
+        await ask(client, messages=messages, tools=[STOP])
+        assert "{0,0}" not in mesh.submitted[0].generation.params.grammar
+        assert "{0,1}" in mesh.submitted[0].generation.params.grammar
+        body = {"messages": messages, "tools": [STOP]}
+        tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+        prompt = (await client.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+    assert prompt == "stop0stopdone<tool_call>"
+
+
 async def test_a_call_goes_on_under_its_id_where_it_was_moved(model: Path) -> None:
     token_ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(CALL).ids
     async with saying(model, CALL) as (client, mesh):

@@ -16,7 +16,7 @@ from pdmesh_gateway import reasoning
 from pdmesh_gateway.items import ItemParser, ItemWriter, PlainText
 from pdmesh_gateway.reasoning import ReasoningStart, read_reasoning, reasoning_after
 from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.tools.format import CallableTool, ToolFormat, regex
+from pdmesh_gateway.tools.format import MAX_CALLS, CallableTool, ToolFormat, regex
 from pdmesh_gateway.tools.hermes import Hermes
 from pdmesh_gateway.tools.llama import Llama
 from pdmesh_gateway.tools.mistral import Mistral
@@ -25,6 +25,9 @@ from pdmesh_gateway.tools.reader import Reader, Script, ScriptParser
 
 _FORMATS: tuple[ToolFormat, ...] = (Hermes(), Llama(), Mistral(by_name=True), Mistral(by_name=False), QwenCoder())
 FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _FORMATS}
+
+#: How Llama's templates refuse a conversation whose answers have more than one call.
+_ONE_CALL = "only supports single tool-calls"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ class AnswerFormat:
     tools: ToolFormat | None = None
     template_knows_tools: bool = False
     reasons: bool = False
+    max_calls: int = MAX_CALLS  # of an answer
     textless_ids: Mapping[str, int]  # of tokens that are no text to a grammar, by what they read as
 
     def reasoning_after(self, prompt: str) -> ReasoningStart:
@@ -138,6 +142,7 @@ def find_format(tokenizer: ModelTokenizer, setting: str) -> AnswerFormat:
     return AnswerFormat(
         tools=FORMATS[setting] if setting else _detected(template, vocabulary),
         template_knows_tools=tokenizer.template_knows_tools(),
+        max_calls=1 if _ONE_CALL in template else MAX_CALLS,
         reasons=reasoning.CLOSE in template or reasoning.CLOSE in vocabulary,
         textless_ids=tokenizer.textless_ids,
     )

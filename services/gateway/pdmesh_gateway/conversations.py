@@ -106,7 +106,10 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
     warnings = list(conversation.warnings)
     if conversation.shown_tools:
         calls, problems = await calls_of(
-            conversation.tools, conversation.tool_choice, checker, parallel=conversation.parallel_tool_calls
+            conversation.tools,
+            conversation.tool_choice,
+            checker,
+            most=answer_format.max_calls if conversation.parallel_tool_calls else 1,
         )
         warnings += problems
     param, given = asked_for(fields) or ("tools", "")
@@ -143,18 +146,31 @@ def _check_known(answer_format: AnswerFormat) -> None:
 
 
 def _for_template(messages: list[dict[str, Any]], serving: Serving) -> list[dict[str, Any]]:
-    """Return messages in the words of this model's template: roles, and ids of calls."""
+    """Return messages in the words of this model's template: roles, ids of calls, and of which tool a result is."""
     tools = serving.answer_format.tools
     knows_developers = "developer" in serving.tokenizer.template_source
+    names: dict[str, str] = {}  # of called tools, by the call's id
 
     def adapted(message: dict[str, Any]) -> dict[str, Any]:
         changes: dict[str, Any] = {}
         if message.get("role") == "developer" and not knows_developers:
             changes["role"] = "system"
-        if tools is not None and isinstance(call_id := message.get("tool_call_id"), str):
-            changes["tool_call_id"] = tools.template_call_id(call_id)
-        if tools is not None and (calls := message.get("tool_calls")):
-            changes["tool_calls"] = [{**call, "id": tools.template_call_id(str(call.get("id", "")))} for call in calls]
+        if isinstance(call_id := message.get("tool_call_id"), str):
+            changes["tool_call_id"] = call_id if tools is None else tools.template_call_id(call_id)
+            if message.get("name") is None and call_id in names:
+                changes["name"] = names[call_id]
+        if calls := message.get("tool_calls"):
+            names.update({str(call.get("id")): name for call in calls if (name := _name_of(call)) is not None})
+            if tools is not None:
+                changes["tool_calls"] = [
+                    {**call, "id": tools.template_call_id(str(call.get("id", "")))} for call in calls
+                ]
         return {**message, **changes} if changes else message
 
     return [adapted(message) for message in messages]
+
+
+def _name_of(call: Mapping[str, Any]) -> str | None:
+    function = call.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None

@@ -15,7 +15,7 @@ from pdmesh_gateway.grammars import COMPILE_LIMIT_S, GrammarChecker, check_size,
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.schemas import ANY_OBJECT, arguments_schema
 from pdmesh_gateway.templates import check_nesting
-from pdmesh_gateway.tools.format import MAX_CALLS, CallableTool
+from pdmesh_gateway.tools.format import CallableTool
 from pdmesh_gateway.tools.reader import MAX_NAME_CHARS, NAME_CHARS
 
 #: Tools of one request.
@@ -34,10 +34,9 @@ class Tool:
     strict: bool = False  # a schema that cannot be obeyed is an error, not a warning
 
     def for_template(self) -> dict[str, Any]:
-        """Return it as chat templates know it."""
-        function: dict[str, Any] = {"name": self.name, "parameters": dict(self.parameters)}
-        if self.description is not None:
-            function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        """Return it as chat templates know it: some need what may be missing."""
+        parameters = {"type": "object", "properties": {}, **self.parameters}
+        function = {"name": self.name, "description": self.description or "", "parameters": parameters}
         return {"type": "function", "function": function}
 
 
@@ -75,9 +74,9 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
 
 
 async def calls_of(
-    tools: Sequence[Tool], choice: ToolChoice, checker: GrammarChecker, *, parallel: bool
+    tools: Sequence[Tool], choice: ToolChoice, checker: GrammarChecker, *, most: int
 ) -> tuple[Calls, list[str]]:
-    """Return the calls that an answer may make, and warnings of what it cannot be held to.
+    """Return the calls that an answer may make, ``most`` at most, and warnings of what it cannot be held to.
 
     Raises RequestRejected for a strict tool whose schema cannot be obeyed.
     """
@@ -94,7 +93,7 @@ async def calls_of(
                 warnings.append(f"tool {tool.name!r} {problem} Its arguments are any object.")
     if limit.cancelled_caught:
         raise invalid("tools", f"`tools` take longer than {COMPILE_LIMIT_S:g} s to compile: make them simpler.")
-    most = 1 if choice.is_named or not parallel else MAX_CALLS
+    most = 1 if choice.is_named else most
     return Calls(tools=tuple(callables), required=choice.mode == "required", most=most), warnings
 
 
