@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,9 @@ Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 45.5,GPT-4,1087,230,1317,Conversation log
 """
 MOONCAKE = """\
-{"timestamp": 1000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}
+{"timestamp": 1000, "input_length": 758, "output_length": 500, "hash_ids": [0, 1]}
 
-{"timestamp": 4500, "input_length": 7322, "output_length": 490, "hash_ids": [0, 14]}
+{"timestamp": 4500, "input_length": 732, "output_length": 490, "hash_ids": [0, 14]}
 """
 OWN = """\
 {"arrival_s": 0.5, "num_prompt_tokens": 7, "num_output_tokens": 3, "slo_ttft_s": 0.2}
@@ -53,7 +53,15 @@ def test_burst_gpt(tmp_path: Path) -> None:
 
 
 def test_mooncake(tmp_path: Path) -> None:
-    assert read_trace(written(tmp_path, "m.jsonl", MOONCAKE)) == [arrival(0, 6758, 500), arrival(3.5, 7322, 490)]
+    first, second = read_trace(written(tmp_path, "m.jsonl", MOONCAKE))
+    assert replace(first, granules=None) == arrival(0, 758, 500)
+    assert replace(second, granules=None) == arrival(3.5, 732, 490)
+    assert (first.granules, second.granules) == ((0, 1, 2, 3, 4), (0, 1, 2, 3, 56))  # of 128 tokens, full ones
+
+
+def test_mooncake_without_hashes(tmp_path: Path) -> None:
+    text = '{"timestamp": 1000, "input_length": 758, "output_length": 500}'
+    assert read_trace(written(tmp_path, "m.jsonl", text)) == [arrival(0, 758, 500)]
 
 
 def test_own_rows_are_put_in_order(tmp_path: Path) -> None:
@@ -64,7 +72,8 @@ def test_own_rows_are_put_in_order(tmp_path: Path) -> None:
 
 
 def test_limit(tmp_path: Path) -> None:
-    assert read_trace(written(tmp_path, "m.jsonl", MOONCAKE), limit=1) == [arrival(0, 6758, 500)]
+    (first,) = read_trace(written(tmp_path, "m.jsonl", MOONCAKE), limit=1)
+    assert first.num_prompt_tokens == 758
 
 
 def test_what_was_drawn_can_be_written_and_read(tmp_path: Path) -> None:
@@ -88,6 +97,18 @@ def test_what_was_drawn_can_be_written_and_read(tmp_path: Path) -> None:
         ("t.jsonl", MOONCAKE + '{"timestamp": 5, "input_length": 3}', 4, "output_length is missing"),
         ("t.jsonl", MOONCAKE + '{"timestamp": 5, "input_length": true, "output_length": 1}', 4, "input_length is True"),
         ("t.jsonl", MOONCAKE + '{"timestamp": 5, "input_length": 2, "output_length": -1}', 4, "2 prompt and -1"),
+        (
+            "t.jsonl",
+            MOONCAKE + '{"timestamp": 5, "input_length": 600, "output_length": 1, "hash_ids": [3]}',
+            4,
+            "1 hash_ids for 600 tokens",
+        ),
+        (
+            "t.jsonl",
+            MOONCAKE + '{"timestamp": 5, "input_length": 6, "output_length": 1, "hash_ids": ["a"]}',
+            4,
+            "hash_ids must be",
+        ),
         ("t.jsonl", OWN + '{"arrival_s": 1, "num_prompt_tokens": "7", "num_output_tokens": 1}', 3, "num_prompt_tokens"),
         ("t.jsonl", OWN + '{"arrival_s": 1, "num_prompt_tokens": 7, "num_output_tokens": 1, "x": 1}', 3, "field x"),
         (
