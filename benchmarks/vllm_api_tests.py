@@ -1,4 +1,4 @@
-"""vLLM's own tests of its HTTP API, run against a mesh with the demo model.
+"""vLLM's own tests of its HTTP API, run against a mesh with random weights.
 
 Their source distribution and an installed vLLM (for what the tests import) are needed; neither is a part of this
 repository, nor are the tests. Only tests that talk to a server are run: its fixture is replaced by one that names the
@@ -20,8 +20,9 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
-from pdmesh.demo.checkpoint import demo_checkpoint
+from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.mesh import running_mesh
+from pdmesh.testing.tokenizers import TOOL_TEMPLATE
 
 #: Folders of tests about text; files in them that use the server's fixture are taken.
 FOLDERS = (
@@ -30,6 +31,9 @@ FOLDERS = (
     "entrypoints/serve/tokenize",
     "entrypoints/serve/instrumentator",
 )
+
+#: What the tests take for granted: ids up to 5,000, and room for 10,000 tokens.
+VOCAB_SIZE, CONTEXT = 8192, 32_768
 
 UTILS = """
 import os
@@ -84,8 +88,11 @@ import os
 import pytest
 import transformers
 
+import huggingface_hub
+
 import vllm.tokenizers
 
+huggingface_hub.snapshot_download = lambda *args, **kwargs: "/nonexistent"  # adapters that a fixture would load
 _local = os.environ["PDMESH_TEST_MODEL"]
 _from_pretrained = transformers.AutoTokenizer.from_pretrained
 
@@ -117,8 +124,12 @@ def main() -> None:
         folder = Path(name)
         tests = lay_out(arguments.sdist / "tests", folder / "tests", arguments.folders)
         settings = {"GATEWAY_MODEL_ALIASES": "*"}
-        with running_mesh(folder, model=None, settings=settings) as mesh:
-            outcomes = run(arguments.python, folder, tests, f"http://{mesh.record.http_address}", arguments.options)
+        model = write_checkpoint(
+            folder / "model", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, template=TOOL_TEMPLATE
+        )
+        with running_mesh(folder, model=model, settings=settings) as mesh:
+            url = f"http://{mesh.record.http_address}"
+            outcomes = run(arguments.python, folder, tests, url, model, arguments.options)
     by_outcome = Counter(outcome for outcome, _ in outcomes.values())
     for test, (outcome, why) in sorted(outcomes.items()):
         if outcome != "passed":
@@ -140,13 +151,15 @@ def lay_out(source: Path, target: Path, folders: list[str]) -> list[Path]:
     return [file for file in sorted(target.rglob("test_*.py")) if "RemoteOpenAIServer" in file.read_text()]
 
 
-def run(python: Path, folder: Path, tests: list[Path], url: str, options: list[str]) -> dict[str, tuple[str, str]]:
+def run(
+    python: Path, folder: Path, tests: list[Path], url: str, model: Path, options: list[str]
+) -> dict[str, tuple[str, str]]:
     """Each test's outcome, and the first line of why."""
     report = folder / "report.xml"
     environ = {
         **os.environ,
         "PDMESH_TEST_URL": url,
-        "PDMESH_TEST_MODEL": str(demo_checkpoint()),
+        "PDMESH_TEST_MODEL": str(model),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(folder),
     }

@@ -342,7 +342,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobList | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -355,7 +355,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobList | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

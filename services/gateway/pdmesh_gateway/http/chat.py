@@ -280,9 +280,9 @@ class _ChatRendering(ItemRendering):
         as_ids = bool(self._request.return_tokens_as_token_ids)
         return chat_logprobs(self._tokenizer, of.token_ids, of.logprobs, as_ids=as_ids)
 
-    def _prompt_logprobs(self, generation: TextStream) -> PromptLogprobList | msgspec.UnsetType:
+    def _prompt_logprobs(self, generation: TextStream) -> PromptLogprobList | None:
         if self._request.prompt_logprobs is None:
-            return msgspec.UNSET
+            return None
         as_ids = bool(self._request.return_tokens_as_token_ids)
         prompt = generation.job.prompts[0]
         return prompt_logprobs(self._tokenizer, prompt, generation.prompt_logprobs(0), as_ids=as_ids)

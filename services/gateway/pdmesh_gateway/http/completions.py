@@ -212,9 +212,9 @@ class _CompletionRendering(Rendering):
             prompt_token_ids=list(generation.job.prompts[index // generation.job.n]) if with_ids else msgspec.UNSET,
         )
 
-    def _prompt_logprobs(self, index: int, generation: TextStream) -> PromptLogprobList | msgspec.UnsetType:
+    def _prompt_logprobs(self, index: int, generation: TextStream) -> PromptLogprobList | None:
         if self._request.prompt_logprobs is None:
-            return msgspec.UNSET
+            return None
         return prompt_logprobs(
             self._tokenizer,
             generation.job.prompts[index // generation.job.n],

@@ -76,7 +76,7 @@ class MessagesRendering(ItemRendering):
             content=[],
             stop_reason=None,
             stop_sequence=None,
-            usage=self._usage(generation),
+            usage=self._usage(generation, num_output_tokens=0),
         )
         return event(b"message_start", _encode({"message": message}))
 
@@ -86,7 +86,7 @@ class MessagesRendering(ItemRendering):
     def tail(self, generation: TextStream) -> bytes:
         end = self._end or _End("end_turn")
         reason = {"stop_reason": end.stop_reason, "stop_sequence": end.stop_sequence}
-        data = _encode({"delta": reason, "usage": self._usage(generation)})
+        data = _encode({"delta": reason, "usage": self._usage(generation, generation.num_output_tokens)})
         return event(b"message_delta", data) + b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
     def failure(self, error: RequestRejected) -> bytes:
@@ -103,7 +103,7 @@ class MessagesRendering(ItemRendering):
             content=[self._block(item) for item in answer.items],
             stop_reason=end.stop_reason,
             stop_sequence=end.stop_sequence,
-            usage=self._usage(generation),
+            usage=self._usage(generation, generation.num_output_tokens),
         )
 
     def _event(self, news: ItemEvent) -> bytes:
@@ -142,11 +142,11 @@ class MessagesRendering(ItemRendering):
             return _End("stop_sequence", stop_reason)
         return _End("tool_use" if num_calls else "end_turn")
 
-    def _usage(self, generation: TextStream) -> MessageUsage:
+    def _usage(self, generation: TextStream, num_output_tokens: int) -> MessageUsage:
         num_cached = generation.num_cached_tokens
         return MessageUsage(
             input_tokens=generation.job.num_prompt_tokens - num_cached,
             cache_read_input_tokens=num_cached,
-            output_tokens=generation.num_output_tokens,
+            output_tokens=num_output_tokens,
             output_tokens_details=TokensDetails(thinking_tokens=self.num_reasoning_tokens),
         )
