@@ -7,7 +7,9 @@ are asked in turns, so that whatever else the machine does is in both figures. P
 
 * ``turns``: a prompt of so many tokens, its answer, and a next turn of 36 tokens more: TTFT over the first turn's, and
   the share of its tokens whose KV was there; on one instance that prefills and one that decodes, and on a mixed one.
-* ``cold``: prompts that never repeat: TTFT, and tokens a second of prompt and answer, over those without reuse.
+* ``cold``: prompts that never repeat: TTFT, and tokens a second of prompt and answer, over those without reuse. Caches
+  hold four of them, and are full: what is kept is given up for what comes. (Until a cache was full once, the system has
+  to find memory for each prompt, where without reuse the same blocks are written again and again.)
 * ``beside``: gaps between tokens of four streams while turns come back one after the other, over those without reuse.
 * ``strangers``: whether TTFT tells a tenant of another's prompt: one that was asked for under another key, and one that
   nobody asked for, in 200 pairs; the probability of such ranks (Mann-Whitney) if they are alike.
@@ -52,6 +54,10 @@ MOST_ITL = 1.1
 #: Below, a stranger's prompts are told apart.
 LEAST_P = 0.01
 NUM_PAIRS, PAIR_TOKENS = 200, 512
+
+#: Of a full cache, in prompts and their answers.
+NUM_KEPT = 4
+TOKEN_BYTES = 4 * LLAMA_82M.num_layers * LLAMA_82M.num_kv_heads * LLAMA_82M.head_dim
 
 SETTINGS = {"WORKER_DTYPE": "bfloat16", "SCHEDULER_MAX_QUEUE_S": "600"}
 REUSE = {"with": "tenant", "without": "off"}
@@ -163,14 +169,16 @@ class Bench:
 
     async def cold(self) -> None:
         with ExitStack() as stack:
-            meshes = {reuse: self.mesh(stack, POOLS["1P+1D"], reuse) for reuse in REUSE}
+            num_bytes = NUM_KEPT * (self._num_tokens + ANSWER_TOKENS) * TOKEN_BYTES
+            settings = {"WORKER_KV_CACHE_BYTES": str(num_bytes)}
+            meshes = {reuse: self.mesh(stack, POOLS["1P+1D"], reuse, settings) for reuse in REUSE}
             ttft_s: dict[str, list[float]] = {reuse: [] for reuse in REUSE}
             rate: dict[str, list[float]] = {reuse: [] for reuse in REUSE}
-            for number in range(4 * self._rounds + 1):
+            for number in range(-NUM_KEPT - 1, 4 * self._rounds):
                 for reuse in REUSE if number % 2 else reversed(REUSE):
                     async with meshes[reuse].client() as client:
                         answer = await ask(client, self.prompt())
-                    if number:  # the first is to use everything once
+                    if number >= 0:  # those before fill the caches
                         ttft_s[reuse].append(answer.ttft_s)
                         took_s = answer.times_s[-1] - answer.began_s
                         rate[reuse].append((self._num_tokens + ANSWER_TOKENS) / took_s)
