@@ -10,7 +10,8 @@ the profile a100-llama3-8b.
 
 The targets are of a simulation apart from the project: one queue for each instance, the least of
 ``queue + 2 x own work after reuse``, hit rates within 2 points of which are asked for (``hit >=``), and a mean TTFT
-that is no worse. "without" is a run of the same without hashes.
+that is no worse. "apart" is that simulation made anew: it agrees with the targets for the conversation trace, and has
+fewer hits than they say for the synthetic one with 1.6 million tokens. "without" is a run of ours without hashes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import json
 import sys
 import time
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, with_rate_scaled
-from pdmesh.traces import read_trace
+from pdmesh.traces import MOONCAKE_BLOCK_TOKENS, read_trace
 
 LATENCY = PROFILES["a100-llama3-8b"]
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
@@ -96,6 +98,42 @@ def run(arrivals: Sequence[Arrival], num_instances: int, num_kv_tokens: int, bun
     return _figures(result, time.perf_counter() - began_s)
 
 
+def apart(arrivals: Sequence[Arrival], num_instances: int, num_kv_tokens: int) -> tuple[float, float]:
+    """Hit rate and mean TTFT of the simulation apart, made anew: one queue for each instance, one prompt at a time.
+
+    A prompt goes where its cost is least as it comes, and is kept once it is computed, in whole blocks of the trace.
+    The longest unused goes first, whatever is being computed.
+    """
+    block = MOONCAKE_BLOCK_TOKENS // GRANULE_TOKENS
+    free_s = [0.0] * num_instances
+    kept = [OrderedDict[int, None]() for _ in range(num_instances)]
+    coming: list[deque[tuple[float, Sequence[int]]]] = [deque() for _ in range(num_instances)]
+    num_reused, waited_s = 0, 0.0
+    for each in arrivals:
+        now_s, granules, num_tokens = each.arrival_s, each.granules or (), each.num_prompt_tokens
+        choices: list[tuple[float, int, int, float]] = []
+        for index in range(num_instances):
+            while coming[index] and coming[index][0][0] <= now_s:
+                for granule in reversed(coming[index].popleft()[1]):
+                    kept[index].pop(granule, None)
+                    kept[index][granule] = None
+                while len(kept[index]) * GRANULE_TOKENS > num_kv_tokens:
+                    kept[index].popitem(last=False)
+            depth = next((i for i, granule in enumerate(granules) if granule not in kept[index]), len(granules))
+            depth = min(depth, (num_tokens - 1) // GRANULE_TOKENS) // block * block
+            chunk = ChunkShape(num_tokens - depth * GRANULE_TOKENS, depth * GRANULE_TOKENS)
+            work_s = LATENCY.step_s(StepShape((chunk,), 0, 0))
+            choices.append((max(0.0, free_s[index] - now_s) + 2 * work_s, index, depth, work_s))
+        _, index, depth, work_s = min(choices)
+        free_s[index] = max(now_s, free_s[index]) + work_s
+        coming[index].append((free_s[index], granules[: num_tokens // MOONCAKE_BLOCK_TOKENS * block]))
+        for granule in reversed(granules[:depth]):
+            kept[index].move_to_end(granule)
+        num_reused += depth * GRANULE_TOKENS
+        waited_s += free_s[index] - now_s
+    return num_reused / sum(each.num_prompt_tokens for each in arrivals), waited_s / len(arrivals)
+
+
 def _figures(result: SimResult, wall_s: float) -> Figures:
     ttfts_s = [run.ttft_s for run in result.requests if run.ttft_s is not None]
     num_reused = sum(run.num_reused_tokens for run in result.requests)
@@ -121,7 +159,7 @@ def main() -> None:
     options = parser.parse_args()
     found: list[dict[str, object]] = []
     missed = 0
-    print(f"{'':>26}  {'hit rate':>8} {'>=':>6}  {'TTFT mean':>9} {'<=':>6}  {'p99':>6}  {'run':>6}")
+    print(f"{'':>26}  hit rate     >=  apart  TTFT mean     <=  apart     p99     run")
     for trace in options.trace:
         for num_instances in options.instances:
             arrivals = workload(options.traces / f"mooncake_{trace}.jsonl", trace, num_instances, options.limit)
@@ -135,6 +173,7 @@ def main() -> None:
                         options.bundle,
                     )
                 aim, aim_s = PRICE.get((trace, num_instances, kv or 0.0), (None, None))
+                apart_rate, apart_s = apart(plain if kv is None else arrivals, num_instances, int((kv or 0) * 1e6))
                 name = f"{trace} N={num_instances} " + ("without" if kv is None else f"{kv}M")
                 is_met = (aim is None or 100 * figures.hit_rate >= aim - 2) and (
                     aim_s is None or figures.ttft_mean_s <= aim_s
@@ -142,7 +181,8 @@ def main() -> None:
                 missed += not is_met
                 print(
                     f"{name:>26}  {100 * figures.hit_rate:7.1f}% {'' if aim is None else f'{aim - 2:.1f}':>6}"
-                    f"  {figures.ttft_mean_s:8.2f}s {'' if aim_s is None else aim_s:>6}"
+                    f"  {100 * apart_rate:4.1f}%"
+                    f"  {figures.ttft_mean_s:8.2f}s {'' if aim_s is None else aim_s:>6} {apart_s:5.2f}s"
                     f"  {figures.ttft_p99_s:5.1f}s  {figures.wall_s:5.0f}s{'' if is_met else '  MISSED'}",
                     flush=True,
                 )
@@ -154,6 +194,8 @@ def main() -> None:
                         "hit_rate": figures.hit_rate,
                         "ttft_mean_s": figures.ttft_mean_s,
                         "ttft_p99_s": figures.ttft_p99_s,
+                        "apart_hit_rate": apart_rate,
+                        "apart_ttft_mean_s": apart_s,
                     }
                 )
     if options.json is not None:

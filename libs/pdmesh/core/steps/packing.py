@@ -37,7 +37,7 @@ from pdmesh.policy.reuse import ReuseCost
 from pdmesh.policy.views import PartialStep
 
 #: So many requests step aside in one round, for instances that keep their prefixes.
-MAX_ASIDE = 16
+MAX_ASIDE = 64
 
 
 @dataclass(slots=True, eq=False)
