@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import anyio.to_thread
+
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.answer_format import AnswerFormat, Calls
 from pdmesh_gateway.grammars import asked_for
@@ -80,7 +82,10 @@ async def prompt_of(serving: Serving, conversation: Conversation) -> list[int]:
 
 async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, list[int]]:
     """Return a conversation as text and as token ids. Raises RequestRejected."""
-    check_tools(conversation.tools, conversation.tool_choice)
+    if conversation.tools:  # they may be as large as a body
+        await anyio.to_thread.run_sync(check_tools, conversation.tools, conversation.tool_choice)
+    else:
+        check_tools((), conversation.tool_choice)
     tools = conversation.shown_tools
     if tools and conversation.template is None:
         _check_known(serving.answer_format)
@@ -89,7 +94,8 @@ async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, 
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         template=conversation.template,
-        variables={**conversation.variables, **({"tools": [tool.for_template() for tool in tools]} if tools else {})},
+        variables=conversation.variables,
+        tools=[tool.for_template() for tool in tools],
     )
     return text, await serving.encode(text, add_special_tokens=conversation.add_special_tokens, what="messages")
 
@@ -113,7 +119,10 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
         )
         warnings += problems
     param, given = asked_for(fields) or ("tools", "")
-    grammar = answer_format.grammar(reasoning, calls, given)
+    if calls is None:
+        grammar = answer_format.grammar(reasoning, calls, given)
+    else:
+        grammar = await anyio.to_thread.run_sync(answer_format.grammar, reasoning, calls, given)
     if grammar and calls is not None and (problem := await checker.problem(grammar)) is not None:
         if given or any(tool.strict for tool in conversation.tools):
             raise invalid(param, f"`{param}` {problem}")

@@ -203,6 +203,7 @@ class ModelTokenizer:
         continue_final_message: bool = False,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """A conversation as the text that the model was trained on. Raises RequestRejected."""
         check_nesting(variables, "chat_template_kwargs")
@@ -218,6 +219,7 @@ class ModelTokenizer:
             "tools": None,
             "documents": None,
             **(variables or {}),
+            **({"tools": tools} if tools else {}),
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -245,7 +247,7 @@ class ModelTokenizer:
                 param="chat_template",
             )
         try:
-            if num_chars < INLINE_CHARS:
+            if num_chars < INLINE_CHARS and not variables.get("tools"):  # which may be of any size
                 return self._render(variables)
             return await anyio.to_thread.run_sync(self._render, variables)
         except TemplateFailed as failed:

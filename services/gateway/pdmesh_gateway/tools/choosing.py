@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import anyio
+import anyio.to_thread
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.answer_format import Calls
@@ -85,8 +86,10 @@ async def calls_of(
     warnings: list[str] = []
     with anyio.move_on_after(COMPILE_LIMIT_S) as limit:
         for tool in allowed:
-            callable_tool, problem = await _held(tool, checker)
-            callables.append(callable_tool)
+            schema, grammar, problem = await anyio.to_thread.run_sync(_schema_of, tool)
+            if problem is None:
+                problem = await checker.problem(grammar)
+            callables.append(CallableTool(name=tool.name, schema=ANY_OBJECT if problem is not None else schema))
             if problem is not None:
                 if tool.strict:
                     raise invalid("tools", f"The strict tool {tool.name!r} {problem}")
@@ -102,12 +105,11 @@ def with_any_arguments(calls: Calls) -> Calls:
     return replace(calls, tools=tuple(CallableTool(name=tool.name, schema=ANY_OBJECT) for tool in calls.tools))
 
 
-async def _held(tool: Tool, checker: GrammarChecker) -> tuple[CallableTool, str | None]:
-    """Return a tool with the schema that its arguments are held to, and why that is not its own."""
+def _schema_of(tool: Tool) -> tuple[Mapping[str, Any], str, str | None]:
+    """Return what a tool's arguments are held to, as schema and as grammar, and what is wrong with its own."""
     try:
         check_size(tool.parameters, "parameters")  # before anything goes down into it
         schema = arguments_schema(tool.parameters)
-        problem = await checker.problem(json_grammar(schema, "parameters"))
+        return schema, json_grammar(schema, "parameters"), None
     except RequestRejected as error:
-        schema, problem = ANY_OBJECT, f"cannot be obeyed: {error.message}"
-    return CallableTool(name=tool.name, schema=ANY_OBJECT if problem is not None else schema), problem
+        return ANY_OBJECT, "", f"cannot be obeyed: {error.message}"
