@@ -59,6 +59,11 @@ class SecurityConfig:
     tls_ca: Annotated[
         Path | None, "authority that peers' certificates are checked against (mutual TLS between services)"
     ] = None
+    tls_roles: Annotated[
+        bool,
+        "refuse services whose certificate does not name their role (`pdmesh tls dev-ca --role`); without this, a "
+        "certificate that names no role may be any service's",
+    ] = False
     tls_server_name: Annotated[
         str | None,
         "name that peers' certificates carry, where it is not the address by which they are reached: services without "

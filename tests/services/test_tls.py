@@ -29,6 +29,7 @@ from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire.endpoint import open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import CommandMessage, EventMessage, WorkerDown, WorkerUp
+from pdmesh.wire.roles import RoleRule, ServiceRole
 
 pytestmark = [
     pytest.mark.anyio,
@@ -74,7 +75,7 @@ def security_of(folder: Path, name: str = "mesh") -> SecurityConfig:
 
 
 @asynccontextmanager
-async def service(security: SecurityConfig) -> AsyncGenerator[str]:
+async def service(security: SecurityConfig, rule: RoleRule | None = None) -> AsyncGenerator[str]:
     """Answers each frame; yields its address."""
 
     async def serve(link: FrameLink[WorkerDown, WorkerUp], _peer: str) -> None:
@@ -84,7 +85,7 @@ async def service(security: SecurityConfig) -> AsyncGenerator[str]:
                 link.post(ANSWER)
             link.close()
 
-    methods = {"Echo": serve_link(serve, WorkerUp)}
+    methods = {"Echo": serve_link(serve, WorkerUp, rule)}
     async with serving(SERVICE, methods, host="127.0.0.1", port=0, security=security) as port:
         yield f"127.0.0.1:{port}"
 
@@ -118,6 +119,21 @@ async def test_a_service_talks_to_those_of_its_authority_alone(certificates: Pat
         assert not await is_answered(address, expired)
         assert not await is_answered(address, replace(right, tls_cert=None, tls_key=None))  # not TLS at all
         assert await is_answered(address, right)
+
+
+async def test_a_service_is_what_its_certificate_says(certificates: Path) -> None:
+    """Any certificate of the authority could register as any instance, or as a gateway."""
+    folder = certificates / "right"
+    for role in ServiceRole:
+        make_certificates(folder, hosts=LOCAL_HOSTS, days=2, role=role)
+    for is_needed in (False, True):
+        async with service(security_of(folder), RoleRule(ServiceRole.WORKER, is_needed)) as address:
+            assert await is_answered(address, security_of(folder, "worker"))
+            assert not await is_answered(address, security_of(folder, "gateway"))
+            assert await is_answered(address, security_of(folder)) is not is_needed
+    plain = SecurityConfig(mesh_token="token")
+    async with service(plain, RoleRule(ServiceRole.WORKER, True)) as address:
+        assert await is_answered(address, plain)  # nobody has certificates
 
 
 async def test_a_service_may_go_by_a_name_that_is_not_its_address(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from pdmesh.errors import ConfigError
+from pdmesh.wire.roles import ServiceRole
 
 app = typer.Typer(help="Create certificates for development.", no_args_is_help=True)
 
@@ -35,19 +36,25 @@ def dev_ca(
         list[str] | None, typer.Option(help="Host name or IP address of a service, besides localhost; repeatable.")
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=825, help="Days that the certificates are valid.")] = 30,
+    role: Annotated[
+        ServiceRole | None,
+        typer.Option(help="Role that the certificate names, and is called by; it may be used for no other."),
+    ] = None,
 ) -> None:
     """Create a certificate authority in FOLDER, unless there is one, and a certificate for this mesh.
 
     For development only: any process that can read FOLDER can pose as any service.
     """
-    make_certificates(folder, hosts=(*LOCAL_HOSTS, *(host or ())), days=days)
-    for setting, file in (("CERT", "mesh.pem"), ("KEY", "mesh.key"), ("CA", "ca.pem")):
+    make_certificates(folder, hosts=(*LOCAL_HOSTS, *(host or ())), days=days, role=role)
+    name = role or "mesh"
+    for setting, file in (("CERT", f"{name}.pem"), ("KEY", f"{name}.key"), ("CA", "ca.pem")):
         typer.echo(f"export PDMESH_SECURITY_TLS_{setting}={(folder / file).resolve()}")
 
 
-def make_certificates(folder: Path, *, hosts: Sequence[str], days: int) -> None:
+def make_certificates(folder: Path, *, hosts: Sequence[str], days: int, role: ServiceRole | None = None) -> None:
     """Write ``ca.pem`` and ``ca.key``, unless they are there, and ``mesh.pem`` and ``mesh.key`` for ``hosts``.
 
+    With a ``role`` these are called by it, and name it.
     The certificate serves both ends, because services check each other's. Raises ConfigError.
     """
     try:
@@ -65,12 +72,13 @@ def make_certificates(folder: Path, *, hosts: Sequence[str], days: int) -> None:
             *("-out", str(authority[0]), "-keyout", str(authority[1])),
         )
     names = ",".join(f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in hosts)
+    names += "" if role is None else f",URI:{role.uri}"
     _openssl(
         *(*_KEY, "-days", str(days), "-subj", "/CN=pdmesh"),
         *("-CA", str(authority[0]), "-CAkey", str(authority[1])),
         *("-addext", "basicConstraints=critical,CA:FALSE", "-addext", f"subjectAltName={names}"),
         *("-addext", "extendedKeyUsage=serverAuth,clientAuth"),
-        *("-out", str(folder / "mesh.pem"), "-keyout", str(folder / "mesh.key")),
+        *("-out", str(folder / f"{role or 'mesh'}.pem"), "-keyout", str(folder / f"{role or 'mesh'}.key")),
     )
 
 

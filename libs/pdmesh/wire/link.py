@@ -18,8 +18,12 @@ import anyio.lowlevel
 import grpc
 import grpc.aio
 import msgspec
+import structlog
 
 from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
+from pdmesh.wire.roles import RoleRule
+
+log = structlog.get_logger()
 
 SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")
@@ -192,7 +196,7 @@ async def open_link(
 
 
 def serve_link(
-    serve: Callable[[FrameLink[Any, Any], str], Awaitable[None]], receive_type: Any
+    serve: Callable[[FrameLink[Any, Any], str], Awaitable[None]], receive_type: Any, rule: RoleRule | None = None
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a generic handler that passes the server's end of each stream, with the peer's name, to ``serve``.
 
@@ -203,6 +207,9 @@ def serve_link(
         link: FrameLink[Any, Any] = FrameLink(write=context.write, read=context.read, receive_type=receive_type)
         # With the first message they would be a part of its write, and while that is under way no call can be aborted.
         await context.send_initial_metadata(())
+        if rule is not None and (why_not := rule.why_not(context)) is not None:
+            log.error("a peer was refused", peer=context.peer(), reason=why_not)
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, why_not)
         try:
             await serve(link, str(context.peer()))
         except* ProtocolError as group:

@@ -20,6 +20,7 @@ from pdmesh.wire.messages import (
     TokensUp,
     TurnOver,
 )
+from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh.wire.session import converse, registration
 from pdmesh_gateway.transcripts import Transcripts
 
@@ -37,7 +38,7 @@ async def serve_tokens(
     async def serve(link: FrameLink[TokensDown, TokensUp], peer: str) -> None:
         await _receive_tokens(link, peer, transcripts)
 
-    methods = {"Tokens": serve_link(serve, TokensUp)}
+    methods = {"Tokens": serve_link(serve, TokensUp, RoleRule(ServiceRole.WORKER, security.tls_roles))}
     async with serving(
         SERVICE,
         methods,

@@ -31,6 +31,7 @@ from pdmesh.wire.dialing import is_refused
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
+from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.actuators import ActuatorLinks
 from pdmesh_scheduler.admin import Admin
@@ -135,8 +136,12 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             driver, gateways, gateway_leases, settings, context.stopping, clock, is_refused
         )
         methods = {
-            "Worker": serve_link(worker_streams.serve, WorkerUp),
-            "Gateway": serve_link(gateway_streams.serve, GatewayUp),
+            "Worker": serve_link(
+                worker_streams.serve, WorkerUp, RoleRule(ServiceRole.WORKER, config.security.tls_roles)
+            ),
+            "Gateway": serve_link(
+                gateway_streams.serve, GatewayUp, RoleRule(ServiceRole.GATEWAY, config.security.tls_roles)
+            ),
             "Admin": Admin(
                 driver=driver,
                 records=records,

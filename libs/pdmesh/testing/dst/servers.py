@@ -33,6 +33,9 @@ class _Context:
     def peer(self) -> str:
         return f"virtual:{self._call.client.name}"
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
     async def send_initial_metadata(self, _metadata: Sequence[tuple[str, str]]) -> None:
         """Do nothing: here a call can be aborted at any time."""
 
