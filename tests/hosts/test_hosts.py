@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import ssl
@@ -171,6 +172,16 @@ def load(hosts: Hosts) -> Load:
     return Load(hosts)
 
 
+@pytest.fixture(autouse=True)
+def healed(request: pytest.FixtureRequest) -> Generator[None]:
+    """Heal what a test has cut, however it ends."""
+    yield
+    if "hosts" in request.fixturenames:
+        hosts: Hosts = request.getfixturevalue("hosts")
+        for one, other in itertools.combinations(HOSTS, 2):
+            hosts.heal(one, other)
+
+
 @contextmanager
 def log_of(hosts: Hosts, host: str, name: str) -> Generator[Callable[[], str]]:
     """What a service logs from here on."""
@@ -184,7 +195,6 @@ async def test_hosts_that_are_cut_off_from_each_other_lose_no_instance(hosts: Ho
     with log_of(hosts, "a", "scheduler") as said:
         await load.run(lambda: hosts.cut("b", "c"), max_tokens=100, num_before=NUM_STREAMS // 2)
         await load.run(lambda: None, max_tokens=100, num_before=NUM_STREAMS // 2)
-        hosts.heal("b", "c")
         assert "silent" not in said()
         assert "lost" not in said()
     assert {instance.state for instance in (await instances(hosts)).values()} == {"up"}
@@ -198,7 +208,6 @@ async def test_streams_go_on_while_their_gateway_is_cut_off_from_the_scheduler(
     with log_of(hosts, "a", "scheduler") as said:
         await load.run(lambda: hosts.cut("a", "d", both=both), max_tokens=MOST_TOKENS)  # 9 s, and the lease was 5
         assert "gateway lost" not in said()
-        hosts.heal("a", "d")
 
 
 async def test_requests_go_around_an_instance_that_their_gateway_does_not_hear_of(hosts: Hosts, load: Load) -> None:
@@ -207,7 +216,6 @@ async def test_requests_go_around_an_instance_that_their_gateway_does_not_hear_o
     with log_of(hosts, "d", "gateway") as said:
         await load.run(lambda: None, max_tokens=100)
         assert "resuming" not in said()
-    hosts.heal("d", "c")
 
 
 async def test_streams_outlive_a_scheduler_that_comes_back_on_another_host(hosts: Hosts, load: Load) -> None:

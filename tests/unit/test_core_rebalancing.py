@@ -17,7 +17,7 @@ from pdmesh.model import Epoch, InstanceId, RequestId, Role, TransferPurpose
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import CoreBench, FixedGrowth, of
+from pdmesh.testing.core import GATEWAY, CoreBench, FixedGrowth, of
 from pdmesh.testing.modelled import modelled_profile
 
 #: A millisecond for each token of a prompt and of a decode; two prompts of 8 tokens are more than a move takes.
@@ -231,3 +231,11 @@ def test_what_is_about_to_leave_counts_once() -> None:
     bench.released("b", first[0])
     ((second, _),) = look(bench)
     assert second != first[0], "who has just begun to move does not again"
+
+
+def test_nothing_moves_to_whom_its_gateway_does_not_hear_of() -> None:
+    bench = slow(number=9)
+    bench.core._mesh.cut.note(GATEWAY, "b", bench.now_s)
+    assert not look(bench)
+    bench.core._mesh.cut.forget(GATEWAY)
+    assert look(bench)

@@ -7,7 +7,7 @@ one that is younger than the oldest that asks for more, as it is for preemption,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 
 from pdmesh.core.events import MoveSent
@@ -87,7 +87,11 @@ class Rebalancer:
         for _, state, number in sorted(found, key=lambda each: (each[0], each[1].key)):
             if num_free <= 0 or num_coming >= num_blocks:
                 return
-            able = [each for each in targets if self._moves.why_not(state, each, rule.spare_blocks(each.view)) is None]
+            able = [
+                each
+                for each in self._heard(state, targets)
+                if self._moves.why_not(state, each, rule.spare_blocks(each.view)) is None
+            ]
             target = min(able, default=None, key=lambda each: (placement.key(each.view), each.instance_id))
             if target is not None:
                 self._begin(state, source, target, now_s)
@@ -113,7 +117,11 @@ class Rebalancer:
         best: tuple[float, RequestState, InstanceState] | None = None
         for state, allocation in self._movable(source, now_s):
             num_tokens = self._num_tokens(source, allocation)
-            able = [each for each in targets if rule.has_time_for(each.view, num_tokens, allocation.slo_tpot_s)]
+            able = [
+                each
+                for each in self._heard(state, targets)
+                if rule.has_time_for(each.view, num_tokens, allocation.slo_tpot_s)
+            ]
             gain = rule.gain(source.view, num_tokens, self._num_bytes(source, allocation), self._bytes_per_s)
             if not able or (best is not None and gain <= best[0]):
                 continue
@@ -165,6 +173,11 @@ class Rebalancer:
         ]
         cut = self._mesh.cut.of(source.instance_id)
         return [each for each in targets if each.instance_id not in cut] or targets
+
+    def _heard(self, state: RequestState, targets: Iterable[InstanceState]) -> list[InstanceState]:
+        """Those of ``targets`` that the request's gateway hears of, as far as is known."""
+        unheard = self._mesh.cut.of(state.request.gateway_id)
+        return [each for each in targets if each.instance_id not in unheard]
 
     def _begin(self, state: RequestState, source: InstanceState, target: InstanceState, now_s: float) -> None:
         state.rebalance(now_s)
