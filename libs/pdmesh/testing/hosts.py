@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import secrets
 import select
 import shutil
 import ssl
@@ -202,7 +203,8 @@ def running_hosts(folder: Path, names: Sequence[str], settings: Mapping[str, str
 
     The scheduler's name stands for the first of them.
     """
-    switch = f"pdmesh-{os.getpid()}-switch"
+    prefix = f"pdmesh-{secrets.token_hex(4)}"
+    switch = f"{prefix}-switch"
     hosts: dict[str, Host] = {}
     with ExitStack() as stack:
         stack.callback(_remove, switch)
@@ -210,7 +212,7 @@ def running_hosts(folder: Path, names: Sequence[str], settings: Mapping[str, str
         ip(f"-n {switch} link add switch type bridge")
         ip(f"-n {switch} link set switch up")
         for number, name in enumerate(names, 1):
-            namespace = f"pdmesh-{os.getpid()}-{name}"
+            namespace = f"{prefix}-{name}"
             host = hosts[name] = Host(name, f"10.77.0.{number}", namespace, folder / name, {})
             stack.callback(_remove, namespace)
             _connect(host, switch)
