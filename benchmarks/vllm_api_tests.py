@@ -92,7 +92,8 @@ import huggingface_hub
 
 import vllm.tokenizers
 
-huggingface_hub.snapshot_download = lambda *args, **kwargs: "/nonexistent"  # adapters that a fixture would load
+# Adapters that a fixture would load.
+huggingface_hub.HfApi.snapshot_download = lambda *args, **kwargs: "/nonexistent"
 _local = os.environ["PDMESH_TEST_MODEL"]
 _from_pretrained = transformers.AutoTokenizer.from_pretrained
 
