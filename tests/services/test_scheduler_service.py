@@ -562,7 +562,7 @@ async def test_another_process_does_not_take_the_place_of_one_that_speaks() -> N
     """Two of one id on two hosts threw each other out for ever: 82 joins in 8 s, and nobody was told."""
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, suspect_s=0.5))
     own = mixed()
-    other = replace(own, data_address=b"another host's")
+    registration = RegisterWorker(profile=replace(own, data_address=b"another host's"), residents=())
     async with running(config) as mesh, mesh.worker(own) as first:
 
         async def speak() -> None:
@@ -572,7 +572,6 @@ async def test_another_process_does_not_take_the_place_of_one_that_speaks() -> N
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(speak)
-            registration = RegisterWorker(profile=other, residents=())
             async with mesh.connect(WORKER_METHOD, WorkerDown, registration) as second:
                 assert "m is there already, at ipv4:127.0.0.1:" in await second.ended()
             tasks.cancel_scope.cancel()

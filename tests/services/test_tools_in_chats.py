@@ -153,12 +153,11 @@ async def draw(mesh: ScriptedMesh, token_ids: list[int], index: int) -> None:
 
 
 async def test_markers_of_calls_make_no_chunks(model: Path) -> None:
-    token_ids = ids_of(model, CALL)
+    token_ids, told = ids_of(model, CALL), list[Any]()
     async with saying(model, "") as (client, mesh), anyio.create_task_group() as tasks:
         mesh.script = silence
         tasks.start_soon(draw, mesh, token_ids, 0)
         async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
-            told: list[Any] = []
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     told.append(json.loads(line[6:])["choices"][0])

@@ -82,7 +82,7 @@ class SimulatedDepartures:
         prefill = self.prefills[held.key]
         if prefill.granted_to != transfer.transfer_id:
             prefill.granted_to, prefill.granted_s = transfer.transfer_id, self._agenda.now_s
-            prefill.num_sent_bytes = transfer.num_reused_granules * GRANULE_TOKENS * self.token_bytes
+            prefill.num_sent_bytes = float(transfer.num_reused_granules * GRANULE_TOKENS * self.token_bytes)
         self._move(prefill, 0.0)
 
     def stop(self, held: Held, transfer: TransferPlan) -> None:

@@ -30,10 +30,12 @@ class ToolFormat(Protocol):
     @property
     def name(self) -> str:
         """What the setting ``gateway.tool_format`` calls it."""
+        ...
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens of the model's, and are shown to the reader even so."""
+        ...
 
     def rules(self, tools: Sequence[CallableTool], marker: Callable[[str], str], *, most: int, free: bool) -> str:
         """Return Lark rules, of which ``answer`` is an answer with at least one call and at most ``most``.
@@ -41,12 +43,15 @@ class ToolFormat(Protocol):
         ``free``: with none too, and with text before and after, which is of the terminal ``TEXT``. ``marker`` writes a
         text that may be a special token.
         """
+        ...
 
     def read(self, reader: Reader, schemas: Mapping[str, Mapping[str, Any]]) -> Script[None]:
         """Read an answer's text and calls of tools that have these ``schemas`` by name."""
+        ...
 
     def template_call_id(self, call_id: str) -> str:
         """Return the id of a call as the family's templates accept it."""
+        ...
 
 
 def literal(text: str) -> str:
