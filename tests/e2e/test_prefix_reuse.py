@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
 import httpx
 import pytest
 
@@ -172,23 +171,21 @@ async def test_a_killed_decode_instance_costs_what_it_had_drawn(tmp_path: Path) 
         async with mesh.client() as client:
             body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
             undisturbed = (await client.post("/v1/completions", json=body)).json()["choices"][0]["token_ids"]
-            answers: list[httpx.Response] = []
-
-            async def ask() -> None:
-                answers.append(await client.post("/v1/completions", json=body | {"cache_salt": "fresh"}))
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ask)
-                while True:
-                    decoding = [i for i in (await mesh.state()).instances if i.num_decoding]
-                    if decoding:
-                        break
-                    await anyio.sleep(0.02)
-                await anyio.sleep(0.5)
-                os.kill(decoding[0].pid, signal.SIGKILL)
-            (answer,) = answers
-            assert answer.json()["choices"][0]["token_ids"] == undisturbed
-            record = mesh.request_record(answer.json()["id"])
+            drawn: list[int] = []
+            request_id = ""
+            asked = body | {"cache_salt": "fresh", "stream": True}
+            async with client.stream("POST", "/v1/completions", json=asked) as response:
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    chunk = json.loads(line[6:])
+                    had_begun, request_id = len(drawn) >= 40, chunk["id"]
+                    drawn += chunk["choices"][0]["token_ids"]
+                    if len(drawn) >= 40 and not had_begun:
+                        (decoding,) = [i for i in (await mesh.state()).instances if i.num_decoding]
+                        os.kill(decoding.pid, signal.SIGKILL)
+            assert drawn == undisturbed
+            record = mesh.request_record(request_id)
             starts = [entry.figures["start"] for entry in record.entries if entry.what == "chunk"]
             assert starts.count(0.0) == 1, starts  # of the first time
             assert max(starts) >= 2944
