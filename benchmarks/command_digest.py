@@ -79,7 +79,7 @@ ADDED: Sequence[str] = (
     "KvReleased.granules",
     "LoadReported.num_kept_blocks",
     "Reject.reject_ttl_s",
-    "Restart.preempted",
+    "Restart.retracted",
     "Restart.blame",
     "RequestCancelled.gateway_id",
     "RequestCancelled.num_output_tokens",

@@ -5,7 +5,7 @@
 One prefill and two decode instances with few KV blocks, memory on demand. Short answers teach the mesh that outputs are
 short; then streams with long outputs are all admitted on one decode instance, while the other is drained. That one is
 opened again, and the streams grow, until the first has no block left. Once with rebalancing (`policy.rebalances`), once
-without. Prints how many streams moved, and how many were preempted, that is computed again. Every stream is asked for
+without. Prints how many streams moved, and how many were retracted, that is computed again. Every stream is asked for
 once more, half of them at a time, and has to be the same.
 
 Exit code 1 if a stream differs, if nothing moved with rebalancing, or as many were computed again as without.

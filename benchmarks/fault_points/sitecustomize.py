@@ -146,16 +146,16 @@ def _worker_replies(module: ModuleType) -> None:
     log = os.open(FOLDER / f"{INSTANCE}.{os.getpid()}.tokens", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     @functools.wraps(inner)
-    def sending(self: Any, hold: Any, message: Any) -> None:
+    def sending(self: Any, request: Any, message: Any) -> None:
         if getattr(message, "token_id", None) is not None:
             os.write(log, f"{message.request_id} {message.epoch} {message.index} {message.token_id}\n".encode())
-            key = (message.request_id, hold.received_by)
-            if hold.transfer is not None and hold.transfer.purpose.name == "MOVE" and key not in begun:
+            key = (message.request_id, request.received_by)
+            if request.transfer is not None and request.transfer.purpose.name == "MOVE" and key not in begun:
                 begun.add(key)
-                inner(self, hold, message)
+                inner(self, request, message)
                 at("target: goes on")
                 return
-        inner(self, hold, message)
+        inner(self, request, message)
 
     module.ToGateways.send = sending
 

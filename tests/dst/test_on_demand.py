@@ -1,4 +1,4 @@
-"""The real services on virtual time, short of memory: requests are preempted again and again, and nobody can tell."""
+"""The real services on virtual time, short of memory: requests are retracted again and again, and nobody can tell."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ NUM_ASKS = 12
 
 
 @pytest.fixture
-def preemptions(monkeypatch: pytest.MonkeyPatch) -> Counter[RequestId]:
-    """How often each request was preempted, of a scheduler that expects every output to end with its next token."""
+def retractions(monkeypatch: pytest.MonkeyPatch) -> Counter[RequestId]:
+    """How often each request was retracted, of a scheduler that expects every output to end with its next token."""
     counts: Counter[RequestId] = Counter()
     resume = Generator.resume
 
     def counted(
-        self: Generator, transcript: Transcript, reason: str, *, blame: float = 0.0, preempted: bool = False
+        self: Generator, transcript: Transcript, reason: str, *, blame: float = 0.0, retracted: bool = False
     ) -> None:
-        counts[transcript.request_id] += preempted
-        resume(self, transcript, reason, blame=blame, preempted=preempted)
+        counts[transcript.request_id] += retracted
+        resume(self, transcript, reason, blame=blame, retracted=retracted)
 
     monkeypatch.setattr(Generator, "resume", counted)
     monkeypatch.setattr("pdmesh.core.scheduler.Growth", lambda on_demand, risk: FixedGrowth(1.0, risk=0.5))
@@ -60,44 +60,44 @@ def a_plan(*faults: Fault, roles: tuple[Role, ...]) -> Plan:
 
 
 @pytest.mark.parametrize("roles", ROLES, ids=str)
-def test_tokens_are_those_of_an_undisturbed_run(preemptions: Counter[RequestId], roles: tuple[Role, ...]) -> None:
+def test_tokens_are_those_of_an_undisturbed_run(retractions: Counter[RequestId], roles: tuple[Role, ...]) -> None:
     result = run(a_plan(roles=roles))
     assert result.broken is None
     assert result.num_tokens == NUM_ASKS * (MAX_MODEL_LEN - 6) + 4  # and a probe's
-    assert preemptions.total() >= 5
+    assert retractions.total() >= 5
 
 
 @pytest.mark.parametrize("roles", slow_beyond(1, ((roles,) for roles in ROLES)), ids=str)
-def test_and_through_twenty_preemptions_of_each_request(
-    preemptions: Counter[RequestId], roles: tuple[Role, ...], monkeypatch: pytest.MonkeyPatch
+def test_and_through_twenty_retractions_of_each_request(
+    retractions: Counter[RequestId], roles: tuple[Role, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever one asks for more it is preempted, the first twenty times."""
+    """Whenever one asks for more it is retracted, the first twenty times."""
     is_low = OnDemandKv.is_low
 
-    def preempted(self: OnDemandKv, instance: InstanceState, residents: Iterable[ResidentContext]) -> None:
+    def retracted(self: OnDemandKv, instance: InstanceState, residents: Iterable[ResidentContext]) -> None:
         is_low(self, instance, residents)
         for resident in residents:
             state = self._mesh.find((resident.request_id, resident.epoch))
             if state is not None and state.request.epoch < 20:
-                self._mesh.restart(state, "for the test", preempted=True)
+                self._mesh.restart(state, "for the test", retracted=True)
 
-    monkeypatch.setattr(OnDemandKv, "is_low", preempted)
+    monkeypatch.setattr(OnDemandKv, "is_low", retracted)
     result = run(a_plan(roles=roles))
     assert result.broken is None
     assert result.num_tokens == NUM_ASKS * (MAX_MODEL_LEN - 6) + 4
-    assert len(preemptions) == NUM_ASKS
-    assert min(preemptions.values()) >= 20
+    assert len(retractions) == NUM_ASKS
+    assert min(retractions.values()) >= 20
 
 
 @pytest.mark.parametrize("target", ["scheduler", "i0", "g0"])
-def test_and_beside_faults(preemptions: Counter[RequestId], target: str) -> None:
+def test_and_beside_faults(retractions: Counter[RequestId], target: str) -> None:
     fault = Fault(at_s=0.6, kind=FaultKind.CUT, target=target, duration_s=2.0)
     result = run(a_plan(fault, roles=(Role.MIXED,)))
     assert result.broken is None
-    assert preemptions
+    assert retractions
 
 
-def test_the_oldest_is_never_preempted(preemptions: Counter[RequestId], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_is_never_retracted(retractions: Counter[RequestId], monkeypatch: pytest.MonkeyPatch) -> None:
     arrived: list[RequestId] = []
     handle = SchedulerCore.handle
 
@@ -108,5 +108,5 @@ def test_the_oldest_is_never_preempted(preemptions: Counter[RequestId], monkeypa
 
     monkeypatch.setattr(SchedulerCore, "handle", watched)
     run(a_plan(roles=(Role.MIXED,)))
-    assert preemptions.total() >= 5
-    assert preemptions[arrived[0]] == 0
+    assert retractions.total() >= 5
+    assert retractions[arrived[0]] == 0

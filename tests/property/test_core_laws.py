@@ -1,7 +1,7 @@
 """Laws of the scheduling core over a modelled mesh in which commands and reports are late and everything may fail.
 
 Every bundle keeps them, also when an operator switches between bundles at any moment; and so does memory on demand,
-also where nobody expects outputs to be as long as they are, so that requests are preempted again and again.
+also where nobody expects outputs to be as long as they are, so that requests are retracted again and again.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.num_operations = 0
         self.awaited: dict[RequestId, Request] = {}  # what gateways wait for, in its current epoch
         self.to_resume: set[RequestId] = set()
-        self.preempted_once: set[RequestId] = set()  # of these
+        self.retracted_once: set[RequestId] = set()  # of these
         self.num_drawn: dict[RequestId, int] = {}  # output tokens that the gateway has, in the current epoch
         self.gateway_of: dict[RequestKey, GatewayId] = {}
         self.placed: set[RequestKey] = set()
@@ -385,11 +385,11 @@ class MeshMachine(RuleBasedStateMachine):
                         self.check_may_reject(command)
                         del self.awaited[command.request_id]
                 case Restart():
-                    if command.preempted:
-                        self.check_preemption((command.request_id, command.epoch))
+                    if command.retracted:
+                        self.check_retraction((command.request_id, command.epoch))
                     if self.is_current(command.request_id, command.epoch):
                         self.to_resume.add(command.request_id)
-                        self.preempted_once |= {command.request_id} if command.preempted else set()
+                        self.retracted_once |= {command.request_id} if command.retracted else set()
                 case WakeAt():
                     assert command.at_s > self.now_s, "asked to be woken in the past"
                     self.wake_at_s = command.at_s
@@ -418,7 +418,7 @@ class MeshMachine(RuleBasedStateMachine):
             case _:
                 return
         for command in commands:
-            if isinstance(command, Restart) and not command.preempted and not command.reason.endswith("is drained"):
+            if isinstance(command, Restart) and not command.retracted and not command.reason.endswith("is drained"):
                 key = (command.request_id, command.epoch)
                 if self.scale > 1 and key in self.leader_of and self.leader_of[key] not in self.silent:
                     assert failed_id in (self.leader_of[key], self.receiver_of.get(key)), f"{key} lost but a helper"
@@ -521,7 +521,7 @@ class MeshMachine(RuleBasedStateMachine):
         assert command.num_blocks > before, f"{command} after {before}"
         self.granted_blocks[command.instance_id, key] = command.num_blocks
 
-    def check_preemption(self, key: RequestKey) -> None:
+    def check_retraction(self, key: RequestKey) -> None:
         """Somebody older, on the same instance, goes before it."""
         assert self.config.kv_reservation is KvReservation.ON_DEMAND
         victim = self.arrivals.get(key)
@@ -536,7 +536,7 @@ class MeshMachine(RuleBasedStateMachine):
             and order_of(request) < order_of(victim)
         ]
         adopted = set(self.mesh.instances[decode_id].held) - self.arrivals.keys()
-        assert others or adopted, f"{key} was preempted, and is the oldest on {decode_id}"
+        assert others or adopted, f"{key} was retracted, and is the oldest on {decode_id}"
 
     def check_may_reject(self, command: Reject) -> None:
         """Who was let in once does not wait in vain, nor for a place in the queue."""
@@ -697,8 +697,8 @@ class MeshMachine(RuleBasedStateMachine):
         if old is None:
             return
         new = replace(old, epoch=Epoch(old.epoch + 1))
-        if request_id in self.preempted_once:
-            self.preempted_once.remove(request_id)
+        if request_id in self.retracted_once:
+            self.retracted_once.remove(request_id)
             num_drawn = min(self.num_drawn.pop(request_id, 0), old.max_tokens - 1)
             new = replace(
                 new,

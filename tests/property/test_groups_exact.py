@@ -127,8 +127,8 @@ async def group_policy(
 
 
 def table_of(member: RunningInstance) -> list[int]:
-    (hold,) = member.instance._sequences
-    return list(hold.sequence.block_table)
+    (request,) = member.instance._sequences
+    return list(request.sequence.block_table)
 
 
 @settings(max_examples=examples(8))

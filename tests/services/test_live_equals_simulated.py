@@ -170,7 +170,7 @@ class CountingCore(RememberingCore):
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = super().handle(event, now_s)
         ended = [command for command in commands if isinstance(command, ForgetRequest)]
-        self._num_open -= sum(command.outcome is not Outcome.PREEMPTED for command in ended)
+        self._num_open -= sum(command.outcome is not Outcome.RETRACTED for command in ended)
         if not self._num_open:
             self.all_ended.set()
         return commands
@@ -457,7 +457,7 @@ def test_the_service_decides_as_the_simulator_does(mesh: InstanceCounts, bundle:
 @pytest.mark.parametrize("batching", ["mb", "eb"])
 @pytest.mark.parametrize("mesh", [{"prefill": 1, "decode": 1}, {"mixed": 2}], ids=str)
 def test_the_same_by_credit_and_in_phases(mesh: InstanceCounts, batching: str) -> None:
-    """Requests that may draw far more than they do, and then do: some are preempted, and resumed by their gateway."""
+    """Requests that may draw far more than they do, and then do: some are retracted, and resumed by their gateway."""
     rng = random.Random(SEED)
     arrivals = [
         Arrival(

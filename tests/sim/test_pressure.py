@@ -49,7 +49,7 @@ class PressedCore:
     in_flight: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
     before: dict[RequestKey, set[RequestKey]] = field(default_factory=dict[RequestKey, set[RequestKey]])
     num_ahead: int = 0  # most at once, of KV that was begun without room
-    num_preempted: int = 0
+    num_retracted: int = 0
     num_moved: int = 0  # decodes, while computed KV waited for room
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -63,8 +63,8 @@ class PressedCore:
                 case KeepKv():
                     self._overtakes_nobody((command.request_id, command.epoch))
                 case Restart():
-                    assert command.preempted, f"{command}: nothing fails here"
-                    self.num_preempted += 1
+                    assert command.retracted, f"{command}: nothing fails here"
+                    self.num_retracted += 1
                 case _:
                     pass
         for instance in self.core._mesh.instances.values():
@@ -76,7 +76,7 @@ class PressedCore:
     def _has_room_once_those_before_it_are_gone(self) -> None:
         """KV that waits for room has it when whoever had a place, or waited for one, before it has left.
 
-        Whatever grows, moves to and fro or is preempted and comes again meanwhile.
+        Whatever grows, moves to and fro or is retracted and comes again meanwhile.
         """
         mesh = self.core._mesh
         placed = {
@@ -206,7 +206,7 @@ def served(result: SimResult) -> bool:
 
 
 @settings(max_examples=examples(30), deadline=None)
-@example(  # one is preempted at the moment in which its KV has landed, and leaves its source
+@example(  # one is retracted at the moment in which its KV has landed, and leaves its source
     prefill=1,
     decode=1,
     share=0.05,
@@ -271,17 +271,17 @@ def test_all_are_served_in_turn_and_what_waits_is_bounded(
 
 
 def test_these_workloads_press() -> None:
-    """Or the laws above say nothing: prompts run ahead, and decodes are preempted, many times each."""
+    """Or the laws above say nothing: prompts run ahead, and decodes are retracted, many times each."""
     result, pressed = run(asked(random.Random(1), 120, mean_output=80), prefill=2, decode=3, reckless=True)
     assert served(result)
     assert pressed.num_moved >= 1, "nothing moved while computed KV waited for room"
     assert pressed.num_ahead >= 5
-    assert pressed.num_preempted >= 20
+    assert pressed.num_retracted >= 20
     assert max(each.num_restarts for each in result.requests) >= 3
 
 
 @pytest.mark.parametrize("risk", [0.01, 0.1])
-def test_fewer_are_preempted_than_the_accepted_risk(risk: float) -> None:
+def test_fewer_are_retracted_than_the_accepted_risk(risk: float) -> None:
     """Where requests end at a rate that does not change, and there is never room for all that come."""
     rng = random.Random(1)
     arrivals = [
@@ -298,4 +298,4 @@ def test_fewer_are_preempted_than_the_accepted_risk(risk: float) -> None:
     )
     assert served(result)
     assert pressed.num_ahead > 5, "there was room"
-    assert pressed.num_preempted <= risk * len(arrivals)
+    assert pressed.num_retracted <= risk * len(arrivals)

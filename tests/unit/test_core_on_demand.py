@@ -1,4 +1,4 @@
-"""Memory on demand: what requests are admitted with, grants, who is preempted, and who may not be."""
+"""Memory on demand: what requests are admitted with, grants, which requests are retracted, and which may not be."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_one_that_is_stuck_takes_precedence_over_younger_ones_and_never_over
     assert not of(Restart, bench.commands), "all others are older"
     assert bench.low(("b", 17)) == []
     (restart,) = of(Restart, bench.commands)
-    assert (restart.request_id, restart.preempted) == ("c", True)
+    assert (restart.request_id, restart.retracted) == ("c", True)
     assert [free.request_id for free in of(FreeKv, bench.commands)] == ["c"]
     bench.low(("b", 17))
     assert len(of(Restart, bench.commands)) == 1, "what is being freed is enough"
@@ -111,7 +111,7 @@ def test_the_oldest_goes_on_to_its_end_whatever_the_others_do() -> None:
     assert bench.free_blocks("m") == 0
 
 
-def test_a_preempted_request_keeps_its_arrival_and_does_not_time_out() -> None:
+def test_a_retracted_request_keeps_its_arrival_and_does_not_time_out() -> None:
     bench = OnDemandBench(num_blocks=12)
     for at_s, name in enumerate("abc"):
         bench.now_s = at_s

@@ -95,7 +95,7 @@ def test_the_oldest_never_moves_for_the_memory_of_others() -> None:
     assert not of(Restart, bench.commands)
 
 
-def test_who_stands_still_waits_for_what_moves_and_preempts_nobody() -> None:
+def test_who_stands_still_waits_for_what_moves_and_retracts_nobody() -> None:
     bench = short_of_memory(b=64)
     ((who, _),) = moves_in(bench.low("a", ("r0", 17)))
     bench.feed(Tick())
@@ -104,7 +104,7 @@ def test_who_stands_still_waits_for_what_moves_and_preempts_nobody() -> None:
     assert not of(Restart, bench.commands)
 
 
-def test_where_the_move_fails_it_is_preempted_as_without_moves() -> None:
+def test_where_the_move_fails_it_is_retracted_as_without_moves() -> None:
     bench = short_of_memory(b=64)
     ((who, _),) = moves_in(bench.low("a", ("r0", 17)))
     bench.feed(MoveFailed(*bench._transfer("a", who), committed=False, reason="why"))
@@ -133,7 +133,7 @@ def test_whose_moves_failed_so_often_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("why", ["no room there", "cheap to compute again", "switched off", "fcfs"])
-def test_without_a_place_or_a_gain_somebody_is_preempted(why: str) -> None:
+def test_without_a_place_or_a_gain_something_is_retracted(why: str) -> None:
     policy = POLICY
     if why == "cheap to compute again":
         policy = replace(POLICY, latency=replace(LATENCY, b_s=1e-6))
@@ -148,7 +148,7 @@ def test_without_a_place_or_a_gain_somebody_is_preempted(why: str) -> None:
     bench.join("b")
     assert not moves_in(bench.low("a", ("r0", 17)))
     (restart,) = of(Restart, bench.commands)
-    assert restart.preempted
+    assert restart.retracted
 
 
 def test_nothing_comes_back_for_a_while() -> None:

@@ -267,16 +267,16 @@ SHARED_BLAME = 0.5
 class Restart(ToGateway, frozen=True, kw_only=True):
     """Tell the gateway that the request's KV is lost: it resumes it from the transcript under the next epoch.
 
-    ``preempted``: it was given up for others, and nothing has failed.
+    ``retracted``: it was given up for others, and nothing has failed.
     """
 
     reason: str
-    preempted: bool = False
+    retracted: bool = False
     blame: float = 0.0  # from 0, if it cannot have caused this, to 1, if nothing else is known that may have
 
     @property
     def record_line(self) -> RecordLine | None:
-        return RecordLine("preempted" if self.preempted else "restarted", self.reason)
+        return RecordLine("retracted" if self.retracted else "restarted", self.reason)
 
 
 class Outcome(StrEnum):
@@ -286,14 +286,14 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"  # by its client
     REJECTED = "rejected"
     RESTARTED = "restarted"  # its KV is lost; the next epoch is another request to the core
-    PREEMPTED = "preempted"  # the same, but its KV was given up for others
+    RETRACTED = "retracted"  # the same, but its KV was given up for others
     SUPERSEDED = "superseded"  # the gateway itself began the next epoch
     GATEWAY_LOST = "gateway_lost"
 
     @property
     def goes_on(self) -> bool:
         """Whether the next epoch follows."""
-        return self in (Outcome.RESTARTED, Outcome.PREEMPTED, Outcome.SUPERSEDED)
+        return self in (Outcome.RESTARTED, Outcome.RETRACTED, Outcome.SUPERSEDED)
 
 
 class ForgetRequest(ToGateway, frozen=True, kw_only=True):

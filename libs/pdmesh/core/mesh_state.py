@@ -461,14 +461,14 @@ class MeshState:
         self.refuse(state.request, message, retry_after_s, reason, reject_ttl_s)
         self.end(state, Outcome.REJECTED)
 
-    def restart(self, state: RequestState, reason: str, *, preempted: bool = False, blame: float = 0.0) -> None:
+    def restart(self, state: RequestState, reason: str, *, retracted: bool = False, blame: float = 0.0) -> None:
         """Let its gateway resume the request, which may have caused that (`Restart.blame`)."""
         gateway_id = state.request.gateway_id
-        self.ask_to_resume(gateway_id, state.key, reason, preempted=preempted, blame=blame)
-        self.end(state, Outcome.PREEMPTED if preempted else Outcome.RESTARTED)
+        self.ask_to_resume(gateway_id, state.key, reason, retracted=retracted, blame=blame)
+        self.end(state, Outcome.RETRACTED if retracted else Outcome.RESTARTED)
 
     def ask_to_resume(
-        self, gateway_id: GatewayId, key: RequestKey, reason: str, *, preempted: bool = False, blame: float = 0.0
+        self, gateway_id: GatewayId, key: RequestKey, reason: str, *, retracted: bool = False, blame: float = 0.0
     ) -> None:
         """Tell a gateway to resume a request, known here or not."""
         self.commands.append(
@@ -477,7 +477,7 @@ class MeshState:
                 request_id=key[0],
                 epoch=key[1],
                 reason=reason,
-                preempted=preempted,
+                retracted=retracted,
                 blame=blame,
             )
         )

@@ -222,7 +222,7 @@ class Simulator:
                     self._agenda.at(self._agenda.now_s + self._config.control_delay_s, partial(take, command))
                 else:
                     take(command)
-            case ForgetRequest(outcome=Outcome.PREEMPTED | Outcome.RESTARTED):
+            case ForgetRequest(outcome=Outcome.RETRACTED | Outcome.RESTARTED):
                 pass  # it goes on
             case ForgetRequest():
                 self._runs[command.request_id, command.epoch].outcome = command.outcome
@@ -240,9 +240,9 @@ class Simulator:
             case Reject():
                 pass  # ForgetRequest comes with it
             case Restart():
-                is_foreseen = command.preempted or self._config.deaths or self._config.requests_of_operators
+                is_foreseen = command.retracted or self._config.deaths or self._config.requests_of_operators
                 assert is_foreseen, f"nothing fails here, and yet: {command}"
-                self._resume((command.request_id, command.epoch), decodes=command.preempted)
+                self._resume((command.request_id, command.epoch), decodes=command.retracted)
             case _:
                 assert_never(command)
 

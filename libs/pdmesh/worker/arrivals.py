@@ -13,7 +13,7 @@ from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake, transcript
 from pdmesh.worker.moves import MovingDecodes
-from pdmesh.worker.sequences import Hold, Stage
+from pdmesh.worker.sequences import LocalRequest, Stage
 from pdmesh.worker.spans import trace_of
 
 
@@ -40,7 +40,7 @@ class Arrivals:
                 raise ProtocolError(f"{num_context_tokens} tokens of KV for a transcript of {len(token_ids)}")
             max_tokens_left = generation.params.max_tokens - (num_context_tokens - generation.num_prompt_tokens)
             max_kv_tokens = num_context_tokens + max_tokens_left - 1
-            hold = self._intake.hold(
+            request = self._intake.take(
                 generation,
                 token_ids,
                 message.command.num_blocks,
@@ -50,57 +50,57 @@ class Arrivals:
         except PdmeshError as error:
             self._intake.refuse(generation, error, transfer.transfer_id)
             return
-        hold.stage = Stage.RECEIVING
-        hold.transfer, hold.received_by = transfer, transfer.transfer_id
+        request.stage = Stage.RECEIVING
+        request.transfer, request.received_by = transfer, transfer.transfer_id
         self._context.mover.arrivals.expect(
-            hold.request_id,
-            hold.epoch,
+            request.request_id,
+            request.epoch,
             capability=transfer.capability,
-            block_ids=hold.sequence.block_table,
+            block_ids=request.sequence.block_table,
             num_context_tokens=num_context_tokens,
-            num_present_blocks=hold.num_reused_tokens // hold.block_size,
+            num_present_blocks=request.num_reused_tokens // request.block_size,
             source_addresses=message.source_addresses,
             destination=transfer.destination_ids.index(self._context.instance_id),
         )
         self._context.report(
-            DecodeReserved(self._context.instance_id, hold.request_id, hold.epoch, transfer.transfer_id)
+            DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
         )
 
-    def landed(self, hold: Hold, transfer_id: TransferId, outcome: LandedTransfer) -> None:
+    def landed(self, request: LocalRequest, transfer_id: TransferId, outcome: LandedTransfer) -> None:
         """All of it is in place: decode on from the token that came with it."""
         if outcome.transcript:
             try:
-                self._moves.arrived(hold, outcome)
+                self._moves.arrived(request, outcome)
             except ProtocolError as error:
-                self._context.endings.fail_to_receive(hold, transfer_id, str(error))
+                self._context.endings.fail_to_receive(request, transfer_id, str(error))
                 return
-            self._context.gateways.open(hold)
-            hold.trace = trace_of(self._context.tracing, hold.generation, self._context.instance_id)
-        if outcome.token_index != hold.sequence.num_output_tokens:
+            self._context.gateways.open(request)
+            request.trace = trace_of(self._context.tracing, request.generation, self._context.instance_id)
+        if outcome.token_index != request.sequence.num_output_tokens:
             reason = f"the first token came with index {outcome.token_index}"
-            self._context.endings.fail_to_receive(hold, transfer_id, reason)
+            self._context.endings.fail_to_receive(request, transfer_id, reason)
             return
         self._context.metrics.transfer_bytes.labels("in").inc(outcome.num_bytes)
-        self._context.tables.keep_prompt(hold, len(hold.sequence.token_ids))
-        hold.sequence.token_ids.append(outcome.token_id)
-        self._context.sequences.start_decoding(hold)
+        self._context.tables.keep_prompt(request, len(request.sequence.token_ids))
+        request.sequence.token_ids.append(outcome.token_id)
+        self._context.sequences.start_decoding(request)
         self._context.report(
             TransferLanded(
                 self._context.instance_id,
-                hold.request_id,
-                hold.epoch,
+                request.request_id,
+                request.epoch,
                 transfer_id,
                 outcome.num_bytes,
                 outcome.duration_s,
             )
         )
-        self._growth.tell([hold])
+        self._growth.tell([request])
         self._context.wake()
 
-    def failed(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
+    def failed(self, request: LocalRequest, transfer_id: TransferId, reason: str) -> None:
         """Report a transfer that did not arrive, or not whole."""
         self._context.metrics.failed_transfers.labels("in").inc()
-        self._context.endings.fail_to_receive(hold, transfer_id, reason)
+        self._context.endings.fail_to_receive(request, transfer_id, reason)
 
 
 def stand_in(num_tokens: int, tail: bytes, max_model_len: int) -> array.array[int]:

@@ -11,25 +11,25 @@ from pdmesh.kv.pages import Blocks
 from pdmesh.model import num_blocks_for
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.pacing import ChunkPace
-from pdmesh.worker.sequences import Hold
+from pdmesh.worker.sequences import LocalRequest
 
 
 @dataclass(frozen=True, slots=True)
 class BatchChunk:
     """A chunk that is about to be computed, with what the instance holds of its request."""
 
-    hold: Hold
+    request: LocalRequest
     plan: ChunkPlan
     number: int  # of the request's chunks
     exchange: KvExchange | None = None  # set if it began as a group's
 
     def slice(self) -> SequenceSlice:
         return SequenceSlice(
-            sequence=self.hold.sequence,
+            sequence=self.request.sequence,
             start=self.plan.start,
             num_tokens=self.plan.num_tokens,
             sample=self.plan.is_last,
-            prompt_logprobs=self.hold.sequence.params.prompt_logprobs is not None,
+            prompt_logprobs=self.request.sequence.params.prompt_logprobs is not None,
         )
 
     def completed_blocks(self, block_size: int) -> tuple[int, int]:
@@ -51,19 +51,21 @@ class Batch:
 
     plan: StepPlan | None  # None: a decode step of the instance's own
     chunks: tuple[BatchChunk, ...]
-    decodes: tuple[Hold, ...]
+    decodes: tuple[LocalRequest, ...]
 
     @property
     def slices(self) -> list[SequenceSlice]:
         return [chunk.slice() for chunk in self.chunks] + [
-            SequenceSlice(sequence=hold.sequence, start=len(hold.sequence.token_ids) - 1, num_tokens=1, sample=True)
-            for hold in self.decodes
+            SequenceSlice(
+                sequence=request.sequence, start=len(request.sequence.token_ids) - 1, num_tokens=1, sample=True
+            )
+            for request in self.decodes
         ]
 
     @property
     def num_decode_context_tokens(self) -> int:
         """Sum of the tokens that each decode attends to; valid until their new tokens are appended."""
-        return sum(len(hold.sequence.token_ids) for hold in self.decodes)
+        return sum(len(request.sequence.token_ids) for request in self.decodes)
 
     @property
     def pace(self) -> ChunkPace:
@@ -85,7 +87,7 @@ class Batch:
         moving: list[tuple[BatchChunk, int, int]] = []
         for chunk in self.chunks:
             first, count = chunk.completed_blocks(block_size)
-            if count and (chunk.hold.sender is not None or chunk.exchange is not None):
+            if count and (chunk.request.sender is not None or chunk.exchange is not None):
                 moving.append((chunk, first, count))
         if not moving:
             return None
@@ -95,10 +97,10 @@ class Batch:
             for chunk, first, count in moving:
                 if chunk in ended:
                     continue
-                hold, number = chunk.hold, chunk.number
+                request, number = chunk.request, chunk.number
                 if chunk.exchange is not None and not chunk.plan.is_last:  # which tells the sender, too
                     chunk.exchange.publish(Blocks(number, layer, first, count), pace)
-                elif hold.sender is not None:
-                    hold.sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)
+                elif request.sender is not None:
+                    request.sender.blocks_ready(chunk=number, layer=layer, first_block=first, num_blocks=count)
 
         return layer_done

@@ -13,7 +13,7 @@ from pdmesh.kv.kept import KeptGranules
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, PrefixHashes
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import pack_token_ids
-from pdmesh.worker.sequences import Hold, Stage
+from pdmesh.worker.sequences import LocalRequest, Stage
 
 log = structlog.get_logger()
 
@@ -83,30 +83,30 @@ class BlockTables:
 
     # --- blocks for others --------------------------------------------------------------------------------------------
 
-    def keep_prompt(self, hold: Hold, num_tokens: int) -> None:
+    def keep_prompt(self, request: LocalRequest, num_tokens: int) -> None:
         """Keep the granules of a prompt whose first tokens have their KV here."""
-        self.kept.keep(hold.chain[: num_tokens // GRANULE_TOKENS], hold.sequence.block_table)
+        self.kept.keep(request.chain[: num_tokens // GRANULE_TOKENS], request.sequence.block_table)
 
-    def keep_drawn(self, hold: Hold) -> PrefixHashes:
+    def keep_drawn(self, request: LocalRequest) -> PrefixHashes:
         """Keep the granules behind a request's chain that are complete; return their hashes, in order."""
-        generation = hold.generation
-        if not generation.prefix_root or hold.stage not in _WITH_DRAWN or self.kept.is_off:
+        generation = request.generation
+        if not generation.prefix_root or request.stage not in _WITH_DRAWN or self.kept.is_off:
             return ()
-        num_granules = (len(hold.sequence.token_ids) - 1) // GRANULE_TOKENS  # the last token has no KV
+        num_granules = (len(request.sequence.token_ids) - 1) // GRANULE_TOKENS  # the last token has no KV
         all_granules = generation.prefix[:num_granules]
         if num_granules > len(generation.prefix):
             first = len(generation.prefix)
             last = generation.prefix[-1] if generation.prefix else generation.prefix_root
-            tokens = hold.sequence.token_ids[first * GRANULE_TOKENS : num_granules * GRANULE_TOKENS]
+            tokens = request.sequence.token_ids[first * GRANULE_TOKENS : num_granules * GRANULE_TOKENS]
             all_granules += self._hasher.granules(last, pack_token_ids(tokens))
-        drawn = all_granules[len(hold.chain) :]
+        drawn = all_granules[len(request.chain) :]
         if drawn:
-            self.kept.keep(all_granules, hold.sequence.block_table)
+            self.kept.keep(all_granules, request.sequence.block_table)
         return drawn
 
-    def granules_of(self, hold: Hold) -> PrefixHashes:
+    def granules_of(self, request: LocalRequest) -> PrefixHashes:
         """Return the first granules of a request that are kept in its own blocks."""
-        return hold.chain[: self.kept.num_kept_in(hold.sequence.block_table, hold.chain)]
+        return request.chain[: self.kept.num_kept_in(request.sequence.block_table, request.chain)]
 
     def report_kept(self) -> None:
         """Tell the scheduler what is kept."""

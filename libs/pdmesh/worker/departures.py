@@ -18,7 +18,7 @@ from pdmesh.plans import TransferPlan
 from pdmesh.wire.messages import Grant
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
-from pdmesh.worker.sequences import Hold, Stage
+from pdmesh.worker.sequences import LocalRequest, Stage
 
 log = structlog.get_logger()
 
@@ -44,93 +44,93 @@ class Departures:
             ],
             capability=command.transfer.capability,
         )
-        hold = self._context.sequences.get(command.request_id, command.epoch)
-        if hold is None:
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is None:
             return
-        if hold.transfer is None or hold.transfer.transfer_id != command.transfer.transfer_id:
-            hold.transfer = command.transfer
-            self._give_turn(hold, command.transfer.destination_ids[0])
-        if hold.trace is not None:
-            hold.trace.transfer_granted()
+        if request.transfer is None or request.transfer.transfer_id != command.transfer.transfer_id:
+            request.transfer = command.transfer
+            self._give_turn(request, command.transfer.destination_ids[0])
+        if request.trace is not None:
+            request.trace.transfer_granted()
 
     def withdraw(self, command: WithdrawTransfer) -> None:
         """Take a transfer back: its receiver is not to have the KV."""
-        hold = self._context.sequences.get(command.request_id, command.epoch)
-        if hold is not None and hold.transfer is not None and hold.transfer.transfer_id == command.transfer_id:
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is not None and request.transfer is not None and request.transfer.transfer_id == command.transfer_id:
             self._context.mover.departures.withdraw(command.request_id, command.epoch)
-            self._lose_receiver(hold)
+            self._lose_receiver(request)
 
     def keep(self, command: KeepKv) -> None:
         """Decode a request here that was to move away."""
         self._context.tables.drop(command.drop)
-        hold = self._context.sequences.get(command.request_id, command.epoch)
-        if hold is None or hold.sender is None:
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is None or request.sender is None:
             return  # it was freed meanwhile
-        num_tokens = len(hold.sequence.token_ids) - (hold.stage is Stage.SENDING)
-        hold.max_kv_tokens = num_tokens + hold.generation.max_tokens_left - 1
-        hold.transfer = hold.sender = None
-        self._context.mover.departures.withdraw(hold.request_id, hold.epoch)
+        num_tokens = len(request.sequence.token_ids) - (request.stage is Stage.SENDING)
+        request.max_kv_tokens = num_tokens + request.generation.max_tokens_left - 1
+        request.transfer = request.sender = None
+        self._context.mover.departures.withdraw(request.request_id, request.epoch)
         try:
-            if hold.max_kv_tokens > self._context.max_model_len:
+            if request.max_kv_tokens > self._context.max_model_len:
                 raise ProtocolError(
-                    f"{hold.max_kv_tokens} tokens are more than the {self._context.max_model_len} of the model"
+                    f"{request.max_kv_tokens} tokens are more than the {self._context.max_model_len} of the model"
                 )
-            self._growth.extend(hold, command.num_blocks)
+            self._growth.extend(request, command.num_blocks)
         except PdmeshError as error:
-            self._context.endings.drop(hold, str(error))
+            self._context.endings.drop(request, str(error))
             return
-        if hold.stage is Stage.SENDING:
-            self._give_turn(hold, self._context.instance_id)
-            self._context.sequences.start_decoding(hold)
-            self._growth.tell([hold])
+        if request.stage is Stage.SENDING:
+            self._give_turn(request, self._context.instance_id)
+            self._context.sequences.start_decoding(request)
+            self._growth.tell([request])
             self._context.wake()
 
     # --- how it went ---
 
-    def sent(self, hold: Hold, transfer_id: TransferId, outcome: SentTransfer) -> None:
+    def sent(self, request: LocalRequest, transfer_id: TransferId, outcome: SentTransfer) -> None:
         """Note that the receiver has acknowledged a whole transfer."""
         self._context.metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
         self._context.metrics.transfer_s.observe(outcome.duration_s)
         self._context.metrics.exposed_s.observe(outcome.exposed_s)
-        if hold.trace is not None:
-            hold.trace.transfer_sent(outcome)
+        if request.trace is not None:
+            request.trace.transfer_sent(outcome)
         self._context.report(
             TransferSent(
                 self._context.instance_id,
-                hold.request_id,
-                hold.epoch,
+                request.request_id,
+                request.epoch,
                 transfer_id,
                 outcome.num_bytes,
                 outcome.duration_s,
                 outcome.exposed_s,
             )
         )
-        self._context.sequences.release(hold)
+        self._context.sequences.release(request)
 
-    def paused(self, hold: Hold, transfer_id: TransferId) -> None:
+    def paused(self, request: LocalRequest, transfer_id: TransferId) -> None:
         """Report that no piece of the transfer is under way until it is granted again."""
-        self._context.report(TransferPaused(self._context.instance_id, hold.request_id, hold.epoch, transfer_id))
+        self._context.report(TransferPaused(self._context.instance_id, request.request_id, request.epoch, transfer_id))
 
-    def failed(self, hold: Hold, transfer_id: TransferId, reason: str) -> None:
+    def failed(self, request: LocalRequest, transfer_id: TransferId, reason: str) -> None:
         """Report a transfer that could not be sent, or was not acknowledged."""
         self._context.metrics.failed_transfers.labels("out").inc()
         self._context.report(
-            TransferFailed(self._context.instance_id, hold.request_id, hold.epoch, transfer_id, reason)
+            TransferFailed(self._context.instance_id, request.request_id, request.epoch, transfer_id, reason)
         )
-        self._lose_receiver(hold)
+        self._lose_receiver(request)
 
-    def _lose_receiver(self, hold: Hold) -> None:
+    def _lose_receiver(self, request: LocalRequest) -> None:
         """Keep its KV for another one."""
-        log.info("kv kept for another receiver", request_id=hold.request_id, epoch=hold.epoch)
-        hold.transfer = None
-        if hold.trace is not None:
-            hold.trace.receiver_lost()
-        self._give_turn(hold, self._context.instance_id)
+        log.info("kv kept for another receiver", request_id=request.request_id, epoch=request.epoch)
+        request.transfer = None
+        if request.trace is not None:
+            request.trace.receiver_lost()
+        self._give_turn(request, self._context.instance_id)
 
-    def _give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
+    def _give_turn(self, request: LocalRequest, instance_id: InstanceId) -> None:
         """Tell the gateway who draws the next token, unless that is said with the first one."""
-        if hold.stage is Stage.SENDING:
-            self._context.gateways.give_turn(hold, instance_id)
+        if request.stage is Stage.SENDING:
+            self._context.gateways.give_turn(request, instance_id)
 
 
 def part_to_send(transfer: TransferPlan, number: int, block_size: int) -> KvPart:

@@ -12,7 +12,7 @@ from pdmesh.model import num_blocks_for
 from pdmesh.plans import MAX_GROUP_MEMBERS, PrefillGroup
 from pdmesh.wire.messages import Admit, Regroup
 from pdmesh.worker.context import InstanceContext
-from pdmesh.worker.sequences import Hold, Stage
+from pdmesh.worker.sequences import LocalRequest, Stage
 
 
 class PrefillGroups:
@@ -32,16 +32,16 @@ class PrefillGroups:
         if message.command.moves_on and not message.command.leads:
             raise ProtocolError("a transfer from a member that does not lead its group")
 
-    def join(self, hold: Hold, message: Admit) -> None:
+    def join(self, request: LocalRequest, message: Admit) -> None:
         """Join the group that a request was admitted with, if there is one."""
         group = message.command.group
         if group is None:
             return
-        self._open(hold, group)
+        self._open(request, group)
         if message.command.leads:
-            self._exchanges.set_members(hold.request_id, hold.epoch, 0, message.member_addresses)
+            self._exchanges.set_members(request.request_id, request.epoch, 0, message.member_addresses)
         else:
-            self._context.report(HelperJoined(self._context.instance_id, hold.request_id, hold.epoch))
+            self._context.report(HelperJoined(self._context.instance_id, request.request_id, request.epoch))
 
     def regroup(self, message: Regroup, newest_plan_id: int) -> None:
         """Take the members that the group of a running prompt has from now on.
@@ -49,33 +49,33 @@ class PrefillGroups:
         If one was lost, chunks planned until now end where they would wait, and the leader reports what it has.
         """
         command = message.command
-        hold = self._context.sequences.get(command.request_id, command.epoch)
-        if hold is None or hold.stage is not Stage.PREFILLING:
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is None or request.stage is not Stage.PREFILLING:
             return  # freed, or computed, meanwhile
         try:
             number = self._own_number(command.group, message.member_addresses)
         except ProtocolError as error:
-            self._context.endings.drop(hold, str(error))
+            self._context.endings.drop(request, str(error))
             return
         # without an exchange it leads a group that was formed while it computed
-        exchange = hold.exchange or self._open(hold, command.group)
+        exchange = request.exchange or self._open(request, command.group)
         num_lost = exchange.num_lost
-        self._exchanges.set_members(hold.request_id, hold.epoch, number, message.member_addresses)
+        self._exchanges.set_members(request.request_id, request.epoch, number, message.member_addresses)
         if exchange.num_lost > num_lost:
-            self._go_on_without(hold, exchange, newest_plan_id)
+            self._go_on_without(request, exchange, newest_plan_id)
 
-    def _go_on_without(self, hold: Hold, exchange: KvExchange, newest_plan_id: int) -> None:
+    def _go_on_without(self, request: LocalRequest, exchange: KvExchange, newest_plan_id: int) -> None:
         """A member was lost: what was planned ends where it would wait, and the leader says what it has."""
         exchange.gate.give_up(newest_plan_id)
         if exchange.leads:
             num_tokens = exchange.ledger.num_complete_blocks * self._context.block_size
             self._context.report(
-                GroupPrefix(self._context.instance_id, hold.request_id, hold.epoch, num_tokens, exchange.num_lost)
+                GroupPrefix(self._context.instance_id, request.request_id, request.epoch, num_tokens, exchange.num_lost)
             )
 
-    def leave(self, hold: Hold) -> None:
+    def leave(self, request: LocalRequest) -> None:
         """End the membership, if any, of a request whose prompt is computed."""
-        self._exchanges.end(hold.request_id, hold.epoch, "the prompt is computed")
+        self._exchanges.end(request.request_id, request.epoch, "the prompt is computed")
 
     def _own_number(self, group: PrefillGroup, addresses: Sequence[bytes]) -> int:
         """Return this instance's number in the group. Raises ProtocolError if it is no member or the group is bad."""
@@ -88,18 +88,18 @@ class PrefillGroups:
             raise ProtocolError(f"a group of {len(member_ids)} members; {MAX_GROUP_MEMBERS} are the most")
         return member_ids.index(self._context.instance_id)
 
-    def _open(self, hold: Hold, group: PrefillGroup) -> KvExchange:
+    def _open(self, request: LocalRequest, group: PrefillGroup) -> KvExchange:
         """Let the rest of a request's prompt be computed together with others."""
-        num_blocks = num_blocks_for(len(hold.sequence.token_ids), hold.block_size)
-        hold.exchange = exchange = self._exchanges.open(
-            hold.request_id,
-            hold.epoch,
+        num_blocks = num_blocks_for(len(request.sequence.token_ids), request.block_size)
+        request.exchange = exchange = self._exchanges.open(
+            request.request_id,
+            request.epoch,
             capability=group.capability,
-            block_ids=hold.sequence.block_table[:num_blocks],
+            block_ids=request.sequence.block_table[:num_blocks],
             wakeup=self._wakeup,
-            ledger=None if hold.sender is None else hold.sender.ledger,
-            on_new=None if hold.sender is None else hold.sender.add,
+            ledger=None if request.sender is None else request.sender.ledger,
+            on_new=None if request.sender is None else request.sender.add,
         )
-        exchange.ledger.reserve(0, num_blocks_for(hold.num_begun_tokens, hold.block_size))
-        exchange.add_computed(0, hold.num_computed_tokens // hold.block_size)
+        exchange.ledger.reserve(0, num_blocks_for(request.num_begun_tokens, request.block_size))
+        exchange.add_computed(0, request.num_computed_tokens // request.block_size)
         return exchange

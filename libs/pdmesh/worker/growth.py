@@ -15,7 +15,7 @@ from pdmesh.model import num_blocks_for
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.on_demand import granted_blocks
 from pdmesh.worker.context import InstanceContext
-from pdmesh.worker.sequences import Hold, Stage
+from pdmesh.worker.sequences import LocalRequest, Stage
 
 
 class RoomGrowth:
@@ -37,46 +37,48 @@ class RoomGrowth:
     def blocks_freed(self) -> None:
         """Let residents have what they wait for, if there is nobody to grant it."""
         if self._is_alone:
-            for hold in self._context.sequences:
-                if hold.stage is Stage.DECODING and hold.is_low:
-                    self._grant(hold)
+            for request in self._context.sequences:
+                if request.stage is Stage.DECODING and request.is_low:
+                    self._grant(request)
             self._context.wake()
 
-    def _grant(self, hold: Hold) -> None:
+    def _grant(self, request: LocalRequest) -> None:
         """Let it have as much as a scheduler would grant, or what there is."""
-        block_table = hold.sequence.block_table
-        most = num_blocks_for(hold.max_kv_tokens, hold.block_size)
-        wanted = granted_blocks(len(hold.sequence.token_ids), most, hold.block_size) - len(block_table)
+        block_table = request.sequence.block_table
+        most = num_blocks_for(request.max_kv_tokens, request.block_size)
+        wanted = granted_blocks(len(request.sequence.token_ids), most, request.block_size) - len(block_table)
         block_table.extend(self._context.tables.allocate_up_to(wanted))
 
     def grow(self, command: GrowKv) -> None:
         """Take what the scheduler grants."""
         self._context.tables.drop(command.drop)
-        hold = self._context.sequences.get(command.request_id, command.epoch)
-        if hold is None or command.num_blocks <= len(hold.sequence.block_table):
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is None or command.num_blocks <= len(request.sequence.block_table):
             return  # it ended meanwhile, or was granted more already
         try:
-            self.extend(hold, command.num_blocks)
+            self.extend(request, command.num_blocks)
         except OutOfBlocks as error:  # the scheduler's books are wrong
-            self._context.endings.drop(hold, str(error))
+            self._context.endings.drop(request, str(error))
             return
         self._context.wake()
 
-    def extend(self, hold: Hold, num_blocks: int) -> None:
+    def extend(self, request: LocalRequest, num_blocks: int) -> None:
         """Let it have at least ``num_blocks`` in all. Raises OutOfBlocks if they are not free."""
-        num_missing = max(0, num_blocks - len(hold.sequence.block_table))
-        hold.sequence.block_table.extend(self._context.tables.allocate(num_missing))
+        num_missing = max(0, num_blocks - len(request.sequence.block_table))
+        request.sequence.block_table.extend(self._context.tables.allocate(num_missing))
 
-    def tell(self, holds: Iterable[Hold]) -> None:
+    def tell(self, requests: Iterable[LocalRequest]) -> None:
         """Ask for more room where there is little left; where nobody is there to ask, take it."""
         if self._is_alone:
             self.blocks_freed()
             return
         low = tuple(
             [
-                ResidentContext(request_id=hold.request_id, epoch=hold.epoch, num_tokens=len(hold.sequence.token_ids))
-                for hold in holds
-                if hold.growth_is_news()
+                ResidentContext(
+                    request_id=request.request_id, epoch=request.epoch, num_tokens=len(request.sequence.token_ids)
+                )
+                for request in requests
+                if request.growth_is_news()
             ]
         )
         if low:

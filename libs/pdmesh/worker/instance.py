@@ -61,7 +61,7 @@ from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.plans import Plans
 from pdmesh.worker.replies import ToGateways, TokenSink
 from pdmesh.worker.results import Results
-from pdmesh.worker.sequences import Hold, Sequences, Stage
+from pdmesh.worker.sequences import LocalRequest, Sequences, Stage
 from pdmesh.worker.spans import FREED
 
 log = structlog.get_logger()
@@ -168,31 +168,31 @@ class Instance:
 
     def on_outcome(self, outcome: TransferOutcome) -> None:
         """Take the end, or a pause, of a KV transfer from the mover."""
-        hold = self._sequences.get(outcome.request_id, outcome.epoch)
-        if hold is None:
+        request = self._sequences.get(outcome.request_id, outcome.epoch)
+        if request is None:
             return
         if isinstance(outcome, FailedExchange):
-            self._endings.drop(hold, outcome.reason)
+            self._endings.drop(request, outcome.reason)
             return
-        transfer = hold.transfer if hold.leaving is None else hold.leaving.transfer
+        transfer = request.transfer if request.leaving is None else request.leaving.transfer
         if transfer is None:
             return
         transfer_id = transfer.transfer_id
         match outcome:
             case LandedTransfer():
-                self._arrivals.landed(hold, transfer_id, outcome)
-            case SentTransfer() if hold.leaving is not None:
-                self._moves.sent(hold, outcome)
+                self._arrivals.landed(request, transfer_id, outcome)
+            case SentTransfer() if request.leaving is not None:
+                self._moves.sent(request, outcome)
             case SentTransfer():
-                self._departures.sent(hold, transfer_id, outcome)
+                self._departures.sent(request, transfer_id, outcome)
             case PausedTransfer():
-                self._departures.paused(hold, transfer_id)
-            case FailedTransfer(sending=True) if hold.leaving is not None:
-                self._moves.failed(hold, outcome)
+                self._departures.paused(request, transfer_id)
+            case FailedTransfer(sending=True) if request.leaving is not None:
+                self._moves.failed(request, outcome)
             case FailedTransfer(sending=True, reason=reason):
-                self._departures.failed(hold, transfer_id, reason)
+                self._departures.failed(request, transfer_id, reason)
             case FailedTransfer(reason=reason):
-                self._arrivals.failed(hold, transfer_id, reason)
+                self._arrivals.failed(request, transfer_id, reason)
             case _:
                 assert_never(outcome)
 
@@ -204,16 +204,18 @@ class Instance:
 
     def _free(self, command: FreeKv) -> None:
         request_id, epoch = command.request_id, command.epoch
-        holds = self._sequences.up_to(request_id, epoch)
-        if not self._sequences.is_leaving(request_id, epoch) and all(hold.epoch != epoch for hold in holds):
+        requests = self._sequences.up_to(request_id, epoch)
+        if not self._sequences.is_leaving(request_id, epoch) and all(request.epoch != epoch for request in requests):
             self._report(KvReleased(self.instance_id, request_id, epoch, command.transfer_id))
-        for hold in holds:
-            self._sequences.release(hold)
+        for request in requests:
+            self._sequences.release(request)
 
-    def _released(self, hold: Hold, granules: PrefixHashes) -> None:
-        hold.end_trace(FREED)  # of what was still open when it was cancelled or dropped
-        log.debug("request released", request_id=hold.request_id, epoch=hold.epoch, stage=hold.stage.name.lower())
-        self._report(KvReleased(self.instance_id, hold.request_id, hold.epoch, hold.received_by, granules))
+    def _released(self, request: LocalRequest, granules: PrefixHashes) -> None:
+        request.end_trace(FREED)  # of what was still open when it was cancelled or dropped
+        log.debug(
+            "request released", request_id=request.request_id, epoch=request.epoch, stage=request.stage.name.lower()
+        )
+        self._report(KvReleased(self.instance_id, request.request_id, request.epoch, request.received_by, granules))
         self._growth.blocks_freed()
 
     # --- books -----------------------------------------------------------------------------------------------
@@ -250,9 +252,9 @@ class Instance:
         self._growth.end_alone()
         self.plans.clear()
         self._moves.stay_all()
-        for hold in self._sequences:
-            if hold.stage is not Stage.DECODING:
-                self._sequences.release(hold)
+        for request in self._sequences:
+            if request.stage is not Stage.DECODING:
+                self._sequences.release(request)
         await self._sequences.settled()
 
     def lose_scheduler(self) -> None:
@@ -261,7 +263,7 @@ class Instance:
         self._growth.go_alone()
 
     def residents(self) -> tuple[Resident, ...]:
-        return tuple(hold.as_resident(self._tables.granules_of(hold)) for hold in self._sequences)
+        return tuple(request.as_resident(self._tables.granules_of(request)) for request in self._sequences)
 
     @property
     def admits(self) -> bool:

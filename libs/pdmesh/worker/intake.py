@@ -15,7 +15,7 @@ from pdmesh.wire.messages import Admit, Generation, unpack_token_ids
 from pdmesh.worker.block_tables import StalePrefix
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
-from pdmesh.worker.sequences import Hold, Stage
+from pdmesh.worker.sequences import LocalRequest, Stage
 from pdmesh.worker.spans import trace_of
 
 log = structlog.get_logger()
@@ -48,7 +48,7 @@ class Intake:
             token_ids = transcript(generation)
             num_tokens = len(token_ids)
             num_output_tokens_kept = generation.max_tokens_left - 1 if decodes else 0
-            hold = self.hold(
+            request = self.take(
                 generation,
                 token_ids,
                 command.num_blocks,
@@ -58,24 +58,24 @@ class Intake:
         except PdmeshError as error:
             self.refuse(generation, error)
             return
-        hold.num_computed_tokens = hold.num_begun_tokens = hold.num_reused_tokens
+        request.num_computed_tokens = request.num_begun_tokens = request.num_reused_tokens
         if command.leads and generation.prefix_root:
             self._context.metrics.cache_queries.inc(num_tokens)
-            self._context.metrics.cache_hits.inc(hold.num_reused_tokens)
+            self._context.metrics.cache_hits.inc(request.num_reused_tokens)
         if command.moves_on:
-            hold.transfer = command.transfer
+            request.transfer = command.transfer
             sources = command.shards if command.transfer is None else command.transfer.sources
             source = [shard.instance_id for shard in sources].index(self._context.instance_id)
-            hold.sender = self._context.mover.departures.offer(
-                hold.request_id,
-                hold.epoch,
-                block_ids=hold.sequence.block_table,
+            request.sender = self._context.mover.departures.offer(
+                request.request_id,
+                request.epoch,
+                block_ids=request.sequence.block_table,
                 num_context_tokens=num_tokens,
                 source=source,
                 blocks=sources[source].part.blocks,
-                num_present_blocks=hold.num_reused_tokens // hold.block_size,
+                num_present_blocks=request.num_reused_tokens // request.block_size,
             )
-        self._groups.join(hold, message)
+        self._groups.join(request, message)
 
     def check_new(self, request_id: RequestId, epoch: Epoch) -> None:
         """Raise PdmeshError if nothing is taken any more, or this is held already."""
@@ -84,7 +84,7 @@ class Intake:
         if self._context.sequences.get(request_id, epoch) is not None:
             raise ProtocolError("the request is held here already")
 
-    def hold(
+    def take(
         self,
         generation: Generation,
         token_ids: array.array[int],
@@ -92,7 +92,7 @@ class Intake:
         max_kv_tokens: int,
         *,
         num_reused_granules: int,
-    ) -> Hold:
+    ) -> LocalRequest:
         """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be."""
         self.check_new(generation.request_id, generation.epoch)
         check_request(
@@ -104,7 +104,7 @@ class Intake:
             max_model_len=self._context.max_model_len,
         )
         chain = generation.prefix[: (len(token_ids) - 1) // GRANULE_TOKENS]
-        hold = Hold(
+        request = LocalRequest(
             generation=generation,
             sequence=EngineSequence(
                 request_id=generation.request_id,
@@ -120,16 +120,16 @@ class Intake:
             num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
             trace=trace_of(self._context.tracing, generation, self._context.instance_id),
         )
-        self._context.sequences.add(hold)
+        self._context.sequences.add(request)
         log.debug(
             "request held",
-            request_id=hold.request_id,
-            epoch=hold.epoch,
+            request_id=request.request_id,
+            epoch=request.epoch,
             num_tokens=len(token_ids),
             num_blocks=num_blocks,
         )
-        self._context.gateways.open(hold)
-        return hold
+        self._context.gateways.open(request)
+        return request
 
     def refuse(
         self, request: Generation | PlaceDecode, error: PdmeshError, transfer_id: TransferId = NO_TRANSFER

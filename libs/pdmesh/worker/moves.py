@@ -23,7 +23,7 @@ from pdmesh.wire.messages import ExpectMove, Generation, Grant, pack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
 from pdmesh.worker.intake import Intake, check_request, reused
-from pdmesh.worker.sequences import Hold, Leaving, Stage
+from pdmesh.worker.sequences import Leaving, LocalRequest, Stage
 from pdmesh.worker.spans import DONE
 
 log = structlog.get_logger()
@@ -41,136 +41,138 @@ class MovingDecodes:
     def grant(self, message: Grant) -> None:
         """Begin to send a request that decodes here."""
         command = message.command
-        hold = self._context.sequences.get(command.request_id, command.epoch)
-        if hold is None:
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is None:
             return  # it ended meanwhile
         transfer = command.transfer
-        if hold.stage is not Stage.DECODING or len(message.destination_addresses) != 1:
-            self._failed(hold, transfer.transfer_id, committed=False, reason="it does not decode here")
+        if request.stage is not Stage.DECODING or len(message.destination_addresses) != 1:
+            self._failed(request, transfer.transfer_id, committed=False, reason="it does not decode here")
             return
-        num_kv_tokens = len(hold.sequence.token_ids) - 1
+        num_kv_tokens = len(request.sequence.token_ids) - 1
         sender = self._context.mover.departures.move(
-            hold.request_id,
-            hold.epoch,
-            block_ids=hold.sequence.block_table,
-            transcript=pack_transcript(hold.generation, hold.sequence.token_ids[:num_kv_tokens]),
+            request.request_id,
+            request.epoch,
+            block_ids=request.sequence.block_table,
+            transcript=pack_transcript(request.generation, request.sequence.token_ids[:num_kv_tokens]),
             destination=KvDestination(
                 message.destination_addresses[0], part_to_send(transfer, 0, self._context.block_size)
             ),
             capability=transfer.capability,
-            on_caught_up=lambda: self._caught_up(hold),
+            on_caught_up=lambda: self._caught_up(request),
         )
-        hold.leaving = Leaving(transfer, sender, num_kv_tokens)
+        request.leaving = Leaving(transfer, sender, num_kv_tokens)
         sender.advance(num_kv_tokens)
 
-    def successor(self, hold: Hold) -> InstanceId | None:
+    def successor(self, request: LocalRequest) -> InstanceId | None:
         """Return the instance that goes on after the token that a step has just drawn; None for this one."""
-        leaving = hold.leaving
+        leaving = request.leaving
         if leaving is None or leaving.sender is None or not leaving.can_freeze:
             return None
         # The step has computed the KV of the token before.
-        return leaving.target_id if leaving.sender.has_room_for(len(hold.sequence.token_ids)) else None
+        return leaving.target_id if leaving.sender.has_room_for(len(request.sequence.token_ids)) else None
 
-    def stepped(self, hold: Hold, successor: InstanceId | None) -> None:
+    def stepped(self, request: LocalRequest, successor: InstanceId | None) -> None:
         """A step has drawn a token more, and named who goes on."""
-        leaving = hold.leaving
+        leaving = request.leaving
         if leaving is None or leaving.sender is None:
             return
         if successor is not None:
-            self._freeze(hold, leaving)
+            self._freeze(request, leaving)
         else:
-            leaving.sender.advance(len(hold.sequence.token_ids) - 1)
+            leaving.sender.advance(len(request.sequence.token_ids) - 1)
 
-    def _caught_up(self, hold: Hold) -> None:
+    def _caught_up(self, request: LocalRequest) -> None:
         """Little is left to send. One that no step computes now need not wait for a step."""
-        leaving = hold.leaving
-        if leaving is not None and leaving.can_freeze and not hold.in_step and not hold.doomed:
-            self._context.gateways.give_turn(hold, leaving.target_id)
-            self._freeze(hold, leaving)
+        leaving = request.leaving
+        if leaving is not None and leaving.can_freeze and not request.in_step and not request.doomed:
+            self._context.gateways.give_turn(request, leaving.target_id)
+            self._freeze(request, leaving)
 
-    def _freeze(self, hold: Hold, leaving: Leaving) -> None:
+    def _freeze(self, request: LocalRequest, leaving: Leaving) -> None:
         assert leaving.sender is not None
-        token_ids = hold.sequence.token_ids
+        token_ids = request.sequence.token_ids
         num_kv_tokens = len(token_ids) - 1
         leaving.is_frozen = True
-        self._context.sequences.stop_decoding(hold)
+        self._context.sequences.stop_decoding(request)
         leaving.sender.freeze(
             num_kv_tokens=num_kv_tokens,
             tail=pack_token_ids(token_ids[leaving.num_tokens_told : num_kv_tokens]),
-            next_token=FirstToken(token_ids[-1], hold.sequence.num_output_tokens - 1),
+            next_token=FirstToken(token_ids[-1], request.sequence.num_output_tokens - 1),
         )
 
     # --- it does not leave after all ---
 
     def cancel(self, command: CancelMove) -> None:
         """Send no more of it, and say whether it goes on here."""
-        hold = self._context.sequences.get(command.request_id, command.epoch)
-        if hold is None:
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is None:
             return  # it ended, or was released: that was told
-        leaving = hold.leaving
+        leaving = request.leaving
         committed = leaving is not None and leaving.is_of(command.transfer_id) and leaving.committed
         if leaving is not None and leaving.is_of(command.transfer_id) and not committed:
-            self._stay(hold)
-        self._failed(hold, command.transfer_id, committed=committed, reason="it was taken back")
+            self._stay(request)
+        self._failed(request, command.transfer_id, committed=committed, reason="it was taken back")
 
     def resume(self, command: ResumeDecode) -> None:
         """The target never began: go on here."""
-        hold = self._context.sequences.get(command.request_id, command.epoch)
-        if hold is not None and hold.leaving is not None and hold.leaving.is_of(command.transfer_id):
-            self._stay(hold)
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is not None and request.leaving is not None and request.leaving.is_of(command.transfer_id):
+            self._stay(request)
 
     def stay_all(self) -> None:
         """Everything goes on here that has not been committed: the scheduler is to hear of it as decoding."""
-        for hold in self._context.sequences:
-            if hold.leaving is not None and not hold.leaving.committed:
-                self._stay(hold)
+        for request in self._context.sequences:
+            if request.leaving is not None and not request.leaving.committed:
+                self._stay(request)
 
-    def _stay(self, hold: Hold) -> None:
-        assert hold.leaving is not None
-        leaving, hold.leaving = hold.leaving, None
-        self._context.mover.cancel(hold.request_id, hold.epoch)
+    def _stay(self, request: LocalRequest) -> None:
+        assert request.leaving is not None
+        leaving, request.leaving = request.leaving, None
+        self._context.mover.cancel(request.request_id, request.epoch)
         if leaving.is_frozen:
-            self._context.gateways.give_turn(hold, self._context.instance_id)
-            self._context.sequences.resume_decoding(hold)
+            self._context.gateways.give_turn(request, self._context.instance_id)
+            self._context.sequences.resume_decoding(request)
             self._context.wake()
 
     # --- how it went ---
 
-    def sent(self, hold: Hold, outcome: SentTransfer) -> None:
+    def sent(self, request: LocalRequest, outcome: SentTransfer) -> None:
         """The target has acknowledged it, and goes on."""
-        assert hold.leaving is not None
-        transfer_id = hold.leaving.transfer.transfer_id
+        assert request.leaving is not None
+        transfer_id = request.leaving.transfer.transfer_id
         self._context.metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
         self._context.report(
             MoveSent(
                 self._context.instance_id,
-                hold.request_id,
-                hold.epoch,
+                request.request_id,
+                request.epoch,
                 transfer_id,
                 outcome.num_bytes,
                 outcome.duration_s,
                 outcome.exposed_s,
             )
         )
-        hold.end_trace(DONE)
-        self._context.sequences.release(hold)
+        request.end_trace(DONE)
+        self._context.sequences.release(request)
 
-    def failed(self, hold: Hold, outcome: FailedTransfer) -> None:
+    def failed(self, request: LocalRequest, outcome: FailedTransfer) -> None:
         """Report a move that could not be sent or was not acknowledged; before the commit the request goes on here."""
-        leaving = hold.leaving
+        leaving = request.leaving
         assert leaving is not None
         self._context.metrics.failed_transfers.labels("out").inc()
         committed, transfer_id = leaving.committed, leaving.transfer.transfer_id
         if committed:
             leaving.stop_sending()
         else:
-            self._stay(hold)
-        self._failed(hold, transfer_id, committed=committed, reason=outcome.reason)
+            self._stay(request)
+        self._failed(request, transfer_id, committed=committed, reason=outcome.reason)
 
-    def _failed(self, hold: Hold, transfer_id: TransferId, *, committed: bool, reason: str) -> None:
-        log.info("a move failed", request_id=hold.request_id, epoch=hold.epoch, committed=committed, reason=reason)
+    def _failed(self, request: LocalRequest, transfer_id: TransferId, *, committed: bool, reason: str) -> None:
+        log.info(
+            "a move failed", request_id=request.request_id, epoch=request.epoch, committed=committed, reason=reason
+        )
         self._context.report(
-            MoveFailed(self._context.instance_id, hold.request_id, hold.epoch, transfer_id, committed, reason)
+            MoveFailed(self._context.instance_id, request.request_id, request.epoch, transfer_id, committed, reason)
         )
 
     # --- to here ---
@@ -180,24 +182,24 @@ class MovingDecodes:
         transfer = message.command.transfer
         self._context.tables.drop(message.command.drop)
         try:
-            hold = self._hold(message)
+            request = self._take(message)
         except PdmeshError as error:
             self._intake.refuse(message.command, error, transfer.transfer_id)
             return
         self._context.mover.arrivals.expect(
-            hold.request_id,
-            hold.epoch,
+            request.request_id,
+            request.epoch,
             capability=transfer.capability,
-            block_ids=hold.sequence.block_table,
+            block_ids=request.sequence.block_table,
             num_context_tokens=None,
-            num_present_blocks=hold.num_reused_tokens // hold.block_size,
+            num_present_blocks=request.num_reused_tokens // request.block_size,
             source_addresses=message.source_addresses,
         )
         self._context.report(
-            DecodeReserved(self._context.instance_id, hold.request_id, hold.epoch, transfer.transfer_id)
+            DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
         )
 
-    def _hold(self, message: ExpectMove) -> Hold:
+    def _take(self, message: ExpectMove) -> LocalRequest:
         """Take the blocks of a request that nothing else is known of. Raises PdmeshError if that cannot be."""
         command, num_granules = message.command, message.command.transfer.num_reused_granules
         num_tokens = command.num_blocks * self._context.block_size
@@ -216,7 +218,7 @@ class MovingDecodes:
             num_prompt_tokens=0,
             params=SamplingParams(max_tokens=1),
         )
-        hold = Hold(
+        request = LocalRequest(
             generation=nobody,
             sequence=EngineSequence(
                 request_id=command.request_id,
@@ -233,32 +235,32 @@ class MovingDecodes:
             transfer=command.transfer,
             received_by=command.transfer.transfer_id,
         )
-        self._context.sequences.add(hold)
-        return hold
+        self._context.sequences.add(request)
+        return request
 
-    def arrived(self, hold: Hold, outcome: LandedTransfer) -> None:
-        """Give the hold the request that came with its KV. Raises ProtocolError if that is none that it could be."""
+    def arrived(self, request: LocalRequest, outcome: LandedTransfer) -> None:
+        """Take over the transcript that came with the KV. Raises ProtocolError if it cannot be this request's."""
         generation, token_ids = unpack_transcript(outcome.transcript)
-        if (generation.request_id, generation.epoch) != (hold.request_id, hold.epoch):
+        if (generation.request_id, generation.epoch) != (request.request_id, request.epoch):
             raise ProtocolError(f"the transcript is that of request {generation.request_id}, epoch {generation.epoch}")
         params, num_prompt_tokens = generation.params, generation.num_prompt_tokens
         max_kv_tokens = num_prompt_tokens + params.max_tokens - 1
         check_request(
             generation,
             len(token_ids),
-            num_blocks=len(hold.sequence.block_table),
+            num_blocks=len(request.sequence.block_table),
             max_kv_tokens=max_kv_tokens,
             block_size=self._context.block_size,
             max_model_len=self._context.max_model_len,
         )
         if len(token_ids) >= max_kv_tokens:
             raise ProtocolError("no output tokens are left after the one that comes with the KV")
-        hold.generation = generation
-        hold.max_kv_tokens = max_kv_tokens
-        hold.sequence = EngineSequence(
-            request_id=hold.request_id,
+        request.generation = generation
+        request.max_kv_tokens = max_kv_tokens
+        request.sequence = EngineSequence(
+            request_id=request.request_id,
             params=params,
             token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
-            block_table=hold.sequence.block_table,
+            block_table=request.sequence.block_table,
         )

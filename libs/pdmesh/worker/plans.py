@@ -20,7 +20,7 @@ from pdmesh.model import NO_TRANSFER, InstanceId
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.replies import step_done
-from pdmesh.worker.sequences import Hold, Sequences, Stage
+from pdmesh.worker.sequences import LocalRequest, Sequences, Stage
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ class Plans:
         *,
         wakeup: Wakeup,
         report: Callable[[InstanceEvent], None],
-        drop: Callable[[Hold, str], None],
+        drop: Callable[[LocalRequest, str], None],
     ) -> None:
         self._instance_id = instance_id
         self._sequences = sequences
@@ -79,7 +79,7 @@ class Plans:
         self._plans.clear()
         while (batch := self.take_urgent()) is not None:
             for chunk in batch.chunks:
-                self._sequences.step_ended(chunk.hold)
+                self._sequences.step_ended(chunk.request)
 
     def release_decodes(self) -> None:
         """Let the residents decode, because the scheduler that held them is gone."""
@@ -132,52 +132,59 @@ class Plans:
 
     def _may_wait(self, plan: StepPlan) -> bool:
         """Whether it depends on plans that were sent before, as a group's chunks do: then it overtakes none."""
-        holds = (self._sequences.get(part.request_id, part.epoch) for part in plan.chunks)
-        return any(hold is not None and hold.exchange is not None for hold in holds)
+        requests = (self._sequences.get(part.request_id, part.epoch) for part in plan.chunks)
+        return any(request is not None and request.exchange is not None for request in requests)
 
     def _batch(self, plan: StepPlan) -> Batch | None:
         """What is there to do of a plan; if that is nothing, it is done."""
         self._own.planned(plan)
         self._held_until_s = None
         chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
-        decodes = _in_step(hold for hold in self._sequences.decoding if not hold.in_step) if plan.with_decodes else ()
+        decodes = (
+            _in_step(request for request in self._sequences.decoding if not request.in_step)
+            if plan.with_decodes
+            else ()
+        )
         if chunks or decodes:
             return Batch(plan=plan, chunks=chunks, decodes=decodes)
         self._report(step_done(self._instance_id, plan))
         return None
 
     def _begin(self, part: ChunkPlan) -> BatchChunk | None:
-        hold = self._sequences.get(part.request_id, part.epoch)
-        if hold is None or hold.received_by != NO_TRANSFER:  # freed meanwhile, perhaps to receive its KV since then
+        request = self._sequences.get(part.request_id, part.epoch)
+        if (
+            request is None or request.received_by != NO_TRANSFER
+        ):  # freed meanwhile, perhaps to receive its KV since then
             return None
         end = part.start + part.num_tokens
-        num_tokens = len(hold.sequence.token_ids)
+        num_tokens = len(request.sequence.token_ids)
         if (
-            hold.stage is not Stage.PREFILLING
-            or hold.in_step
+            request.stage is not Stage.PREFILLING
+            or request.in_step
             or not part.start < end <= num_tokens
             or part.is_last != (end == num_tokens)
-            or not self._sequences.may_write(hold, part)
-            or not hold.begins(part)
+            or not self._sequences.may_write(request, part)
+            or not request.begins(part)
         ):
             self._drop(
-                hold, f"chunk {part.start}…{end} does not follow {hold.num_computed_tokens} of {num_tokens} tokens"
+                request,
+                f"chunk {part.start}…{end} does not follow {request.num_computed_tokens} of {num_tokens} tokens",
             )
             return None
-        if hold.sender is not None and hold.num_chunks == 0:
-            transfer_id = NO_TRANSFER if hold.transfer is None else hold.transfer.transfer_id
-            self._report(TransferOffered(self._instance_id, hold.request_id, hold.epoch, transfer_id))
-        if hold.trace is not None and hold.num_chunks == 0:
-            hold.trace.prefill_began()
-        hold.num_chunks += 1
-        hold.num_begun_tokens = end
-        hold.in_step = True
-        return BatchChunk(hold, part, hold.num_chunks - 1, hold.exchange)
+        if request.sender is not None and request.num_chunks == 0:
+            transfer_id = NO_TRANSFER if request.transfer is None else request.transfer.transfer_id
+            self._report(TransferOffered(self._instance_id, request.request_id, request.epoch, transfer_id))
+        if request.trace is not None and request.num_chunks == 0:
+            request.trace.prefill_began()
+        request.num_chunks += 1
+        request.num_begun_tokens = end
+        request.in_step = True
+        return BatchChunk(request, part, request.num_chunks - 1, request.exchange)
 
 
-def _in_step(holds: Iterable[Hold]) -> tuple[Hold, ...]:
+def _in_step(requests: Iterable[LocalRequest]) -> tuple[LocalRequest, ...]:
     """Mark requests as part of the step that begins now, and return them."""
-    begun = tuple(holds)
-    for hold in begun:
-        hold.in_step = True
+    begun = tuple(requests)
+    for request in begun:
+        request.in_step = True
     return begun

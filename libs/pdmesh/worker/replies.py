@@ -12,7 +12,7 @@ from pdmesh.model import FinishReason, InstanceId, OwnDecodeSteps
 from pdmesh.plans import ChunkDone, StepPlan
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TokensUp, TurnOver
 from pdmesh.worker.batch import Batch, BatchChunk
-from pdmesh.worker.sequences import Hold
+from pdmesh.worker.sequences import LocalRequest
 from pdmesh.worker.times import StepTime
 
 
@@ -33,21 +33,21 @@ class ToGateways:
         self._tokens = tokens
         self._num_turns = itertools.count()
 
-    def open(self, hold: Hold) -> None:
+    def open(self, request: LocalRequest) -> None:
         """Get ready to send to the request's gateway."""
-        self._tokens.open(hold.generation.token_address)
+        self._tokens.open(request.generation.token_address)
 
-    def send(self, hold: Hold, message: TokensUp) -> None:
-        self._tokens.send(hold.generation.token_address, message)
+    def send(self, request: LocalRequest, message: TokensUp) -> None:
+        self._tokens.send(request.generation.token_address, message)
 
-    def give_turn(self, hold: Hold, instance_id: InstanceId) -> None:
+    def give_turn(self, request: LocalRequest, instance_id: InstanceId) -> None:
         """Name the instance that draws the next token."""
         self.send(
-            hold,
+            request,
             TurnOver(
-                request_id=hold.request_id,
-                epoch=hold.epoch,
-                index=hold.sequence.num_output_tokens,
+                request_id=request.request_id,
+                epoch=request.epoch,
+                index=request.sequence.num_output_tokens,
                 next_instance_id=instance_id,
                 num=next(self._num_turns),
             ),
@@ -69,7 +69,7 @@ def step_done(
     """
     chunks = () if batch is None else batch.chunks
     computed = {
-        (chunk.plan.request_id, chunk.plan.epoch) for chunk in chunks if not (chunk.hold.doomed or chunk in ended)
+        (chunk.plan.request_id, chunk.plan.epoch) for chunk in chunks if not (chunk.request.doomed or chunk in ended)
     }
     return StepDone(
         instance_id=instance_id,
@@ -93,27 +93,27 @@ def step_done(
     )
 
 
-def token_out(hold: Hold, result: SliceResult, successor: InstanceId | None = None) -> TokenOut:
+def token_out(request: LocalRequest, result: SliceResult, successor: InstanceId | None = None) -> TokenOut:
     """Make the message for a drawn token, before it joins the sequence. ``successor`` draws the next, after a move."""
     return TokenOut(
-        request_id=hold.request_id,
-        epoch=hold.epoch,
-        index=hold.sequence.num_output_tokens,
+        request_id=request.request_id,
+        epoch=request.epoch,
+        index=request.sequence.num_output_tokens,
         token_id=result.token_id,
         logprobs=None if result.logprobs is None else _on_wire(result.logprobs),
         finish_reason=result.finish_reason,
         stop_token_id=result.stop_token_id,
-        next_instance_id=(successor or hold.next_instance_id) if result.finish_reason is None else None,
-        num_cached_tokens=0 if hold.sequence.num_output_tokens else hold.num_reused_tokens,
+        next_instance_id=(successor or request.next_instance_id) if result.finish_reason is None else None,
+        num_cached_tokens=0 if request.sequence.num_output_tokens else request.num_reused_tokens,
     )
 
 
-def error_out(hold: Hold, error: Exception) -> TokenOut:
+def error_out(request: LocalRequest, error: Exception) -> TokenOut:
     """Make the message that ends a request's tokens because the engine failed."""
     return TokenOut(
-        request_id=hold.request_id,
-        epoch=hold.epoch,
-        index=hold.sequence.num_output_tokens,
+        request_id=request.request_id,
+        epoch=request.epoch,
+        index=request.sequence.num_output_tokens,
         token_id=None,
         finish_reason=FinishReason.ERROR,
         error=f"the engine failed: {type(error).__name__}",
@@ -123,23 +123,23 @@ def error_out(hold: Hold, error: Exception) -> TokenOut:
 def prompt_logprobs(chunk: BatchChunk, result: SliceResult) -> PromptLogprobs:
     """Make the message with the log-probabilities of a chunk's tokens; the prompt's first token has none."""
     return PromptLogprobs(
-        request_id=chunk.hold.request_id,
-        epoch=chunk.hold.epoch,
+        request_id=chunk.request.request_id,
+        epoch=chunk.request.epoch,
         start=chunk.plan.start + 1,
         logprobs=tuple(_on_wire(logprobs) for logprobs in result.prompt_logprobs),
     )
 
 
 def finished(
-    instance_id: InstanceId, hold: Hold, reason: FinishReason, own_steps: OwnDecodeSteps | None
+    instance_id: InstanceId, request: LocalRequest, reason: FinishReason, own_steps: OwnDecodeSteps | None
 ) -> RequestFinished:
     """Make the report of a request that ended here, with the own decode steps since the last report."""
     return RequestFinished(
         instance_id=instance_id,
-        request_id=hold.request_id,
-        epoch=hold.epoch,
+        request_id=request.request_id,
+        epoch=request.epoch,
         reason=reason,
-        num_output_tokens=hold.sequence.num_output_tokens,
+        num_output_tokens=request.sequence.num_output_tokens,
         own_steps=own_steps,
     )
 

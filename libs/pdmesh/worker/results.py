@@ -17,7 +17,7 @@ from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.replies import error_out, prompt_logprobs, step_done, token_out
-from pdmesh.worker.sequences import Hold, Stage
+from pdmesh.worker.sequences import LocalRequest, Stage
 from pdmesh.worker.times import StepTime
 
 log = structlog.get_logger()
@@ -51,35 +51,35 @@ class Results:
             self._context.metrics.kv_wait_s.observe(time.waited_s)
         ended = [chunk for chunk, result in zip(batch.chunks, results, strict=False) if result is None]
         for chunk in ended:
-            if chunk.exchange is None or chunk.hold.doomed:
+            if chunk.exchange is None or chunk.request.doomed:
                 continue
             if chunk.exchange.gate.aborted is not None:
-                self._context.endings.drop(chunk.hold, chunk.exchange.gate.aborted)
+                self._context.endings.drop(chunk.request, chunk.exchange.gate.aborted)
             else:  # a member was lost, and what it waited for is planned anew
                 chunk.exchange.ledger.abandon(*chunk.begun_blocks(self._context.block_size))
         self._tell_of_step(batch, time, ended)
         for chunk, result in zip(batch.chunks, results, strict=False):
             if result is not None and result.prompt_logprobs:  # also of a helper that was freed in its last layer
-                self._context.gateways.send(chunk.hold, prompt_logprobs(chunk, result))
-            if self._context.sequences.step_ended(chunk.hold) and result is not None:
+                self._context.gateways.send(chunk.request, prompt_logprobs(chunk, result))
+            if self._context.sequences.step_ended(chunk.request) and result is not None:
                 self._finish_chunk(chunk, result, time)
-        for hold, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
-            if self._context.sequences.step_ended(hold) and result is not None:
-                self._deliver(hold, result)
+        for request, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
+            if self._context.sequences.step_ended(request) and result is not None:
+                self._deliver(request, result)
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
             self._context.report(DecodeStepsDone(self._context.instance_id, own_steps))
         self._growth.tell(
-            [*(chunk.hold for chunk in batch.chunks if chunk.hold.stage is Stage.DECODING), *batch.decodes]
+            [*(chunk.request for chunk in batch.chunks if chunk.request.stage is Stage.DECODING), *batch.decodes]
         )
-        return any(hold.stage is Stage.LEAVING for hold in batch.decodes)
+        return any(request.stage is Stage.LEAVING for request in batch.decodes)
 
     def fail(self, batch: Batch, error: Exception) -> None:
         """End the batch's requests with an error, because the engine broke."""
-        for hold in (*(chunk.hold for chunk in batch.chunks), *batch.decodes):
-            if self._context.sequences.step_ended(hold):
-                log.error("request ended by the engine's failure", request_id=hold.request_id, epoch=hold.epoch)
-                self._context.gateways.send(hold, error_out(hold, error))
-                self._context.endings.finish(hold, FinishReason.ERROR)
+        for request in (*(chunk.request for chunk in batch.chunks), *batch.decodes):
+            if self._context.sequences.step_ended(request):
+                log.error("request ended by the engine's failure", request_id=request.request_id, epoch=request.epoch)
+                self._context.gateways.send(request, error_out(request, error))
+                self._context.endings.finish(request, FinishReason.ERROR)
 
     def _tell_of_step(self, batch: Batch, time: StepTime, ended: Collection[BatchChunk]) -> None:
         """Report a planned step; note one of the instance's own."""
@@ -98,38 +98,38 @@ class Results:
             )
 
     def _finish_chunk(self, chunk: BatchChunk, result: SliceResult, time: StepTime) -> None:
-        hold, plan = chunk.hold, chunk.plan
-        if hold.trace is not None:
-            hold.trace.chunk_done(plan.num_tokens, time, is_last=plan.is_last)
-        hold.num_computed_tokens += plan.num_tokens
-        if hold.exchange is not None and chunk.exchange is None and not plan.is_last:
-            hold.exchange.add_computed(*chunk.completed_blocks(self._context.block_size))
+        request, plan = chunk.request, chunk.plan
+        if request.trace is not None:
+            request.trace.chunk_done(plan.num_tokens, time, is_last=plan.is_last)
+        request.num_computed_tokens += plan.num_tokens
+        if request.exchange is not None and chunk.exchange is None and not plan.is_last:
+            request.exchange.add_computed(*chunk.completed_blocks(self._context.block_size))
         # A chunk is computed with all KV before it. But helpers are not asked to keep any.
-        if hold.exchange is None or hold.exchange.leads:
-            self._context.tables.keep_prompt(hold, plan.start + plan.num_tokens)
+        if request.exchange is None or request.exchange.leads:
+            self._context.tables.keep_prompt(request, plan.start + plan.num_tokens)
         self._context.metrics.prompt_tokens.inc(plan.num_tokens)
         if not plan.is_last:
             return
-        self._groups.leave(hold)
-        if hold.sender is None:
-            self._context.sequences.start_decoding(hold)
-            self._deliver(hold, result)
+        self._groups.leave(request)
+        if request.sender is None:
+            self._context.sequences.start_decoding(request)
+            self._deliver(request, result)
             return
-        token_index = hold.sequence.num_output_tokens
-        self._deliver(hold, result)
-        if not hold.doomed:
+        token_index = request.sequence.num_output_tokens
+        self._deliver(request, result)
+        if not request.doomed:
             assert result.token_id is not None
-            hold.stage = Stage.SENDING
-            hold.sender.commit(FirstToken(result.token_id, token_index))
+            request.stage = Stage.SENDING
+            request.sender.commit(FirstToken(result.token_id, token_index))
 
-    def _deliver(self, hold: Hold, result: SliceResult) -> None:
+    def _deliver(self, request: LocalRequest, result: SliceResult) -> None:
         """Send a drawn token to the gateway; release the request if it ends with it."""
         assert result.token_id is not None, "a slice that samples gave no token"
         self._context.metrics.generation_tokens.inc()
-        successor = self._moves.successor(hold)
-        self._context.gateways.send(hold, token_out(hold, result, successor))
-        hold.sequence.token_ids.append(result.token_id)
+        successor = self._moves.successor(request)
+        self._context.gateways.send(request, token_out(request, result, successor))
+        request.sequence.token_ids.append(result.token_id)
         if result.finish_reason is not None:
-            self._context.endings.finish(hold, result.finish_reason)
+            self._context.endings.finish(request, result.finish_reason)
         else:
-            self._moves.stepped(hold, successor)
+            self._moves.stepped(request, successor)

@@ -1,6 +1,6 @@
 """The requests an instance holds: their blocks, their transcripts, and how far each has come.
 
-A hold is *released* once: its transfer is stopped, its blocks go back to the pool, and when the last of them is free
+A request is *released* once: its transfer is stopped, its blocks go back to the pool, and when the last of them is free
 the scheduler is told. While a step uses the blocks, or a copy still touches them, the release waits for it.
 """
 
@@ -32,7 +32,7 @@ from pdmesh.model import (
 from pdmesh.plans import ChunkPlan, TransferPlan
 from pdmesh.policy.on_demand import is_low
 from pdmesh.wire.messages import Generation
-from pdmesh.worker.spans import HoldTrace
+from pdmesh.worker.spans import RequestTrace
 
 
 class Stage(Enum):
@@ -75,7 +75,7 @@ class Leaving:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Hold:
+class LocalRequest:
     """One request of one epoch on this instance."""
 
     generation: Generation
@@ -89,7 +89,7 @@ class Hold:
     sender: KvSender | None = None  # set if its KV moves on after its prefill
     exchange: KvExchange | None = None  # set if a group computes its prompt
     leaving: Leaving | None = None  # set while it decodes, and moves to another instance
-    trace: HoldTrace | None = None  # set if the request is traced
+    trace: RequestTrace | None = None  # set if the request is traced
     num_reused_tokens: int = 0  # the first ones, whose KV was here
     num_computed_tokens: int = 0  # those reused among them
     num_chunks: int = 0  # begun
@@ -171,9 +171,9 @@ class Hold:
 
 
 class Sequences:
-    """The table of holds.
+    """The requests that an instance has blocks for.
 
-    ``on_released`` is called once per hold, when its last block is free, or kept; with what ``keep_drawn`` kept of it.
+    ``on_released`` is called once per request, when its last block is free or kept, with what ``keep_drawn`` has kept.
     """
 
     def __init__(
@@ -181,40 +181,40 @@ class Sequences:
         pool: BlockPool,
         mover: KvMover,
         *,
-        keep_drawn: Callable[[Hold], PrefixHashes],
-        on_released: Callable[[Hold, PrefixHashes], None],
+        keep_drawn: Callable[[LocalRequest], PrefixHashes],
+        on_released: Callable[[LocalRequest, PrefixHashes], None],
     ) -> None:
         self._pool = pool
         self._mover = mover
         self._keep_drawn = keep_drawn
         self._on_released = on_released
-        self._holds: dict[tuple[RequestId, Epoch], Hold] = {}
-        self._decoding: dict[tuple[RequestId, Epoch], Hold] = {}
-        self._leaving: set[Hold] = set()
+        self._requests: dict[tuple[RequestId, Epoch], LocalRequest] = {}
+        self._decoding: dict[tuple[RequestId, Epoch], LocalRequest] = {}
+        self._leaving: set[LocalRequest] = set()
         self._released = anyio.Event()
 
     def __len__(self) -> int:
-        return len(self._holds)
+        return len(self._requests)
 
-    def __iter__(self) -> Iterator[Hold]:
-        """Iterate over a copy, because holds may be released on the way."""
-        return iter(list(self._holds.values()))
+    def __iter__(self) -> Iterator[LocalRequest]:
+        """Iterate over a copy, because requests may be released on the way."""
+        return iter(list(self._requests.values()))
 
-    def get(self, request_id: RequestId, epoch: Epoch) -> Hold | None:
-        return self._holds.get((request_id, epoch))
+    def get(self, request_id: RequestId, epoch: Epoch) -> LocalRequest | None:
+        return self._requests.get((request_id, epoch))
 
-    def up_to(self, request_id: RequestId, epoch: Epoch) -> list[Hold]:
-        """The request's holds of this epoch and older ones."""
-        return [hold for hold in self if hold.request_id == request_id and hold.epoch <= epoch]
+    def up_to(self, request_id: RequestId, epoch: Epoch) -> list[LocalRequest]:
+        """The request in this epoch and older ones."""
+        return [request for request in self if request.request_id == request_id and request.epoch <= epoch]
 
     def is_leaving(self, request_id: RequestId, epoch: Epoch) -> bool:
-        """Whether the hold was released but its blocks are not free yet."""
-        return any(hold.request_id == request_id and hold.epoch == epoch for hold in self._leaving)
+        """Whether the request was released but its blocks are not free yet."""
+        return any(request.request_id == request_id and request.epoch == epoch for request in self._leaving)
 
     @property
-    def decoding(self) -> list[Hold]:
+    def decoding(self) -> list[LocalRequest]:
         """The residents that have room for a token more, oldest first."""
-        return [hold for hold in self._decoding.values() if hold.has_room]
+        return [request for request in self._decoding.values() if request.has_room]
 
     @property
     def num_decoding(self) -> int:
@@ -227,92 +227,95 @@ class Sequences:
         Residents that wait for room are ``out_of_credit``.
         """
         counts = dict.fromkeys(("queued", *(stage.name.lower() for stage in Stage), "out_of_credit"), 0)
-        for hold in self:
-            if hold.stage is Stage.PREFILLING and hold.num_chunks == 0:
+        for request in self:
+            if request.stage is Stage.PREFILLING and request.num_chunks == 0:
                 counts["queued"] += 1
-            elif hold.stage is Stage.DECODING and not hold.has_room:
+            elif request.stage is Stage.DECODING and not request.has_room:
                 counts["out_of_credit"] += 1
             else:
-                counts[hold.stage.name.lower()] += 1
+                counts[request.stage.name.lower()] += 1
         return counts
 
-    def add(self, hold: Hold) -> None:
-        self._holds[hold.request_id, hold.epoch] = hold
+    def add(self, request: LocalRequest) -> None:
+        self._requests[request.request_id, request.epoch] = request
 
-    def start_decoding(self, hold: Hold) -> None:
-        self.resume_decoding(hold)
-        if hold.trace is not None:
-            hold.trace.decode_began()
+    def start_decoding(self, request: LocalRequest) -> None:
+        self.resume_decoding(request)
+        if request.trace is not None:
+            request.trace.decode_began()
 
-    def resume_decoding(self, hold: Hold) -> None:
+    def resume_decoding(self, request: LocalRequest) -> None:
         """Let a request decode again that stood still."""
-        hold.stage = Stage.DECODING
-        self._decoding[hold.request_id, hold.epoch] = hold
+        request.stage = Stage.DECODING
+        self._decoding[request.request_id, request.epoch] = request
 
-    def stop_decoding(self, hold: Hold) -> None:
+    def stop_decoding(self, request: LocalRequest) -> None:
         """Stop decoding a request, which stands still from here on."""
-        hold.stage = Stage.LEAVING
-        del self._decoding[hold.request_id, hold.epoch]
+        request.stage = Stage.LEAVING
+        del self._decoding[request.request_id, request.epoch]
 
-    def release(self, hold: Hold) -> None:
+    def release(self, request: LocalRequest) -> None:
         """Stop what runs for the request and give its blocks back, at once or when the step that uses them ends."""
-        if hold.doomed:
+        if request.doomed:
             return
-        key = hold.request_id, hold.epoch
-        del self._holds[key]
+        key = request.request_id, request.epoch
+        del self._requests[key]
         self._decoding.pop(key, None)
-        self._leaving.add(hold)
-        hold.doomed = True
+        self._leaving.add(request)
+        request.doomed = True
         self._mover.cancel(*key)
-        if not hold.in_step:
-            self._free(hold)
+        if not request.in_step:
+            self._free(request)
 
-    def step_ended(self, hold: Hold) -> bool:
-        """Note that no step uses the hold's blocks any more; False if it was released meanwhile."""
-        hold.in_step = False
-        if hold.doomed:
-            self._free(hold)
-        return not hold.doomed
+    def step_ended(self, request: LocalRequest) -> bool:
+        """Note that no step uses the request's blocks any more; False if it was released meanwhile."""
+        request.in_step = False
+        if request.doomed:
+            self._free(request)
+        return not request.doomed
 
     def abort_waiting(self, reason: str) -> None:
         """End what the engine's thread waits for."""
-        for hold in self:
-            if hold.exchange is not None:
-                hold.exchange.gate.abort(reason)
+        for request in self:
+            if request.exchange is not None:
+                request.exchange.gate.abort(reason)
 
-    def may_write(self, hold: Hold, part: ChunkPlan) -> bool:
+    def may_write(self, request: LocalRequest, part: ChunkPlan) -> bool:
         """Whether the blocks that a chunk is to fill are this request's alone."""
-        first, end = part.start // hold.block_size, num_blocks_for(part.start + part.num_tokens, hold.block_size)
-        return not any(map(self._pool.is_shared, hold.sequence.block_table[first:end]))
+        first, end = part.start // request.block_size, num_blocks_for(part.start + part.num_tokens, request.block_size)
+        return not any(map(self._pool.is_shared, request.sequence.block_table[first:end]))
 
     async def settled(self) -> None:
-        """Wait until every released hold's blocks are free."""
+        """Wait until every released request's blocks are free."""
         while self._leaving:
             await self._released.wait()
 
     async def emptied(self) -> None:
         """Wait until nothing is held."""
-        while self._holds or self._leaving:
+        while self._requests or self._leaving:
             await self._released.wait()
 
     def check_integrity(self) -> None:
-        """Check that each block is in as many of the holds' tables as the pool counts references."""
+        """Check that each block is in as many of the requests' tables as the pool counts references."""
         self._pool.check_integrity()
-        held, tables = self._pool.references, Counter(block for hold in self for block in hold.sequence.block_table)
+        held, tables = (
+            self._pool.references,
+            Counter(block for request in self for block in request.sequence.block_table),
+        )
         wrong = {block: number for block, number in tables.items() if held.get(block, 0) < number}
         assert not wrong, f"blocks in more tables than the pool counts: {wrong}"
-        for hold in self.decoding:
-            block_id = hold.sequence.block_table[(len(hold.sequence.token_ids) - 1) // hold.block_size]
-            assert not self._pool.is_shared(block_id), f"{hold.request_id} writes into shared block {block_id}"
+        for request in self.decoding:
+            block_id = request.sequence.block_table[(len(request.sequence.token_ids) - 1) // request.block_size]
+            assert not self._pool.is_shared(block_id), f"{request.request_id} writes into shared block {block_id}"
         if not self._leaving:
             assert tables == held, f"{tables.total()} blocks in tables, {sum(held.values())} references in the pool"
 
-    def _free(self, hold: Hold) -> None:
-        drawn = self._keep_drawn(hold)
-        self._pool.free(hold.sequence.block_table, on_released=lambda: self._freed(hold, drawn))
+    def _free(self, request: LocalRequest) -> None:
+        drawn = self._keep_drawn(request)
+        self._pool.free(request.sequence.block_table, on_released=lambda: self._freed(request, drawn))
 
-    def _freed(self, hold: Hold, drawn: PrefixHashes) -> None:
-        self._leaving.remove(hold)
-        self._on_released(hold, drawn)
+    def _freed(self, request: LocalRequest, drawn: PrefixHashes) -> None:
+        self._leaving.remove(request)
+        self._on_released(request, drawn)
         self._released.set()
         self._released = anyio.Event()

@@ -23,15 +23,15 @@ FAILURES = (FAILED, ERROR)
 MAX_CHUNK_EVENTS = 256
 
 
-def trace_of(tracing: Tracing, generation: Generation, instance_id: InstanceId) -> HoldTrace | None:
+def trace_of(tracing: Tracing, generation: Generation, instance_id: InstanceId) -> RequestTrace | None:
     """Begin an instance's part of a request's trace; None if the request is not traced."""
     if not tracing.on or generation.traceparent is None:
         return None
-    return HoldTrace(tracing, generation.traceparent, generation, instance_id)
+    return RequestTrace(tracing, generation.traceparent, generation, instance_id)
 
 
-class HoldTrace:
-    """The trace of one hold. Each method notes that something happened now; a span is recorded when it is over."""
+class RequestTrace:
+    """A request's trace on this instance. Each method notes an event of now; a span is recorded when it is over."""
 
     def __init__(self, tracing: Tracing, traceparent: str, generation: Generation, instance_id: InstanceId) -> None:
         self._tracing = tracing

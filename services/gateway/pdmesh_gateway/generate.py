@@ -163,12 +163,12 @@ class Generator:
         is_same = self._link.is_connected and transcript.submitted_on == self._link.num_connections
         self.resume(transcript, "a token was lost on the way", blame=SHARED_BLAME if is_same else 0.0)
 
-    def resume(self, transcript: Transcript, reason: str, *, blame: float = 0.0, preempted: bool = False) -> None:
-        """Submit a request again, from its transcript and under the next epoch. ``preempted``: nothing has failed.
+    def resume(self, transcript: Transcript, reason: str, *, blame: float = 0.0, retracted: bool = False) -> None:
+        """Submit a request again, from its transcript and under the next epoch. ``retracted``: nothing has failed.
 
         It fails instead if it got too much of the blame (`Transcript.restart`).
         """
-        tell = log.debug if preempted else log.warning
+        tell = log.debug if retracted else log.warning
         tell("resuming", request_id=transcript.request_id, epoch=transcript.epoch, reason=reason)
         if not transcript.restart(blame=blame):
             transcript.fail(
@@ -181,8 +181,8 @@ class Generator:
                 )
             )
             return
-        if preempted:
-            self.metrics.preempted()
+        if retracted:
+            self.metrics.retracted()
         else:
             self.metrics.restarted()
         self._submit_when_possible(transcript)
@@ -246,7 +246,7 @@ class Generator:
 
     def on_restarted(self, command: Restart) -> None:
         def resumed(transcript: Transcript) -> None:
-            self.resume(transcript, command.reason, blame=command.blame, preempted=command.preempted)
+            self.resume(transcript, command.reason, blame=command.blame, retracted=command.retracted)
 
         self._tell(command, resumed)
 

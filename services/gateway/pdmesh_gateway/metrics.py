@@ -124,7 +124,7 @@ class GatewayMetrics:
         )
         cache_hits = counter("prefix_cache_hits", "Of these, the tokens whose KV was there before.")
         restarts = counter("request_restarts", "Requests resumed after a loss.")
-        preemptions = counter("num_preemptions", "Requests resumed because other requests needed their KV memory.")
+        retractions = counter("num_preemptions", "Requests resumed because other requests needed their KV memory.")
         refusal = histogram(
             "request_refusal_seconds",
             "Time from a request's headers to its refusal for lack of room or time.",
@@ -143,7 +143,7 @@ class GatewayMetrics:
         self._cache_queries = cache_queries.labels(model)
         self._cache_hits = cache_hits.labels(model)
         self._restarts = restarts.labels(model)
-        self._preemptions = preemptions.labels(model)
+        self._retractions = retractions.labels(model)
         self._success = Counter(
             f"{PREFIX}:request_success",
             "Generations that ended, by outcome.",
@@ -195,7 +195,7 @@ class GatewayMetrics:
                 output_tokens,
                 cache_queries,
                 cache_hits,
-                preemptions,
+                retractions,
                 self._success,
                 mesh,
             )
@@ -255,8 +255,8 @@ class GatewayMetrics:
     def restarted(self) -> None:
         self._restarts.inc()
 
-    def preempted(self) -> None:
-        self._preemptions.inc()
+    def retracted(self) -> None:
+        self._retractions.inc()
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()

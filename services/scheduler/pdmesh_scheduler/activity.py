@@ -101,7 +101,7 @@ class ActivityFeed:
                 case Restart():
                     where: InstanceId | None = getattr(event, "instance_id", None)
                     if where is not None:
-                        self._mark(where, now_s, "preempted" if command.preempted else "restarted", command.request_id)
+                        self._mark(where, now_s, "retracted" if command.retracted else "restarted", command.request_id)
                 case _:
                     pass
 

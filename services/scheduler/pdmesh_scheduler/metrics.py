@@ -72,7 +72,7 @@ class SchedulerMetrics:
             "Times an instance was silent for so long that it was suspected",
             registry=registry,
         )
-        self._preemptions = Counter(
+        self._retractions = Counter(
             "pdmesh:num_preemptions",
             "Decodes resumed after their KV was freed for others",
             registry=registry,
@@ -141,7 +141,7 @@ class SchedulerMetrics:
                 case Reject():
                     self._rejected.labels(command.reason).inc()
                 case Restart():
-                    (self._preemptions if command.preempted else self._restarts).inc()
+                    (self._retractions if command.retracted else self._restarts).inc()
                 case ForgetRequest():
                     self._ended.labels(command.outcome).inc()
                 case _:

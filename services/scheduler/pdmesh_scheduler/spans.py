@@ -16,7 +16,7 @@ QUEUED = "queued"
 PLACED = "placed"
 
 #: Ends of our care that are no failure.
-_WELL = (Outcome.FINISHED, Outcome.CANCELLED, Outcome.PREEMPTED)
+_WELL = (Outcome.FINISHED, Outcome.CANCELLED, Outcome.RETRACTED)
 
 
 @dataclass(slots=True)

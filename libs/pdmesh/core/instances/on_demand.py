@@ -1,9 +1,9 @@
-"""Requests that decode are granted KV as they grow; where there is none left, some move away or are preempted.
+"""Requests that decode are granted KV as they grow; where there is none left, some move away or are retracted.
 
 An instance says which of its requests have room for few tokens more, long before they have none. They are granted more
 at once, the oldest first; what cannot be granted waits for the next release. A request that cannot go on at all takes
-precedence over younger ones: of these, those are preempted that cost the least work to bring back for each block that
-they free. So the oldest on an instance always goes on, and no two ever preempt each other in turns. Where there is
+precedence over younger ones: of these, those are retracted that cost the least work to bring back for each block that
+they free. So the oldest on an instance always goes on, and no two ever retract each other in turns. Where there is
 another instance that has room, what would take longer to compute again than to move is moved instead, and already
 when somebody asks in vain, long before that cannot go on (`pdmesh.core.transfers.rebalancing`).
 """
@@ -164,7 +164,7 @@ class OnDemandKv:
         state = self._mesh.find(key)
         return (float("inf"), key[0]) if state is None else _age_of(state)
 
-    # --- preempting ---
+    # --- retracting ---
 
     def _make_room(
         self, instance: InstanceState, stuck: Iterable[RequestKey], bundle: Bundle, latency: LatencyModel
@@ -177,12 +177,12 @@ class OnDemandKv:
                 victim = self._victim(instance, self._age(key), bundle, latency)
                 if victim is None:
                     return
-                self._mesh.restart(victim.state, f"instance {instance.instance_id} is short of memory", preempted=True)
+                self._mesh.restart(victim.state, f"instance {instance.instance_id} is short of memory", retracted=True)
                 coming = victim.num_blocks
             coming -= 1
 
     def _victim(self, instance: InstanceState, age: _Age, bundle: Bundle, latency: LatencyModel) -> _Victim | None:
-        """Return the younger resident that is cheapest to preempt for each block."""
+        """Return the younger resident that is cheapest to retract for each block."""
         found: list[_Victim] = []
         for key, allocation in instance.allocations.items():
             state = self._mesh.find(key)

@@ -2,7 +2,7 @@
 
 Which moves pay is the policy's business (`pdmesh.policy.rebalancing`); this module keeps to what may be: a decode moves
 so at most once in a while, and between two instances in one direction, so that nothing goes to and fro; for memory only
-one that is younger than the oldest that asks for more, as it is for preemption, which a move takes the place of.
+one that is younger than the oldest that asks for more, as it is for retraction, which a move takes the place of.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class KvMove(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ActivityMark(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened at one moment: "preempted", "restarted", "transfer failed", "lost" or "joined"."""
+    """Something that happened at one moment, as "preempted", "retracted", "restarted", "transfer failed" or "lost"."""
 
     instance_id: InstanceId
     at_s: float

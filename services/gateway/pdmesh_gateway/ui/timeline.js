@@ -14,7 +14,7 @@ export const KINDS = [
   ["decode", "decodes"],
   ["urgent", "urgent chunk"],
   ["move", "KV transfer"],
-  ["bad", "preempted, restarted or lost"],
+  ["bad", "preempted, retracted, restarted or lost"],
 ];
 
 export class Timeline {

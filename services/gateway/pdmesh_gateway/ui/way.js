@@ -27,14 +27,14 @@ export function barsOf(steps, end_s) {
       decoding.set(where, at_s);
     }
     if (what === "placed" || what === "stays to decode") decoding.set(where, null); // from its first token on
-    if (what === "finished" || what === "moved away" || what === "preempted" || what === "restarted" || what === "cancelled") {
+    if (what === "finished" || what === "moved away" || what === "retracted" || what === "restarted" || what === "cancelled") {
       for (const [instance, since_s] of decoding) {
         if (!instance || (where && instance !== where)) continue;
         const from_s = since_s ?? decoding.get("") ?? at_s;
         bars.push({ row: instance, from_s, to_s: at_s, kind: "decode", text: `decodes; ${detail || what}` });
         decoding.delete(instance);
       }
-      if (what === "preempted" || what === "restarted") waits_from_s = at_s;
+      if (what === "retracted" || what === "restarted") waits_from_s = at_s;
     }
   }
   for (const [instance, since_s] of decoding) {
