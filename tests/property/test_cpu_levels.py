@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.engine.attention import QuerySpan
-from pdmesh.engine.kernels import Rotation
+from pdmesh.engine.kernels import Elementwise, Rotation
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelLibrary, choose_kernels, load_library, processor_levels
 from pdmesh.engine.linear import WeightMemory, tile_linear
+from pdmesh.engine.model_config import NormConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
@@ -120,13 +121,13 @@ def test_every_level_gives_the_same_bits(
     )
     results: list[list[npt.NDArray[np.uint8]]] = []
     for library in libraries(dtype):
-        kernels, pages = NativeKernels(library, 1e-6), cache.clone()
+        kernels, pages = NativeKernels(library, Elementwise(NormConfig(epsilon=1e-6))), cache.clone()
         added, normed = kernels.add_norm(hidden.clone(), delta, weight)
         query = kernels.rotate_and_store(normed.view(num_tokens, -1, head_dim), num_heads, rotation, pages)
         plan = NativeAttention(library, layout, head_dim**-0.5).plan([QuerySpan(0, num_tokens, start, table.tolist())])
         output, lse = plan.attend(query, pages, with_lse=True)
         assert lse is not None
-        gated = kernels.gated_silu(output.flatten(1)[:, : num_heads * head_dim // 2 * 2])
+        gated = kernels.activate(output.flatten(1)[:, : num_heads * head_dim // 2 * 2])
         results.append([bits(values) for values in (added, normed, pages, output, lse, gated)])
     for result in results[1:]:
         for actual, expected in zip(result, results[0], strict=True):

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from pdmesh.engine.attention import QuerySpan, TorchAttention
-from pdmesh.engine.kernels import Rotation, TorchKernels
+from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import WeightMemory, tile_linear
+from pdmesh.engine.model_config import NormConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels
 from pdmesh.model import KvLayout, num_blocks_for
 from pdmesh.testing.examples import examples
 from pdmesh.testing.levels import ARCHITECTURE_LEVELS, library_or_skip
 
 TOLERANCE = 2e-2
+KINDS = Elementwise(NormConfig(epsilon=1e-5))
 
 
 @pytest.fixture(
@@ -154,7 +156,7 @@ def test_kernels_equal_the_reference(
     library: KernelLibrary, num_tokens: int, width: int, with_delta: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    native, reference = NativeKernels(library, 1e-5), TorchKernels(1e-5)
+    native, reference = NativeKernels(library, KINDS), TorchKernels(KINDS)
 
     def draw(*shape: int) -> torch.Tensor:
         return (2 * torch.randn(shape, generator=generator)).to(TORCH_DTYPES[library.dtype])
@@ -167,9 +169,7 @@ def test_kernels_equal_the_reference(
         torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
     gate_up = 8 * draw(num_tokens, 32 * width)
-    torch.testing.assert_close(
-        native.gated_silu(gate_up), reference.gated_silu(gate_up), atol=TOLERANCE, rtol=TOLERANCE
-    )
+    torch.testing.assert_close(native.activate(gate_up), reference.activate(gate_up), atol=TOLERANCE, rtol=TOLERANCE)
 
     num_heads, num_kv_heads, block_size, head_dim = 2 * width, width, 16, 32
     qkv, angles = draw(num_tokens, num_heads + 2 * num_kv_heads, head_dim), draw(num_tokens, head_dim // 2)

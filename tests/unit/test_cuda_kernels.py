@@ -17,10 +17,11 @@ pytest.importorskip("triton", reason="needs Triton")
 from pdmesh.engine.cuda.kernels import TritonKernels, write_pages_kernel
 from pdmesh.engine.cuda.linear import row_linear
 from pdmesh.engine.cuda.page_tables import lengths_of, write_pages
-from pdmesh.engine.kernels import Rotation, TorchKernels
+from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
+from pdmesh.engine.model_config import NormConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EPSILON = 1e-5
+KINDS = Elementwise(NormConfig(epsilon=1e-5))
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -33,8 +34,8 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 def test_add_norm(shape: tuple[int, ...], with_delta: bool) -> None:
     hidden, weight = draw(1, *shape), draw(2, shape[-1])
     delta = draw(3, *shape) if with_delta else None
-    expected_sum, expected = TorchKernels(EPSILON).add_norm(hidden, delta, weight)
-    total, normed = TritonKernels(EPSILON).add_norm(hidden.clone(), delta, weight)
+    expected_sum, expected = TorchKernels(KINDS).add_norm(hidden, delta, weight)
+    total, normed = TritonKernels(KINDS).add_norm(hidden.clone(), delta, weight)
     torch.testing.assert_close(
         total, expected_sum, atol=0, rtol=1e-2
     )  # the interpreter cuts bf16 off instead of rounding
@@ -44,8 +45,8 @@ def test_add_norm(shape: tuple[int, ...], with_delta: bool) -> None:
 @pytest.mark.parametrize("size", [48, 1024, 1500])
 def test_gated_silu(size: int) -> None:
     gate_up = 4 * draw(4, 5, 2 * size)
-    expected = TorchKernels(EPSILON).gated_silu(gate_up)
-    torch.testing.assert_close(TritonKernels(EPSILON).gated_silu(gate_up), expected, atol=2e-2, rtol=2e-2)
+    expected = TorchKernels(KINDS).activate(gate_up)
+    torch.testing.assert_close(TritonKernels(KINDS).activate(gate_up), expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 64), (4, 4, 48), (1, 1, 128)])
@@ -54,8 +55,8 @@ def test_rotate_and_store(num_heads: int, num_kv_heads: int, head_dim: int) -> N
     slots = torch.tensor([33, 0, 47, 16, 15, 5, 31], device=DEVICE)
     rotation = Rotation(cos=angles.cos(), sin=angles.sin(), slots=slots)
     caches = [torch.zeros(3, 2, num_kv_heads, 16, head_dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
-    expected = TorchKernels(EPSILON).rotate_and_store(qkv, num_heads, rotation, caches[0])
-    query = TritonKernels(EPSILON).rotate_and_store(qkv.clone(), num_heads, rotation, caches[1])
+    expected = TorchKernels(KINDS).rotate_and_store(qkv, num_heads, rotation, caches[0])
+    query = TritonKernels(KINDS).rotate_and_store(qkv.clone(), num_heads, rotation, caches[1])
     # the reference rounds each product, the kernel only their sum
     torch.testing.assert_close(query, expected, atol=4e-2, rtol=2e-2)
     torch.testing.assert_close(caches[1], caches[0], atol=4e-2, rtol=2e-2)

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from pdmesh.demo.checkpoint import demo_checkpoint
 from pdmesh.engine.files import load_model_config, load_model_info, resolve_model
-from pdmesh.engine.model_config import RopeType
+from pdmesh.engine.model_config import QkNorm, RopeConfig
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint, write_safetensors
@@ -44,14 +44,17 @@ def edit_config(directory: Path, **changes: Any) -> None:
         ({"head_dim": 15}, "head_dim is 15"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"torch_dtype": "int8"}, "dtype is 'int8'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE scaling 'longrope' is not served"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "RoPE scaling 'ntk' is not served"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 8 numbers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 1024"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor is nan"),
         ({"rope_scaling": "linear"}, "must be an object"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2; it must make an even part"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
     ],
     ids=str,
 )
@@ -63,17 +66,20 @@ def test_an_unserved_configuration_is_named(changes: dict[str, Any], message: st
     assert str(directory / "config.json") in str(error.value)
 
 
-def test_sliding_windows_are_refused_only_where_used(tmp_path: Path) -> None:
+def test_sliding_windows_are_only_where_they_are_used(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, architecture="qwen2")
-    edit_config(directory, use_sliding_window=False, sliding_window=32)
-    load_model_config(directory)
-    edit_config(directory, use_sliding_window=True, max_window_layers=2)
-    load_model_config(directory)
-    edit_config(directory, max_window_layers=1)
-    with pytest.raises(ConfigError, match="sliding-window"):
-        load_model_config(directory)
-    edit_config(directory, layer_types=["full_attention", "full_attention"])
-    load_model_config(directory)
+
+    def windows(**changes: Any) -> list[int | None]:
+        edit_config(directory, **changes)
+        return [layer.window for layer in load_model_config(directory).layers]
+
+    assert windows(use_sliding_window=False, sliding_window=32) == [None, None]
+    assert windows(use_sliding_window=True, max_window_layers=2) == [None, None]
+    assert windows(max_window_layers=1) == [None, 32]
+    assert windows(layer_types=["sliding_attention", "full_attention"]) == [32, None]
+    assert windows(sliding_window=8192) == [None, None]  # the whole context
+    with pytest.raises(ConfigError, match="layer_types must say one of full_attention and sliding_attention for each"):
+        windows(layer_types=["full_attention"])
 
 
 def overwrite(name: str, content: bytes) -> Callable[[Path], object]:
@@ -132,10 +138,10 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     edit_config(directory, **absent)
     config = load_model_config(directory)
     assert (config.head_dim, config.max_position_embeddings, config.tie_word_embeddings) == (128, 32768, False)
-    assert (config.rope.rope_type, config.rope.theta, config.dtype) == (RopeType.DEFAULT, 10_000.0, "float32")
+    assert (config.ropes, config.dtype) == ((RopeConfig(theta=10_000.0),), "float32")
     edit_config(directory, architectures=["LlamaForCausalLM"])
     config = load_model_config(directory)
-    assert (config.head_dim, config.max_position_embeddings, config.qk_norm) == (16, 2048, False)
+    assert (config.head_dim, config.max_position_embeddings, config.qk_norm) == (16, 2048, QkNorm.NONE)
 
 
 @pytest.mark.parametrize(

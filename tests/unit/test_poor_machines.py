@@ -22,7 +22,7 @@ from pdmesh.cli.http import Target
 from pdmesh.cli.preflight import check_checkpoint, check_loopback, check_machine, check_thread_limit
 from pdmesh.cli.state import StateFolder, state_root
 from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig
-from pdmesh.engine.model_config import parse_model_config
+from pdmesh.engine.architectures import parse_model_config
 from pdmesh.errors import ConfigError
 from pdmesh.service import raise_descriptor_limit
 from pdmesh.testing.checkpoints import write_checkpoint

@@ -52,10 +52,13 @@ class AttentionOutput(NamedTuple):
 class AttentionPlan(Protocol):
     """A step's attention, prepared once for all layers."""
 
-    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+    def attend(
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+    ) -> AttentionOutput:
         """Causal attention of ``query`` (num_tokens, num_heads, head_dim) over one layer's cache.
 
-        The step's own keys and values are in the cache already. ``lse`` lets partial results be merged.
+        A query sees its own token and those before it, ``window`` in all, if given. The step's own keys and values are
+        in the cache already. ``lse`` lets partial results be merged.
         """
         ...
 
@@ -73,11 +76,12 @@ class TorchAttention:
     layout: KvLayout
     scale: float
     device: torch.device
+    score_cap: float | None = None
 
     def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         chunks = [self._chunk(span) for span in spans if span.num_tokens > 1]
         decodes = [self._decodes(group) for group in self._groups([span for span in spans if span.num_tokens == 1])]
-        return _TorchPlan(self.layout, self.scale, tuple(chunks), tuple(decodes))
+        return _TorchPlan(self.layout, self.scale, self.score_cap, tuple(chunks), tuple(decodes))
 
     def _chunk(self, span: QuerySpan) -> _Chunk:
         table = np.asarray(span.block_table[: num_blocks_for(span.end, self.layout.block_size)], dtype=np.int64)
@@ -90,9 +94,9 @@ class TorchAttention:
             table[:used] = span.block_table[:used]
             table[used:] = span.block_table[used - 1]  # padding, masked: a sequence reads only its own blocks
         positions = np.arange(tables.shape[1] * self.layout.block_size)
-        padding = positions >= np.asarray([span.end for span in spans])[:, None]
+        ahead = positions - np.asarray([span.start for span in spans])[:, None]
         rows = torch.tensor([span.row for span in spans], device=self.device)
-        return _Decodes(rows, self._head_rows(tables), torch.from_numpy(padding).to(self.device))
+        return _Decodes(rows, self._head_rows(tables), torch.from_numpy(ahead).to(self.device))
 
     def _groups(self, spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
         """Decodes to compute together: contexts within a factor of two, keys and values of bounded size."""
@@ -124,24 +128,27 @@ class _Chunk:
 class _Decodes:
     rows: Tensor  # (sequences,)
     head_rows: Tensor  # (2, sequences, num_kv_heads, num_blocks)
-    padding: Tensor  # (sequences, num_blocks * block_size): positions that are not the sequence's
+    ahead: Tensor  # (sequences, num_blocks * block_size): by how much a key comes after the query
 
 
 @dataclass(frozen=True, slots=True)
 class _TorchPlan:
     layout: KvLayout
     scale: float
+    score_cap: float | None
     chunks: tuple[_Chunk, ...]
     decodes: tuple[_Decodes, ...]
 
-    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+    def attend(
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+    ) -> AttentionOutput:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
         query = multiplicable(query) * self.scale
         for chunk in self.chunks:
-            self._attend_chunk(chunk, query, cache, output, lse)
+            self._attend_chunk(chunk, query, cache, window, output, lse)
         for decodes in self.decodes:
-            self._attend_decodes(decodes, query, cache, output, lse)
+            self._attend_decodes(decodes, query, cache, window, output, lse)
         return AttentionOutput(output, lse)
 
     def _gather(self, cache: Tensor, head_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,41 +159,60 @@ class _TorchPlan:
         keys, values = multiplicable(rows).view(shape)
         return keys, values
 
-    def _attend_chunk(self, chunk: _Chunk, query: Tensor, cache: Tensor, output: Tensor, lse: Tensor | None) -> None:
-        all_keys, all_values = self._gather(cache, chunk.head_rows)  # (num_kv_heads, positions, head_dim)
+    def _attend_chunk(
+        self, chunk: _Chunk, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
+    ) -> None:
+        skipped = 0 if window is None else max(0, chunk.start + 1 - window) // self.layout.block_size
+        # (num_kv_heads, positions, head_dim), from `origin` on
+        all_keys, all_values = self._gather(cache, chunk.head_rows[..., skipped:].contiguous())
+        origin = skipped * self.layout.block_size
         group = query.shape[1] // self.layout.num_kv_heads
-        tile_size = max(1, _TILE_SCORES // (group * (chunk.start + chunk.num_tokens)))
+        tile_size = max(1, _TILE_SCORES // (group * (chunk.start + chunk.num_tokens - origin)))
         # One key-value head at a time: its keys up to any position are contiguous, so no matmul copies them.
         for head, (keys, values) in enumerate(zip(all_keys, all_values, strict=True)):
             heads = slice(head * group, (head + 1) * group)
             for first in range(0, chunk.num_tokens, tile_size):
                 size = min(tile_size, chunk.num_tokens - first)
-                visible = chunk.start + first + size
+                visible = chunk.start + first + size - origin
                 tile = slice(chunk.row + first, chunk.row + first + size)
-                scores = query[tile, heads].reshape(size * group, -1) @ keys[:visible].t()
+                scores = self._capped(query[tile, heads].reshape(size * group, -1) @ keys[:visible].t())
+                by_token = scores.view(size, group, visible)
                 # Within the tile's own positions, a query sees those up to its own.
-                own = scores.view(size, group, visible)[..., visible - size :]
                 later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
-                own.masked_fill_(later[:, None], -torch.inf)
+                by_token[..., visible - size :].masked_fill_(later[:, None], -torch.inf)
+                if window is not None:
+                    earlier = torch.ones(size, visible, dtype=torch.bool, device=query.device)
+                    by_token.masked_fill_(earlier.tril(visible - size - window)[:, None], -torch.inf)
                 attended = torch.softmax(scores, dim=-1) @ values[:visible]
                 output[tile, heads] = attended.view(size, group, -1)
                 if lse is not None:
                     lse[tile, heads] = torch.logsumexp(scores.float(), dim=-1).view(size, group)
 
     def _attend_decodes(
-        self, decodes: _Decodes, query: Tensor, cache: Tensor, output: Tensor, lse: Tensor | None
+        self, decodes: _Decodes, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
     ) -> None:
         keys, values = self._gather(cache, decodes.head_rows)
         num_kv_heads, head_dim = self.layout.num_kv_heads, self.layout.head_dim
         num_sequences, num_heads = len(decodes.rows), query.shape[1]
         group = num_heads // num_kv_heads
         grouped = query[decodes.rows].view(num_sequences * num_kv_heads, group, head_dim)
-        scores = torch.bmm(grouped, keys.transpose(1, 2))
-        scores.view(num_sequences, num_heads, -1).masked_fill_(decodes.padding[:, None], -torch.inf)
+        scores = self._capped(torch.bmm(grouped, keys.transpose(1, 2)))
+        unseen = decodes.ahead > 0
+        if window is not None:
+            unseen |= decodes.ahead <= -window
+        scores.view(num_sequences, num_heads, -1).masked_fill_(unseen[:, None], -torch.inf)
         attended = torch.bmm(torch.softmax(scores, dim=-1), values)
         output[decodes.rows] = attended.view(num_sequences, num_heads, head_dim).to(output.dtype)
         if lse is not None:
             lse[decodes.rows] = torch.logsumexp(scores.float(), dim=-1).view(num_sequences, num_heads)
+
+    def _capped(self, scores: Tensor) -> Tensor:
+        return scores if self.score_cap is None else cap_scores(scores, self.score_cap)
+
+
+def cap_scores(scores: Tensor, cap: float) -> Tensor:
+    """``scores`` squeezed into -cap ... cap, in place."""
+    return scores.div_(cap).tanh_().mul_(cap)
 
 
 def multiplicable(tensor: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,22 +15,35 @@ from torch import Tensor
 from pdmesh.engine.files import weight_files
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
-from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_config import ModelConfig, QkNorm
+from pdmesh.engine.rope import rotation_order
 from pdmesh.errors import ConfigError
+
+
+class Norm(NamedTuple):
+    """Of a norm. In fp32 where the model multiplies by it before it rounds."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One transformer layer; q, k and v are fused in this order, and so are gate and up."""
+    """One transformer layer; q, k and v are fused in this order, and so are gate and up. Norms that it lacks are None.
 
-    input_norm: Tensor
+    Queries and keys are in `pdmesh.engine.rope.rotation_order`.
+    """
+
+    input_norm: Norm | None
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     output: Linear
-    post_attention_norm: Tensor
+    attention_output_norm: Norm | None
+    mlp_norm: Norm | None
     gate_up: Linear
     down: Linear
+    mlp_output_norm: Norm | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +52,10 @@ class ModelWeights:
 
     embedding: Vocabulary
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    norm: Norm
     lm_head: Vocabulary
+    dtype: torch.dtype
+    device: torch.device
 
 
 def load_weights(
@@ -54,9 +69,12 @@ def load_weights(
 ) -> ModelWeights:
     """Read every tensor the configuration asks for. Raises ConfigError for one that is missing or misshapen.
 
+    All are compared by name and shape before memory is taken for any.
+
     ``packed`` allows projections in the order that their products read fastest; ``library`` has kernels for them.
     """
     with _open_tensors(directory) as tensors:
+        _Reader(config, _Unread(tensors), dtype, torch.device("meta"), False, None).model()
         return _Reader(config, tensors, dtype, device, packed, library).model()
 
 
@@ -71,6 +89,10 @@ def random_weights(
 ) -> ModelWeights:
     """Weights of the configuration's shape, drawn where they will be used: for benchmarks."""
     return _Reader(config, _RandomTensors(dtype, device, seed), dtype, device, packed, library).model()
+
+
+#: Where rows of a weight come from; None: as they are.
+Order = Sequence[int] | None
 
 
 class _Tensors(Protocol):
@@ -128,6 +150,20 @@ class _FileTensors:
         return tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Stands for tensors that are compared only: none is read."""
+
+    tensors: _Tensors
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        self.tensors.check(name, shape)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.check(name, shape)
+        return torch.empty(shape, device="meta")
+
+
 @contextmanager
 def _open_tensors(directory: Path) -> Iterator[_FileTensors]:
     with ExitStack() as stack:
@@ -149,39 +185,65 @@ class _Reader:
     memory: WeightMemory = field(default_factory=WeightMemory)
 
     def model(self) -> ModelWeights:
-        config = self.config
+        config, names = self.config, self.config.names
         vocabulary = (config.vocab_size, config.hidden_size)
         tied = config.tie_word_embeddings
-        embedding = self._vocabulary("model.embed_tokens.weight", vocabulary, multiplies=tied)
+        embedding = self._vocabulary(f"{names.embedding}.weight", vocabulary, multiplies=tied)
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(self._layer(f"model.layers.{layer}") for layer in range(config.num_layers)),
-            norm=self._tensor("model.norm.weight", (config.hidden_size,)),
-            lm_head=embedding if tied else self._vocabulary("lm_head.weight", vocabulary, multiplies=True),
+            layers=tuple(self._layer(names.layer.format(number)) for number in range(config.num_layers)),
+            norm=self._norm(names.norm, config.hidden_size),
+            lm_head=embedding if tied else self._vocabulary(f"{names.lm_head}.weight", vocabulary, multiplies=True),
+            dtype=self.dtype,
+            device=self.device,
         )
 
     def _layer(self, prefix: str) -> LayerWeights:
-        config = self.config
-        hidden, heads = (config.hidden_size,), (config.head_dim,)
+        config, names = self.config, self.config.names
+        hidden, inner = config.hidden_size, config.intermediate_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
-        gate_up = {f"{mlp}.gate_proj": config.intermediate_size, f"{mlp}.up_proj": config.intermediate_size}
+
+        def norm(name: str | None) -> Norm | None:
+            return None if name is None else self._norm(f"{prefix}.{name}", hidden)
+
+        def linear(
+            names: tuple[str, ...], sizes: Sequence[int], num_inputs: int, *, has_bias: bool, order: Order = None
+        ) -> Linear:
+            full_names = [f"{prefix}.{name}" for name in names]
+            sizes = sizes if len(names) == len(sizes) else [sum(sizes)]
+            return self._fused(dict(zip(full_names, sizes, strict=True)), num_inputs, has_bias=has_bias, order=order)
+
+        gates = [inner, inner] if config.is_gated else [inner]
         return LayerWeights(
-            input_norm=self._tensor(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=self._fused(qkv, config.hidden_size, has_bias=config.qkv_bias),
-            q_norm=self._tensor(f"{attention}.q_norm.weight", heads) if config.qk_norm else None,
-            k_norm=self._tensor(f"{attention}.k_norm.weight", heads) if config.qk_norm else None,
-            output=self._fused({f"{attention}.o_proj": config.hidden_size}, q_size, has_bias=config.output_bias),
-            post_attention_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=self._fused(gate_up, config.hidden_size, has_bias=config.mlp_bias),
-            down=self._fused(
-                {f"{mlp}.down_proj": config.hidden_size}, config.intermediate_size, has_bias=config.mlp_bias
+            input_norm=norm(names.input_norm),
+            qkv=linear(
+                names.qkv, [q_size, kv_size, kv_size], hidden, has_bias=config.qkv_bias, order=self._rotation_order()
             ),
+            q_norm=self._head_norm(f"{prefix}.{names.q_norm}", config.num_heads),
+            k_norm=self._head_norm(f"{prefix}.{names.k_norm}", config.num_kv_heads),
+            output=linear((names.output,), [hidden], q_size, has_bias=config.output_bias),
+            attention_output_norm=norm(names.attention_output_norm),
+            mlp_norm=norm(names.mlp_norm),
+            gate_up=linear(names.gate_up, gates, hidden, has_bias=config.mlp_bias),
+            down=linear((names.down,), [hidden], inner, has_bias=config.mlp_bias),
+            mlp_output_norm=norm(names.mlp_output_norm),
         )
 
-    def _fused(self, outputs: dict[str, int], num_inputs: int, *, has_bias: bool) -> Linear:
-        """Projections of one input side by side, as one."""
+    def _rotation_order(self, num_heads: int | None = None) -> Order:
+        """Of the rows of queries, keys and values; or of so many heads that are rotated."""
+        config = self.config
+        head_dim = config.head_dim
+        order = rotation_order(head_dim, config.rotary_dim or head_dim, interleaves=config.interleaves_rotation)
+        if order is None:
+            return None
+        num_rotated = config.num_heads + config.num_kv_heads if num_heads is None else num_heads
+        rows = [head * head_dim + dim for head in range(num_rotated) for dim in order]
+        if num_heads is None:
+            rows += range(len(rows), len(rows) + config.num_kv_heads * head_dim)
+        return rows
+
+    def _fused(self, outputs: dict[str, int], num_inputs: int, *, has_bias: bool, order: Order = None) -> Linear:
+        """Projections of one input side by side, as one; its outputs in ``order``."""
         for name, num_outputs in outputs.items():
             self.tensors.check(f"{name}.weight", (num_outputs, num_inputs))
         weight = torch.empty(sum(outputs.values()), num_inputs, dtype=self.dtype, device=self.device)
@@ -192,6 +254,8 @@ class _Reader:
             if bias is not None:
                 bias[row : row + num_outputs] = self.tensors.read(f"{name}.bias", (num_outputs,))
             row += num_outputs
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
         return fastest_linear(weight, bias, self.memory, self.library) if self.packed else PlainLinear(weight, bias)
 
     def _vocabulary(self, name: str, shape: tuple[int, ...], *, multiplies: bool) -> Vocabulary:
@@ -200,6 +264,24 @@ class _Reader:
             return fastest_vocabulary(weight, self.memory, self.library)
         return PlainLinear(weight, None)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _norm(self, name: str, size: int, order: Order = None) -> Norm:
+        kind = self.config.norm
+        weight = self._tensor(f"{name}.weight", (size,), torch.float32 if kind.offset else None)
+        if kind.offset:
+            weight += kind.offset
+        bias = self._tensor(f"{name}.bias", (size,)) if kind.has_bias else None
+        return Norm(weight, bias) if order is None else Norm(weight[order], None if bias is None else bias[order])
+
+    def _head_norm(self, name: str, num_heads: int) -> Norm | None:
+        """Of queries or keys."""
+        match self.config.qk_norm:
+            case QkNorm.NONE:
+                return None
+            case QkNorm.HEAD:
+                return self._norm(name, self.config.head_dim, self._rotation_order(1))
+            case QkNorm.ALL_HEADS:
+                return self._norm(name, num_heads * self.config.head_dim, self._rotation_order(num_heads))
+
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         # copy: the file's mapping is closed after loading
-        return self.tensors.read(name, shape).to(device=self.device, dtype=self.dtype, copy=True)
+        return self.tensors.read(name, shape).to(device=self.device, dtype=dtype or self.dtype, copy=True)

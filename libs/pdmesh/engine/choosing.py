@@ -8,7 +8,7 @@ from pdmesh.engine.arithmetic import class_name, torch_kind
 from pdmesh.engine.attention import AttentionBackend, TorchAttention
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.forward import DirectForward
-from pdmesh.engine.kernels import Kernels, TorchKernels
+from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.engine.levels import KernelChoice, choose_kernels
 from pdmesh.engine.model_config import ModelConfig
@@ -38,16 +38,20 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         return cuda_compute(loaded, device, native=native)
     config, layout = loaded.config, loaded.layout
     attention: AttentionBackend = (
-        TiledAttention(layout, loaded.scale) if loaded.deterministic else TorchAttention(layout, loaded.scale, device)
+        TiledAttention(layout, loaded.scale, config.score_cap)
+        if loaded.deterministic
+        else TorchAttention(layout, loaded.scale, device, config.score_cap)
     )
-    kernels: Kernels = TorchKernels(config.rms_norm_eps)
+    kernels: Kernels = TorchKernels(Elementwise.of(config))
     name, library = "torch", loaded.kernels.library
-    kinds = [] if library is None else [library.level.kind]
+    kinds, needs_torch = [] if library is None else [library.level.kind], True
     if library is not None and suits(library.level, config, layout):
-        attention = NativeAttention(library, layout, loaded.scale)
-        kernels = NativeKernels(library, config.rms_norm_eps)
-        name = f"native {library.level}"
-    else:
+        native_kernels = NativeKernels(library, Elementwise.of(config))
+        if not config.masks_more:
+            attention = NativeAttention(library, layout, loaded.scale)
+        kernels, name = native_kernels, f"native {library.level}"
+        needs_torch = config.masks_more or not native_kernels.are_complete
+    if needs_torch:
         kinds.append(torch_kind(device, deterministic=loaded.deterministic))
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(layout, loaded.num_blocks)

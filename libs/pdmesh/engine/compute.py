@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,7 +44,7 @@ class Loaded:
     @property
     def scale(self) -> float:
         """The factor of attention scores."""
-        return 1 / math.sqrt(self.config.head_dim)
+        return self.config.scale
 
     def transformer(self, kernels: Kernels) -> Transformer:
         return Transformer(self.config, self.weights, kernels, deterministic=self.deterministic)

@@ -10,7 +10,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pdmesh.engine.model_config import ModelConfig, RopeType, parse_model_config
+from pdmesh.engine.architectures import parse_model_config
+from pdmesh.engine.model_config import ModelConfig
 from pdmesh.errors import ConfigError
 
 #: What a hub snapshot needs for serving; weights in other formats stay where they are.
@@ -130,15 +131,13 @@ def load_model_info(directory: Path) -> ModelInfo:
     if not all(isinstance(token_id, int) for token_id in eos_token_ids):
         raise ConfigError(f"{directory}: eos_token_id is {eos!r}; it must be token ids")
     return ModelInfo(
-        architecture=config.architecture.value,
+        architecture=config.architecture,
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
         eos_token_ids=tuple(eos_token_ids),
         default_sampling=_default_sampling(generation, str(path)),
         fingerprint=hashlib.blake2b(json.dumps(raw_config, sort_keys=True).encode(), digest_size=16).digest(),
-        max_fixed_rope_tokens=(
-            config.rope.original_max_position_embeddings if config.rope.rope_type is RopeType.DYNAMIC else None
-        ),
+        max_fixed_rope_tokens=config.max_fixed_rope_tokens,
     )
 
 

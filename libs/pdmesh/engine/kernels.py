@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdmesh.engine.model_config import Activation, ModelConfig, NormConfig, NormKind
 from pdmesh.engine.rope import rotate
 
 
@@ -24,31 +25,56 @@ class Rotation:
 class Kernels(Protocol):
     """Calls may change the tensors they are given; what they return may be one of these."""
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """``hidden + delta``, and its RMS norm."""
+    def add_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden + delta``, and its norm. Weights in fp32 multiply before the result is rounded, others after."""
         ...
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         """Rotated queries; rotated keys and the values are in the cache then. ``qkv`` (num_tokens, heads, head_dim)."""
         ...
 
-    def gated_silu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of rows that hold gates, then ups."""
+    def activate(self, rows: Tensor) -> Tensor:
+        """What an MLP's last product is given: activation(gate) * up of rows that hold gates, then ups.
+
+        Without gates, activation(rows).
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
+class Elementwise:
+    """What a model has between its matrix products."""
+
+    norm: NormConfig
+    activation: Activation = Activation.SILU
+    is_gated: bool = True
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Elementwise:
+        return cls(config.norm, config.activation, config.is_gated)
+
+
+@dataclass(frozen=True, slots=True)
 class TorchKernels:
-    """Kernels for any device and dtype, which compute as transformers does."""
+    """Kernels for any device, dtype and model, which compute as transformers does."""
 
-    epsilon: float
+    kinds: Elementwise
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise in fp32 and round before the weight is applied."""
+    def add_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise in fp32; see `Kernels.add_norm` for when it rounds."""
         if delta is not None:
             hidden = hidden + delta
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        wide, epsilon = hidden.float(), self.kinds.norm.epsilon
+        if self.kinds.norm.kind is NormKind.LAYER:
+            scale, shift = weight.float(), None if bias is None else bias.float()
+            return hidden, functional.layer_norm(wide, weight.shape, scale, shift, epsilon).to(hidden.dtype)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        if weight.dtype == torch.float32:
+            return hidden, (wide * weight).to(hidden.dtype)
         return hidden, weight * wide.to(hidden.dtype)
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
@@ -59,6 +85,18 @@ class TorchKernels:
         cache[blocks, 1, :, offsets] = qkv[:, num_heads + num_kv_heads :]
         return rotated[:, :num_heads]
 
-    def gated_silu(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+    def activate(self, rows: Tensor) -> Tensor:
+        if not self.kinds.is_gated:
+            return _activated(rows, self.kinds.activation)
+        gate, up = rows.chunk(2, dim=-1)
+        return _activated(gate, self.kinds.activation) * up
+
+
+def _activated(rows: Tensor, activation: Activation) -> Tensor:
+    match activation:
+        case Activation.SILU:
+            return functional.silu(rows)
+        case Activation.GELU_TANH:
+            return functional.gelu(rows, approximate="tanh")
+        case Activation.GELU:
+            return functional.gelu(rows)

@@ -1,4 +1,4 @@
-"""The transformer: Llama, Qwen2 and Qwen3, over flat tokens and a paged KV cache.
+"""The transformer that a `ModelConfig` describes, over flat tokens and a paged KV cache.
 
 All tokens of a step, whatever sequences they belong to, go through the linear layers together. Nothing here is kept
 between calls, so that a layer hook may run another step before it returns.
@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
-from pdmesh.engine.checkpoint import LayerWeights, ModelWeights
+from pdmesh.engine.checkpoint import LayerWeights, ModelWeights, Norm
 from pdmesh.engine.kernels import Kernels, Rotation
 from pdmesh.engine.linear import Linear
-from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_config import ModelConfig, QkNorm
 from pdmesh.engine.rope import RotaryEmbedding
 
 #: Rows of one product in deterministic mode. Libraries choose how to sum by the number of rows; among equally many
@@ -45,7 +45,12 @@ class Transformer:
         self._config = config
         self._weights = weights
         self._kernels = kernels
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, weights.norm.device, weights.norm.dtype)
+        device, dtype = weights.device, weights.dtype
+        self._rotaries = [
+            RotaryEmbedding(rope, config.head_dim, device, dtype, rotary_dim=config.rotary_dim) for rope in config.ropes
+        ]
+        self._rotation_of = [config.ropes.index(layer.rope) for layer in config.layers]
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))  # as transformers rounds it
         self._deterministic = deterministic
 
     @property
@@ -64,53 +69,77 @@ class Transformer:
         self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
     ) -> Tensor:
         """Hidden states (num_tokens, hidden_size) before the last norm; writes the tokens' keys and values."""
-        hidden, rotation = self.embed(inputs)
+        hidden, rotations = self.embed(inputs)
         delta: Tensor | None = None
         for number, cache in enumerate(caches):
             # What another sequence left behind this one's end is wiped when it begins the block: a NaN would pass the
             # mask (0 x NaN). No more than that: a step that is computed again changes nothing that others may read.
             if inputs.rests is not None and len(inputs.rests):
                 cache.view(-1, cache.shape[-1]).index_fill_(0, inputs.rests, 0)
-            hidden, query = self.before_attention(number, hidden, delta, rotation, cache)
+            hidden, query = self.before_attention(number, hidden, delta, rotations, cache)
             if on_layer is not None:
                 on_layer(number)
-            hidden, delta = self.after_attention(number, hidden, attention.attend(query, cache).output)
+            attended = attention.attend(query, cache, window=self._config.layers[number].window).output
+            hidden, delta = self.after_attention(number, hidden, attended)
         return hidden if delta is None else hidden + delta
 
     # A layer, in the two parts that lie before and after its attention. ``hidden`` and ``delta`` are what the layer
     # before left: their sum is the hidden states, of which the next norm takes care.
 
-    def embed(self, inputs: StepInputs) -> tuple[Tensor, Rotation]:
-        """Hidden states (num_tokens, hidden_size) before the first layer, and what all layers rotate by."""
+    def embed(self, inputs: StepInputs) -> tuple[Tensor, Sequence[Rotation]]:
+        """Hidden states (num_tokens, hidden_size) before the first layer, and the different rotations of layers."""
         hidden = self._weights.embedding.embed(inputs.token_ids)
-        cos, sin = self._rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens)
-        return hidden, Rotation(cos=cos, sin=sin, slots=inputs.slots)
+        if self._embedding_scale != 1:
+            hidden = hidden * self._embedding_scale
+        tables = [rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens) for rotary in self._rotaries]
+        return hidden, [Rotation(cos=cos, sin=sin, slots=inputs.slots) for cos, sin in tables]
 
     def before_attention(
-        self, number: int, hidden: Tensor, delta: Tensor | None, rotation: Rotation, cache: Tensor
+        self, number: int, hidden: Tensor, delta: Tensor | None, rotations: Sequence[Rotation], cache: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Hidden states, and queries (num_tokens, heads, head_dim); keys and values are in the cache then."""
-        layer = self._weights.layers[number]
-        hidden, normed = self._kernels.add_norm(hidden, delta, layer.input_norm)
+        layer, rotation = self._weights.layers[number], rotations[self._rotation_of[number]]
+        hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
         qkv = self._project(layer, normed)
         return hidden, self._kernels.rotate_and_store(qkv, self._config.num_heads, rotation, cache)
 
     def after_attention(self, number: int, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and delta, from what attention gave for the queries."""
-        layer, kernels = self._weights.layers[number], self._kernels
-        delta = self._linear(attended.flatten(1), layer.output)
-        hidden, normed = kernels.add_norm(hidden, delta, layer.post_attention_norm)
-        return hidden, self._linear(kernels.gated_silu(self._linear(normed, layer.gate_up)), layer.down)
+        layer = self._weights.layers[number]
+        delta = self._added(self._linear(attended.flatten(1), layer.output), layer.attention_output_norm)
+        hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
+        activated = self._kernels.activate(self._linear(normed, layer.gate_up))
+        return hidden, self._added(self._linear(activated, layer.down), layer.mlp_output_norm)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
-        _, normed = self._kernels.add_norm(hidden, None, self._weights.norm)
+        _, normed = self._kernels.add_norm(hidden, None, *self._weights.norm)
         scores = self._linear(normed, self._weights.lm_head)
-        return scores.float() if out is None else out.copy_(scores)
+        scores = scores.float() if out is None else out.copy_(scores)
+        config = self._config
+        if config.logit_scale != 1:
+            scores *= config.logit_scale
+        if config.logit_cap is not None:
+            scores.div_(config.logit_cap).tanh_().mul_(config.logit_cap)
+        return scores
 
     def tabulate_rotation(self, num_positions: int) -> None:
         """Look rotations up from now on, for tokens before ``num_positions``: on a device, fewer kernels a step."""
-        self._rotary.tabulate(num_positions)
+        for rotary in self._rotaries:
+            rotary.tabulate(num_positions)
+
+    def _add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """``hidden + delta``, and its norm; itself where there is none."""
+        if norm is not None:
+            return self._kernels.add_norm(hidden, delta, *norm)
+        hidden = hidden if delta is None else hidden + delta
+        return hidden, hidden
+
+    def _added(self, delta: Tensor, norm: Norm | None) -> Tensor:
+        """What attention or an MLP adds to the residual stream."""
+        if norm is not None:
+            _, delta = self._kernels.add_norm(delta, None, *norm)
+        return delta if self._config.residual_scale == 1 else delta * self._config.residual_scale
 
     def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         """Queries, keys and values: (num_tokens, heads, head_dim)."""
@@ -118,10 +147,15 @@ class Transformer:
         qkv = self._linear(normed, layer.qkv).view(normed.shape[0], -1, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
-            _, query = self._kernels.add_norm(qkv[:, :num_heads].contiguous(), None, layer.q_norm)
-            _, key = self._kernels.add_norm(qkv[:, num_heads:num_rotated].contiguous(), None, layer.k_norm)
+            query = self._norm_heads(qkv[:, :num_heads], layer.q_norm)
+            key = self._norm_heads(qkv[:, num_heads:num_rotated], layer.k_norm)
             qkv = torch.cat((query, key, qkv[:, num_rotated:]), dim=1)
         return qkv
+
+    def _norm_heads(self, heads: Tensor, norm: Norm) -> Tensor:
+        rows = heads.flatten(1) if self._config.qk_norm is QkNorm.ALL_HEADS else heads.contiguous()
+        _, normed = self._kernels.add_norm(rows, None, *norm)
+        return normed.view(heads.shape)
 
     def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
         if not self._deterministic or linear.row_by_row:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan
-from pdmesh.engine.kernels import Rotation
+from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
 from pdmesh.engine.levels import CpuLevel, KernelLibrary
-from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_config import Activation, ModelConfig, NormKind
 from pdmesh.model import KvLayout, num_blocks_for
 
 
@@ -53,8 +53,10 @@ class _NativePlan:
     spans: Tensor
     tables: Tensor
 
-    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
-        """``query`` may be part of a wider row, as long as its heads lie side by side."""
+    def attend(
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+    ) -> AttentionOutput:
+        """``query`` may be part of a wider row, as long as its heads lie side by side. No windows."""
         num_heads, head_dim = query.shape[1:]
         output = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
@@ -82,9 +84,26 @@ class NativeKernels:
     """Implements `pdmesh.engine.kernels.Kernels` in place, for contiguous rows of the library's dtype."""
 
     library: KernelLibrary
-    epsilon: float
+    kinds: Elementwise
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def are_complete(self) -> bool:
+        """Whether compiled kernels do all of it; torch's do what they cannot."""
+        return self._norms and self._activates
+
+    @property
+    def _norms(self) -> bool:
+        return self.kinds.norm.kind is NormKind.RMS and not self.kinds.norm.offset
+
+    @property
+    def _activates(self) -> bool:
+        return self.kinds.activation is Activation.SILU and self.kinds.is_gated
+
+    def add_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if not self._norms:
+            return TorchKernels(self.kinds).add_norm(hidden, delta, weight, bias)
         normed = torch.empty_like(hidden)
         size = hidden.shape[-1]
         self.library.add_norm(
@@ -94,7 +113,7 @@ class NativeKernels:
             normed.data_ptr(),
             hidden.numel() // size,
             size,
-            self.epsilon,
+            self.kinds.norm.epsilon,
             torch.get_num_threads(),
         )
         return hidden, normed
@@ -116,8 +135,10 @@ class NativeKernels:
         )
         return qkv[:, :num_heads]
 
-    def gated_silu(self, gate_up: Tensor) -> Tensor:
-        size = gate_up.shape[-1] // 2
+    def activate(self, rows: Tensor) -> Tensor:
+        if not self._activates:
+            return TorchKernels(self.kinds).activate(rows)
+        gate_up, size = rows, rows.shape[-1] // 2
         output = gate_up.new_empty(*gate_up.shape[:-1], size)
         self.library.gated_silu(
             gate_up.data_ptr(), output.data_ptr(), gate_up.numel() // (2 * size), size, torch.get_num_threads()

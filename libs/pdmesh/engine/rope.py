@@ -1,8 +1,11 @@
 """Rotary position embedding with the scalings of transformers, computed with its own formulas.
 
-*dynamic* scaling depends on the sequence's length. Transformers rotates a token with the frequencies of the length at
-the time it is first computed: the whole prompt's for prompt tokens, its own position's for generated ones. Both
-follow from a position and the prompt's length alone, so chunking, transfers and restarts do not change them.
+*dynamic* and *longrope* scaling depend on the sequence's length. Transformers rotates a token with the frequencies of
+the length at the time it is first computed: the whole prompt's for prompt tokens, its own position's for generated
+ones. Both follow from a position and the prompt's length alone, so chunking, transfers and restarts do not change them.
+
+The engine rotates the halves of whole heads. What a model rotates otherwise (neighbours, a part of each head, nothing
+in some layers) becomes that: weights are loaded in `rotation_order`, and what is not rotated, is by an angle of zero.
 
 In fp32 everything is computed as transformers does. For half precision it is computed in fp64: torch's fp32 powers and
 cosines differ in the last bit from processor to processor, which shows in some bf16 value; errors of fp64 do not.
@@ -14,6 +17,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pdmesh.engine.model_config import RopeConfig, RopeType
 
@@ -21,20 +25,30 @@ from pdmesh.engine.model_config import RopeConfig, RopeType
 class RotaryEmbedding:
     """Cosines and sines of positions for one model that computes in ``dtype``."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: RopeConfig | None,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        rotary_dim: int | None = None,
+    ) -> None:
+        self._config = config or RopeConfig()
         self._dtype = dtype
         self._exact = torch.float32 if dtype == torch.float32 else torch.float64
-        #: Exponents of the base, (head_dim / 2,).
-        self._exponents = torch.arange(0, head_dim, 2, dtype=self._exact, device=device) / head_dim
-        self._head_dim = head_dim
-        self._attention_factor = _yarn_attention_factor(config) if config.rope_type is RopeType.YARN else 1.0
+        #: Of a head, what is rotated; without a configuration, nothing.
+        self._dim = (rotary_dim or head_dim) if config is not None else 0
+        self._num_still = (head_dim - self._dim) // 2
+        #: Exponents of the base, (rotary_dim / 2,).
+        self._exponents = torch.arange(0, self._dim, 2, dtype=self._exact, device=device) / max(1, self._dim)
+        self._attention_factor = _attention_factor(self._config)
         self._inverse_frequencies = self._fixed_inverse_frequencies()
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def tabulate(self, num_positions: int) -> None:
         """Keep what `cos_sin` gives for positions before ``num_positions``, unless it depends on lengths, too."""
-        if self._config.rope_type is not RopeType.DYNAMIC:
+        if not self._config.depends_on_length:
             positions = torch.arange(num_positions, device=self._inverse_frequencies.device)
             self._tables = self.cos_sin(positions, positions)
 
@@ -44,10 +58,12 @@ class RotaryEmbedding:
             cos, sin = self._tables
             return cos[positions], sin[positions]
         frequencies = self._inverse_frequencies
-        if self._config.rope_type is RopeType.DYNAMIC:
-            frequencies = self._dynamic_inverse_frequencies(torch.maximum(positions + 1, num_prompt_tokens))
+        if self._config.depends_on_length:
+            frequencies = self._inverse_frequencies_for(torch.maximum(positions + 1, num_prompt_tokens))
         angles = positions[:, None].to(self._exact) * frequencies
         cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        if self._num_still:
+            cos, sin = functional.pad(cos, (0, self._num_still), value=1.0), functional.pad(sin, (0, self._num_still))
         return cos.to(self._dtype), sin.to(self._dtype)
 
     def _fixed_inverse_frequencies(self) -> Tensor:
@@ -62,16 +78,25 @@ class RotaryEmbedding:
                 return _llama3(config, inverse)
             case RopeType.YARN:
                 return self._yarn()
+            case RopeType.LONGROPE:
+                return self._longrope(config.short_factors)
 
-    def _dynamic_inverse_frequencies(self, lengths: Tensor) -> Tensor:
-        """NTK scaling for sequences of ``lengths``; (n, head_dim / 2)."""
+    def _inverse_frequencies_for(self, lengths: Tensor) -> Tensor:
+        """Of sequences of ``lengths``; (n, rotary_dim / 2)."""
         factor, trained = self._config.factor, self._config.original_max_position_embeddings
-        stretch = (factor * lengths.clamp(min=trained).to(self._exact) / trained) - (factor - 1)
-        bases = self._config.theta * stretch ** (self._head_dim / (self._head_dim - 2))
+        if self._config.rope_type is RopeType.LONGROPE:
+            long = self._longrope(self._config.long_factors)
+            return torch.where(lengths[:, None] > trained, long, self._inverse_frequencies)
+        stretch = (factor * lengths.clamp(min=trained).to(self._exact) / trained) - (factor - 1)  # NTK scaling
+        bases = self._config.theta * stretch ** (self._dim / (self._dim - 2))
         return 1.0 / (bases[:, None] ** self._exponents)
 
+    def _longrope(self, factors: tuple[float, ...]) -> Tensor:
+        exponents = self._exponents
+        return 1.0 / (exponents.new_tensor(factors) * self._config.theta**exponents)
+
     def _yarn(self) -> Tensor:
-        config, dim = self._config, self._head_dim
+        config, dim = self._config, self._dim
         powers = config.theta**self._exponents
         extrapolation, interpolation = 1.0 / powers, 1.0 / (config.factor * powers)
 
@@ -100,9 +125,29 @@ def _llama3(config: RopeConfig, inverse: Tensor) -> Tensor:
     return torch.where(medium, smoothed, scaled)
 
 
-def _yarn_attention_factor(config: RopeConfig) -> float:
+def rotation_order(head_dim: int, rotary_dim: int, *, interleaves: bool) -> list[int] | None:
+    """The order of a head's dims in which the pairs that are rotated are those of its halves; None if it is so.
+
+    ``interleaves``: neighbours are pairs; else the halves of the first ``rotary_dim`` dims are.
+    """
+    if rotary_dim == head_dim and not interleaves:
+        return None
+    pairs, half = rotary_dim // 2, head_dim // 2
+    first = [2 * pair for pair in range(pairs)] if interleaves else list(range(pairs))
+    second = [dim + 1 if interleaves else dim + pairs for dim in first]
+    rest = list(range(rotary_dim, head_dim))
+    return [*first, *rest[: half - pairs], *second, *rest[half - pairs :]]
+
+
+def _attention_factor(config: RopeConfig) -> float:
+    if config.rope_type not in (RopeType.YARN, RopeType.LONGROPE):
+        return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.rope_type is RopeType.LONGROPE:
+        if config.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_position_embeddings))
 
     def scale(mscale: float) -> float:
         return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan, multiplicable
+from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan, cap_scores, multiplicable
 from pdmesh.model import KvLayout, num_blocks_for
 
 _TILE_ROWS = 64
 _TILE_KEYS = 256
+_LOWEST = torch.finfo(torch.float32).min  # what is less than every score, and not infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +29,24 @@ class TiledAttention:
 
     layout: KvLayout
     scale: float
+    score_cap: float | None = None
 
     def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         block_size = self.layout.block_size
         tables = [torch.tensor(span.block_table[: num_blocks_for(span.end, block_size)]) for span in spans]
-        return _TiledPlan(self.layout.num_kv_heads, self.scale, tuple(zip(spans, tables, strict=True)))
+        return _TiledPlan(self.layout.num_kv_heads, self.scale, self.score_cap, tuple(zip(spans, tables, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class _TiledPlan:
     num_kv_heads: int
     scale: float
+    score_cap: float | None
     spans: tuple[tuple[QuerySpan, Tensor], ...]
 
-    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+    def attend(
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+    ) -> AttentionOutput:
         num_heads, head_dim = query.shape[1:]
         group = num_heads // self.num_kv_heads
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -55,7 +60,7 @@ class _TiledPlan:
                 keys, values = functional.pad(multiplicable(pages), (0, 0, 0, -span.end % _TILE_KEYS))
                 own = multiplicable(query[rows, heads].reshape(-1, head_dim)) * self.scale
                 parts = [
-                    _attend_rows(tile, tile_positions, keys, values)
+                    _attend_rows(tile, tile_positions, keys, values, window, self.score_cap)
                     for tile, tile_positions in zip(
                         torch.split(own, _TILE_ROWS), torch.split(positions, _TILE_ROWS), strict=True
                     )
@@ -65,18 +70,24 @@ class _TiledPlan:
         return AttentionOutput(output, lse if with_lse else None)
 
 
-def _attend_rows(rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_rows(
+    rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor, window: int | None, score_cap: float | None
+) -> tuple[Tensor, Tensor]:
     """Results and log-sum-exp of up to 64 scaled query rows."""
     num_rows = len(rows)
     visible = int(positions[-1]) + 1
+    begin = 0 if window is None else max(0, int(positions[0]) + 1 - window) // _TILE_KEYS * _TILE_KEYS
     rows = functional.pad(rows, (0, 0, 0, _TILE_ROWS - num_rows))
     positions = functional.pad(positions, (0, _TILE_ROWS - num_rows))[:, None]
     result = torch.zeros_like(rows)
-    maximum = rows.new_full((_TILE_ROWS, 1), -torch.inf)
+    maximum = rows.new_full((_TILE_ROWS, 1), _LOWEST)
     total = rows.new_zeros(_TILE_ROWS, 1)
-    for first in range(0, visible, _TILE_KEYS):
+    for first in range(begin, visible, _TILE_KEYS):
         scores = rows @ keys[first : first + _TILE_KEYS].t()
-        scores.masked_fill_(torch.arange(first, first + _TILE_KEYS) > positions, -torch.inf)
+        if score_cap is not None:
+            scores = cap_scores(scores, score_cap)
+        ahead = torch.arange(first, first + _TILE_KEYS) - positions
+        scores.masked_fill_(ahead > 0 if window is None else (ahead > 0) | (ahead <= -window), -torch.inf)
         higher = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
         keep, weights = torch.exp(maximum - higher), torch.exp(scores - higher)
         total = total * keep + weights.sum(dim=-1, keepdim=True)

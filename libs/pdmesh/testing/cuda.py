@@ -15,7 +15,7 @@ from pdmesh.engine.cuda.flashinfer import FlashInfer
 from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.shared_cache import HANDLE_BYTES, DeviceAllocation
-from pdmesh.engine.kernels import TorchKernels
+from pdmesh.engine.kernels import Elementwise, TorchKernels
 from pdmesh.errors import KvTransferError
 from pdmesh.testing.flashinfer import FakeFlashInfer
 
@@ -177,7 +177,7 @@ def fake_cuda_compute(loaded: Loaded, library: FakeFlashInfer, streams: FakeStre
         num_multiprocessors=4,
         device=streams.device,
     )
-    transformer = loaded.transformer(TorchKernels(loaded.config.rms_norm_eps))
+    transformer = loaded.transformer(TorchKernels(Elementwise.of(loaded.config)))
     forward = DeviceForward(
         transformer,
         flashinfer,

@@ -25,7 +25,11 @@ class HfReference:
         hf: Any = transformers  # only partly typed
         hf.logging.disable_progress_bar()
         self._device = device
-        self._model: Any = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+        config = hf.AutoConfig.from_pretrained(directory)
+        # only what computes attention step by step caps its scores
+        attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+        model = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **attention)
+        self._model: Any = model.to(device).eval()
 
     def greedy(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """The greedy continuation; no token ends it."""

@@ -17,7 +17,7 @@ from pdmesh.engine.cuda.page_tables import PageWriter, write_pages
 from pdmesh.engine.cuda.shared_cache import CudaDriver, DeviceMemory
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.forward import DirectForward
-from pdmesh.engine.kernels import Kernels, TorchKernels
+from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
 
 log = structlog.get_logger()
 
@@ -28,14 +28,14 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     layout = loaded.layout
     streams = CudaStreams(device)
     store = DeviceKvStore(layout, loaded.num_blocks, streams, _device_memory(device))
-    library = load_library() if native and suits(layout) else None
+    library = load_library() if native and suits(layout) and not loaded.config.masks_more else None
     transformer = loaded.transformer(_kernels(loaded, native=native and layout.dtype == "bfloat16"))
     kinds = [torch_kind(device, deterministic=False)]
     if native and has_triton():
         kinds.append("triton")
     if library is None:
         arithmetic = class_name(layout.dtype, kinds)
-        attention = TorchAttention(layout, loaded.scale, streams.device)
+        attention = TorchAttention(layout, loaded.scale, streams.device, loaded.config.score_cap)
         direct = DirectForward(transformer, attention, store.layers, layout=layout, device=streams.device)
         return Compute(name="torch on cuda", arithmetic=arithmetic, transformer=transformer, forward=direct, kv=store)
     transformer.tabulate_rotation(loaded.max_model_len)
@@ -86,8 +86,9 @@ def _page_writer(*, native: bool) -> PageWriter:
 
 
 def _kernels(loaded: Loaded, *, native: bool) -> Kernels:
+    kinds = Elementwise.of(loaded.config)
     if native and has_triton():
         from pdmesh.engine.cuda.kernels import TritonKernels
 
-        return TritonKernels(loaded.config.rms_norm_eps)
-    return TorchKernels(loaded.config.rms_norm_eps)
+        return TritonKernels(kinds)
+    return TorchKernels(kinds)

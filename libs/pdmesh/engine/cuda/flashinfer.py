@@ -226,7 +226,10 @@ class GraphDecode:
         plan(self._wrapper, indptr, self._pages, last_page_len)
         self._planned = True
 
-    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+    def attend(
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+    ) -> AttentionOutput:
+        """No windows: models with any do not come here."""
         return self._attention.attend(query, cache, with_lse=with_lse)
 
 
@@ -242,7 +245,10 @@ class FlashInferPlan:
 
     parts: tuple[_Part, ...]
 
-    def attend(self, query: Tensor, cache: Tensor, *, with_lse: bool = False) -> AttentionOutput:
+    def attend(
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+    ) -> AttentionOutput:
+        """No windows: models with any do not come here."""
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
         self.attend_into(output, query, cache, lse)

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdmesh.engine.kernels import Rotation
+from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
+from pdmesh.engine.model_config import Activation, NormKind
 
 #: Values of a row that one program computes.
 _TILE = 1024
@@ -113,9 +114,13 @@ def write_pages_kernel(table: Tensor, rows: Tensor, indptr: Tensor, pages: Tenso
 class TritonKernels:
     """Implements `pdmesh.engine.kernels.Kernels`, partly in place, for contiguous rows."""
 
-    epsilon: float
+    kinds: Elementwise
 
-    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.kinds.norm.kind is not NormKind.RMS or self.kinds.norm.offset:
+            return TorchKernels(self.kinds).add_norm(hidden, delta, weight, bias)
         normed = hidden.new_empty(hidden.shape)
         size = hidden.shape[-1]
         width = triton.next_power_of_2(size)
@@ -125,7 +130,7 @@ class TritonKernels:
             weight,
             normed,
             size,
-            self.epsilon,
+            self.kinds.norm.epsilon,
             HAS_DELTA=delta is not None,
             WIDTH=width,
             num_warps=min(16, max(1, width // 512)),
@@ -150,8 +155,10 @@ class TritonKernels:
         )
         return qkv[:, :num_heads]
 
-    def gated_silu(self, gate_up: Tensor) -> Tensor:
-        size = gate_up.shape[-1] // 2
+    def activate(self, rows: Tensor) -> Tensor:
+        if self.kinds.activation is not Activation.SILU or not self.kinds.is_gated:
+            return TorchKernels(self.kinds).activate(rows)
+        gate_up, size = rows, rows.shape[-1] // 2
         output = gate_up.new_empty(*gate_up.shape[:-1], size)
         _gated_silu_kernel[(gate_up.numel() // (2 * size), triton.cdiv(size, _TILE))](
             gate_up, output, size, WIDTH=_TILE

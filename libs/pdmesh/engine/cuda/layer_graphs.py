@@ -50,7 +50,7 @@ class LayerGraphs:
         self._padding = np.array([[0], [0], [0], [scratch_block * block_size]], dtype=np.int32)
         self._steps: dict[int, list[Callable[[], object]]] = {}
         #: By size; kept, since what a graph leaves in memory that nobody keeps may be another graph's.
-        self._rotations: dict[int, Rotation] = {}
+        self._rotations: dict[int, Sequence[Rotation]] = {}
         self._in_use = False
         self._integers = torch.zeros(4 * SIZES[-1], dtype=torch.int32, device=first.device)
         self._hidden = first.new_zeros(SIZES[-1], hidden_size)

@@ -1,0 +1,33 @@
+"""Gemma: norms multiply by one more than their weights, embeddings are scaled, and GELU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.config_fields import Fields, dense
+from pdmesh.engine.model_config import Activation, ModelConfig
+
+_NAME = "GemmaForCausalLM"
+
+
+def _describe(fields: Fields) -> ModelConfig:
+    return gemma(fields, _NAME)
+
+
+def gemma(fields: Fields, name: str, *, max_position_embeddings: int = 8192) -> ModelConfig:
+    """What the models of the family share."""
+    attention_bias = fields.boolean("attention_bias")
+    config = dense(fields, name, head_dim=256, max_position_embeddings=max_position_embeddings, tied=True)
+    return replace(
+        config,
+        # ``hidden_act`` of the first checkpoints said "gelu", and was never meant
+        activation=fields.choice("hidden_activation", Activation, default=Activation.GELU_TANH),
+        norm=replace(config.norm, offset=1.0),
+        embedding_scale=config.hidden_size**0.5,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+    )
+
+
+ARCHITECTURE = Architecture(_NAME, "gemma", _describe)

@@ -1,0 +1,22 @@
+"""GLM-4-0414, Z1: a GLM-4 with norms behind attention and MLP, too."""
+
+from __future__ import annotations
+
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.architectures.glm import glm
+from pdmesh.engine.config_fields import Fields
+from pdmesh.engine.model_config import ModelConfig, TensorNames
+
+_NAME = "Glm4ForCausalLM"
+
+
+def _describe(fields: Fields) -> ModelConfig:
+    names = TensorNames(
+        gate_up=("mlp.gate_up_proj",),
+        attention_output_norm="post_self_attn_layernorm",
+        mlp_output_norm="post_mlp_layernorm",
+    )
+    return glm(fields, _NAME, names)
+
+
+ARCHITECTURE = Architecture(_NAME, "glm4", _describe)

@@ -1,0 +1,28 @@
+"""Granite 3: a Llama with multipliers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.config_fields import Fields, dense
+from pdmesh.engine.model_config import ModelConfig
+
+_NAME = "GraniteForCausalLM"
+
+
+def _describe(fields: Fields) -> ModelConfig:
+    attention_bias = fields.boolean("attention_bias")
+    return replace(
+        dense(fields, _NAME),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=fields.boolean("mlp_bias"),
+        attention_scale=fields.number("attention_multiplier", default=1.0),
+        embedding_scale=fields.number("embedding_multiplier", default=1.0),
+        residual_scale=fields.number("residual_multiplier", default=1.0),
+        logit_scale=1 / fields.number("logits_scaling", default=1.0),
+    )
+
+
+ARCHITECTURE = Architecture(_NAME, "granite", _describe)

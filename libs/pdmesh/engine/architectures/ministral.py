@@ -1,0 +1,21 @@
+"""Ministral: a Mistral whose layers are listed: with a window, or without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.config_fields import Fields, dense, listed_windows, windowed
+from pdmesh.engine.model_config import ModelConfig
+
+_NAME = "MinistralForCausalLM"
+
+
+def _describe(fields: Fields) -> ModelConfig:
+    config = dense(fields, _NAME, max_position_embeddings=131072)
+    window = fields.optional_integer("sliding_window", default=4096)
+    windows = listed_windows(fields, config.num_layers) or [True] * config.num_layers
+    return replace(config, layers=windowed(config.layers, window, windows, config.max_model_len))
+
+
+ARCHITECTURE = Architecture(_NAME, "ministral", _describe)

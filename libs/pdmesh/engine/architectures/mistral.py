@@ -1,0 +1,21 @@
+"""Mistral: a Llama, the first of which had a window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.config_fields import Fields, dense, windowed
+from pdmesh.engine.model_config import ModelConfig
+
+_NAME = "MistralForCausalLM"
+
+
+def _describe(fields: Fields) -> ModelConfig:
+    config = dense(fields, _NAME, max_position_embeddings=131072)
+    window = fields.optional_integer("sliding_window", default=4096)
+    every_layer = [True] * config.num_layers
+    return replace(config, layers=windowed(config.layers, window, every_layer, config.max_model_len))
+
+
+ARCHITECTURE = Architecture(_NAME, "mistral", _describe)

@@ -1,0 +1,35 @@
+"""OLMo 2: norms behind attention and MLP rather than before, and of all queries (keys) of a token together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.config_fields import Fields, dense
+from pdmesh.engine.model_config import ModelConfig, QkNorm, TensorNames
+
+_NAME = "Olmo2ForCausalLM"
+
+
+def _describe(fields: Fields) -> ModelConfig:
+    return olmo(fields, _NAME)
+
+
+def olmo(fields: Fields, name: str) -> ModelConfig:
+    """What OLMo 2 and 3 share."""
+    attention_bias = fields.boolean("attention_bias")
+    return replace(
+        dense(fields, name, epsilon=1e-5),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm=QkNorm.ALL_HEADS,
+        names=TensorNames(
+            input_norm=None,
+            attention_output_norm="post_attention_layernorm",
+            mlp_norm=None,
+            mlp_output_norm="post_feedforward_layernorm",
+        ),
+    )
+
+
+ARCHITECTURE = Architecture(_NAME, "olmo2", _describe)

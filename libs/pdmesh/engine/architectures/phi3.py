@@ -1,0 +1,24 @@
+"""Phi-3, Phi-3.5 and Phi-4: a Llama with fused projections, perhaps partly rotated heads, and longrope."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.config_fields import Fields, dense, windowed
+from pdmesh.engine.model_config import ModelConfig, TensorNames
+
+_NAME = "Phi3ForCausalLM"
+
+
+def _describe(fields: Fields) -> ModelConfig:
+    config = dense(fields, _NAME, max_position_embeddings=4096, epsilon=1e-5)
+    every_layer = [True] * config.num_layers
+    return replace(
+        config,
+        layers=windowed(config.layers, fields.optional_integer("sliding_window"), every_layer, config.max_model_len),
+        names=TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    )
+
+
+ARCHITECTURE = Architecture(_NAME, "phi3", _describe)

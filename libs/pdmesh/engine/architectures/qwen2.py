@@ -1,0 +1,27 @@
+"""Qwen2 and Qwen2.5: a Llama with biases of queries, keys and values, and perhaps windows in its later layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.config_fields import Fields, dense, listed_windows, windowed
+from pdmesh.engine.model_config import LayerConfig, ModelConfig
+
+_NAME = "Qwen2ForCausalLM"
+
+
+def _describe(fields: Fields) -> ModelConfig:
+    config = dense(fields, _NAME, max_position_embeddings=32768)
+    return replace(config, qkv_bias=True, layers=qwen_layers(fields, config))
+
+
+def qwen_layers(fields: Fields, config: ModelConfig) -> tuple[LayerConfig, ...]:
+    """The layers' windows: ``use_sliding_window`` allows them, from ``max_window_layers`` on unless listed."""
+    window = fields.optional_integer("sliding_window", default=4096) if fields.boolean("use_sliding_window") else None
+    first = fields.integer("max_window_layers", default=28)
+    windows = listed_windows(fields, config.num_layers) or [number >= first for number in range(config.num_layers)]
+    return windowed(config.layers, window, windows, config.max_model_len)
+
+
+ARCHITECTURE = Architecture(_NAME, "qwen2", _describe)

@@ -1,0 +1,309 @@
+"""Typed access to a ``config.json``, and the parts of it that most architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from pdmesh.engine.model_config import (
+    DTYPES,
+    Activation,
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    RopeConfig,
+    RopeType,
+)
+from pdmesh.errors import ConfigError
+
+#: More layers than any model has: what a layer takes is not taken for a number in a file.
+_MAX_LAYERS = 1024
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A JSON object; a wrong value is a ConfigError that names ``where`` and the field. null means absent."""
+
+    raw: Mapping[str, Any]
+    where: str
+
+    def integer(self, name: str, *, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._value(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ConfigError(f"{self.where}: {name} is {value!r}; it must be a positive integer")
+        return value
+
+    def optional_integer(self, name: str, *, default: int | None = None) -> int | None:
+        """A positive integer; None where null or nothing is said, and there is no default."""
+        if name in self.raw and self.raw[name] is None:
+            return None
+        return None if name not in self.raw and default is None else self.integer(name, default=default)
+
+    def number(self, name: str, *, default: float | None = None) -> float:
+        """A positive number."""
+        value = self._value(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise ConfigError(f"{self.where}: {name} is {value!r}; it must be a positive number")
+        return float(value)
+
+    def optional_number(self, name: str, *, default: float | None = None) -> float | None:
+        """A positive number; None where null or nothing is said, and there is no default."""
+        if name in self.raw and self.raw[name] is None:
+            return None
+        return None if name not in self.raw and default is None else self.number(name, default=default)
+
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {name} is {value!r}; it must be true or false")
+        return value
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of so many positive numbers."""
+        values = self._value(name, None)
+        if not isinstance(values, list) or len(values) != length:
+            raise ConfigError(f"{self.where}: {name} must be a list of {length} numbers")
+        return tuple(Fields({name: value}, self.where).number(name) for value in values)
+
+    def choice(self, name: str, choices: type[_Choice], *, default: _Choice) -> _Choice:
+        """One of ``choices``, by its value."""
+        value = self._value(name, default.value)
+        if value not in [choice.value for choice in choices]:
+            served = " and ".join(repr(choice.value) for choice in choices)
+            raise ConfigError(f"{self.where}: {name} is {value!r}; served are {served}")
+        return choices(value)
+
+    def part(self, name: str) -> Fields | None:
+        """An object in this one; None where there is none."""
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{self.where}: {name} is {value!r}; it must be an object")
+        return None if value is None else Fields(value, f"{self.where}: {name}")
+
+    def num_layers(self) -> int:
+        value = self.integer("num_hidden_layers")
+        if value > _MAX_LAYERS:
+            raise ConfigError(f"{self.where}: num_hidden_layers is {value}; at most {_MAX_LAYERS} are served")
+        return value
+
+    def layer_flags(self, name: str, meanings: Mapping[Any, bool], num_layers: int) -> tuple[bool, ...] | None:
+        """What a list with a value for each layer says of it; None where there is no list."""
+        values = self.raw.get(name)
+        if values is None:
+            return None
+        known = isinstance(values, list) and all(isinstance(value, int | str) for value in values)
+        if not known or len(values) != num_layers or not set(values) <= set(meanings):
+            served = " and ".join(map(str, meanings))
+            raise ConfigError(f"{self.where}: {name} must say one of {served} for each of {num_layers} layers")
+        return tuple(meanings[value] for value in values)
+
+    def error(self, what: str) -> ConfigError:
+        """The error for what is wrong in this object."""
+        return ConfigError(f"{self.where}: {what}")
+
+    def _value(self, name: str, default: object) -> object:
+        value = self.raw.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ConfigError(f"{self.where}: {name} is missing")
+        return value
+
+
+def dense(
+    fields: Fields,
+    architecture: str,
+    *,
+    head_dim: int | None = None,
+    max_position_embeddings: int = 2048,
+    epsilon: float = 1e-6,
+    theta: float = 10_000.0,
+    tied: bool = False,
+    partial: float = 1.0,
+) -> ModelConfig:
+    """The description of a Llama with these fields: what other dense models differ from.
+
+    Arguments are defaults of absent fields, as in transformers' configuration class; ``partial`` is that of
+    ``partial_rotary_factor``.
+    """
+    where = fields.where
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"{where}: {num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
+    hidden_size = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", default=head_dim or max(1, hidden_size // num_heads))
+    if head_dim % 2:
+        raise ConfigError(f"{where}: head_dim is {head_dim}; rotary embeddings need an even one")
+    max_position_embeddings = fields.integer("max_position_embeddings", default=max_position_embeddings)
+    rotary_dim = _rotary_dim(fields, head_dim, partial)
+    rope = rope_of(fields, max_position_embeddings, theta=theta, rotary_dim=rotary_dim)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        layers=(LayerConfig(rope=rope),) * fields.num_layers(),
+        norm=NormConfig(epsilon=fields.number("rms_norm_eps", default=epsilon)),
+        max_position_embeddings=max_position_embeddings,
+        max_model_len=_max_model_len(rope, max_position_embeddings),
+        dtype=dtype_of(fields),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tied),
+        rotary_dim=rotary_dim,
+        activation=fields.choice("hidden_act", Activation, default=Activation.SILU),
+    )
+
+
+def windowed(
+    layers: Sequence[LayerConfig], window: int | None, windows: Sequence[bool], max_model_len: int
+) -> tuple[LayerConfig, ...]:
+    """The layers with a window where ``windows`` says so; one that holds every sequence is none."""
+    if window is None or window >= max_model_len:
+        return tuple(layers)
+    return tuple(
+        replace(layer, window=window if has_window else None) for layer, has_window in zip(layers, windows, strict=True)
+    )
+
+
+def listed_windows(fields: Fields, num_layers: int) -> tuple[bool, ...] | None:
+    """Whether a layer has a window, by ``layer_types``; None where these are not listed."""
+    return fields.layer_flags("layer_types", {"full_attention": False, "sliding_attention": True}, num_layers)
+
+
+def layered_ropes(
+    fields: Fields, config: ModelConfig, *, theta: float, local_theta: float | None
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotations of layers with a window and of those without.
+
+    ``rope_parameters`` has one of each (transformers 5); before, scaling was that of layers without a window, whose
+    base is ``rope_theta``, and the others' was ``rope_local_base_freq``: ``local_theta`` if absent, None: the same.
+    """
+    nested = fields.part("rope_parameters")
+    found = [nested.part(name) if nested is not None else None for name in ("sliding_attention", "full_attention")]
+    theta = fields.number("rope_theta", default=theta)
+    thetas = (fields.number("rope_local_base_freq", default=local_theta or theta), theta)
+    scaled = (None, fields.part("rope_scaling"))
+    length = config.max_position_embeddings
+    sliding, full = (
+        rope_parameters(
+            part := own or before or Fields({}, fields.where),
+            length,
+            theta=part.number("rope_theta", default=base),
+            original=part.integer("original_max_position_embeddings", default=length),
+            rotary_dim=config.rotary_dim,
+        )
+        for own, before, base in zip(found, scaled, thetas, strict=True)
+    )
+    return sliding, full
+
+
+def dtype_of(fields: Fields) -> str:
+    """The dtype of the checkpoint's weights."""
+    dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(f"{fields.where}: dtype is {dtype!r}; served are {', '.join(DTYPES)}")
+    return str(dtype)
+
+
+def rope_of(fields: Fields, max_position_embeddings: int, *, theta: float, rotary_dim: int) -> RopeConfig:
+    """``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+    raw = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{fields.where}: the RoPE parameters are {raw!r}; they must be an object")
+    rope = Fields(raw, f"{fields.where}: RoPE parameters")
+    # Transformers lets a top-level value win, then the one beside the factor, then the context length.
+    original = fields.integer(
+        "original_max_position_embeddings",
+        default=rope.integer("original_max_position_embeddings", default=max_position_embeddings),
+    )
+    theta = rope.number("rope_theta", default=fields.number("rope_theta", default=theta))
+    return rope_parameters(rope, max_position_embeddings, theta=theta, original=original, rotary_dim=rotary_dim)
+
+
+def rope_parameters(
+    rope: Fields, max_position_embeddings: int, *, theta: float, original: int, rotary_dim: int
+) -> RopeConfig:
+    """One object of RoPE parameters; ``original`` is the length before it was stretched."""
+    name = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
+    if name == "su":
+        name = "longrope"  # as Phi-3 called it first
+    if not isinstance(name, str) or name not in {rope_type.value for rope_type in RopeType}:
+        served = ", ".join(rope_type.value for rope_type in RopeType)
+        raise ConfigError(f"{rope.where}: RoPE scaling {name!r} is not served; served are {served}")
+    rope_type = RopeType(name)
+    match rope_type:
+        case RopeType.DEFAULT:
+            return RopeConfig(theta=theta)
+        case RopeType.LINEAR | RopeType.DYNAMIC:
+            return RopeConfig(
+                rope_type=rope_type,
+                theta=theta,
+                factor=rope.number("factor"),
+                original_max_position_embeddings=max_position_embeddings,
+            )
+        case RopeType.LLAMA3:
+            return RopeConfig(
+                rope_type=rope_type,
+                theta=theta,
+                factor=rope.number("factor"),
+                original_max_position_embeddings=original,
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+            )
+        case RopeType.YARN:
+            return RopeConfig(
+                rope_type=rope_type,
+                theta=theta,
+                factor=rope.number("factor", default=max_position_embeddings / original),
+                original_max_position_embeddings=original,
+                attention_factor=rope.optional_number("attention_factor"),
+                beta_fast=rope.number("beta_fast", default=32.0),
+                beta_slow=rope.number("beta_slow", default=1.0),
+                mscale=rope.optional_number("mscale"),
+                mscale_all_dim=rope.optional_number("mscale_all_dim"),
+                truncate=rope.boolean("truncate", default=True),
+            )
+        case RopeType.LONGROPE:
+            return RopeConfig(
+                rope_type=rope_type,
+                theta=theta,
+                factor=rope.number("factor", default=max_position_embeddings / original),
+                original_max_position_embeddings=original,
+                attention_factor=rope.optional_number("attention_factor"),
+                short_factors=rope.numbers("short_factor", rotary_dim // 2),
+                long_factors=rope.numbers("long_factor", rotary_dim // 2),
+            )
+
+
+def _rotary_dim(fields: Fields, head_dim: int, partial: float) -> int:
+    """How much of a head is rotated."""
+    rope = fields.raw.get("rope_parameters")
+    for scope in (rope if isinstance(rope, Mapping) else {}, fields.raw):
+        if scope.get("partial_rotary_factor") is not None:
+            partial = Fields(scope, fields.where).number("partial_rotary_factor")
+            break
+    rotary_dim = int(head_dim * partial) if partial <= 1 else 0
+    if rotary_dim <= 0 or rotary_dim % 2:
+        raise ConfigError(
+            f"{fields.where}: partial_rotary_factor is {partial}; it must make an even part of the {head_dim} of a head"
+        )
+    return rotary_dim
+
+
+def _max_model_len(rope: RopeConfig, max_position_embeddings: int) -> int:
+    """As in vLLM, RoPE scaling stretches the context; llama3 and longrope state the stretched figure."""
+    match rope.rope_type:
+        case RopeType.DEFAULT | RopeType.LLAMA3 | RopeType.LONGROPE:
+            return max_position_embeddings
+        case RopeType.LINEAR | RopeType.DYNAMIC:
+            return int(max_position_embeddings * rope.factor)
+        case RopeType.YARN:
+            return int(rope.original_max_position_embeddings * rope.factor)

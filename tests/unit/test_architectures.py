@@ -1,0 +1,178 @@
+"""Every architecture that is served gives what transformers does, whatever happens to a request on its way.
+
+An architecture is in these tests by its module in `pdmesh.engine.architectures`; what it can be in particular is listed
+in VARIANTS.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+
+from pdmesh.engine.architectures import architectures
+from pdmesh.engine.base import SliceResult
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.model import SamplingParams
+from pdmesh.testing.reference import GreedyStep, HfReference
+from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+
+NUM_OUTPUT_TOKENS = 12
+PROMPT_LENGTHS = (1, 19, 75)
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+    "long_factor": [1.5 + 0.7 * pair for pair in range(6)],
+    "original_max_position_embeddings": 80,  # passed while 75 + 12 tokens are computed
+    "partial_rotary_factor": 0.75,
+}
+
+#: Beyond each architecture's defaults: fields of its configuration.
+_GRANITE = {
+    "embedding_multiplier": 1.7,
+    "logits_scaling": 0.8,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gemma": [{"head_dim": 16}],
+    "gemma2": [
+        {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+        {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
+    ],
+    "gemma3_text": [{"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}],
+    "glm": [{"head_dim": 16, "attention_bias": False}],
+    "glm4": [{"head_dim": 16}],
+    "granite": [_GRANITE],
+    "ministral": [
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24},
+    ],
+    "olmo2": [{"attention_bias": True}],
+    "olmo3": [{"sliding_window": 24}],
+    "smollm3": [{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 24}],
+    "starcoder2": [{"use_bias": False}, {"sliding_window": 24}],
+    "mistral": [{"sliding_window": 24}, {"head_dim": 24, "sliding_window": None, "tie_word_embeddings": True}],
+    "phi3": [
+        {"sliding_window": 24, "num_key_value_heads": 4},
+        {
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 80,
+            "max_position_embeddings": 320,
+            "tie_word_embeddings": True,
+        },
+    ],
+    "qwen2": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}],
+    "qwen3": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "head_dim": 16}],
+}
+
+#: What an architecture's configuration class cannot do without.
+NEEDED: dict[str, dict[str, Any]] = {"ministral": {"head_dim": 24}}
+
+
+def models() -> Iterator[ParameterSet]:
+    """(model type, options); all but each architecture's first are slow tests."""
+    for architecture in architectures().values():
+        model_type = architecture.model_type
+        for number, options in enumerate([*VARIANTS.get(model_type, []), {}]):
+            marks = [pytest.mark.slow] if number else []
+            all_options = {**NEEDED.get(model_type, {}), **options}
+            yield pytest.param((model_type, all_options), marks=marks, id="-".join([model_type, *options]))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=models())
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model_type, options = request.param
+    return write_transformers_checkpoint(tmp_path_factory.mktemp(model_type), model_type, seed=1, **options)
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    rng = random.Random(num_tokens)
+    return [rng.randrange(320) for _ in range(num_tokens)]
+
+
+@pytest.fixture(scope="module")
+def references(checkpoint: Path) -> dict[int, list[GreedyStep]]:
+    """What transformers continues prompts of these lengths with."""
+    reference = HfReference(checkpoint)
+    return {length: reference.greedy_steps(prompt_of(length), NUM_OUTPUT_TOKENS) for length in PROMPT_LENGTHS}
+
+
+PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=0)
+
+
+def assert_equal(results: Sequence[SliceResult], expected: Sequence[GreedyStep]) -> None:
+    drawn = [result for result in results if result.token_id is not None]
+    assert [result.token_id for result in drawn] == [step.token_id for step in expected]
+    logprobs = [result.logprobs.logprob for result in drawn if result.logprobs is not None]
+    assert logprobs == pytest.approx([step.logprob for step in expected], abs=1e-4)
+
+
+def test_greedy_tokens_and_logprobs_equal_transformers(
+    checkpoint: Path, references: dict[int, list[GreedyStep]]
+) -> None:
+    """For every chunking, in batches of unlike sequences, handed over before the first token, and moved after it."""
+    engines = [TorchEngine(checkpoint, num_blocks=32, num_threads=1) for _ in range(2)]
+    engine, other = engines
+    for length, expected in references.items():
+        for chunk_tokens in (7, 1000):
+            alone = generate(engine, prompt_of(length), NUM_OUTPUT_TOKENS, chunk_tokens=chunk_tokens, params=PARAMS)
+            assert_equal(alone.results, expected)
+
+    lengths = [length + NUM_OUTPUT_TOKENS for length in PROMPT_LENGTHS]
+    requests = {
+        length: SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), NUM_OUTPUT_TOKENS)
+        for length, table in zip(PROMPT_LENGTHS, separate_tables(engine, lengths), strict=True)
+    }
+    while left := [request for request in requests.values() if not request.done]:
+        step(engine, [(request, 16) for request in left])
+    for length, request in requests.items():
+        assert_equal(request.results, references[length])
+
+    length = PROMPT_LENGTHS[-1]
+    moved = SteppedRequest(new_sequence(prompt_of(length), list(range(8)), PARAMS), NUM_OUTPUT_TOKENS)
+    step(engine, [(moved, 40)])
+    step(engine, [(moved, 40)])  # draws the first token
+    for source, target in ((engine, other), (other, engine)):
+        move(moved, source, target)
+        for _ in range(4):
+            step(target, [(moved, 1)])
+    assert_equal(moved.results, references[length][: len(moved.output_ids)])
+    assert len({step.token_id for steps in references.values() for step in steps}) > 8  # it wanders
+
+
+def move(request: SteppedRequest, source: TorchEngine, target: TorchEngine) -> None:
+    """Take a request's KV to other blocks of another engine."""
+    table, layout = request.sequence.block_table, source.kv.layout
+    assert layout == target.kv.layout
+    moved = [(block + 11) % target.kv.num_blocks for block in table]
+    for layer in range(layout.num_layers):
+        data = memoryview(bytearray(len(table) * layout.block_bytes))
+        source.kv.gather(layer, table, data)
+        target.kv.scatter(layer, moved, data)
+    request.sequence.block_table[:] = moved
+
+
+def test_deterministic_mode_does_not_change_the_tokens(
+    checkpoint: Path, references: dict[int, list[GreedyStep]]
+) -> None:
+    engine = TorchEngine(checkpoint, num_blocks=32, num_threads=1, deterministic=True)
+    length = PROMPT_LENGTHS[-1]
+    for chunk_tokens in (30, 1000):
+        alone = generate(engine, prompt_of(length), NUM_OUTPUT_TOKENS, chunk_tokens=chunk_tokens, params=PARAMS)
+        assert_equal(alone.results, references[length])
