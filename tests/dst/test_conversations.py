@@ -11,6 +11,7 @@ import pytest
 
 from pdmesh.model import PrefixHashes, Role
 from pdmesh.testing.dst.clients import expectation
+from pdmesh.testing.dst.drawing import draw
 from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
 from pdmesh.testing.dst.run import Result, run
 from pdmesh.worker.block_tables import BlockTables
@@ -92,3 +93,12 @@ def test_what_is_not_kept_after_all_is_computed(pools: str, left: str, monkeypat
     assert num_lost == 2
     assert sum("CacheReported" in line for line in result.timeline) == 2
     assert any(num_reused(result)[-3:])  # it is reused again
+
+
+def test_an_instance_that_cannot_reach_a_gateway_for_long_ends_no_stream() -> None:
+    """It is the only one that decodes: each restart brings a token, from prefill, and is not the request's fault."""
+    plan = draw(6394)
+    (away,) = [fault for fault in plan.faults if fault.kind is FaultKind.AWAY]
+    assert away.duration_s > 30
+    result = run(plan)
+    assert result.broken is None

@@ -186,6 +186,31 @@ async def test_a_broken_stream_makes_its_requests_suspect() -> None:
     assert t.resume_at_s is None
 
 
+async def test_an_instance_was_unreachable_if_it_had_no_stream_at_any_time_since_the_request_was_submitted() -> None:
+    transcripts, t = Transcripts(), transcript()
+    transcripts.add(t)
+
+    def submit(source: InstanceId | None) -> None:
+        t.source, t.submitted_at_change = source, transcripts.num_changes
+
+    submit(None)
+    assert not transcripts.was_unreachable(t), "nobody knows whose token is missing"
+    submit(A)
+    assert transcripts.was_unreachable(t), "it has never come"
+    transcripts.source_opened(A, "")
+    transcripts.source_opened(A, "")
+    transcripts.source_lost(A)
+    assert not transcripts.was_unreachable(t), "one of two streams is left"
+    transcripts.source_lost(A)
+    assert not transcripts.was_unreachable(t), "the request may be what broke it"
+    submit(A)
+    transcripts.source_opened(B, "")
+    assert transcripts.was_unreachable(t)
+    transcripts.source_opened(A, "")
+    transcripts.source_lost(A)
+    assert not transcripts.was_unreachable(t), "it came for a moment"
+
+
 async def test_prompt_logprobs_of_another_epoch_or_place_are_dropped() -> None:
     t = transcript([1, 2])
     lp = TokenLogprobs(-1.0)

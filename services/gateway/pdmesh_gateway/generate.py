@@ -156,12 +156,14 @@ class Generator:
     def resume_stalled(self, transcript: Transcript) -> None:
         """Submit a request again of which a token was lost on the way: nobody has told of its end, so it is cancelled.
 
-        It may be what does not get through; not where the scheduler is another one than it was, or gone.
+        It may be what does not get through; not where the scheduler is another one than it was, or gone, or where
+        nothing at all could come from the instance.
         """
         self._link.cancel(transcript.request_id, transcript.epoch, num_output_tokens=0)  # its last epoch tells
         transcript.unheard = transcript.source or transcript.unheard
         is_same = self._link.is_connected and transcript.submitted_on == self._link.num_connections
-        self.resume(transcript, "a token was lost on the way", blame=SHARED_BLAME if is_same else 0.0)
+        may_be_its_own = is_same and not self._transcripts.was_unreachable(transcript)
+        self.resume(transcript, "a token was lost on the way", blame=SHARED_BLAME if may_be_its_own else 0.0)
 
     def resume(self, transcript: Transcript, reason: str, *, blame: float = 0.0, retracted: bool = False) -> None:
         """Submit a request again, from its transcript and under the next epoch. ``retracted``: nothing has failed.
@@ -302,6 +304,7 @@ class Generator:
             submitted.unheard = None
             submitted.submitted_on = self._link.num_connections
             submitted.submitted_to = self._link.scheduler_id
+            submitted.submitted_at_change = self._transcripts.num_changes
 
     def _choice(
         self,

@@ -15,7 +15,7 @@ Everything here is synchronous and belongs to the event loop.
 from __future__ import annotations
 
 import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -116,6 +116,7 @@ class Transcript:
     #: Which connection to the scheduler this epoch was submitted on; None while it waits for one.
     submitted_on: int | None = None
     submitted_to: str | None = None  # which scheduler process was last sent this epoch
+    submitted_at_change: int = 0  # `Transcripts.num_changes` when this epoch was submitted
     unheard: InstanceId | None = None  # who drew what did not come, of one that is resumed for that
     all_drawn: bool = False  # its instance says that there will be no more tokens: what is not here is late or lost
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
@@ -335,6 +336,9 @@ class Transcripts:
     def __init__(self) -> None:
         self._by_id: dict[RequestId, Transcript] = {}
         self._arithmetic: dict[InstanceId, str] = {}  # also of those that are gone: a few words for each
+        self._num_open: Counter[InstanceId] = Counter()  # token streams
+        self._closed_at: dict[InstanceId, int] = {}  # at which change the last stream of each ended; as many
+        self.num_changes = 0  # token streams that were opened or have ended
         self.num_stray = 0  # messages for requests that are gone, or of old epochs and indices
 
     def __len__(self) -> int:
@@ -379,13 +383,27 @@ class Transcripts:
     def source_opened(self, source: InstanceId, arithmetic: str) -> None:
         """A worker of this arithmetic class opened its stream."""
         self._arithmetic[source] = arithmetic
+        self.num_changes += 1
+        self._num_open[source] += 1
 
     def arithmetic_of(self, transcript: Transcript) -> str:
         """Class of the instance that drew the last token; empty if there is none, or it did not say."""
         return "" if transcript.drawn_by is None else self._arithmetic.get(transcript.drawn_by, "")
 
+    def was_unreachable(self, transcript: Transcript) -> bool:
+        """Whether no stream from the instance whose token is missing was open at any time since it was submitted."""
+        source = transcript.source or transcript.unheard
+        if source is None or self._num_open[source]:
+            return False
+        return self._closed_at.get(source, 0) <= transcript.submitted_at_change
+
     def source_lost(self, source: InstanceId) -> None:
         """A worker's stream broke."""
+        self.num_changes += 1
+        self._num_open[source] -= 1
+        if self._num_open[source] <= 0:
+            del self._num_open[source]
+            self._closed_at[source] = self.num_changes
         for transcript in self._by_id.values():
             if transcript.source == source:
                 transcript.suspect(transcript.break_grace_s)

@@ -34,11 +34,6 @@ BUNDLES = ("pdmesh", "pdmesh", "fcfs", "sjf", "lars", "medha")
 #: How likely a plan has each kind of faults, and how often it is then drawn beside others.
 SHARE_OF_PLANS = 0.35
 
-#: Turns come when others are over, and so in the middle of what goes wrong: where the only instance that decodes cannot
-#: reach the gateway, each restart costs 2 s of these and one of those that a request may have (seed 6394, also without
-#: reuse).
-_MAX_AWAY_S = 10.0
-
 #: Of a conversation that is gone on with, prompt and answer.
 _MAX_TURN_TOKENS = 450
 
@@ -145,14 +140,9 @@ def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
             ask = replace(ask, at_s=earlier.at_s + rng.choice((0.0, 1.0, 3.0)))
         max_tokens = ask.max_tokens * rng.choice((1, 1, 6))
         asks.append(replace(ask, prompt=prompt, max_tokens=max_tokens))
-    faults = [
-        replace(fault, duration_s=min(fault.duration_s, _MAX_AWAY_S)) if fault.kind is FaultKind.AWAY else fault
-        for fault in plan.faults
-    ]
     return replace(
         plan,
         asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
-        faults=tuple(faults),
         num_blocks=plan.num_blocks * 8,
         chunk_tokens=plan.chunk_tokens * 8,
         blocks_per_piece=plan.blocks_per_piece * 8,
