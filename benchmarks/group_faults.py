@@ -1,13 +1,14 @@
 """A long prompt that several instances compute, and a fault among them meanwhile, again and again.
 
-    python benchmarks/group_faults.py [--number 200] [--seed 0] [--small] [--minutes 60] [--longest-stop-s 3]
+    python benchmarks/group_faults.py [--number 200] [--seed 0] [--small] [--minutes 60] [--longest-stop-s 3] [--turns]
 
 Faults: a member (leader or helper) is killed, or stopped for up to 3 s; the client hangs up; pieces of KV come damaged
 or late for a while. Killed and stopped are only instances that hold the prompt, with others, as their metrics say right
 before; when that is, is drawn anew for each from how long the prompt takes undisturbed. What hit nobody is repeated.
 Every stream that is not hung up on must have the tokens of an undisturbed one, every damaged piece must be refused
 (`bad_pieces`), what a client hung up on must be free on all instances within a second, and all blocks at the end. Of a
-prompt that takes long the record is printed.
+prompt that takes long the record is printed. With ``--turns`` the prompt's first half is asked for before each fault,
+with a salt of its own, so that its KV is reused and a group computes the rest.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return [rng.randrange(10, 250) for _ in range(num_tokens)]
 
 
-async def ask(client: httpx.AsyncClient, model: str, prompt: Sequence[int], label: str) -> tuple[float, str]:
+async def ask(
+    client: httpx.AsyncClient, model: str, prompt: Sequence[int], label: str, salt: str = ""
+) -> tuple[float, str]:
     """Seconds to the first token, and the whole text."""
     body = {
         "model": model,
@@ -86,6 +89,7 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: Sequence[int], labe
         "temperature": 0,
         "stream": True,
         "ignore_eos": True,
+        **({"cache_salt": salt} if salt else {}),
     }
     began_s, first_s, lines = time.perf_counter(), 0.0, list[str]()
     async with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": label}) as response:
@@ -152,17 +156,18 @@ class Storm:
     """One fault after the other, each on a prompt of its own."""
 
     def __init__(
-        self, mesh: RunningMesh, client: httpx.AsyncClient, bad: Path, seed: int, longest_stop_s: float
+        self, mesh: RunningMesh, client: httpx.AsyncClient, bad: Path, seed: int, longest_stop_s: float, *, turns: bool
     ) -> None:
         self._mesh = mesh
         self._client = client
         self._bad = bad
         self._longest_stop_s = longest_stop_s
+        self._turns = turns
         self._rng = random.Random(seed)
         self._prompt = prompt_of(1, NUM_TOKENS)
         self._expected = ""
         self._takes_s = 0.0
-        self._num_asked = 0
+        self._num_asked = self._num_turns = 0
         self.hits: Counter[Fault] = Counter()
         self.num_missed = 0
         self.differing: list[str] = []
@@ -170,13 +175,16 @@ class Storm:
         self.freed_s: list[float] = []
 
     async def warm_up(self) -> None:
+        await self._begin_turns()
         await self._ask()
+        await self._begin_turns()
         self._takes_s, self._expected = await self._ask()
         print(f"undisturbed: first token after {self._takes_s:.2f} s", flush=True)
 
     async def strike(self) -> None:
         """One request and one fault; counted if it hit a group."""
         fault = self._rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        await self._begin_turns()
         task = asyncio.create_task(self._ask())
         at_s = self._rng.uniform(0, self._takes_s)
         await asyncio.sleep(at_s)
@@ -212,9 +220,20 @@ class Storm:
         if seconds > LONG_S:
             await asyncio.to_thread(self._show, f"fault-{self._num_asked}")
 
+    async def _begin_turns(self) -> None:
+        """Let the first half be kept, and nothing of earlier prompts be reused."""
+        if self._turns:
+            self._num_turns += 1
+            half = self._prompt[: len(self._prompt) // 2]
+            await ask(self._client, self._mesh.model, half, f"first-{self._num_turns}", self._salt)
+
+    @property
+    def _salt(self) -> str:
+        return f"turns-{self._num_turns}" if self._turns else ""
+
     async def _ask(self) -> tuple[float, str]:
         self._num_asked += 1
-        return await ask(self._client, self._mesh.model, self._prompt, f"fault-{self._num_asked}")
+        return await ask(self._client, self._mesh.model, self._prompt, f"fault-{self._num_asked}", self._salt)
 
     def _show(self, label: str) -> None:
         with contextlib.suppress(subprocess.CalledProcessError):  # forgotten: the scheduler has a bounded memory
@@ -239,7 +258,7 @@ class Storm:
 async def storm(mesh: RunningMesh, bad: Path, options: argparse.Namespace) -> Storm:
     number, ends_s = options.number, time.monotonic() + options.minutes * 60
     async with mesh.client() as client:
-        faults = Storm(mesh, client, bad, options.seed, options.longest_stop_s)
+        faults = Storm(mesh, client, bad, options.seed, options.longest_stop_s, turns=options.turns)
         await faults.warm_up()
         while sum(faults.hits.values()) < number and faults.num_missed < 5 * number and time.monotonic() < ends_s:
             await faults.strike()
@@ -255,6 +274,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a model of 6 layers in fp32, not the 82M one in bf16")
     parser.add_argument("--minutes", type=float, default=120.0, help="no more faults after so long")
     parser.add_argument("--longest-stop-s", type=float, default=3.0)
+    parser.add_argument("--turns", action="store_true", help="with prompts the first half of which is reused")
     options = parser.parse_args()
     print(
         heading(f"Faults among those who compute a prompt together, {'small model' if options.small else '82M, bf16'}")
@@ -270,6 +290,8 @@ def main() -> None:
             model, more = write_checkpoint(folder / "model", shape=SMALL), {"POLICY_PREFILL_STEP_S": "0.1"}
         else:
             model, more = write_checkpoint(folder / "model", shape=LLAMA_82M, dtype="bfloat16"), {}
+        if options.turns:
+            more["GATEWAY_PREFIX_REUSE"] = "on"
         with running_mesh(folder, model=model, prefill=NUM_PREFILL, decode=1, settings=SETTINGS | more) as mesh:
             faults = asyncio.run(storm(mesh, bad, options))
             restarts = total(mesh, r"pdmesh:request_restarts_total")

@@ -1,13 +1,16 @@
 """Random kills and stops under load: is any stream lost or changed, and how long does anybody wait?
 
 Usage: python benchmarks/random_kills.py [--faults N] [--seed N] [--streams N] [--prefill N] [--decode N] [--no-timings]
+                                         [--conversations]
 
 A mesh of real processes (2 prefill, 2 decode by default) serves streams of several kinds (greedy, seeded, with
 logprobs, n = 2, stop strings, long prompts), so many at once all the time. Every few seconds one or two of its
 processes, any but the gateway, are killed, or stopped for 5 or 30 s. Each answer is compared with that of an
 undisturbed request: tokens, text, finish reasons and, to 1e-4, logprobs. With each fault a new request is sent, and its
 first token timed: its *recovery*. Somebody healthy was left if, by its own status before the fault, the mesh had a
-scheduler and an instance of each kind that were no victims.
+scheduler and an instance of each kind that were no victims. With ``--conversations`` what can be gone on with has a
+second turn, whose prompt is the first turn with its answer and a few tokens more; no conversation shares KV with
+another, so first turns are computed and second turns reuse what the faults left.
 
 Exit code 1 if a stream was lost or differs, if a kind of stream does not show what it is there for, or, without
 ``--no-timings``, if the 99th percentile of all gaps between a stream's events, or the longest recovery where somebody
@@ -52,6 +55,9 @@ LIMIT_S = 1.0
 
 LOGPROB_TOLERANCE = 1e-4
 
+#: How the kind of what goes on with another is called.
+SECOND_TURN = ", second turn"
+
 #: No stream may take longer: it is lost.
 STREAM_LIMIT_S = 240.0
 
@@ -78,6 +84,16 @@ def bodies_of(
     return {
         kind: {"prompt": prompt, **common, **fields}
         for (kind, (_, fields)), prompt in zip(kinds.items(), prompts, strict=True)
+    }
+
+
+def second_turns(bodies: Mapping[str, dict[str, Any]], answers: Mapping[str, Answer]) -> dict[str, dict[str, Any]]:
+    """What goes on where the answer to each kind ends, if it is one and ends by its length."""
+    more = random_prompts([7], TINY.vocab_size, seed=17)[0]
+    return {
+        kind + SECOND_TURN: body | {"prompt": [*body["prompt"], *answers[kind].choices[0].token_ids, *more]}
+        for kind, body in bodies.items()
+        if len(answers[kind].choices) == 1 and "stop" not in body
     }
 
 
@@ -168,8 +184,12 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
 
 
 @dataclass(slots=True)
-class Seen:
-    answers: list[tuple[str, Answer]] = field(default_factory=list[tuple[str, Answer]])
+class Answers:
+    answers: list[tuple[str, Answer]] = field(default_factory=list[tuple[str, Answer]])  # with what was asked
+
+
+@dataclass(slots=True)
+class Seen(Answers):
     recoveries_s: list[float] = field(default_factory=list[float])  # where somebody healthy was left
     other_recoveries_s: list[float] = field(default_factory=list[float])
     probes_lost: list[str] = field(default_factory=list[str])
@@ -219,25 +239,42 @@ async def do_faults(mesh: RunningMesh, client: httpx.AsyncClient, seen: Seen, nu
         print(f"{shown} new request after {answer.first_s:6.2f} s{'' if healthy else ' (nobody was left)'}", flush=True)
 
 
+async def ask_undisturbed(
+    client: httpx.AsyncClient, bodies: dict[str, dict[str, Any]], *, conversations: bool
+) -> dict[str, Answer]:
+    """Answers, one of each kind; adds second turns to ``bodies``. Raises SystemExit if they show nothing."""
+    undisturbed = {kind: await ask(client, body) for kind, body in bodies.items()}
+    if conversations and all(answer.error is None for answer in undisturbed.values()):
+        bodies |= second_turns(bodies, undisturbed)
+        undisturbed |= {kind: await ask(client, bodies[kind]) for kind in bodies.keys() - undisturbed.keys()}
+    empty = {kind: why for kind, body in bodies.items() if (why := shows_nothing(undisturbed[kind], body))}
+    if empty:
+        raise SystemExit(f"undisturbed requests do not show what they should: {empty}")
+    return undisturbed
+
+
+async def keep_asking(
+    client: httpx.AsyncClient, bodies: Mapping[str, dict[str, Any]], number: int, seen: Answers, over: asyncio.Event
+) -> None:
+    """Ask for one kind after the other until it is ``over``; where there are second turns, each after its first."""
+    first_turns = [kind for kind in bodies if not kind.endswith(SECOND_TURN)]
+    for asked, kind in enumerate(islice(cycle(first_turns), number, None)):
+        salt = {"cache_salt": f"{number} {asked}"} if len(first_turns) < len(bodies) else {}
+        for turn in (kind, kind + SECOND_TURN):
+            if over.is_set():
+                return
+            if turn in bodies:
+                seen.answers.append((turn, await ask(client, bodies[turn] | salt)))
+
+
 async def storm(mesh: RunningMesh, options: argparse.Namespace) -> tuple[dict[str, Answer], Seen]:
     """Undisturbed answers, one of each kind, and what was seen after them. Raises SystemExit if they show nothing."""
-    bodies, seen = bodies_of(options.seed), Seen()
+    bodies, seen, over = bodies_of(options.seed), Seen(), asyncio.Event()
     async with mesh.client() as client:
-        undisturbed = {kind: await ask(client, body) for kind, body in bodies.items()}
-        empty = {kind: why for kind, body in bodies.items() if (why := shows_nothing(undisturbed[kind], body))}
-        if empty:
-            raise SystemExit(f"undisturbed requests do not show what they should: {empty}")
-        over = asyncio.Event()
-
-        async def keep_asking(number: int) -> None:
-            for kind in islice(cycle(bodies), number, None):
-                if over.is_set():
-                    return
-                seen.answers.append((kind, await ask(client, bodies[kind])))
-
+        undisturbed = await ask_undisturbed(client, bodies, conversations=options.conversations)
         async with asyncio.TaskGroup() as tasks:
             for number in range(options.streams):
-                tasks.create_task(keep_asking(number))
+                tasks.create_task(keep_asking(client, bodies, number, seen, over))
             await do_faults(mesh, client, seen, options.faults, options.seed)
             over.set()
     return undisturbed, seen
@@ -292,6 +329,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=8, help="at once")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--conversations", action="store_true", help="with second turns, whose prompts reuse KV")
     parser.add_argument("--no-timings", action="store_true", help="on a busy machine: timings are printed, not judged")
     parser.add_argument("--keep", type=Path, help="keep the mesh's folder, with its logs, here")
     options = parser.parse_args()

@@ -2,8 +2,9 @@
 
 `benchmarks/move_faults.py` starts a mesh with this folder on its path and MOVE_FAULTS_FOLDER set. A worker whose file
 ``INSTANCE.armed`` there names a point sends itself the signal that stands behind it when it comes to that point, and
-renames the file to ``INSTANCE.hit``. Each token that a worker sends to a gateway is a line of ``INSTANCE.PID.tokens``.
-Nothing of the product knows of this: methods are wrapped as their modules are imported.
+renames the file to ``INSTANCE.hit``. Each token that a worker sends to a gateway is a line of ``INSTANCE.PID.tokens``,
+with the purpose of the transfer that brought its KV. Nothing of the product knows of this: methods are wrapped as their
+modules are imported.
 """
 
 from __future__ import annotations
@@ -148,7 +149,9 @@ def _worker_replies(module: ModuleType) -> None:
     @functools.wraps(inner)
     def sending(self: Any, request: Any, message: Any) -> None:
         if getattr(message, "token_id", None) is not None:
-            os.write(log, f"{message.request_id} {message.epoch} {message.index} {message.token_id}\n".encode())
+            came_by = request.transfer.purpose.name if request.received_by else "NOTHING"
+            drawn = (message.request_id, message.epoch, message.index, message.token_id, came_by)
+            os.write(log, f"{' '.join(map(str, drawn))}\n".encode())
             key = (message.request_id, request.received_by)
             if request.transfer is not None and request.transfer.purpose.name == "MOVE" and key not in begun:
                 begun.add(key)
