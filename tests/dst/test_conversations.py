@@ -91,7 +91,8 @@ def test_what_is_not_kept_after_all_is_computed(pools: str, left: str, monkeypat
     result = run(conversations(POOLS[pools], harmless), with_timeline=True)
     assert result.broken is None
     assert num_lost == 2
-    assert sum("CacheReported" in line for line in result.timeline) == 2
+    num_told = sum("CacheReported" in line for line in result.timeline)
+    assert num_told in (2, 3)  # what was on its way to an instance meanwhile lacks it, too
     assert any(num_reused(result)[-3:])  # it is reused again
 
 

@@ -26,7 +26,7 @@ from pdmesh.wire import session
 from pdmesh.wire.endpoint import bind_socket, open_channel, serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, Generation, TokenOut, unpack_token_ids
-from pdmesh_gateway import generate, transcripts
+from pdmesh_gateway import generate, token_server, transcripts
 from pdmesh_gateway.http import server
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_gateway.testing import RunningGateway, running_gateway
@@ -521,6 +521,25 @@ async def test_a_deadline_ends_a_request(model: Path) -> None:
         response = await client.post("/v1/completions", json=BODY)
         assert response.status_code == 504
         await mesh.until(lambda: len(mesh.cancelled) == 1)
+
+
+async def test_a_worker_of_whom_nothing_is_heard_is_done_without(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network loses what it sends without a word: its stream is as whole as ever."""
+    monkeypatch.setattr(token_server, "HEARTBEAT_S", 0.02)
+    async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
+        texts: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(complete_into, texts, running)
+            generation = (await mesh.next_submit(0)).generation
+            mesh.send_tokens(*first_tokens(generation, 2))
+            await delivered(running, 2)
+            mesh.worker_beats = False
+            resumed = await mesh.next_submit(1)
+            assert (resumed.generation.epoch, resumed.unheard_id) == (1, "scripted")
+            mesh.worker_beats = True
+            await mesh.connect_worker(generation.token_address)
+            mesh.send_tokens(*first_tokens(resumed.generation, 4))
+        assert texts == [WHOLE]
 
 
 async def test_garbage_on_any_port_disturbs_nobody(model: Path) -> None:

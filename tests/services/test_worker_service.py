@@ -13,7 +13,15 @@ from anyio import to_thread
 
 from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig, WorkerConfig
 from pdmesh.core.commands import AdmitPrefill, FreeKv, RunStep
-from pdmesh.core.events import DrainRequested, KvReleased, LoadReported, RequestDropped, RequestFinished, StepDone
+from pdmesh.core.events import (
+    DrainRequested,
+    KvReleased,
+    LoadReported,
+    RequestDropped,
+    RequestFinished,
+    StepDone,
+    TokenLinkReported,
+)
 from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
 from pdmesh.errors import InstanceUnavailable, leaves
 from pdmesh.model import FinishReason, InstanceId, Role, SamplingParams, num_blocks_for
@@ -23,7 +31,7 @@ from pdmesh.testing.scripted_peers import ScriptedGateway, ScriptedScheduler, se
 from pdmesh.testing.worker import a_shard, chunk_plans, make_generation
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import Admit, Generation, Goodbye, RegisterWorker, TokenOut
-from pdmesh.worker import plans
+from pdmesh.worker import plans, token_links
 from pdmesh.worker.runtime import run_worker, serve_instance
 from pdmesh.worker.threads import EngineThread
 from pdmesh.worker.token_links import NUM_REMEMBERED, open_token_links
@@ -206,11 +214,11 @@ async def test_a_gateway_that_does_not_read_loses_tokens_and_nothing_else() -> N
         def token(index: int) -> TokenOut:
             return TokenOut(request_id=generation.request_id, epoch=generation.epoch, index=index, token_id=1)
 
-        links.send(address, token(0))
+        links.send(address, generation.gateway_id, token(0))
         await gateway.until(lambda: 0 in gateway.tokens_of("r"))
         for index in range(1, NUM_REMEMBERED + 100):  # in one go: the stream cannot take them
-            links.send(address, token(index))
-        links.send(address, token(1_000_000))
+            links.send(address, generation.gateway_id, token(index))
+        links.send(address, generation.gateway_id, token(1_000_000))
         await gateway.until(lambda: 1_000_000 in gateway.tokens_of("r"))
         assert gateway.num_streams == 2
         assert len(gateway.tokens_of("r")) < NUM_REMEMBERED + 101, "what overflowed must have been dropped"
@@ -223,9 +231,56 @@ async def test_flush_waits_until_gateways_have_read() -> None:
             generation = make_generation("r", [1], GREEDY)
             for index in range(500):
                 message = TokenOut(request_id=generation.request_id, epoch=generation.epoch, index=index, token_id=1)
-                links.send(address, message)
+                links.send(address, generation.gateway_id, message)
             await links.flush()
         assert sorted(gateway.tokens_of("r")) == list(range(500))
+
+
+async def test_a_gateway_that_answers_no_heartbeat_is_told_to_the_scheduler_and_so_is_its_return() -> None:
+    gateway, told = ScriptedGateway(heartbeat_s=0.02), list[TokenLinkReported]()
+    gateway.answers = False
+    async with (
+        serving_gateway(gateway) as address,
+        open_token_links(W, SecurityConfig(), report=told.append) as links,
+    ):
+        generation = make_generation("r", [1], GREEDY)
+        links.open(address, generation.gateway_id)
+        await gateway.until(lambda: gateway.num_streams == 2)  # the first was given up
+        gateway.answers = True
+        links.send(
+            address,
+            generation.gateway_id,
+            TokenOut(request_id=generation.request_id, epoch=generation.epoch, index=0, token_id=1),
+        )
+        await gateway.until(lambda: 0 in gateway.tokens_of("r"))
+    assert told == []  # a stream that is opened again at once has lost nothing
+
+
+async def test_a_gateway_that_cannot_be_reached_is_told_to_the_scheduler_and_so_is_its_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_links, "FIRST_OPEN_LIMIT_S", 0.05)
+    monkeypatch.setattr(token_links, "REPEAT_S", 0.05)
+    told, gateway = list[bool](), ScriptedGateway()
+    generation = make_generation("r", [1], GREEDY)
+    said = anyio.Event()
+
+    def hear(report: TokenLinkReported) -> None:
+        assert (report.instance_id, report.gateway_id) == (W, generation.gateway_id)
+        told.append(report.is_up)
+        if told.count(False) == 2 or report.is_up:
+            said.set()
+
+    async with open_token_links(W, SecurityConfig(), report=hear) as links:
+        async with serving_gateway(ScriptedGateway()) as address:
+            pass  # nobody listens there any more
+        links.open(address, generation.gateway_id)
+        await said.wait()
+        said = anyio.Event()
+        async with serving_gateway(gateway, port=int(address.rpartition(":")[2])):
+            await said.wait()
+    assert told[-1]
+    assert not any(told[:-1])
 
 
 async def test_a_broken_engine_is_told_to_everybody() -> None:

@@ -6,14 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, PlaceDecode
+from pdmesh.core.commands import AdmitPrefill, Command, PlaceDecode, Restart
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick
+from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick, TokenLinkReported
+from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.recovery.cut_pairs import MAX_PAIRS, CutPairs
-from pdmesh.model import InstanceId
+from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, Role
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, bench_of, named_profile, of
+from pdmesh.testing.modelled import modelled_profile
 
 MEMORY_S = CoreConfig().cut_memory_s
+
+#: A millisecond for each prompt token, 30 for each that decodes: prompts are computed beside decodes, too.
+LATENCY = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_s=0.03)
+LOCALLY = PolicyConfig(latency=LATENCY, slo_tpot_s=0.2, prefill_step_s=0.2, long_prompt_tokens=1000)
 
 
 def test_a_pair_has_no_direction_and_is_forgotten_in_time() -> None:
@@ -117,3 +125,55 @@ def test_an_instance_that_nobody_knows_is_not_remembered() -> None:
     bench.feed(RequestArrived(a_request("r", epoch=1), unheard_id=InstanceId("no such")))
     assert not bench.core._mesh.cut
     assert GATEWAY not in bench.core._mesh.cut.of("no such")
+
+
+def is_up(instance_id: str, up: bool) -> TokenLinkReported:
+    return TokenLinkReported(InstanceId(instance_id), GATEWAY, up)
+
+
+def test_what_an_instance_that_does_not_reach_the_gateway_was_to_receive_goes_to_another() -> None:
+    bench = bench_of("p", "d0", "d1")
+    first = decodes_on(bench.arrive("r"))
+    (other,) = {"d0", "d1"} - {first}
+    commands = bench.feed(is_up(first, False))
+    assert decodes_on(commands) == other
+    assert of(Restart, commands) == []
+    bench.released(first, "r")
+    assert bench.decoding("s") == other
+    bench.feed(is_up(first, True))
+    assert bench.decoding("t") == first
+
+
+def test_what_computes_or_decodes_there_starts_again_elsewhere_though_the_gateway_says_nothing() -> None:
+    bench = bench_of("p0", "p1", "d")
+    (admitted,) = of(AdmitPrefill, bench.arrive("r"))
+    commands = bench.feed(is_up(admitted.instance_id, False))
+    assert [(each.request_id, each.blame) for each in of(Restart, commands)] == [("r", 0.0)]
+    (again,) = of(AdmitPrefill, bench.arrive("r", epoch=1))
+    assert again.instance_id != admitted.instance_id
+
+
+def test_all_goes_on_where_no_instance_reaches_the_gateway() -> None:
+    bench = bench_of("p", "d")
+    bench.arrive("r")
+    assert bench.feed(is_up("d", False)) == bench.feed(is_up("p", False)) == []
+    assert decodes_on(bench.arrive("s")) == "d"
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_an_instance_keeps_attracts_nothing_of_a_gateway_that_does_not_hear_of_it(is_cut: bool) -> None:
+    """A next turn goes where the last one decoded, beside the decodes there, if that is the cheapest."""
+    d0, d1 = (modelled_profile(name, Role.DECODE, num_blocks=1000, block_size=16) for name in ("d0", "d1"))
+    kept = tuple([PrefixHash(bytes([number]) * 16) for number in range(4)])
+    bench = CoreBench(config=CoreConfig(policy=LOCALLY, plans_in_flight=2))
+    bench.feed(BundleChangeRequested("pdmesh"))
+    bench.feed(InstanceJoined(modelled_profile("p", Role.PREFILL, num_blocks=1000, block_size=16), ()))
+    bench.feed(InstanceJoined(d0, (), kept=kept))
+    bench.feed(InstanceJoined(d1, ()))
+    if is_cut:
+        bench.feed(is_up("d0", False))
+    bench.feed(RequestArrived(a_request("busy-0", 200)))
+    bench.feed(RequestArrived(a_request("busy-1", 200)))
+    turn = replace(a_request("turn", prompt=GRANULE_TOKENS * 4 + 8), prefix=kept)
+    admitted = of(AdmitPrefill, bench.feed(RequestArrived(turn)))
+    assert [each.instance_id for each in admitted] == (["d1"] if is_cut else ["d0"])

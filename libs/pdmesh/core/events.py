@@ -374,6 +374,15 @@ class CacheReported:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLinkReported:
+    """An instance's tokens do not reach a gateway, though both are there; or (``is_up``) they do again."""
+
+    instance_id: InstanceId
+    gateway_id: GatewayId
+    is_up: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReported:
     """An instance's books at a heartbeat: ``free + held + kept + quarantined = total`` blocks.
 
@@ -416,6 +425,7 @@ InstanceEvent = (
     | KvReleased
     | KvLow
     | CacheReported
+    | TokenLinkReported
     | LoadReported
 )
 

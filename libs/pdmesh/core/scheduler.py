@@ -45,6 +45,7 @@ from pdmesh.core.events import (
     RequestFinished,
     StepDone,
     Tick,
+    TokenLinkReported,
     TransferFailed,
     TransferLanded,
     TransferOffered,
@@ -65,6 +66,7 @@ from pdmesh.core.operators.judging import Judge
 from pdmesh.core.operators.records import OperationView
 from pdmesh.core.recovery.membership import Membership
 from pdmesh.core.recovery.reconcile import Reconciler
+from pdmesh.core.recovery.unheard import on_token_link
 from pdmesh.core.requests import Phase, RequestView
 from pdmesh.core.steps.batching import BatchingView, Modes
 from pdmesh.core.steps.packing import Packer
@@ -297,6 +299,7 @@ class SchedulerCore:
         handlers.on_timed(InstanceLost, members.lost)
         handlers.on(DrainRequested, members.stops)
         handlers.on(CacheReported, self._cache_reported)
+        handlers.on_timed(TokenLinkReported, self._token_link_reported)
         handlers.on(LoadReported, self._load_reported)
         handlers.on_timed(StepDone, self._step_done)
         handlers.on(DecodeStepsDone, self._learnt_before)
@@ -351,6 +354,9 @@ class SchedulerCore:
     def _cache_reported(self, event: CacheReported) -> None:
         if instance := self._mesh.instance_of(event):
             instance.replace_kept(event.kept)
+
+    def _token_link_reported(self, event: TokenLinkReported, now_s: float) -> None:
+        on_token_link(self._mesh, self._moves, event, now_s)
 
     def _load_reported(self, event: LoadReported) -> None:
         if instance := self._mesh.instance_of(event):

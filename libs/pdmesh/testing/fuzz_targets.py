@@ -182,6 +182,7 @@ _SCHEDULER_MESSAGES: dict[str, Sequence[Any]] = {
 _TOKEN_MESSAGES: dict[str, Sequence[Any]] = {
     "/pdmesh.v1.Gateway/Tokens": [
         messages.RegisterTokens(instance_id=InstanceId("w")),
+        messages.TokensHeartbeat(),
         messages.TokenOut(**_IDS, index=0, token_id=1),
         messages.PromptLogprobs(**_IDS, start=1, logprobs=(messages.TokenLogprobs(-1.0),)),
     ],

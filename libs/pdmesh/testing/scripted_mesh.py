@@ -35,7 +35,9 @@ from pdmesh.wire.messages import (
     Submit,
     TokenLogprobs,
     TokenOut,
+    TokensAccepted,
     TokensDown,
+    TokensHeartbeat,
     TokensUp,
     WelcomeGateway,
     unpack_token_ids,
@@ -147,6 +149,7 @@ class ScriptedMesh:
     num_activity_asked: int = 0
     _gateway: FrameLink[GatewayDown, GatewayUp] | None = None
     _gateway_scope: anyio.CancelScope | None = None
+    worker_beats: bool = True  # whether it says that it is there
     _worker: FrameLink[TokensUp, TokensDown] | None = None
     _worker_scope: anyio.CancelScope | None = None
     _tasks: anyio.abc.TaskGroup | None = None
@@ -218,12 +221,21 @@ class ScriptedMesh:
                 ):
                     tasks.start_soon(link.pump)
                     link.post(RegisterTokens(instance_id=InstanceId(instance_id)))
-                    async for _accepted in link.frames():
-                        self._worker, self._worker_scope = link, scope
-                        task_status.started()
+                    async for frame in link.frames():
+                        for message in frame:
+                            if isinstance(message, TokensAccepted):
+                                self._worker, self._worker_scope = link, scope
+                                tasks.start_soon(self._beat, link, message.heartbeat_s)
+                                task_status.started()
         except* InstanceUnavailable:
             pass  # the gateway ended it
         self._worker = None
+
+    async def _beat(self, link: FrameLink[TokensUp, TokensDown], heartbeat_s: float) -> None:
+        while True:
+            if self.worker_beats:
+                link.post(TokensHeartbeat())
+            await anyio.sleep(heartbeat_s)
 
     async def _serve_gateway(self, link: FrameLink[GatewayDown, GatewayUp], _peer: str) -> None:
         async with anyio.create_task_group() as tasks:

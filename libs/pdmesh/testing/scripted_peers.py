@@ -22,6 +22,8 @@ from pdmesh.wire.messages import (
     TokenOut,
     TokensAccepted,
     TokensDown,
+    TokensHeard,
+    TokensHeartbeat,
     TokensUp,
     WelcomeWorker,
     WorkerDown,
@@ -102,9 +104,11 @@ class ScriptedScheduler(ScriptedPeer):
 class ScriptedGateway(ScriptedPeer):
     """Accepts every worker's token stream and keeps its frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat_s: float = 0.4) -> None:
         super().__init__()
+        self.heartbeat_s = heartbeat_s
         self.frames: list[list[TokensUp]] = []
+        self.answers = True  # to heartbeats
 
     def tokens_of(self, request_id: str) -> dict[int, TokenOut]:
         """The request's tokens by index: as in a gateway, what comes twice counts once."""
@@ -128,10 +132,17 @@ class ScriptedGateway(ScriptedPeer):
             self._streams.add(stream)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(link.pump)
-                link.post(TokensAccepted())
+                link.post(TokensAccepted(heartbeat_s=self.heartbeat_s, max_unanswered=4))
                 async for messages in link.frames():
-                    self.frames.append(messages)
-                    self._notify()
+                    said: list[TokensUp] = []
+                    for message in messages:
+                        if not isinstance(message, TokensHeartbeat):
+                            said.append(message)
+                        elif self.answers:
+                            link.post(TokensHeard())
+                    if said:
+                        self.frames.append(said)
+                        self._notify()
                 link.close()
         self._streams.discard(stream)
 

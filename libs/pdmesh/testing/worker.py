@@ -100,10 +100,10 @@ class RunningInstance:
         self._reports[type(message), getattr(message, "request_id", "")].append(message)
         self.notify()
 
-    def open(self, address: str) -> None:
+    def open(self, address: str, gateway_id: GatewayId) -> None:
         """`pdmesh.worker.replies.TokenSink`."""
 
-    def send(self, address: str, message: TokensUp) -> None:
+    def send(self, address: str, gateway_id: GatewayId, message: TokensUp) -> None:
         self.tokens.append(message)
         if isinstance(message, TokenOut):
             self._tokens[message.request_id, message.epoch].append(message)

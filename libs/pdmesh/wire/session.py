@@ -59,7 +59,9 @@ class Terms:
     """What a welcome says about heartbeats and silence."""
 
     heartbeat_s: float | None = None  # how often to say that we live; None: never
-    silence_s: float | None = None  # without a word for so long the stream is given up; None: gRPC's keepalive decides
+    #: So many heartbeats without a word back and the stream is given up; None: gRPC's keepalive decides. They do not
+    #: become more while this process stands still.
+    max_unanswered: int | None = None
 
 
 class Talk(Protocol[SaysT, HearsT]):
@@ -114,6 +116,7 @@ class Session(Generic[SendT, RecvT]):
         self._link: FrameLink[SendT, RecvT] | None = None
         self._scope = anyio.CancelScope()
         self._pause_s = 0.0  # so far
+        self._num_unanswered = 0  # heartbeats since the peer's last word
         self._finishing = False
         self._finished = anyio.Event()
 
@@ -180,16 +183,20 @@ class Session(Generic[SendT, RecvT]):
             terms = talk.welcomed(first[0])
             self._pause_s = 0.0
             if terms.heartbeat_s is not None:
-                tasks.start_soon(self._beat, link, terms.heartbeat_s)
+                tasks.start_soon(self._beat, link, terms.heartbeat_s, terms.max_unanswered)
             frame: list[RecvT] | None = first[1:]
             while frame is not None:
+                self._num_unanswered = 0
                 for message in frame:
                     talk.handle(message)
-                frame = await _next(frames, terms.silence_s)
+                frame = await anext(frames, None)
             tasks.cancel_scope.cancel()
 
-    async def _beat(self, link: FrameLink[SendT, RecvT], heartbeat_s: float) -> None:
+    async def _beat(self, link: FrameLink[SendT, RecvT], heartbeat_s: float, max_unanswered: int | None) -> None:
         while not self._finishing:
+            if self._num_unanswered == max_unanswered:
+                raise TimeoutError(f"no word from the peer for {max_unanswered * heartbeat_s:g} s")
+            self._num_unanswered += 1
             link.post(self._talk.heartbeat())
             await anyio.sleep(heartbeat_s)
 
@@ -220,11 +227,35 @@ async def registration(
     raise ProtocolError(f"no {message_type.__name__} within {ANSWER_LIMIT_S:g} s")
 
 
+class Silence:
+    """How long a peer has said nothing, in ticks of this process: while it stands still, there are none."""
+
+    def __init__(self, tick_s: float, max_ticks: int) -> None:
+        self._tick_s = tick_s
+        self._max_ticks = max_ticks
+        self._num_ticks = 0
+
+    def heard(self) -> None:
+        """Note that the peer has said something."""
+        self._num_ticks = 0
+
+    async def watch(self) -> None:
+        """Raise InstanceUnavailable once the peer has been silent for too long."""
+        while self._num_ticks < self._max_ticks:
+            await anyio.sleep(self._tick_s)
+            self._num_ticks += 1
+        raise InstanceUnavailable(f"no word for {self._max_ticks * self._tick_s:g} s")
+
+
 async def converse(
-    link: FrameLink[Any, Any], read: Callable[[], Awaitable[None]], stopping: anyio.Event | None = None
+    link: FrameLink[Any, Any],
+    read: Callable[[], Awaitable[None]],
+    stopping: anyio.Event | None = None,
+    silence: Silence | None = None,
 ) -> None:
     """Write the link's messages and ``read`` the peer's until the peer ends the stream, or until ``stopping``.
 
+    With ``silence`` the stream is given up once the peer has said nothing for too long; ``read`` tells what was heard.
     Raises ProtocolError or InstanceUnavailable outside of any exception group, as `pdmesh.wire.link.serve_link`
     expects.
     """
@@ -238,6 +269,8 @@ async def converse(
             tasks.start_soon(link.pump)
             if stopping is not None:
                 tasks.start_soon(end_at_stop, stopping)
+            if silence is not None:
+                tasks.start_soon(silence.watch)
             await read()
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:

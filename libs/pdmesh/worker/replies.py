@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pdmesh.core.events import RequestFinished, StepDone
 from pdmesh.engine.base import Logprobs, SliceResult
-from pdmesh.model import FinishReason, InstanceId, OwnDecodeSteps
+from pdmesh.model import FinishReason, GatewayId, InstanceId, OwnDecodeSteps
 from pdmesh.plans import ChunkDone, StepPlan
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TokensUp, TurnOver
 from pdmesh.worker.batch import Batch, BatchChunk
@@ -19,11 +19,11 @@ from pdmesh.worker.times import StepTime
 class TokenSink(Protocol):
     """Sends tokens to gateways. Neither method blocks."""
 
-    def open(self, address: str) -> None:
+    def open(self, address: str, gateway_id: GatewayId) -> None:
         """Get ready to send to a gateway."""
         ...
 
-    def send(self, address: str, message: TokensUp) -> None: ...
+    def send(self, address: str, gateway_id: GatewayId, message: TokensUp) -> None: ...
 
 
 class ToGateways:
@@ -35,10 +35,11 @@ class ToGateways:
 
     def open(self, request: LocalRequest) -> None:
         """Get ready to send to the request's gateway."""
-        self._tokens.open(request.generation.token_address)
+        self._tokens.open(request.generation.token_address, request.generation.gateway_id)
 
     def send(self, request: LocalRequest, message: TokensUp) -> None:
-        self._tokens.send(request.generation.token_address, message)
+        generation = request.generation
+        self._tokens.send(generation.token_address, generation.gateway_id, message)
 
     def give_turn(self, request: LocalRequest, instance_id: InstanceId) -> None:
         """Name the instance that draws the next token."""

@@ -119,7 +119,7 @@ async def serve_instance(
             on_outcome=on_outcome,
             mesh_token=config.security.mesh_token,
         ) as mover,
-        open_token_links(instance_id, config.security, arithmetic=engine.arithmetic) as tokens,
+        open_token_links(instance_id, config.security, report=report, arithmetic=engine.arithmetic) as tokens,
         open_channel(config.scheduler_address, config.security) as channel,
         anyio.create_task_group() as links,
     ):

@@ -2,14 +2,15 @@
 
 The tokens of one step are posted together and leave in one frame. Each link remembers its latest messages and sends
 them again after a reconnect. A gateway drops those that it has, by (epoch, index), so a broken stream costs nothing. A
-gateway whose stream was away for longer finds a gap and resumes the requests concerned.
+gateway whose stream was away for longer finds a gap and resumes the requests concerned. A gateway that cannot be
+reached is told to the scheduler, which may reach it: other instances then speak to it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,11 +19,12 @@ import anyio.abc
 import structlog
 
 from pdmesh.config import SecurityConfig
+from pdmesh.core.events import TokenLinkReported
 from pdmesh.errors import ProtocolError
-from pdmesh.model import InstanceId
+from pdmesh.model import GatewayId, InstanceId
 from pdmesh.wire.endpoint import MeshChannel, open_channel
 from pdmesh.wire.link import MAX_QUEUED_MESSAGES
-from pdmesh.wire.messages import RegisterTokens, TokensAccepted, TokensDown, TokensUp
+from pdmesh.wire.messages import RegisterTokens, TokensAccepted, TokensDown, TokensHeard, TokensHeartbeat, TokensUp
 from pdmesh.wire.session import Session, Terms
 
 log = structlog.get_logger()
@@ -35,6 +37,13 @@ NUM_REMEMBERED = 1024
 #: A gateway that cannot be reached for so long is forgotten; the next request from it begins anew.
 GIVE_UP_S = 30.0
 
+#: For a gateway to accept the first stream, and another one after a stream broke: a gateway that lives does in a tenth.
+FIRST_OPEN_LIMIT_S = 2.0
+OPEN_LIMIT_S = 0.5
+
+#: How often the scheduler is told again of a gateway that cannot be reached, which it remembers for a while only.
+REPEAT_S = 10.0
+
 #: For a gateway to read what is left when we stop.
 FLUSH_LIMIT_S = 2.0
 
@@ -43,23 +52,33 @@ class TokenLinks:
     """Streams to all gateways of one instance. Made by `open_token_links`; a `pdmesh.worker.replies.TokenSink`."""
 
     def __init__(
-        self, tasks: anyio.abc.TaskGroup, registration: RegisterTokens, security: SecurityConfig, max_queued: int
+        self,
+        tasks: anyio.abc.TaskGroup,
+        registration: RegisterTokens,
+        security: SecurityConfig,
+        report: Callable[[TokenLinkReported], None],
+        max_queued: int,
     ) -> None:
         self._tasks = tasks
         self._registration = registration
         self._security = security
+        self._report = report
         self._max_queued = max_queued
         self._links: dict[str, _GatewayLink] = {}
 
-    def open(self, address: str) -> None:
+    def open(self, address: str, gateway_id: GatewayId) -> None:
         """Connect in the background, so that the first token need not wait for it."""
         if address not in self._links:
+
+            def report(is_up: bool) -> None:
+                self._report(TokenLinkReported(self._registration.instance_id, gateway_id, is_up))
+
             channel = open_channel(address, self._security)
-            link = self._links[address] = _GatewayLink(channel, self._registration, self._max_queued)
+            link = self._links[address] = _GatewayLink(channel, self._registration, report, self._max_queued)
             self._tasks.start_soon(self._keep, address, channel, link)
 
-    def send(self, address: str, message: TokensUp) -> None:
-        self.open(address)
+    def send(self, address: str, gateway_id: GatewayId, message: TokensUp) -> None:
+        self.open(address, gateway_id)
         self._links[address].send(message)
 
     async def flush(self) -> None:
@@ -73,7 +92,7 @@ class TokenLinks:
         try:
             async with channel:
                 await link.run()
-        except TimeoutError:
+        except* TimeoutError:
             log.warning("a gateway cannot be reached; giving up on it", address=address)
         finally:
             del self._links[address]
@@ -82,8 +101,16 @@ class TokenLinks:
 class _GatewayLink:
     """The stream to one gateway, over all its reconnects."""
 
-    def __init__(self, channel: MeshChannel, registration: RegisterTokens, max_queued: int) -> None:
+    def __init__(
+        self,
+        channel: MeshChannel,
+        registration: RegisterTokens,
+        report: Callable[[bool], None],
+        max_queued: int,
+    ) -> None:
         self._registration = registration
+        self._report = report  # whether it is up, if it has not always been
+        self._opened, self._broke = anyio.Event(), anyio.Event()
         self._remembered: deque[TokensUp] = deque(maxlen=NUM_REMEMBERED)
         self._session: Session[TokensUp, TokensDown] = Session(channel, METHOD, TokensDown, self, max_queued=max_queued)
         self._limit = anyio.CancelScope()
@@ -95,8 +122,26 @@ class _GatewayLink:
 
     async def run(self) -> None:
         """Stay connected until `finish`. Raises TimeoutError if the gateway takes no stream for `GIVE_UP_S`."""
-        with anyio.fail_after(GIVE_UP_S) as self._limit:
-            await self._session.run()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch)
+            with anyio.fail_after(GIVE_UP_S) as self._limit:
+                await self._session.run()
+            tasks.cancel_scope.cancel()
+
+    async def _watch(self) -> None:
+        """Report when it has been down for longer than a gateway that lives needs, and when it is up again."""
+        limit_s = FIRST_OPEN_LIMIT_S
+        while True:
+            with anyio.move_on_after(limit_s):
+                await self._opened.wait()
+            if not self._opened.is_set():
+                while not self._opened.is_set():
+                    self._report(False)
+                    with anyio.move_on_after(REPEAT_S):
+                        await self._opened.wait()
+                self._report(True)
+            await self._broke.wait()
+            limit_s = OPEN_LIMIT_S
 
     # `pdmesh.wire.session.Talk`.
 
@@ -110,18 +155,26 @@ class _GatewayLink:
         if not isinstance(welcome, TokensAccepted):
             raise ProtocolError("the gateway's first message must be TokensAccepted")
         self._limit.deadline = math.inf
-        return Terms()
+        self._broke = anyio.Event()
+        self._opened.set()
+        return Terms(heartbeat_s=welcome.heartbeat_s, max_unanswered=welcome.max_unanswered)
 
     def heartbeat(self) -> TokensUp:
-        raise AssertionError("token streams have no heartbeat")
+        return TokensHeartbeat()
 
     def handle(self, message: TokensDown) -> None:
-        raise ProtocolError("TokensAccepted twice")
+        match message:
+            case TokensHeard():
+                pass
+            case TokensAccepted():
+                raise ProtocolError("TokensAccepted twice")
 
     def overflowed(self) -> None:
         self._remembered.clear()
 
     def lost(self) -> None:
+        self._opened = anyio.Event()
+        self._broke.set()
         self._limit.deadline = min(self._limit.deadline, anyio.current_time() + GIVE_UP_S)
 
 
@@ -130,11 +183,15 @@ async def open_token_links(
     instance_id: InstanceId,
     security: SecurityConfig,
     *,
+    report: Callable[[TokenLinkReported], None] = lambda _: None,
     arithmetic: str = "",
     max_queued: int = MAX_QUEUED_MESSAGES,
 ) -> AsyncGenerator[TokenLinks]:
-    """Yield links that live as long as the block. ``arithmetic`` is the class that the instance says it computes in."""
+    """Yield links that live as long as the block. ``arithmetic`` is the class that the instance says it computes in.
+
+    ``report`` hears which of them are down, and up again.
+    """
     registration = RegisterTokens(instance_id=instance_id, arithmetic=arithmetic)
     async with anyio.create_task_group() as tasks:
-        yield TokenLinks(tasks, registration, security, max_queued)
+        yield TokenLinks(tasks, registration, security, report, max_queued)
         tasks.cancel_scope.cancel()

@@ -196,7 +196,7 @@ class _Talk:
         self.waiting.on_connected()
         if self.watchers.is_watched:
             self.link.ask_activity()
-        return Terms(heartbeat_s=welcome.heartbeat_s, silence_s=SILENT_BEATS * welcome.heartbeat_s)
+        return Terms(heartbeat_s=welcome.heartbeat_s, max_unanswered=SILENT_BEATS)
 
     def heartbeat(self) -> GatewayUp:
         return GatewayHeartbeat()

@@ -17,16 +17,23 @@ from pdmesh.wire.messages import (
     TokenOut,
     TokensAccepted,
     TokensDown,
+    TokensHeard,
+    TokensHeartbeat,
     TokensUp,
     TurnOver,
 )
 from pdmesh.wire.roles import RoleRule, ServiceRole
-from pdmesh.wire.session import converse, registration
+from pdmesh.wire.session import Silence, converse, registration
 from pdmesh_gateway.transcripts import Transcripts
 
 log = structlog.get_logger()
 
 SERVICE = "pdmesh.v1.Gateway"
+
+#: How often a worker says that it is there, and how many of these may be missing on either side: what broke in one
+#: direction alone is noticed within 2 s.
+HEARTBEAT_S = 0.4
+MAX_MISSING = 4
 
 
 @asynccontextmanager
@@ -55,24 +62,33 @@ async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, tran
     registered, rest = await registration(frames, RegisterTokens)
     instance_id = registered.instance_id
 
+    silence = Silence(HEARTBEAT_S, MAX_MISSING)
+
     async def read() -> None:
-        transcripts.deliver(_tokens(rest), instance_id)
-        # A silent worker is a worker without requests; a dead one is noticed by gRPC's keepalive.
+        transcripts.deliver(_tokens(rest, link), instance_id)
         async for frame in frames:
-            transcripts.deliver(_tokens(frame), instance_id)
+            silence.heard()
+            transcripts.deliver(_tokens(frame, link), instance_id)
 
     transcripts.source_opened(instance_id, registered.arithmetic)
-    link.post(TokensAccepted())
+    link.post(TokensAccepted(heartbeat_s=HEARTBEAT_S, max_unanswered=MAX_MISSING))
     log.info("worker streams tokens", instance_id=instance_id, peer=peer)
     try:
-        await converse(link, read)
+        await converse(link, read, silence=silence)
     finally:
         log.info("worker's token stream ended", instance_id=instance_id)
         transcripts.source_lost(instance_id)
 
 
-def _tokens(frame: list[TokensUp]) -> list[TokenOut | PromptLogprobs | TurnOver]:
-    tokens = [message for message in frame if not isinstance(message, RegisterTokens)]
-    if len(tokens) != len(frame):
-        raise ProtocolError("RegisterTokens twice")
+def _tokens(frame: list[TokensUp], link: FrameLink[TokensDown, TokensUp]) -> list[TokenOut | PromptLogprobs | TurnOver]:
+    """Return what a frame says of requests; a heartbeat in it is answered."""
+    tokens: list[TokenOut | PromptLogprobs | TurnOver] = []
+    for message in frame:
+        match message:
+            case TokenOut() | PromptLogprobs() | TurnOver():
+                tokens.append(message)
+            case TokensHeartbeat():
+                link.post(TokensHeard())
+            case RegisterTokens():
+                raise ProtocolError("RegisterTokens twice")
     return tokens

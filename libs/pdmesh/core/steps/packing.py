@@ -210,6 +210,11 @@ class Round:
                 self._plan_running(step_slot, line[: line.index(head)])
         offers, depths = self._offers(head), mesh.depths(request)
         computing = mesh.computing(request)
+        if unheard := mesh.cut.of(request.gateway_id):  # what these keep is of no use to it
+            depths = {
+                number: depth for number, depth in depths.items() if mesh.by_number[number].instance_id not in unheard
+            }
+            computing = [state for state in computing if state.prefill_ids[0] not in unheard]
         if (depths or computing) and bundle.reuse is not None:
             local = self._place_beside_decodes(head, depths, bundle.reuse)
             if local is not None:

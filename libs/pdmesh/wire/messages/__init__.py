@@ -75,6 +75,8 @@ from pdmesh.wire.messages.tokens import (
     TokenOut,
     TokensAccepted,
     TokensDown,
+    TokensHeard,
+    TokensHeartbeat,
     TokensUp,
     TurnOver,
 )
@@ -154,6 +156,8 @@ __all__ = [
     "TokenOut",
     "TokensAccepted",
     "TokensDown",
+    "TokensHeard",
+    "TokensHeartbeat",
     "TokensUp",
     "TurnOver",
     "WaitOperation",

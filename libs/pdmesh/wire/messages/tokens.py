@@ -70,11 +70,22 @@ class TurnOver(Message, frozen=True, kw_only=True):
     num: int  # the sender's next one has a larger one: what it repeats after its stream broke is known by it
 
 
-TokensUp = RegisterTokens | TokenOut | PromptLogprobs | TurnOver
+class TokensHeartbeat(Message, frozen=True, kw_only=True):
+    """The worker is there, whether or not it has tokens to send. The gateway answers it at once."""
+
+
+TokensUp = RegisterTokens | TokenOut | PromptLogprobs | TurnOver | TokensHeartbeat
 
 
 class TokensAccepted(Message, frozen=True, kw_only=True):
     """The gateway's answer to `RegisterTokens`."""
 
+    heartbeat_s: float  # how often the worker says that it is there
+    max_unanswered: int  # so many heartbeats without an answer, and the worker opens the stream anew
 
-TokensDown = TokensAccepted
+
+class TokensHeard(Message, frozen=True, kw_only=True):
+    """The gateway's answer to a `TokensHeartbeat`."""
+
+
+TokensDown = TokensAccepted | TokensHeard
