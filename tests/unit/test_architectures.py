@@ -58,6 +58,19 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "ministral": [
         {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24},
     ],
+    "mixtral": [{"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}],
+    "olmoe": [{"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}],
+    "qwen3_moe": [
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "head_dim": 24,
+        },
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2},
+    ],
     "olmo2": [{"attention_bias": True}],
     "olmo3": [{"sliding_window": 24}],
     "smollm3": [{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 24}],
@@ -168,11 +181,25 @@ def move(request: SteppedRequest, source: TorchEngine, target: TorchEngine) -> N
     request.sequence.block_table[:] = moved
 
 
-def test_deterministic_mode_does_not_change_the_tokens(
-    checkpoint: Path, references: dict[int, list[GreedyStep]]
-) -> None:
+def test_deterministic_mode_gives_the_same_tokens(checkpoint: Path, references: dict[int, list[GreedyStep]]) -> None:
     engine = TorchEngine(checkpoint, num_blocks=32, num_threads=1, deterministic=True)
     length = PROMPT_LENGTHS[-1]
-    for chunk_tokens in (30, 1000):
-        alone = generate(engine, prompt_of(length), NUM_OUTPUT_TOKENS, chunk_tokens=chunk_tokens, params=PARAMS)
-        assert_equal(alone.results, references[length])
+    alone = generate(engine, prompt_of(length), NUM_OUTPUT_TOKENS, chunk_tokens=30, params=PARAMS)
+    assert_equal(alone.results, references[length])
+
+
+def test_deterministic_mode_gives_the_same_bits(checkpoint: Path) -> None:
+    """In bf16, where compiled kernels do what they can: alone, in chunks, and among others."""
+    engine = TorchEngine(checkpoint, num_blocks=32, num_threads=1, deterministic=True, ordered=True, dtype="bfloat16")
+    length = PROMPT_LENGTHS[-1]
+    alone = generate(engine, prompt_of(length), 6, chunk_tokens=1000, params=PARAMS)
+    lengths = [length + 6, 30, 40]
+    requests = [
+        SteppedRequest(new_sequence(prompt_of(num_tokens - 6), table, PARAMS), 6)
+        for num_tokens, table in zip(lengths, separate_tables(engine, lengths), strict=True)
+    ]
+    while left := [request for request in requests if not request.done]:
+        step(engine, [(request, 11) for request in left])
+    drawn = [[result.logprobs for result in request.results if result.logprobs] for request in (alone, requests[0])]
+    assert drawn[0] == drawn[1]
+    assert requests[0].output_ids == alone.output_ids

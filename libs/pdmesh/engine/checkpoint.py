@@ -12,10 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pdmesh.engine.experts import Experts, Mlp
 from pdmesh.engine.files import weight_files
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
-from pdmesh.engine.model_config import ModelConfig, QkNorm
+from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, QkNorm
 from pdmesh.engine.rope import rotation_order
 from pdmesh.errors import ConfigError
 
@@ -41,8 +42,7 @@ class LayerWeights:
     output: Linear
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | Experts
     mlp_output_norm: Norm | None
 
 
@@ -191,42 +191,61 @@ class _Reader:
         embedding = self._vocabulary(f"{names.embedding}.weight", vocabulary, multiplies=tied)
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(self._layer(names.layer.format(number)) for number in range(config.num_layers)),
+            layers=tuple(self._layer(names.layer.format(number), layer) for number, layer in enumerate(config.layers)),
             norm=self._norm(names.norm, config.hidden_size),
             lm_head=embedding if tied else self._vocabulary(f"{names.lm_head}.weight", vocabulary, multiplies=True),
             dtype=self.dtype,
             device=self.device,
         )
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def _layer(self, prefix: str, layer: LayerConfig) -> LayerWeights:
         config, names = self.config, self.config.names
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self._norm(f"{prefix}.{name}", hidden)
 
-        def linear(
-            names: tuple[str, ...], sizes: Sequence[int], num_inputs: int, *, has_bias: bool, order: Order = None
-        ) -> Linear:
-            full_names = [f"{prefix}.{name}" for name in names]
-            sizes = sizes if len(names) == len(sizes) else [sum(sizes)]
-            return self._fused(dict(zip(full_names, sizes, strict=True)), num_inputs, has_bias=has_bias, order=order)
-
-        gates = [inner, inner] if config.is_gated else [inner]
         return LayerWeights(
             input_norm=norm(names.input_norm),
-            qkv=linear(
-                names.qkv, [q_size, kv_size, kv_size], hidden, has_bias=config.qkv_bias, order=self._rotation_order()
+            qkv=self._linear(
+                prefix,
+                names.qkv,
+                [q_size, kv_size, kv_size],
+                hidden,
+                has_bias=config.qkv_bias,
+                order=self._rotation_order(),
             ),
             q_norm=self._head_norm(f"{prefix}.{names.q_norm}", config.num_heads),
             k_norm=self._head_norm(f"{prefix}.{names.k_norm}", config.num_kv_heads),
-            output=linear((names.output,), [hidden], q_size, has_bias=config.output_bias),
+            output=self._linear(prefix, (names.output,), [hidden], q_size, has_bias=config.output_bias),
             attention_output_norm=norm(names.attention_output_norm),
             mlp_norm=norm(names.mlp_norm),
-            gate_up=linear(names.gate_up, gates, hidden, has_bias=config.mlp_bias),
-            down=linear((names.down,), [hidden], inner, has_bias=config.mlp_bias),
+            mlp=(
+                self._mlp(prefix, names.gate_up, names.down, config.intermediate_size)
+                if layer.experts is None
+                else self._experts(prefix, layer.experts)
+            ),
             mlp_output_norm=norm(names.mlp_output_norm),
+        )
+
+    def _mlp(self, prefix: str, gate_up: tuple[str, ...], down: str, inner: int) -> Mlp:
+        config = self.config
+        gates, has_bias = [inner, inner] if config.is_gated else [inner], config.mlp_bias
+        return Mlp(
+            self._linear(prefix, gate_up, gates, config.hidden_size, has_bias=has_bias),
+            self._linear(prefix, (down,), [config.hidden_size], inner, has_bias=has_bias),
+        )
+
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> Experts:
+        names = self.config.names
+        prefixes = [f"{prefix}.{names.expert.format(number)}" for number in range(experts.num_experts)]
+        return Experts(
+            experts,
+            self._linear(prefix, (names.router,), [experts.num_experts], self.config.hidden_size),
+            tuple(
+                self._mlp(each, names.expert_gate_up, names.expert_down, experts.intermediate_size) for each in prefixes
+            ),
         )
 
     def _rotation_order(self, num_heads: int | None = None) -> Order:
@@ -242,8 +261,20 @@ class _Reader:
             rows += range(len(rows), len(rows) + config.num_kv_heads * head_dim)
         return rows
 
-    def _fused(self, outputs: dict[str, int], num_inputs: int, *, has_bias: bool, order: Order = None) -> Linear:
-        """Projections of one input side by side, as one; its outputs in ``order``."""
+    def _linear(
+        self,
+        prefix: str,
+        names: tuple[str, ...],
+        sizes: Sequence[int],
+        num_inputs: int,
+        *,
+        has_bias: bool = False,
+        order: Order = None,
+    ) -> Linear:
+        """Projections of one input, with outputs of ``sizes`` in one or several tensors, as one; rows in ``order``."""
+        if len(names) == 1:
+            sizes = [sum(sizes)]
+        outputs = {f"{prefix}.{name}": size for name, size in zip(names, sizes, strict=True)}
         for name, num_outputs in outputs.items():
             self.tensors.check(f"{name}.weight", (num_outputs, num_inputs))
         weight = torch.empty(sum(outputs.values()), num_inputs, dtype=self.dtype, device=self.device)

@@ -50,7 +50,7 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         if not config.masks_more:
             attention = NativeAttention(library, layout, loaded.scale)
         kernels, name = native_kernels, f"native {library.level}"
-        needs_torch = config.masks_more or not native_kernels.are_complete
+        needs_torch = config.masks_more or config.has_experts or not native_kernels.are_complete
     if needs_torch:
         kinds.append(torch_kind(device, deterministic=loaded.deterministic))
     transformer = loaded.transformer(kernels)

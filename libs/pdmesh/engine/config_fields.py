@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pdmesh.engine.model_config import (
     DTYPES,
     Activation,
+    ExpertsConfig,
     LayerConfig,
     ModelConfig,
     NormConfig,
@@ -20,6 +21,7 @@ from pdmesh.errors import ConfigError
 
 #: More layers than any model has: what a layer takes is not taken for a number in a file.
 _MAX_LAYERS = 1024
+_MAX_EXPERTS = 1024
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -159,6 +161,23 @@ def dense(
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=tied),
         rotary_dim=rotary_dim,
         activation=fields.choice("hidden_act", Activation, default=Activation.SILU),
+    )
+
+
+def experts_of(fields: Fields, *, intermediate_size: str, normalizes: bool) -> ExpertsConfig:
+    """The experts of a layer; ``intermediate_size`` is the field of their own size."""
+    number = "num_local_experts" if "num_local_experts" in fields.raw else "num_experts"
+    num_experts, num_per_token = fields.integer(number), fields.integer("num_experts_per_tok")
+    if num_experts > _MAX_EXPERTS or num_per_token > num_experts:
+        raise fields.error(
+            f"{number} is {num_experts} and num_experts_per_tok is {num_per_token}; served are at most {_MAX_EXPERTS} "
+            "experts, and a token goes through no more of them than there are"
+        )
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_per_token=num_per_token,
+        intermediate_size=fields.integer(intermediate_size),
+        normalizes=normalizes,
     )
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
 from pdmesh.engine.checkpoint import LayerWeights, ModelWeights, Norm
+from pdmesh.engine.experts import Mlp, mix_experts
 from pdmesh.engine.kernels import Kernels, Rotation
 from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import ModelConfig, QkNorm
@@ -108,8 +109,12 @@ class Transformer:
         layer = self._weights.layers[number]
         delta = self._added(self._linear(attended.flatten(1), layer.output), layer.attention_output_norm)
         hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
-        activated = self._kernels.activate(self._linear(normed, layer.gate_up))
-        return hidden, self._added(self._linear(activated, layer.down), layer.mlp_output_norm)
+        given = (
+            self._mlp(normed, layer.mlp)
+            if isinstance(layer.mlp, Mlp)
+            else mix_experts(layer.mlp, normed, self._linear, self._mlp)
+        )
+        return hidden, self._added(given, layer.mlp_output_norm)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
@@ -153,9 +158,12 @@ class Transformer:
         return qkv
 
     def _norm_heads(self, heads: Tensor, norm: Norm) -> Tensor:
-        rows = heads.flatten(1) if self._config.qk_norm is QkNorm.ALL_HEADS else heads.contiguous()
-        _, normed = self._kernels.add_norm(rows, None, *norm)
+        rows = heads.flatten(1) if self._config.qk_norm is QkNorm.ALL_HEADS else heads
+        _, normed = self._kernels.add_norm(rows.contiguous(), None, *norm)
         return normed.view(heads.shape)
+
+    def _mlp(self, rows: Tensor, mlp: Mlp) -> Tensor:
+        return self._linear(self._kernels.activate(self._linear(rows, mlp.gate_up)), mlp.down)
 
     def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
         if not self._deterministic or linear.row_by_row:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -85,11 +86,22 @@ class Activation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Many MLPs instead of one, of which each token goes through a few."""
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int  # of each
+    normalizes: bool  # the shares of a token's experts sum to 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """What may differ from layer to layer."""
 
     rope: RopeConfig | None  # None: queries and keys are not rotated
     window: int | None = None  # the latest tokens that a token attends to, itself among them; None: all
+    experts: ExpertsConfig | None = None  # None: one MLP of the model's ``intermediate_size``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +125,10 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_output_norm: str | None = None
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{}"
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # behind the expert's prefix
+    expert_down: str = "down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +174,13 @@ class ModelConfig:
         return self.attention_scale or 1 / math.sqrt(self.head_dim)
 
     @property
+    def inner_sizes(self) -> frozenset[int]:
+        """Sizes of the layers' MLPs."""
+        return frozenset(
+            layer.experts.intermediate_size if layer.experts else self.intermediate_size for layer in self.layers
+        )
+
+    @property
     def masks_more(self) -> bool:
         """Whether attention is more than causal and scaled: windows, or capped scores."""
         return self.score_cap is not None or any(layer.window is not None for layer in self.layers)
@@ -177,11 +200,31 @@ class ModelConfig:
         return min(lengths, default=None)
 
     @property
+    def has_experts(self) -> bool:
+        return any(layer.experts for layer in self.layers)
+
+    @property
     def num_parameters(self) -> int:
         """Weights that a token is multiplied with: layers and vocabulary, no input embedding, no biases and norms."""
+        return self._num_weights(lambda experts: experts.num_per_token)
+
+    @property
+    def num_weights(self) -> int:
+        """Those that are held in memory: `num_parameters`, and experts that a token does not go through."""
+        return self._num_weights(lambda experts: experts.num_experts)
+
+    def _num_weights(self, num_experts: Callable[[ExpertsConfig], int]) -> int:
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (attention + (3 if self.is_gated else 2) * self.intermediate_size)
-        return self.num_layers * layer + self.vocab_size * self.hidden_size
+        num_matrices = 3 if self.is_gated else 2
+        columns = self.vocab_size
+        for layer in self.layers:
+            columns += attention
+            if layer.experts is None:
+                columns += num_matrices * self.intermediate_size
+            else:
+                each = num_matrices * layer.experts.intermediate_size
+                columns += layer.experts.num_experts + num_experts(layer.experts) * each
+        return self.hidden_size * columns
 
     def compute_dtype(self, dtype: str) -> str:
         """The dtype to compute in when ``dtype`` is asked for; "auto" is the checkpoint's."""

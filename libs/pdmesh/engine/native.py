@@ -27,7 +27,7 @@ def suits(level: CpuLevel, config: ModelConfig, layout: KvLayout) -> bool:
         layout.head_dim % 32 == 0
         and layout.block_size % 16 == 0
         and config.hidden_size % 16 == 0
-        and config.intermediate_size % 16 == 0
+        and all(size % 16 == 0 for size in config.inner_sizes)
     )
 
 

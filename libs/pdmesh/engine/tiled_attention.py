@@ -20,7 +20,6 @@ from pdmesh.model import KvLayout, num_blocks_for
 
 _TILE_ROWS = 64
 _TILE_KEYS = 256
-_LOWEST = torch.finfo(torch.float32).min  # what is less than every score, and not infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def _attend_rows(
     rows = functional.pad(rows, (0, 0, 0, _TILE_ROWS - num_rows))
     positions = functional.pad(positions, (0, _TILE_ROWS - num_rows))[:, None]
     result = torch.zeros_like(rows)
-    maximum = rows.new_full((_TILE_ROWS, 1), _LOWEST)
+    maximum = rows.new_full((_TILE_ROWS, 1), torch.finfo(rows.dtype).min)  # finite: all of a tile may be masked
     total = rows.new_zeros(_TILE_ROWS, 1)
     for first in range(begin, visible, _TILE_KEYS):
         scores = rows @ keys[first : first + _TILE_KEYS].t()

@@ -77,7 +77,7 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
 
 def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: int, free_bytes: int | None) -> None:
     """Raise ConfigError if so many instances cannot hold the model in the host's memory: the kernel would kill them."""
-    weight_bytes = model.num_parameters * (4 if layout.dtype == "float32" else 2)
+    weight_bytes = model.num_weights * (4 if layout.dtype == "float32" else 2)
     if free_bytes is None or num_instances * weight_bytes <= free_bytes:
         return
     each = "" if num_instances == 1 else f", in each of {num_instances} instances"

@@ -18,6 +18,7 @@ from pdmesh.engine.cuda.shared_cache import CudaDriver, DeviceMemory
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
+from pdmesh.engine.model_config import ModelConfig
 
 log = structlog.get_logger()
 
@@ -28,7 +29,7 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     layout = loaded.layout
     streams = CudaStreams(device)
     store = DeviceKvStore(layout, loaded.num_blocks, streams, _device_memory(device))
-    library = load_library() if native and suits(layout) and not loaded.config.masks_more else None
+    library = load_library() if native and suits(layout) and not _needs_reference(loaded.config) else None
     transformer = loaded.transformer(_kernels(loaded, native=native and layout.dtype == "bfloat16"))
     kinds = [torch_kind(device, deterministic=False)]
     if native and has_triton():
@@ -63,6 +64,11 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     kinds.append(f"flashinfer-{library.__version__}-{loaded.prefill_attention}")
     arithmetic = class_name(layout.dtype, kinds)
     return Compute(name="flashinfer", arithmetic=arithmetic, transformer=transformer, forward=forward, kv=store)
+
+
+def _needs_reference(config: ModelConfig) -> bool:
+    """Whether a model has what is not computed with FlashInfer and graphs yet: windows, capped scores, experts."""
+    return config.masks_more or config.has_experts
 
 
 def _device_memory(device: torch.device) -> DeviceMemory | None:

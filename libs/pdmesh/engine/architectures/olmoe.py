@@ -1,0 +1,33 @@
+"""OLMoE: a Llama with experts, and norms of all queries (keys) of a token together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.config_fields import Fields, dense, experts_of
+from pdmesh.engine.model_config import ModelConfig, QkNorm
+
+_NAME = "OlmoeForCausalLM"
+
+
+def _describe(fields: Fields) -> ModelConfig:
+    if fields.raw.get("clip_qkv") is not None:
+        raise fields.error("clip_qkv is set: clipped queries, keys and values are not served")
+    config = dense(fields, _NAME, max_position_embeddings=4096, epsilon=1e-5)
+    experts = experts_of(
+        fields,
+        intermediate_size="intermediate_size",
+        normalizes=fields.boolean("norm_topk_prob"),
+    )
+    attention_bias = fields.boolean("attention_bias")
+    return replace(
+        config,
+        layers=tuple(replace(layer, experts=experts) for layer in config.layers),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm=QkNorm.ALL_HEADS,
+    )
+
+
+ARCHITECTURE = Architecture(_NAME, "olmoe", _describe)
