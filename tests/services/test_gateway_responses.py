@@ -90,6 +90,24 @@ async def test_the_openai_client_works_unmodified(model: Path) -> None:
         assert counted.input_tokens == response.usage.input_tokens
 
 
+async def test_log_probabilities_come_with_the_text(model: Path) -> None:
+    async with served(model) as (client, _http, _mesh, _running):
+        asked: dict[str, Any] = {**BODY, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        response = await client.responses.create(**asked)
+        assert response.top_logprobs == 2
+        [part] = response.output[0].to_dict()["content"]  # type: ignore[misc]
+        assert "".join(token["token"] for token in part["logprobs"]).endswith(part["text"])
+        assert {token["logprob"] for token in part["logprobs"]} == {-1 / 8}
+        assert {len(token["top_logprobs"]) for token in part["logprobs"]} == {2}
+
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+        told = [token for event in events if event.type == "response.output_text.delta" for token in event.logprobs]
+        assert [token.token for token in told] == [token["token"] for token in part["logprobs"]]
+        without = await client.responses.create(**BODY)
+        assert without.output[0].to_dict()["content"] == [{**part, "logprobs": []}]
+
+
 async def test_a_conversation_goes_on_from_the_response_before(model: Path) -> None:
     async with served(model) as (client, _http, mesh, _running):
         first = await client.responses.create(model="tiny", input="one", instructions="Be kind.", max_output_tokens=3)

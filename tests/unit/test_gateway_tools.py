@@ -18,7 +18,7 @@ from pdmesh.grammars import Grammars
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls, find_format
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.items import ChoiceItems, ItemKind, ItemWriter, WholeAnswer, collect
+from pdmesh_gateway.items import ChoiceItems, ItemKind, ItemWriter, TextAdded, WholeAnswer, collect
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.schemas import arguments_schema
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -118,6 +118,7 @@ class Recorder(ItemWriter):
 
     def marker(self, drawn: str) -> None:
         self.drawn += drawn
+        super().marker(drawn)
 
 
 def format_of(name: str, *, reasons: bool = False, textless_ids: dict[str, int] | None = None) -> AnswerFormat:
@@ -142,7 +143,9 @@ def read(
     answer = ChoiceItems(lambda writer: format_of(name).parser(writer, begins, calls(tools=tools)), writer)
     events = [event for piece in pieces for event in answer.advance(Delta(index=0, text=piece))]
     events += answer.advance(Delta(index=0, finish_reason=finish))
-    assert writer.drawn == "".join(pieces)
+    assert writer.drawn == (text := "".join(pieces))
+    assert writer.num_chars == len(text)
+    assert all(text.startswith(event.text, event.start) for event in events if isinstance(event, TextAdded))
     return collect(events)
 
 

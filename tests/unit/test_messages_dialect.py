@@ -21,7 +21,7 @@ from pdmesh_gateway.http.messages.errors import error_body, status_of
 from pdmesh_gateway.http.messages.protocol import CountTokensRequest, MessagesRequest
 from pdmesh_gateway.http.messages.rendering import MessagesRendering
 from pdmesh_gateway.http.messages.requests import conversation_of, fields_of
-from pdmesh_gateway.items import AnswerEnded, ChoiceItems, ItemEvent, ItemWriter, collect
+from pdmesh_gateway.items import AnswerEnded, ChoiceItems, ItemEvent, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
 
 JOB = GenerationJob(request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
@@ -47,8 +47,19 @@ def answer(pieces: list[tuple[str, list[str]]], finish_reason: str, stop_reason:
     return [*writer.take(), AnswerEnded(finish_reason, stop_reason, writer.num_calls)]
 
 
-def rendering(*, is_clamped: bool = False) -> MessagesRendering:
-    return MessagesRendering([ChoiceItems()], model="m", job=JOB, is_clamped=is_clamped)
+class Answered(ChoiceItems):
+    """A choice whose items come all at once."""
+
+    def __init__(self, events: list[ItemEvent]) -> None:
+        super().__init__()
+        self.events = events
+
+    def advance(self, delta: Delta) -> list[ItemEvent]:
+        return self.events
+
+
+def rendering(answer: ChoiceItems | None = None, *, is_clamped: bool = False) -> MessagesRendering:
+    return MessagesRendering([answer or ChoiceItems()], model="m", job=JOB, is_clamped=is_clamped)
 
 
 def streamed(events: list[ItemEvent], **options: Any) -> Message:
@@ -79,7 +90,7 @@ def streamed(events: list[ItemEvent], **options: Any) -> Message:
 
 def whole(events: list[ItemEvent], **options: Any) -> Message:
     generation: Any = Generation()
-    response = rendering(**options).whole([collect(events)], [Collected()], generation)
+    response = rendering(Answered(events), **options).response([Collected()], generation)
     return Message.model_validate_json(msgspec.json.encode(response), strict=True)
 
 

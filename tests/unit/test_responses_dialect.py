@@ -14,15 +14,26 @@ from pdmesh.errors import RequestRejected
 from pdmesh.model import SamplingParams
 from pdmesh.testing.examples import examples
 from pdmesh.testing.sse import named_events
+from pdmesh.wire.messages import TokenLogprobs
+from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.generation import Collected
 from pdmesh_gateway.http.responses.endpoint import _begun
 from pdmesh_gateway.http.responses.kept import KEPT_S, KeptResponse, KeptResponses
+from pdmesh_gateway.http.responses.logprobs import TextLogprobs
 from pdmesh_gateway.http.responses.protocol import ResponseObject, ResponsesRequest
 from pdmesh_gateway.http.responses.rendering import ResponsesRendering
-from pdmesh_gateway.http.responses.requests import ItemObject, conversation_of, fields_of, items_of
-from pdmesh_gateway.items import AnswerEnded, ChoiceItems, ItemEvent, ItemWriter, collect
+from pdmesh_gateway.http.responses.requests import (
+    ItemObject,
+    conversation_of,
+    fields_of,
+    items_of,
+    num_top_logprobs_of,
+)
+from pdmesh_gateway.items import AnswerEnded, ChoiceItems, ItemEvent, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.reasoning import ReasoningStart
+from pdmesh_gateway.tools.format import CallableTool
 
 JOB = GenerationJob(request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -130,7 +141,9 @@ def test_streamed_and_whole_answers_are_the_same(pieces: Pieces, finish_reason: 
     assert [item.model_dump() for item in last.output] == items
     generation: Any = Generation()
     kept: list[ResponseObject] = []
-    encoded = msgspec.json.encode(rendering(kept).whole([collect(events)], [Collected()], generation))
+    whole = rendering(kept)
+    whole.events(events, Delta(index=0), generation)
+    encoded = msgspec.json.encode(whole.ended(generation))
     assert Response.model_validate_json(encoded, strict=True) == last
     assert [msgspec.json.encode(response) for response in kept] == [encoded]
     assert stream[0].response.id == last.id == "resp_0123.abcd"
@@ -143,6 +156,53 @@ def test_what_was_cut_says_so() -> None:
     assert statuses([("reasoning", ["a"]), ("text", ["b"])]) == ["completed", "incomplete"]
     assert statuses([("f", ["{}"]), ("g", ['{"a'])]) == ["completed", "incomplete"]
     assert statuses([("f", ["{}"]), ("g", ["{}"])]) == ["completed", "completed"]
+
+
+class Names:
+    """A tokenizer whose tokens are called by their ids."""
+
+    def token_text(self, token_id: int) -> str:
+        return str(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"%d" % token_id
+
+
+@pytest.mark.parametrize("num_chars", [1, 3, 7, 50, 500])
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_each_token_of_the_text_is_told_once_with_its_log_probability(num_chars: int, is_streamed: bool) -> None:
+    said = ["<think>so</think>", "I look <to", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "and go on."]
+    text = "".join(said)
+    starts = range(0, len(text), num_chars)
+    deltas = [
+        Delta(index=0, text=text[at:][:num_chars], token_ids=[at], text_offsets=[at], logprobs=[TokenLogprobs(-at, ())])
+        for at in starts
+    ]
+    end = Delta(index=0, token_ids=[999], text_offsets=[len(text)], logprobs=[None], finish_reason="stop")
+    answer_format = AnswerFormat(tools=FORMATS["hermes"], reasons=True, textless_ids={})
+    calls = Calls(tools=(CallableTool(name="f", schema={"type": "object"}),), required=False, most=2)
+    answer = ChoiceItems(lambda writer: answer_format.parser(writer, ReasoningStart.POSSIBLE, calls))
+    names: Any = Names()
+    begun = _begun(msgspec.convert({"input": "hi"}, ResponsesRequest), JOB, model="m", store=False)
+    out = ResponsesRendering([answer], begun, [].append, TextLogprobs(names))
+    generation: Any = Generation()
+    if is_streamed:
+        sse = b"".join([out.head(generation), *(out.chunk(delta, generation) for delta in [*deltas, end])])
+        events = checked((sse + out.tail(generation)).decode())
+        response = events[-1].response
+        told = [token for event in events if event.type == "response.output_text.delta" for token in event.logprobs]
+        done = [token for event in events if event.type == "response.output_text.done" for token in event.logprobs]
+        assert [token.token for token in told] == [token.token for token in done]
+    else:
+        collected = Collected()
+        for delta in [*deltas, end]:
+            collected.add(delta)
+        response = Response.model_validate_json(msgspec.json.encode(out.response([collected], generation)), strict=True)
+    texts = [part for item in response.output if item.type == "message" for part in item.content]
+    assert [part.text for part in texts] == [said[1], said[3]]
+    first, last = len(said[0]), len(text) - len(said[3])
+    expected = [[at for at in starts if first <= at < first + len(said[1])], [at for at in starts if at >= last]]
+    assert [[-token.logprob for token in part.logprobs] for part in texts] == expected
 
 
 def test_a_stream_that_fails_says_so_twice() -> None:
@@ -248,14 +308,14 @@ def test_tools_choices_and_forms() -> None:
         ({"input": [{"type": "item_reference", "id": "gone"}]}, "Item with id 'gone' not found"),
         ({"tools": [{"type": "function"}]}, "without a `name`"),
         ({"tool_choice": {"type": "web_search"}}, "`tool_choice` must be"),
-        ({"top_logprobs": 2}, "not supported by this endpoint"),
-        ({"include": ["message.output_text.logprobs"]}, "not supported by this endpoint"),
+        ({"top_logprobs": 21}, "`top_logprobs` must be at most 20"),
     ],
 )
 def test_what_cannot_be_understood_is_refused(fields: dict[str, Any], message: str) -> None:
     def read() -> None:
         conversation(**fields)
         fields_of(request(**fields))
+        num_top_logprobs_of(request(**fields))
 
     with pytest.raises(RequestRejected, match=message):
         read()

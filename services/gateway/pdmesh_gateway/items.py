@@ -38,11 +38,12 @@ class ItemBegun(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextAdded(msgspec.Struct, frozen=True, gc=False):
-    """More of a text, or of reasoning (``kind``); never empty."""
+    """More of a text, or of reasoning (``kind``); never empty. ``start``: characters of the answer drawn before it."""
 
     item: int
     kind: ItemKind
     text: str
+    start: int = 0
 
 
 class ArgumentsAdded(msgspec.Struct, frozen=True, gc=False):
@@ -80,6 +81,7 @@ class ItemWriter:
         self._open: ItemKind | None = None
         self._num_items = 0
         self.num_calls = 0
+        self.num_chars = 0  # of the answer as it was drawn, in items or not
 
     def text(self, piece: str) -> None:
         self._add(ItemKind.TEXT, piece)
@@ -87,6 +89,8 @@ class ItemWriter:
     def reasoning(self, piece: str) -> None:
         if self._shows_reasoning:
             self._add(ItemKind.REASONING, piece)
+        else:
+            self.marker(piece)
 
     def begin_call(self, name: str) -> None:
         self.end_item()
@@ -98,9 +102,11 @@ class ItemWriter:
         """Add to the call that has begun; ``drawn`` is the text it was made of, where that is another."""
         if piece:
             self._events.append(ArgumentsAdded(self._num_items - 1, piece, self.num_calls - 1))
+        self.num_chars += len(piece if drawn is None else drawn)
 
     def marker(self, drawn: str) -> None:
         """Pass over text that is part of no item."""
+        self.num_chars += len(drawn)
 
     def end_item(self) -> None:
         """End the item that is open, if one is."""
@@ -118,7 +124,8 @@ class ItemWriter:
         if self._open is not kind:
             self.end_item()
             self._begin(ItemBegun(self._num_items, kind))
-        self._events.append(TextAdded(self._num_items - 1, kind, piece))
+        self._events.append(TextAdded(self._num_items - 1, kind, piece, self.num_chars))
+        self.num_chars += len(piece)
 
     def _begin(self, begun: ItemBegun) -> None:
         self._open = begun.kind
@@ -233,7 +240,7 @@ def collect(events: Iterable[ItemEvent]) -> WholeAnswer:
             case ItemBegun(_, kind, id, name):
                 answer.items.append(Item(kind, id, name))
                 pieces.append([])
-            case TextAdded(number, _, text) | ArgumentsAdded(number, text):
+            case TextAdded(item=number, text=text) | ArgumentsAdded(item=number, text=text):
                 pieces[number].append(text)
             case AnswerEnded(finish_reason, stop_reason):
                 answer.finish_reason, answer.stop_reason = finish_reason, stop_reason

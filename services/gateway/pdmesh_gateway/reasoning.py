@@ -34,8 +34,8 @@ def read_reasoning(reader: Reader, reasoning: ReasoningStart) -> Script[None]:
         yield from reader.spaces()
         if (yield from reader.until([CLOSE], reader.writer.reasoning, is_inside=True)):
             reader.mark(len(CLOSE))
-            reader.reasoning_chars = reader.num_taken
+            reader.reasoning_chars = reader.writer.num_chars
             yield from reader.spaces()
             return
         reader.mark(len(reader.buffer))
-    reader.reasoning_chars = reader.num_taken
+    reader.reasoning_chars = reader.writer.num_chars

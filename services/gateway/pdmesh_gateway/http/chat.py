@@ -234,9 +234,7 @@ class _ChatRendering(ItemRendering):
     def tail(self, generation: TextStream) -> bytes:
         return self._writer.tail(self._usage(generation))
 
-    def whole(
-        self, answers: Sequence[WholeAnswer], choices: Sequence[Collected], generation: TextStream
-    ) -> msgspec.Struct:
+    def response(self, choices: Sequence[Collected], generation: TextStream) -> ChatResponse:
         with_ids = bool(self._request.return_token_ids)
         return ChatResponse(
             id=self._id,
@@ -251,7 +249,7 @@ class _ChatRendering(ItemRendering):
                     stop_reason=choice.stop_reason,
                     token_ids=choice.token_ids if with_ids else msgspec.UNSET,
                 )
-                for index, (answer, choice) in enumerate(zip(answers, choices, strict=True))
+                for index, (answer, choice) in enumerate(zip(self.answers(choices), choices, strict=True))
             ],
             usage=self._usage(generation),
             prompt_token_ids=list(generation.job.prompts[0]) if with_ids else msgspec.UNSET,

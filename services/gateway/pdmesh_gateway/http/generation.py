@@ -117,12 +117,6 @@ class ItemRendering(Rendering):
     def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
         """Server-sent events for a choice's news: ``events`` are what came of ``delta``'s text, maybe none."""
 
-    @abstractmethod
-    def whole(
-        self, answers: Sequence[WholeAnswer], choices: Sequence[Collected], generation: TextStream
-    ) -> msgspec.Struct:
-        """The whole response: of each choice its items, and its tokens."""
-
     @property
     def num_reasoning_tokens(self) -> int:
         """Number of tokens of all choices so far that were reasoning."""
@@ -131,12 +125,12 @@ class ItemRendering(Rendering):
     def chunk(self, delta: Delta, generation: TextStream) -> bytes:
         return self.events(self._answers[delta.index].advance(delta), delta, generation)
 
-    def response(self, choices: Sequence[Collected], generation: TextStream) -> msgspec.Struct:
-        answers = [
+    def answers(self, choices: Sequence[Collected]) -> list[WholeAnswer]:
+        """The items of each choice of a response that is not streamed."""
+        return [
             collect(answer.advance(choice.delta(index)))
             for index, (answer, choice) in enumerate(zip(self._answers, choices, strict=True))
         ]
-        return self.whole(answers, choices, generation)
 
 
 class _RequestHints(msgspec.Struct):

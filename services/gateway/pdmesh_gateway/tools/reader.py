@@ -69,13 +69,11 @@ class Reader:
     def __init__(self, writer: ItemWriter) -> None:
         self.writer = writer
         self.buffer = ""
-        self.num_taken = 0
         self.is_over = False  # nothing comes any more
         self.reasoning_chars: int | None = None
 
     def take(self, num_chars: int) -> str:
         taken, self.buffer = self.buffer[:num_chars], self.buffer[num_chars:]
-        self.num_taken += len(taken)
         return taken
 
     def text(self, num_chars: int | None = None) -> None:

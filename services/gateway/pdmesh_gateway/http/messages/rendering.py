@@ -30,7 +30,6 @@ from pdmesh_gateway.items import (
     ItemEvent,
     ItemKind,
     TextAdded,
-    WholeAnswer,
 )
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.partial_json import whole_object
@@ -92,10 +91,8 @@ class MessagesRendering(ItemRendering):
     def failure(self, error: RequestRejected) -> bytes:
         return b"event: error\ndata: " + error_body(error, self._id) + b"\n\n"
 
-    def whole(
-        self, answers: Sequence[WholeAnswer], choices: Sequence[Collected], generation: TextStream
-    ) -> msgspec.Struct:
-        [answer] = answers
+    def response(self, choices: Sequence[Collected], generation: TextStream) -> MessagesResponse:
+        [answer] = self.answers(choices)
         end = self._end_of(answer.finish_reason or "stop", answer.stop_reason, len(answer.calls))
         return MessagesResponse(
             id=self._id,

@@ -17,6 +17,7 @@ from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import GenerationEndpoint, Rendering
 from pdmesh_gateway.http.intake import decode_request, read_body
 from pdmesh_gateway.http.responses.kept import KeptResponse, KeptResponses
+from pdmesh_gateway.http.responses.logprobs import TextLogprobs
 from pdmesh_gateway.http.responses.protocol import (
     InputItemList,
     InputTokenCount,
@@ -36,6 +37,7 @@ from pdmesh_gateway.http.responses.requests import (
     fields_of,
     items_of,
     kind_of,
+    num_top_logprobs_of,
 )
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.sampling import invalid, number
@@ -76,8 +78,9 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
         serving.check_model(request.model)
         number("max_output_tokens", request.max_output_tokens, low=1)
         asked = await self._input(request, exchange)
+        num_top = num_top_logprobs_of(request)
         job, items = await self.conversation_job(
-            asked.conversation, fields_of(request), exchange, max_tokens=request.max_output_tokens
+            asked.conversation, fields_of(request), exchange, max_tokens=request.max_output_tokens, logprobs=num_top
         )
         tenant = exchange.known_client.name
         keeps = request.store is not False and self._kept.keeps
@@ -87,7 +90,7 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
                 self._kept.put(tenant, _kept(response, asked))
 
         begun = _begun(request, job, model=request.model or serving.model, store=keeps)
-        return job, ResponsesRendering(items, begun, keep)
+        return job, ResponsesRendering(items, begun, keep, None if num_top is None else TextLogprobs(serving.tokenizer))
 
     async def count(self, exchange: Exchange) -> None:
         """``POST /v1/responses/input_tokens``."""
@@ -207,6 +210,7 @@ def _begun(request: ResponsesRequest, job: GenerationJob, *, model: str, store: 
         text=TextOptions(format=text.format or TextFormat(type="text"), verbosity=text.verbosity),
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
         tools=request.tools or [],
+        top_logprobs=request.top_logprobs or 0,
         top_p=job.params.top_p,
         user=request.user,
         metadata=request.metadata or {},

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from pdmesh_gateway.protocol import ChatTokenLogprob
+
 
 class Reasoning(msgspec.Struct, kw_only=True):
     """``reasoning``: how much of it; a summary is never made."""
@@ -89,7 +91,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
     """Text of an answer."""
 
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
     text: str
 
 

@@ -9,6 +9,7 @@ import msgspec
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.generation import Collected, ItemRendering
+from pdmesh_gateway.http.responses.logprobs import TextLogprobs
 from pdmesh_gateway.http.responses.protocol import (
     IncompleteDetails,
     InputTokensDetails,
@@ -34,8 +35,8 @@ from pdmesh_gateway.items import (
     ItemEvent,
     ItemKind,
     TextAdded,
-    WholeAnswer,
 )
+from pdmesh_gateway.protocol import ChatTokenLogprob
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.turns import arguments_of
 
@@ -43,6 +44,7 @@ _encode = msgspec.json.Encoder().encode
 
 _PREFIXES = {ItemKind.TEXT: "msg", ItemKind.REASONING: "rs", ItemKind.CALL: "fc"}
 _TEXT_DELTA = b'"item_id":"%b","output_index":%d,"content_index":0,"delta":%b%b}'
+_NO_LOGPROBS = b',"logprobs":[]'
 _CALL_DELTA = b'"item_id":"%b","output_index":%d,"delta":%b}'
 
 #: Errors of a response that the API's clients know.
@@ -50,19 +52,28 @@ _RATE_LIMIT, _SERVER_ERROR = "rate_limit_exceeded", "server_error"
 
 
 class ResponsesRendering(ItemRendering):
-    """One answer to ``POST /v1/responses``. ``begun`` is the response before its answer; ``keep`` gets it whole."""
+    """One answer to ``POST /v1/responses``. ``begun`` is the response before its answer; ``keep`` gets it whole.
+
+    ``logprobs`` if its text is told with log-probabilities.
+    """
 
     def __init__(
-        self, items: Sequence[ChoiceItems], begun: ResponseObject, keep: Callable[[ResponseObject], None]
+        self,
+        items: Sequence[ChoiceItems],
+        begun: ResponseObject,
+        keep: Callable[[ResponseObject], None],
+        logprobs: TextLogprobs | None = None,
     ) -> None:
         super().__init__(items)
         self._begun = begun
         self._keep = keep
+        self._logprobs = logprobs
         self._name = begun.id.removeprefix("resp_")
         self._sequence_number = 0
         self._output: list[OutputItem] = []
         self._item = Item(ItemKind.TEXT)  # the one that is open
         self._pieces: list[str] = []  # of its text or arguments
+        self._item_logprobs: list[ChatTokenLogprob] = []  # of its text
         self._item_id = b""  # once there was one
         self._finish_reason = "stop"
 
@@ -71,10 +82,12 @@ class ResponsesRendering(ItemRendering):
         return self._event(b"response.created", response) + self._event(b"response.in_progress", response)
 
     def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
+        if self._logprobs is not None:
+            self._logprobs.add(delta)
         return b"".join([self._news(each) for each in events])
 
     def tail(self, generation: TextStream) -> bytes:
-        response = self._ended(self._output, self._finish_reason, generation)
+        response = self.ended(generation)
         return self._event(b"response." + response.status.encode(), b'"response":' + _encode(response) + b"}")
 
     def failure(self, error: RequestRejected) -> bytes:
@@ -91,25 +104,44 @@ class ResponsesRendering(ItemRendering):
         told = self._event(b"error", data[1:])
         return told + self._event(b"response.failed", b'"response":' + _encode(failed) + b"}")
 
-    def whole(
-        self, answers: Sequence[WholeAnswer], choices: Sequence[Collected], generation: TextStream
-    ) -> msgspec.Struct:
-        [answer] = answers
-        last = len(answer.items) - 1
-        output = [
-            self._output_item(item, index, _status(item, answer.finish_reason if index == last else None))
-            for index, item in enumerate(answer.items)
-        ]
-        return self._ended(output, answer.finish_reason or "stop", generation)
+    def response(self, choices: Sequence[Collected], generation: TextStream) -> ResponseObject:
+        [choice] = choices
+        self.chunk(choice.delta(0), generation)
+        return self.ended(generation)
+
+    def ended(self, generation: TextStream) -> ResponseObject:
+        """Return the response whose events have all come."""
+        is_cut = self._finish_reason == "length"
+        num_prompt_tokens = generation.job.num_prompt_tokens
+        response = msgspec.structs.replace(
+            self._begun,
+            status="incomplete" if is_cut else "completed",
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
+            output=self._output,
+            usage=ResponseUsage(
+                input_tokens=num_prompt_tokens,
+                input_tokens_details=InputTokensDetails(cached_tokens=generation.num_cached_tokens),
+                output_tokens=generation.num_output_tokens,
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=self.num_reasoning_tokens),
+                total_tokens=num_prompt_tokens + generation.num_output_tokens,
+            ),
+        )
+        self._keep(response)
+        return response
 
     def _news(self, news: ItemEvent) -> bytes:
         match news:
-            case TextAdded(item=item, kind=kind, text=text):
+            case TextAdded(item=item, kind=kind, text=text, start=start):
                 self._pieces.append(text)
                 if kind is ItemKind.REASONING:
                     data = _TEXT_DELTA % (self._item_id, item, _encode(text), b"")
                     return self._event(b"response.reasoning_text.delta", data)
-                data = _TEXT_DELTA % (self._item_id, item, _encode(text), b',"logprobs":[]')
+                logprobs = _NO_LOGPROBS
+                if self._logprobs is not None:
+                    tokens = self._logprobs.take(start, start + len(text))
+                    self._item_logprobs += tokens
+                    logprobs = b',"logprobs":' + _encode(tokens)
+                data = _TEXT_DELTA % (self._item_id, item, _encode(text), logprobs)
                 return self._event(b"response.output_text.delta", data)
             case ArgumentsAdded(item=item, text=text):
                 self._pieces.append(text)
@@ -126,6 +158,7 @@ class ResponsesRendering(ItemRendering):
     def _item_begun(self, index: int, item: Item) -> bytes:
         self._item = item
         self._pieces = []
+        self._item_logprobs = []
         self._item_id = self._id_of(item, index).encode()
         added = self._output_item(item, index, "in_progress")
         part = None if isinstance(added, OutputCall) else added.content.pop()
@@ -144,9 +177,8 @@ class ResponsesRendering(ItemRendering):
         text = _encode(self._item.text)
         match ended:
             case OutputMessage():
-                done = self._event(
-                    b"response.output_text.done", place + b'"content_index":0,"text":%b,"logprobs":[]}' % text
-                )
+                data = place + b'"content_index":0,"text":%b,"logprobs":%b}' % (text, _encode(self._item_logprobs))
+                done = self._event(b"response.output_text.done", data)
                 done += self._part(b"response.content_part.done", index, ended.content[0])
             case OutputReasoning():
                 done = self._event(b"response.reasoning_text.done", place + b'"content_index":0,"text":%b}' % text)
@@ -173,30 +205,12 @@ class ResponsesRendering(ItemRendering):
         id = self._id_of(item, index)
         match item.kind:
             case ItemKind.TEXT:
-                return OutputMessage(id=id, status=status, content=[OutputText(text=item.text)])
+                text = OutputText(text=item.text, logprobs=self._item_logprobs)
+                return OutputMessage(id=id, status=status, content=[text])
             case ItemKind.REASONING:
                 return OutputReasoning(id=id, status=status, content=[OutputReasoningText(text=item.text)])
             case ItemKind.CALL:
                 return OutputCall(id=id, status=status, call_id=item.id, name=item.name, arguments=item.text)
-
-    def _ended(self, output: list[OutputItem], finish_reason: str, generation: TextStream) -> ResponseObject:
-        is_cut = finish_reason == "length"
-        num_prompt_tokens = generation.job.num_prompt_tokens
-        response = msgspec.structs.replace(
-            self._begun,
-            status="incomplete" if is_cut else "completed",
-            incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
-            output=output,
-            usage=ResponseUsage(
-                input_tokens=num_prompt_tokens,
-                input_tokens_details=InputTokensDetails(cached_tokens=generation.num_cached_tokens),
-                output_tokens=generation.num_output_tokens,
-                output_tokens_details=OutputTokensDetails(reasoning_tokens=self.num_reasoning_tokens),
-                total_tokens=num_prompt_tokens + generation.num_output_tokens,
-            ),
-        )
-        self._keep(response)
-        return response
 
 
 def _status(item: Item, finish_reason: str | None) -> Status:

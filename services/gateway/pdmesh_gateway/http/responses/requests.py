@@ -9,7 +9,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.http.responses.protocol import InputTokensRequest, ResponsesRequest, TextFormat
 from pdmesh_gateway.protocol import JsonSchema, ResponseFormat, SamplingFields
-from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.sampling import MAX_LOGPROBS, invalid, number
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
 from pdmesh_gateway.turns import TurnBuilder, arguments_of
 
@@ -60,14 +60,19 @@ def conversation_of(
     )
 
 
+def num_top_logprobs_of(request: ResponsesRequest) -> int | None:
+    """Of how many of the likeliest tokens log-probabilities are told, beside the drawn one's; None if of none.
+
+    Raises RequestRejected.
+    """
+    number("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
+    if request.top_logprobs or "message.output_text.logprobs" in (request.include or []):
+        return request.top_logprobs or 0
+    return None
+
+
 def fields_of(request: ResponsesRequest) -> SamplingFields:
     """How an answer is drawn. Raises RequestRejected."""
-    if request.top_logprobs or "message.output_text.logprobs" in (request.include or []):
-        raise RequestRejected(
-            "Log-probabilities are not supported by this endpoint: use `/v1/chat/completions`.",
-            param="top_logprobs",
-            code="unsupported_value",
-        )
     return SamplingFields(
         temperature=request.temperature,
         top_p=request.top_p,
