@@ -236,6 +236,8 @@ DECIDED_ANEW: Sequence[str] = (
     "others, taken together, have the digests that they had",
     "a request that waited for room to decode and has gone keeps that room from nobody (586f690): one of 3,000 random "
     "workloads, 129 of pdmesh, at its event 52, where a prompt that began without room now begins with it",
+    "what has one token left to draw ends where its prompt is computed, and no instance decodes it: some of each "
+    "bundle's random workloads, and mooncake's first 300 requests, two of which have one output token",
 )
 
 

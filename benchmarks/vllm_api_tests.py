@@ -40,6 +40,9 @@ LEAST_PASSED = 200
 #: What the tests take for granted: ids up to 5,000, and room for 10,000 tokens.
 VOCAB_SIZE, CONTEXT = 8192, 32_768
 
+#: Random weights seldom end an answer by themselves.
+LONGEST_ANSWER = 200
+
 UTILS = """
 import os
 
@@ -129,7 +132,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tests = lay_out(arguments.sdist / "tests", folder / "tests", arguments.folders)
-        settings = {"GATEWAY_MODEL_ALIASES": "*"}
+        settings = {"GATEWAY_MODEL_ALIASES": "*", "GATEWAY_DEFAULT_MAX_TOKENS": str(LONGEST_ANSWER)}
         model = write_checkpoint(
             folder / "model", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, template=TOOL_TEMPLATE
         )

@@ -128,6 +128,12 @@ class GatewayConfig:
     no_instance_grace_s: Annotated[
         float, Range(0, 3600), "time that a new request waits for a usable instance before it gets a 503"
     ] = 5.0
+    embeddings: Annotated[
+        str,
+        one_of("auto", "on", "matryoshka", "off"),
+        "whether `/v1/embeddings` takes the last token's hidden state: if the checkpoint says so, always, "
+        "always and cut to whatever `dimensions` a request asks for, or never",
+    ] = "auto"
     default_max_tokens: Annotated[
         int | None, COUNT, "output limit of requests that set none; if not set, the context length"
     ] = None

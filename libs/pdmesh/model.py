@@ -207,6 +207,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # nothing else can be drawn, an end neither; empty: all can
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()  # none of which can be completed
     logprob_token_ids: tuple[int, ...] = ()  # with ``logprobs``: these ids' instead of the most likely ones'
+    embeds: bool = False  # its last prompt token's embedding is wanted instead of any token; ``max_tokens`` is 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +237,11 @@ class Request:
     def max_total_tokens(self) -> int:
         """Tokens whose KV may exist at once. The last output token's KV is never written."""
         return self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
+    def ends_with_prompt(self) -> bool:
+        """Whether computing its prompt is all there is to do: its last token, or its embedding, comes of that."""
+        return self.max_tokens == 1
 
     @property
     def chain(self) -> PrefixHashes:

@@ -96,6 +96,29 @@ def test_another_receiver_gets_the_kv_and_nothing_is_computed_again(how: str, co
     assert not of(AdmitPrefill, bench.commands)[1:]
 
 
+def test_what_ends_with_its_prompt_needs_nobody_to_decode_it() -> None:
+    bench = mesh()
+    commands = bench.arrive("r", 8, 1)
+    assert not of(PlaceDecode, commands)
+    assert [(admit.instance_id, admit.moves_on) for admit in of(AdmitPrefill, commands)] == [(P, False)]
+    (step,) = of(RunStep, commands)
+    bench.done(P, step.plan)
+    bench.finish(P, "r", num_output_tokens=0)  # an embedding
+    bench.released(P, "r")
+    bench.core.check_integrity()
+    assert not bench.core._mesh.requests
+
+
+def test_it_moves_on_where_no_seat_is_left_for_it() -> None:
+    profiles = (modelled_profile(P, Role.PREFILL, max_num_seqs=1), modelled_profile(D0, Role.DECODE))
+    bench = CoreBench(*profiles)
+    bench.arrive("r", 8, 1)
+    bench.arrive("s", 8, 1)
+    for step in of(RunStep, bench.commands):
+        bench.done(P, step.plan)
+    assert [place.request_id for place in of(PlaceDecode, bench.commands)] == ["s"]
+
+
 def test_what_the_old_receiver_says_late_changes_nothing() -> None:
     bench = mesh()
     place, step = placed(bench)

@@ -76,7 +76,8 @@ class Logprobs:
 class SliceResult:
     """What a slice gave: the drawn token if it sampled, and how the generation ends with it, if it does.
 
-    ``prompt_logprobs[i]`` belongs to the prompt token at ``start + 1 + i``.
+    ``prompt_logprobs[i]`` belongs to the prompt token at ``start + 1 + i``. Where ``params.embeds``, the last slice
+    draws nothing: ``embedding`` is the hidden state of its last token behind the last norm, little-endian float32.
     """
 
     token_id: int | None = None
@@ -84,6 +85,7 @@ class SliceResult:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    embedding: bytes = b""
 
 
 #: Called on the engine's thread with a layer's number after its KV is written, while later layers are still to come.

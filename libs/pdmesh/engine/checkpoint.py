@@ -122,18 +122,18 @@ class _RandomTensors:
 
 
 class _FileTensors:
-    """Names of all tensors, each with the open file that holds it."""
+    """Names of all tensors, each with the open file that holds it, and its name there."""
 
-    def __init__(self, directory: Path, files: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, files: dict[str, tuple[Any, str]]) -> None:
         self._directory = directory
         self._files = files
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        file = self._files.get(name)
+        file, own_name = self._files.get(name, (None, ""))
         if file is None:
             raise ConfigError(f"{self._directory}: the weights hold no tensor {name!r}")
         try:
-            found = tuple(file.get_slice(name).get_shape())
+            found = tuple(file.get_slice(own_name).get_shape())
         except SafetensorError as error:
             raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
         if found != shape:
@@ -142,7 +142,8 @@ class _FileTensors:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.check(name, shape)
         try:
-            tensor: Tensor = self._files[name].get_tensor(name)
+            file, own_name = self._files[name]
+            tensor: Tensor = file.get_tensor(own_name)
         except SafetensorError as error:
             raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
         if not tensor.is_floating_point() or tensor.itemsize < 2:
@@ -167,10 +168,13 @@ class _Unread:
 @contextmanager
 def _open_tensors(directory: Path) -> Iterator[_FileTensors]:
     with ExitStack() as stack:
-        files: dict[str, Any] = {}
+        files: dict[str, tuple[Any, str]] = {}
         for path in weight_files(directory):
             file = stack.enter_context(safe_open(path, framework="pt"))
-            files |= dict.fromkeys(file.keys(), file)
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                # Checkpoints for embeddings are of the bare model, whose names have no prefix.
+                is_bare = not name.startswith(("model.", "lm_head."))
+                files[f"model.{name}" if is_bare else name] = file, name
         yield _FileTensors(directory, files)
 
 

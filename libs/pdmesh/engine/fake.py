@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pdmesh.engine.base import EngineSequence, LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
+from pdmesh.model import ComputePath, FinishReason, KvLayout, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 
 #: Small enough for tests with thousands of blocks; one token's keys are one 32-bit word.
@@ -216,6 +216,11 @@ class FakeEngine:
             prompt_logprobs = tuple(_logprobs(token, params.prompt_logprobs or 0) for token in in_prompt)
         if not part.sample:
             return SliceResult(prompt_logprobs=prompt_logprobs)
+        if params.embeds:
+            return SliceResult(
+                finish_reason=FinishReason.STOP,
+                embedding=_embedding(self._context_hash(sequence, part.start + part.num_tokens)),
+            )
         mixed = self._context_hash(sequence, part.start + part.num_tokens)
         if params.temperature > 0:
             mixed += params.seed * 0x27D4EB2F
@@ -229,6 +234,12 @@ class FakeEngine:
             stop_token_id=stop_token_id,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+def _embedding(mixed: int) -> bytes:
+    """Eight numbers from 1 to 256 that a hash stands for."""
+    words = (mixed >> np.arange(0, 32, 4, dtype=np.int64)) % 256 + 1
+    return words.astype("<f4").tobytes()
 
 
 def _draw(mixed: int, params: SamplingParams, num_output_tokens: int) -> int:

@@ -33,6 +33,10 @@ class StepOutput(Protocol):
         """Scores of the next token, fp32, (len(rows), vocab_size)."""
         ...
 
+    def embeddings(self, rows: Rows) -> Tensor:
+        """Hidden states behind the last norm, fp32, (len(rows), hidden_size)."""
+        ...
+
     def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
         """The next token of each row's sequence. Once a step; a device gets ready for the next one meanwhile."""
         ...
@@ -50,6 +54,9 @@ class HiddenOutput:
         if self._last is None or self._last[0] != rows:
             self._last = rows, self._transformer.logits(take_rows(self._hidden, rows))
         return self._last[1]
+
+    def embeddings(self, rows: Rows) -> Tensor:
+        return self._transformer.last_norm(take_rows(self._hidden, rows)).float()
 
     def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
         return sample(self.logits(rows), sequences)

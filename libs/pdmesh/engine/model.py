@@ -118,8 +118,7 @@ class Transformer:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
-        _, normed = self._kernels.add_norm(hidden, None, *self._weights.norm)
-        scores = self._linear(normed, self._weights.lm_head)
+        scores = self._linear(self.last_norm(hidden), self._weights.lm_head)
         scores = scores.float() if out is None else out.copy_(scores)
         config = self._config
         if config.logit_scale != 1:
@@ -127,6 +126,11 @@ class Transformer:
         if config.logit_cap is not None:
             scores.div_(config.logit_cap).tanh_().mul_(config.logit_cap)
         return scores
+
+    def last_norm(self, hidden: Tensor) -> Tensor:
+        """Chosen rows of `forward`, normed: what scores, and embeddings, are made of."""
+        _, normed = self._kernels.add_norm(hidden, None, *self._weights.norm)
+        return normed
 
     def tabulate_rotation(self, num_positions: int) -> None:
         """Look rotations up from now on, for tokens before ``num_positions``: on a device, fewer kernels a step."""

@@ -119,11 +119,15 @@ class TorchEngine:
         spans = step_spans(batch)
         with self._forward.step(batch, spans, on_layer) as output:
             drawn = self._sample(batch, spans, output)
+            embeddings = _embeddings(batch, spans, output)
             prompts = [
                 self._prompt_logprobs(part, span.row, output) if part.prompt_logprobs else ()
                 for part, span in zip(batch, spans, strict=True)
             ]
-        return [_result(part, token, prompt) for part, token, prompt in zip(batch, drawn, prompts, strict=True)]
+        results = [_result(part, token, prompt) for part, token, prompt in zip(batch, drawn, prompts, strict=True)]
+        for index, embedding in embeddings.items():
+            results[index] = SliceResult(finish_reason=FinishReason.STOP, embedding=embedding)
+        return results
 
     def settle(self) -> None:
         self._forward.settle()
@@ -131,7 +135,7 @@ class TorchEngine:
     def _sample(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], output: StepOutput
     ) -> list[_Drawn | None]:
-        sampling = [index for index, part in enumerate(batch) if part.sample]
+        sampling = [index for index, part in enumerate(batch) if part.sample and not part.sequence.params.embeds]
         drawn: list[_Drawn | None] = [None] * len(batch)
         if not sampling:
             return drawn
@@ -166,6 +170,16 @@ class TorchEngine:
             logits = output.logits(range(row + first, row + first + len(tile)))
             result += token_logprobs(logits, tile, [num_top] * len(tile))
         return tuple(result)
+
+
+def _embeddings(batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], output: StepOutput) -> dict[int, bytes]:
+    """Return the embeddings that are wanted, by their slices' places in the batch."""
+    wanted = [index for index, part in enumerate(batch) if part.sample and part.sequence.params.embeds]
+    if not wanted:
+        return {}
+    rows = [spans[index].row + spans[index].num_tokens - 1 for index in wanted]
+    values = output.embeddings(rows).cpu().numpy()
+    return {index: row.astype("<f4").tobytes() for index, row in zip(wanted, values, strict=True)}
 
 
 def torch_device(name: str) -> torch.device:

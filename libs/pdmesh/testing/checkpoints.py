@@ -95,15 +95,19 @@ def write_checkpoint(
     sharded: bool = False,
     initializer_gain: float = 1.5,
     template: str = CHAT_TEMPLATE,
+    pools: bool = False,
     **shape_changes: Any,
 ) -> Path:
     """Write a whole model directory and return it; ``shape_changes`` are fields of `CheckpointShape`.
 
     ``rope_parameters_key`` writes the RoPE settings as transformers 5 does, else as 4 did. ``attention_bias`` and
     ``mlp_bias`` are Llama's. ``initializer_gain`` over the square root of the fan-in is the weights' deviation.
-    ``template`` is the chat template.
+    ``template`` is the chat template. ``pools``: the checkpoint is one for embeddings, of the last token; as such ones
+    are, it has no head, and no ``model.`` before its tensors' names.
     """
     shape = replace(shape, **shape_changes)
+    if pools:
+        shape = replace(shape, tie_word_embeddings=True)
     directory.mkdir(parents=True, exist_ok=True)
     config = _config(
         architecture, shape, dtype, rope_scaling, rope_parameters_key, attention_bias=attention_bias, mlp_bias=mlp_bias
@@ -124,11 +128,27 @@ def write_checkpoint(
         mlp_bias=mlp_bias,
         qk_norm=architecture == "qwen3",
     )
+    if pools:
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        _write_modules(directory)
     if sharded:
         _write_shards(directory, tensors, dtype)
     else:
         write_safetensors(directory / "model.safetensors", tensors, dtype)
     return directory
+
+
+def _write_modules(directory: Path) -> None:
+    """Say as sentence-transformers does that a text's embedding is its last token's, normalised."""
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    modules = [
+        {"idx": idx, "name": str(idx), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for idx, (path, kind) in enumerate(kinds)
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+    _write_json(directory / "1_Pooling" / "config.json", pooling)
 
 
 def write_safetensors(

@@ -65,6 +65,15 @@ class HfReference:
             logits = self._model(torch.tensor([list(token_ids)], device=self._device)).logits[0]
             return torch.log_softmax(logits.double(), dim=-1).tolist()
 
+    def embedding(self, token_ids: Sequence[int]) -> list[float]:
+        """The hidden state of the last token, behind the last norm."""
+        import torch
+
+        self._forget()
+        with torch.inference_mode():
+            states = self._model.model(torch.tensor([list(token_ids)], device=self._device)).last_hidden_state
+            return states[0, -1].double().tolist()
+
     def _forget(self) -> None:
         """Dynamic RoPE keeps the longest length seen across calls; every call here starts afresh."""
         rotary = self._model.model.rotary_emb

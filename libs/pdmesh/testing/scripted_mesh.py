@@ -6,6 +6,7 @@ computed: a `Script` turns a submitted `Generation` into tokens, and a test can 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -63,11 +64,15 @@ def token_out(generation: Generation, index: int, token_id: int | None, **fields
 def echo_prompt(generation: Generation) -> list[TokenOut | PromptLogprobs]:
     """The script used by default: the output is the prompt, over and over, to ``max_tokens``.
 
-    Log-probabilities, where asked for, are ``-1/8`` for the token at hand and ``-(rank + 1)/8`` for the top ones.
+    Log-probabilities, where asked for, are ``-1/8`` for the token at hand and ``-(rank + 1)/8`` for the top ones. An
+    embedding is the prompt's length and its last token.
     """
     params = generation.params
     prompt = unpack_token_ids(generation.token_ids)[: generation.num_prompt_tokens]
     messages: list[TokenOut | PromptLogprobs] = []
+    if params.embeds:
+        embedding = struct.pack("<2f", len(prompt), prompt[-1])
+        return [token_out(generation, 0, None, finish_reason=FinishReason.STOP, embedding=embedding)]
     if params.prompt_logprobs is not None:
         logprobs = tuple(_logprobs(token_id, params.prompt_logprobs) for token_id in prompt[1:])
         messages.append(

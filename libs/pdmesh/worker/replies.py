@@ -106,6 +106,7 @@ def token_out(request: LocalRequest, result: SliceResult, successor: InstanceId 
         stop_token_id=result.stop_token_id,
         next_instance_id=(successor or request.next_instance_id) if result.finish_reason is None else None,
         num_cached_tokens=0 if request.sequence.num_output_tokens else request.num_reused_tokens,
+        embedding=result.embedding,
     )
 
 

@@ -123,12 +123,13 @@ class Results:
             request.sender.commit(FirstToken(result.token_id, token_index))
 
     def _deliver(self, request: LocalRequest, result: SliceResult) -> None:
-        """Send a drawn token to the gateway; release the request if it ends with it."""
-        assert result.token_id is not None, "a slice that samples gave no token"
-        self._context.metrics.generation_tokens.inc()
+        """Send a drawn token, or an embedding, to the gateway; release the request if it ends with it."""
+        assert result.token_id is not None or result.embedding, "a slice that samples gave nothing"
         successor = self._moves.successor(request)
         self._context.gateways.send(request, token_out(request, result, successor))
-        request.sequence.token_ids.append(result.token_id)
+        if result.token_id is not None:
+            self._context.metrics.generation_tokens.inc()
+            request.sequence.token_ids.append(result.token_id)
         if result.finish_reason is not None:
             self._context.endings.finish(request, result.finish_reason)
         else:

@@ -22,6 +22,7 @@ class Delta:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    embedding: bytes = b""  # where one was asked for, and no text: see `pdmesh.wire.messages.TokenOut`
 
 
 class GenerationFailed(RequestRejected):
@@ -55,6 +56,7 @@ class Choice:
             finish = finish_of(token)
             if finish == "error":
                 raise GenerationFailed(token.error or "The generation was aborted.")
+            delta.embedding = token.embedding
             piece = ""
             if token.token_id is not None:
                 self.num_tokens += 1

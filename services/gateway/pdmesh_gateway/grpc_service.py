@@ -15,12 +15,13 @@ from grpc_reflection.v1alpha import reflection
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import RequestRejected
-from pdmesh.metrics import Slo
+from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.wire.endpoint import bind
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh_gateway.auth import Client
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.conversations import Prepared, prepare
+from pdmesh_gateway.embeddings import EMBEDS, check_inputs, embeddings
 from pdmesh_gateway.failures import UNFORESEEN, failure_of
 from pdmesh_gateway.grpc_chat import add_events, conversation_of, structured_outputs_of
 from pdmesh_gateway.grpc_guard import MAX_PROBES, Guard
@@ -33,7 +34,7 @@ from pdmesh_gateway.serving import Serving, check_label, check_traceparent
 from pdmesh_gateway.text_stream import TextStream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-GENERATE = f"/{SERVICE}/Generate"
+GENERATE, EMBED = f"/{SERVICE}/Generate", f"/{SERVICE}/Embed"
 
 #: A message holds one prompt and its options: nobody, with or without a key, sends more than the model could read.
 BYTES_PER_TOKEN = 16
@@ -117,12 +118,10 @@ class _Inference(pb_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """A client that goes away cancels this coroutine, and with it the generation."""
         received_at, request_id = time.time(), self._serving.generator.new_request_id()
-        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        try:
-            client = self._serving.keys.check(metadata.get("authorization"))
-            client.check_scope("generate")
+        async with self._told(context, GENERATE, request_id, request.request_id):
+            client, traceparent = self._client(context)
             prepared = await self._prepared(request)
-            job = self._job(request, prepared, request_id, client, metadata.get("traceparent"), received_at)
+            job = self._job(request, prepared, request_id, client, traceparent, received_at)
             items = prepared.answers(job)[0] if request.HasField("chat") else None
             warnings = list(prepared.warnings)
             async with self._serving.generation(client, job) as generation:
@@ -136,12 +135,53 @@ class _Inference(pb_grpc.InferenceServicer):
                         response.warnings.extend(warnings)
                         warnings.clear()
                         yield response
+
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        received_at, request_id = time.time(), self._serving.generator.new_request_id()
+        response = pb.EmbedResponse(request_id=request.request_id or request_id)
+        async with self._told(context, EMBED, request_id, request.request_id):
+            client, traceparent = self._client(context)
+            serving = self._serving
+            serving.check_model(request.model or None)
+            dimensions = request.dimensions if request.HasField("dimensions") else None
+            serving.pooling.check(dimensions)
+            check_inputs(len(request.inputs), what="inputs")
+            client.check_service_level(request.priority, NO_SLO)
+            job = GenerationJob(
+                tenant=client.name,
+                share=client.share,
+                cache_salt=request.cache_salt,
+                request_id=request_id,
+                label=check_label(request.request_id, param="request_id") if request.request_id else "",
+                prompts=[await self._prompt(each, what="inputs") for each in request.inputs],
+                params=EMBEDS,
+                priority=request.priority,
+                traceparent=check_traceparent(traceparent),
+                deadline_s=serving.config.request_timeout_s,
+                operation="embeddings",
+                received_at=received_at,
+            )
+            async for vector in embeddings(serving, client, job, dimensions):
+                response.embeddings.add(values=vector.tolist())
+            response.usage.prompt_tokens = job.num_prompt_tokens
+        return response
+
+    def _client(self, context: Any) -> tuple[Client, str | None]:
+        """Who calls, and the trace that the call is part of. Raises RequestRejected."""
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        client = self._serving.keys.check(metadata.get("authorization"))
+        client.check_scope("generate")
+        return client, metadata.get("traceparent")
+
+    @asynccontextmanager
+    async def _told(self, context: Any, where: str, request_id: str, label: str) -> AsyncGenerator[None]:
+        """Whatever goes wrong within the block ends the call with an error."""
+        try:
+            yield
         except RequestRejected as error:
             await _abort(context, error, request_id)
         except UNFORESEEN as error:
-            failure = failure_of(
-                error, self._serving.metrics, where=GENERATE, request_id=request_id, label=request.request_id
-            )
+            failure = failure_of(error, self._serving.metrics, where=where, request_id=request_id, label=label)
             await _abort(context, failure, request_id)
 
     async def _prepared(self, request: pb.GenerateRequest) -> Prepared:
@@ -152,7 +192,7 @@ class _Inference(pb_grpc.InferenceServicer):
         if request.HasField("chat"):
             conversation = conversation_of(request.chat, most=serving.config.max_messages)
             return await prepare(serving, conversation, fields)
-        prompt = await self._prompt(request)
+        prompt = await self._prompt(request, what="prompt")
         grammar = await serving.grammars.grammar(fields)
         return Prepared(prompt=prompt, grammar=grammar, answer_format=serving.answer_format)
 
@@ -204,11 +244,11 @@ class _Inference(pb_grpc.InferenceServicer):
             received_at=received_at,
         )
 
-    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
-        token_ids: Sequence[int] = list(request.token_ids.ids)
-        if request.text:
-            token_ids = await self._serving.encode(request.text, add_special_tokens=True, what="prompt")
-        return self._serving.check_prompt(token_ids, what="prompt")
+    async def _prompt(self, given: pb.GenerateRequest | pb.EmbedInput, *, what: str) -> Sequence[int]:
+        token_ids: Sequence[int] = list(given.token_ids.ids)
+        if given.text:
+            token_ids = await self._serving.encode(given.text, add_special_tokens=True, what=what)
+        return self._serving.check_prompt(token_ids, what=what)
 
 
 def _fields(request: pb.GenerateRequest) -> SamplingFields:

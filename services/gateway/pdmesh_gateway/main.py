@@ -30,6 +30,7 @@ from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.http.server import open_listener, serve_http
 from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.pooling import load_pooling
 from pdmesh_gateway.prefixes import Prefixes
 from pdmesh_gateway.reject_cache import RejectCache
 from pdmesh_gateway.scheduler_link import GatewaySession
@@ -59,6 +60,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     request_templates = RequestTemplates() if gateway.trust_request_templates else None
     tokenizer = await anyio.to_thread.run_sync(ModelTokenizer.load, directory, request_templates)
     answer_format = await anyio.to_thread.run_sync(find_format, tokenizer, gateway.tool_format)
+    pooling = await anyio.to_thread.run_sync(load_pooling, directory, gateway.embeddings)
     model = config.worker.served_model_name or _served_name(config.model)
 
     transcripts = Transcripts()
@@ -90,6 +92,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             info=info,
             tokenizer=tokenizer,
             answer_format=answer_format,
+            pooling=pooling,
             grammars=GrammarChecker(Grammars(directory, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)),
             generator=generator,
             link=link,

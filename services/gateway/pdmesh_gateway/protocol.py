@@ -169,6 +169,22 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     verbosity: str | None = None
 
 
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/embeddings``: one or several inputs, as text or token ids."""
+
+    model: str | None = None
+    input: str | list[str | int | list[int]] | None = None
+    encoding_format: str | None = None  # float, or base64 of little-endian float32
+    dimensions: int | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    slo_ttft_ms: float | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /tokenize``: a text, or a chat to be rendered first. Shapes are vLLM's."""
 
@@ -368,6 +384,32 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class EmbeddingObject(msgspec.Struct, kw_only=True):
+    """One input's embedding: a list of numbers, or their bytes in base64."""
+
+    object: str = "embedding"
+    index: int
+    embedding: msgspec.Raw
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(msgspec.Struct, kw_only=True):
+    """The answer to ``POST /v1/embeddings``, in the order of the inputs."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[EmbeddingObject]
+    usage: EmbeddingUsage
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.pooling import Pooling
 from pdmesh_gateway.reject_cache import RejectCache
 from pdmesh_gateway.sampling import bad_token_sequences, invalid, too_long
 from pdmesh_gateway.scheduler_link import GatewaySession
@@ -49,6 +50,7 @@ class Serving:
     info: ModelInfo
     tokenizer: ModelTokenizer
     answer_format: AnswerFormat
+    pooling: Pooling
     grammars: GrammarChecker
     generator: Generator
     link: GatewaySession
@@ -95,15 +97,34 @@ class Serving:
             for alias in self._aliases
         )
 
+    @property
+    def _most_generations(self) -> int:
+        """What one request may have under way at once: it leaves room for others."""
+        return max(1, self.config.max_concurrent_requests // 4)
+
+    def parts_of(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+        """Cut a request's prompts into parts that `check_load` lets through, one after the other."""
+        part: list[Sequence[int]] = []
+        num_tokens = 0
+        for prompt in prompts:
+            num_tokens += len(prompt)
+            if part and (
+                len(part) == self._most_generations or prompt_bytes(num_tokens, 1) > self.config.max_queued_bytes
+            ):
+                yield part
+                part, num_tokens = [], len(prompt)
+            part.append(prompt)
+        yield part
+
     def check_load(self, *, num_prompts: int, n: int, num_tokens: int = 0) -> None:
         """Refuse what could never be under way, before anything is built for it: ``n`` choices of each prompt, with
         ``num_tokens`` in all of these. Raises RequestRejected.
         """
-        most = max(1, self.config.max_concurrent_requests // 4)  # one request leaves room for others
-        if num_prompts * n > most:
+        if num_prompts * n > self._most_generations:
             raise invalid(
                 "n" if n > 1 else "prompt",
-                f"{num_prompts} prompts with `n` = {n} exceed the limit of {most} generations at once. Send fewer.",
+                f"{num_prompts} prompts with `n` = {n} exceed the limit of {self._most_generations} generations at "
+                "once. Send fewer.",
             )
         if prompt_bytes(num_tokens, n) > self.config.max_queued_bytes:
             raise invalid(

@@ -323,7 +323,12 @@ class InstanceState:
     @property
     def takes_decodes(self) -> bool:
         """Whether it has a seat for one more, whatever the memory."""
-        return self.takes_new and self.role_decodes and self.allocated.num_seats_taken < self.profile.max_num_seqs
+        return self.takes_new and self.role_decodes and self.has_seat
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether one more request can stay here to its end."""
+        return self.allocated.num_seats_taken < self.profile.max_num_seqs
 
     @property
     def room(self) -> Room:

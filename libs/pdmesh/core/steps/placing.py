@@ -128,12 +128,13 @@ def _place(
 ) -> Placement | Wait:
     """`place`, with the first place to decode for what is computed in each exact group.
 
-    ``may_be_ahead``: it may begin where there is no such place yet.
+    What ends with its prompt needs none. ``may_be_ahead``: it may begin where there is no such place yet.
     """
     wait = Wait.FOR_STEP_SLOT
     num_asked = 0
     for prefill in offers:
-        if not firsts and (bundle.run_ahead is None or num_asked == MAX_ASKED):
+        ends_here = request.ends_with_prompt and prefill.has_seat
+        if not (firsts or ends_here) and (bundle.run_ahead is None or num_asked == MAX_ASKED):
             return Wait.FOR_ROOM
         first = firsts.get(prefill.exact_group)
         num_reused = depths.get(prefill.number, 0) * GRANULE_TOKENS
@@ -141,7 +142,7 @@ def _place(
             continue
         if not prefill.can_prefill(request):
             wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
-        elif first is None:
+        elif first is None and not ends_here:
             takes = bundle.prefill_placement.takes
             if may_be_ahead and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
                 num_asked += 1
@@ -150,6 +151,8 @@ def _place(
             wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
         elif not bundle.prefill_placement.takes(request, prefill.view, num_reused):
             wait = Wait.FOR_TURN
+        elif ends_here or first is None:
+            return Placement(prefill, prefill)
         else:
             if prefill.can_decode(request) and bundle.decode_placement.stays(request, prefill.view, first.view):
                 return Placement(prefill, prefill)

@@ -105,7 +105,9 @@ class DeviceForward:
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> Iterator[StepOutput]:
-        if len(batch) <= self._graphs.max_batch_size and all(part.num_tokens == 1 for part in batch):
+        # Of what a graph computes only the logits are kept.
+        is_graph = all(part.num_tokens == 1 and not part.sequence.params.embeds for part in batch)
+        if is_graph and len(batch) <= self._graphs.max_batch_size:
             with self._decode(batch, on_layer) as output:
                 yield output
             return

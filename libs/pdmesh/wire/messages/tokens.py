@@ -32,7 +32,8 @@ class TokenOut(Message, frozen=True, kw_only=True):
     """One output token. It is delivered only if ``epoch`` is current, ``index`` is the next one, and it came from the
     instance whose turn it is: that which opened the epoch, or which the last token named as the next.
 
-    ``token_id`` is None only if the generation ended without one (``finish_reason`` error or cancelled).
+    ``token_id`` is None only if the generation ended without one (``finish_reason`` error or cancelled), or what was
+    asked for is an ``embedding``.
     """
 
     request_id: RequestId
@@ -45,6 +46,7 @@ class TokenOut(Message, frozen=True, kw_only=True):
     next_instance_id: InstanceId | None = None  # who sends the token after this one, if it is another instance
     num_cached_tokens: int = 0  # of one drawn from the prompt: so many of its tokens had their KV here before
     error: str | None = None
+    embedding: bytes = b""  # little-endian float32: the last prompt token's, not normalised
 
 
 class PromptLogprobs(Message, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from pdmesh_gateway.failures import UNFORESEEN, failure_of
 from pdmesh_gateway.http.body import ClientGone
 from pdmesh_gateway.http.chat import ChatEndpoint
 from pdmesh_gateway.http.completions import CompletionsEndpoint
+from pdmesh_gateway.http.embeddings import EmbeddingsEndpoint
 from pdmesh_gateway.http.errors import OPENAI
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
@@ -34,6 +35,7 @@ def build_app(serving: Serving) -> ASGIApp:
     guarded: list[tuple[str, str, Handler, str]] = [  # with the scope that a key needs
         ("/v1/chat/completions", "POST", ChatEndpoint(serving), "generate"),
         ("/v1/completions", "POST", CompletionsEndpoint(serving), "generate"),
+        ("/v1/embeddings", "POST", EmbeddingsEndpoint(serving), "generate"),
         ("/v1/messages", "POST", MessagesEndpoint(serving), "generate"),
         ("/v1/messages/count_tokens", "POST", CountTokensEndpoint(serving), "tokenize"),
         ("/v1/responses", "POST", responses, "generate"),

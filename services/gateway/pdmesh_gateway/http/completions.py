@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from pdmesh.errors import RequestRejected
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, Rendering
 from pdmesh_gateway.http.logprobs import completion_logprobs, prompt_logprobs
+from pdmesh_gateway.http.prompts import prompt_ids, prompts_of
 from pdmesh_gateway.http.sse import ChunkWriter, text_body, usage_of
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import (
@@ -69,6 +69,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             grammar=await serving.grammars.grammar(request),
             bad_token_sequences=await serving.bad_token_sequences(request.bad_words),
         )
+        serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
         job = self.job(request, exchange, prompts=prompts, params=params, n=n)
         echoed = await self._echoed(request, prompts) if request.echo else []
         rendering = _CompletionRendering(
@@ -78,34 +79,18 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
 
     async def _prompts(self, request: CompletionRequest, n: int) -> list[Sequence[int]]:
         """Token ids of every prompt, of each of which ``n`` choices are asked for. Raises RequestRejected."""
-        prompt = request.prompt
-        if prompt is None:
-            raise RequestRejected(
-                "Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter"
-            )
-        given: list[str | list[int]]
-        if isinstance(prompt, str):
-            given = [prompt]
-        elif all(isinstance(item, int) for item in prompt):
-            given = [[item for item in prompt if isinstance(item, int)]]
-        elif all(isinstance(item, str | list) for item in prompt):
-            given = [item for item in prompt if isinstance(item, str | list)]
-        else:
-            raise RequestRejected(
-                "Invalid value for `prompt`: it must be a string or a list of strings, token ids or token id lists.",
-                param="prompt",
-                code="invalid_type",
-            )
+        given = prompts_of(request.prompt, what="prompt")
         self._serving.check_load(num_prompts=len(given), n=n)
-        return [await self._prompt(one, request) for one in given]
-
-    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> Sequence[int]:
-        serving = self._serving
-        token_ids: Sequence[int] = prompt if isinstance(prompt, list) else ()
-        if isinstance(prompt, str) and prompt:
-            add_special_tokens = request.add_special_tokens is not False
-            token_ids = await serving.encode(prompt, add_special_tokens=add_special_tokens, what="prompt")
-        return serving.check_prompt(token_ids, what="prompt", truncate=request.truncate_prompt_tokens)
+        return [
+            await prompt_ids(
+                self._serving,
+                one,
+                what="prompt",
+                add_special_tokens=request.add_special_tokens is not False,
+                truncate=request.truncate_prompt_tokens,
+            )
+            for one in given
+        ]
 
     async def _echoed(self, request: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[_Echo]:
         tokenizer = self._serving.tokenizer

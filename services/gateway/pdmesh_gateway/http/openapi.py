@@ -24,6 +24,7 @@ from pdmesh_gateway.http.unknown import HEADER, REFUSED
 _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation", protocol.ChatRequest, protocol.ChatResponse),
     "/v1/completions": ("post", "Continue a text", protocol.CompletionRequest, protocol.CompletionResponse),
+    "/v1/embeddings": ("post", "Embed texts", protocol.EmbeddingRequest, protocol.EmbeddingResponse),
     "/v1/messages": ("post", "Answer a conversation, as Anthropic's API", MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": ("post", "Tokens of such a conversation", CountTokensRequest, TokenCount),
     "/v1/responses": ("post", "Answer a conversation of items", ResponsesRequest, ResponseObject),

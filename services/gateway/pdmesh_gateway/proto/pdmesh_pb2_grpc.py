@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=pdmesh__gateway_dot_proto_dot_pdmesh__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pdmesh__gateway_dot_proto_dot_pdmesh__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pdmesh.api.v1.Inference/Embed',
+                request_serializer=pdmesh__gateway_dot_proto_dot_pdmesh__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pdmesh__gateway_dot_proto_dot_pdmesh__pb2.EmbedResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -51,6 +56,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Texts to vectors, of a model that is for embeddings.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +70,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=pdmesh__gateway_dot_proto_dot_pdmesh__pb2.GenerateRequest.FromString,
                     response_serializer=pdmesh__gateway_dot_proto_dot_pdmesh__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pdmesh__gateway_dot_proto_dot_pdmesh__pb2.EmbedRequest.FromString,
+                    response_serializer=pdmesh__gateway_dot_proto_dot_pdmesh__pb2.EmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class Inference:
             '/pdmesh.api.v1.Inference/Generate',
             pdmesh__gateway_dot_proto_dot_pdmesh__pb2.GenerateRequest.SerializeToString,
             pdmesh__gateway_dot_proto_dot_pdmesh__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.api.v1.Inference/Embed',
+            pdmesh__gateway_dot_proto_dot_pdmesh__pb2.EmbedRequest.SerializeToString,
+            pdmesh__gateway_dot_proto_dot_pdmesh__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

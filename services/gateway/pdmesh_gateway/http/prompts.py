@@ -1,0 +1,38 @@
+"""Prompts as completions and embeddings take them: texts, or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.serving import Serving
+
+#: One or several: a text, texts, token ids, or lists of these.
+Prompts = str | list[str | int | list[int]]
+
+
+def prompts_of(given: Prompts | None, *, what: str) -> list[str | list[int]]:
+    """Return each prompt by itself. Raises RequestRejected naming the field, which is called ``what``."""
+    if given is None:
+        raise RequestRejected(f"Missing required parameter: '{what}'.", param=what, code="missing_required_parameter")
+    if isinstance(given, str):
+        return [given]
+    if all(isinstance(item, int) for item in given):
+        return [[item for item in given if isinstance(item, int)]]
+    if all(isinstance(item, str | list) for item in given):
+        return [item for item in given if isinstance(item, str | list)]
+    raise RequestRejected(
+        f"Invalid value for `{what}`: it must be a string or a list of strings, token ids or token id lists.",
+        param=what,
+        code="invalid_type",
+    )
+
+
+async def prompt_ids(
+    serving: Serving, prompt: str | list[int], *, what: str, add_special_tokens: bool, truncate: int | None
+) -> Sequence[int]:
+    """Return a prompt's token ids, checked and cut to ``truncate``. Raises RequestRejected."""
+    token_ids: Sequence[int] = prompt if isinstance(prompt, list) else ()
+    if isinstance(prompt, str) and prompt:
+        token_ids = await serving.encode(prompt, add_special_tokens=add_special_tokens, what=what)
+    return serving.check_prompt(token_ids, what=what, truncate=truncate)
