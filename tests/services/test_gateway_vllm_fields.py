@@ -86,6 +86,30 @@ async def test_tokens_may_be_named_by_their_ids(model: Path) -> None:
         assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in content)
 
 
+async def test_a_prompt_is_cut_on_the_side_that_is_asked_for(model: Path) -> None:
+    async with served(model) as (client, _mesh):
+        body = {"prompt": [70, 71, 72, 73], "max_tokens": 1, "return_token_ids": True, "truncate_prompt_tokens": 3}
+        kept = {
+            side: (await client.post("/v1/completions", json={**body, "truncation_side": side})).json()["choices"][0]
+            for side in (None, "left", "right")
+        }
+        assert [kept[side]["prompt_token_ids"][0] for side in (None, "left", "right")] == [71, 71, 70]
+        refused = await client.post("/v1/completions", json={**body, "truncation_side": "middle"})
+        assert refused.json()["error"]["param"] == "truncation_side"
+
+
+async def test_what_clients_of_vllm_ask_of_the_server(model: Path) -> None:
+    async with served(model) as (client, _mesh):
+        info = (await client.get("/tokenizer_info")).json()
+        assert (info["tokenizer_class"], info["eos_token"]) == ("PreTrainedTokenizerFast", "<|im_end|>")
+        assert "<|im_start|>" in info["chat_template"]
+        assert (await client.get("/load")).json() == {"server_load": 0}
+        choice = (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})).json()["choices"][0]
+        assert (choice["token_ids"], choice["prompt_token_ids"]) == (None, None)
+        bias = await client.post("/v1/completions", json={"prompt": "a", "logit_bias": {"one": 1, "2": 1, "two": 1}})
+        assert "the keys 'one', 'two'" in bias.json()["error"]["message"]
+
+
 async def test_a_streams_first_chunk_has_no_output_tokens_yet(model: Path) -> None:
     async with served(model) as (client, _mesh):
         options = {"include_usage": True, "continuous_usage_stats": True}

@@ -215,8 +215,9 @@ def _logprobs_of(
     by_row = dict(zip(rows, found, strict=True))
     for row, ids in listed.items():
         if ids:
-            values = (logits[row, list(ids)] - torch.logsumexp(logits[row], dim=-1)).tolist()
-            by_row[row] = replace(by_row[row], top=tuple(zip(ids, values, strict=True)))
+            wanted = [*dict.fromkeys((*ids, token_ids[row]))]  # the drawn token's, too
+            values = (logits[row, wanted] - torch.logsumexp(logits[row], dim=-1)).tolist()
+            by_row[row] = replace(by_row[row], top=tuple(zip(wanted, values, strict=True)))
     return by_row
 
 

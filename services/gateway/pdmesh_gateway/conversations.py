@@ -20,7 +20,7 @@ from pdmesh_gateway.items import ChoiceItems, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol import SamplingFields
 from pdmesh_gateway.reasoning import ReasoningStart
-from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.sampling import Truncation, invalid
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice, calls_of, check_tools, with_any_arguments
 
@@ -39,7 +39,7 @@ class Conversation:
     add_special_tokens: bool = False  # templates write them themselves
     template: str | None = None  # the client's own
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further ones for the template
-    truncate: int | None = None  # to so many tokens, on the left
+    truncation: Truncation | None = None
     warnings: tuple[str, ...] = ()  # of the request
 
     @property
@@ -103,7 +103,7 @@ async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, 
 async def prepare(serving: Serving, conversation: Conversation, fields: SamplingFields) -> Prepared:
     """Return the prompt, and what answers are held to, by tools and by ``fields``. Raises RequestRejected."""
     text, token_ids = await _rendered(serving, conversation)
-    prompt = serving.check_prompt(token_ids, what="messages", truncate=conversation.truncate)
+    prompt = serving.check_prompt(token_ids, what="messages", truncation=conversation.truncation)
     answer_format, checker = serving.answer_format, serving.grammars
     reasoning = ReasoningStart.NONE
     if not conversation.continue_final_message:

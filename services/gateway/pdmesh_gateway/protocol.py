@@ -80,6 +80,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None  # left, which keeps the end, or right
     add_special_tokens: bool | None = None
     priority: int | None = None
     request_id: str | None = None
@@ -178,6 +179,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     dimensions: int | None = None
     user: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None  # left, which keeps the end, or right
     add_special_tokens: bool | None = None
     priority: int | None = None
     request_id: str | None = None
@@ -319,8 +321,8 @@ class ResponseMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    reasoning: str | msgspec.UnsetType = msgspec.UNSET  # the same, under its other name
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under its other name
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -334,7 +336,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None = None
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
@@ -359,7 +361,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobList | None = None
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -370,9 +372,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobList | None = None
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):

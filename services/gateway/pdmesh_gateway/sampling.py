@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pdmesh.engine.files import ModelInfo
@@ -18,6 +19,8 @@ MAX_STOP_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
+#: Wrong entries of one field that an error names.
+MAX_SHOWN = 8
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_LOGPROB_TOKEN_IDS = 128
 #: As in vLLM; OpenAI's own limits are 5 (completions) and 20 (chat).
@@ -95,6 +98,32 @@ def stop_strings(fields: SamplingFields) -> tuple[str, ...]:
     if "" in stops:
         raise invalid("stop", "`stop` must not contain an empty string.")
     return tuple(dict.fromkeys(stops))
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """To how many tokens a prompt is cut, -1 being as many as fit, and whether its end is kept, or its beginning."""
+
+    num_tokens: int
+    keeps_end: bool
+
+    def cut(self, token_ids: Sequence[int], *, max_model_len: int) -> Sequence[int]:
+        """Return what is kept. Raises RequestRejected for a number that is none."""
+        number = self.num_tokens
+        if number < -1 or number == 0 or number > max_model_len:
+            raise invalid(
+                "truncate_prompt_tokens",
+                f"`truncate_prompt_tokens` must be -1 or from 1 to {max_model_len}, got {_show(number)}.",
+            )
+        most = max_model_len - 1 if number == -1 else number
+        return token_ids[-most:] if self.keeps_end else token_ids[:most]
+
+
+def truncation_of(num_tokens: int | None, side: str | None) -> Truncation | None:
+    """Return how a prompt is cut; None if it is not. Raises RequestRejected."""
+    if side not in (None, "left", "right"):
+        raise invalid("truncation_side", f"`truncation_side` must be left or right, got {side[:40]!r}.")
+    return None if num_tokens is None else Truncation(num_tokens, keeps_end=side != "right")
 
 
 def cache_salt(salt: str | None) -> str:
@@ -189,12 +218,15 @@ def _first(*values: Any) -> Any:
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     if len(biases) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"`logit_bias` has {len(biases)} entries; {MAX_LOGIT_BIAS} are allowed.")
+    wrong = [
+        key[:40] for key in biases if not (key.isascii() and key.isdecimal()) or len(key) > 10 or int(key) >= vocab_size
+    ]
+    if wrong:
+        shown = ", ".join(map(repr, wrong[:MAX_SHOWN])) + (", …" if len(wrong) > MAX_SHOWN else "")
+        keys = "key" if len(wrong) == 1 else "keys"
+        raise invalid("logit_bias", f"`logit_bias` has the {keys} {shown}; keys are token ids below {vocab_size}.")
     result: list[tuple[int, float]] = []
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdecimal()) or len(key) > 10 or int(key) >= vocab_size:
-            raise invalid(
-                "logit_bias", f"`logit_bias` has the key {key[:40]!r}; keys are token ids below {vocab_size}."
-            )
         number("logit_bias", bias, low=-100, high=100)
         result.append((int(key), float(bias)))
     return tuple(result)

@@ -24,7 +24,7 @@ from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.pooling import Pooling
 from pdmesh_gateway.reject_cache import RejectCache
-from pdmesh_gateway.sampling import bad_token_sequences, invalid, too_long
+from pdmesh_gateway.sampling import Truncation, bad_token_sequences, invalid, too_long
 from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -167,15 +167,12 @@ class Serving:
                 raise too_long(len(part), self.max_model_len, what=what, at_least=True)
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def check_prompt(self, token_ids: Sequence[int], *, what: str, truncate: int | None = None) -> Sequence[int]:
-        """Check a prompt's ids and cut it on the left if asked to. Raises RequestRejected."""
-        if truncate is not None:
-            if truncate < -1 or truncate == 0 or truncate > self.max_model_len:
-                raise invalid(
-                    "truncate_prompt_tokens",
-                    f"`truncate_prompt_tokens` must be -1 or from 1 to {self.max_model_len}, got {truncate}.",
-                )
-            token_ids = token_ids[-(self.max_model_len - 1 if truncate == -1 else truncate) :]
+    def check_prompt(
+        self, token_ids: Sequence[int], *, what: str, truncation: Truncation | None = None
+    ) -> Sequence[int]:
+        """Check a prompt's ids and cut it if asked to. Raises RequestRejected."""
+        if truncation is not None:
+            token_ids = truncation.cut(token_ids, max_model_len=self.max_model_len)
         if not token_ids:
             raise RequestRejected(f"The {what} must not be empty.", param=what, code="invalid_value")
         if len(token_ids) >= self.max_model_len:

@@ -55,7 +55,9 @@ class ModelTokenizer:
         template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         request_templates: RequestTemplates | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
+        self.config = dict(config or {})  # what the checkpoint says of it
         self._tokenizer = tokenizer
         self._request_templates = request_templates
         self._special_tokens = dict(special_tokens or {})
@@ -104,7 +106,13 @@ class ModelTokenizer:
         template = _read_template(directory, config)
         for text in (template or "", *special_tokens.values()):
             _check_text(text, config_path)
-        return cls(tokenizer, template=template, special_tokens=special_tokens, request_templates=request_templates)
+        return cls(
+            tokenizer,
+            template=template,
+            special_tokens=special_tokens,
+            request_templates=request_templates,
+            config=config,
+        )
 
     @property
     def has_template(self) -> bool:

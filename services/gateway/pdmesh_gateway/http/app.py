@@ -46,6 +46,7 @@ def build_app(serving: Serving) -> ASGIApp:
         ("/v1/models/{model:path}", "GET", utility.model, "models"),
         ("/tokenize", "POST", utility.tokenize, "tokenize"),
         ("/detokenize", "POST", utility.detokenize, "tokenize"),
+        ("/tokenizer_info", "GET", utility.tokenizer_info, "tokenize"),
     ]
     # Probes and scrapers carry no key, and learn nothing from these that a key protects.
     open_to_all: list[tuple[str, str, Handler]] = [
@@ -54,6 +55,7 @@ def build_app(serving: Serving) -> ASGIApp:
         ("/live", "GET", utility.live),
         ("/ping", "GET", utility.ready),
         ("/metrics", "GET", utility.metrics),
+        ("/load", "GET", utility.load),
         ("/version", "GET", utility.version),
         ("/docs", "GET", utility.docs),
         ("/openapi.json", "GET", utility.openapi),

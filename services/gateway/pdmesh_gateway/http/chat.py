@@ -45,7 +45,7 @@ from pdmesh_gateway.protocol import (
     ToolCallDelta,
     Usage,
 )
-from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, num_choices, number
+from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, num_choices, number, truncation_of
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import check_nesting, nested_too_deep
 from pdmesh_gateway.text_stream import TextStream
@@ -106,7 +106,7 @@ async def conversation_of(request: ChatRequest | TokenizeRequest, serving: Servi
         parallel_tool_calls=request.parallel_tool_calls is not False,
         include_reasoning=request.include_reasoning is not False,
         variables=variables,
-        truncate=request.truncate_prompt_tokens,
+        truncation=truncation_of(request.truncate_prompt_tokens, request.truncation_side),
         warnings=tuple(warnings),
     )
 
@@ -247,12 +247,12 @@ class _ChatRendering(ItemRendering):
                     logprobs=self._logprobs(choice),
                     finish_reason=self._finished(answer.finish_reason, len(answer.calls)),
                     stop_reason=choice.stop_reason,
-                    token_ids=choice.token_ids if with_ids else msgspec.UNSET,
+                    token_ids=choice.token_ids if with_ids else None,
                 )
                 for index, (answer, choice) in enumerate(zip(self.answers(choices), choices, strict=True))
             ],
             usage=self._usage(generation),
-            prompt_token_ids=list(generation.job.prompts[0]) if with_ids else msgspec.UNSET,
+            prompt_token_ids=list(generation.job.prompts[0]) if with_ids else None,
             prompt_logprobs=self._prompt_logprobs(generation),
         )
 
@@ -325,7 +325,7 @@ def _message(answer: WholeAnswer) -> ResponseMessage:
     calls = [ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.text)) for call in answer.calls]
     return ResponseMessage(
         content=content or (None if calls else ""),
-        reasoning_content=reasoning or msgspec.UNSET,
-        reasoning=reasoning or msgspec.UNSET,
+        reasoning_content=reasoning or None,
+        reasoning=reasoning or None,
         tool_calls=calls or msgspec.UNSET,
     )

@@ -25,7 +25,14 @@ from pdmesh_gateway.protocol import (
     PromptLogprobList,
     Usage,
 )
-from pdmesh_gateway.sampling import check_stream_options, fit_max_tokens, num_choices, number, sampling_params
+from pdmesh_gateway.sampling import (
+    check_stream_options,
+    fit_max_tokens,
+    num_choices,
+    number,
+    sampling_params,
+    truncation_of,
+)
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -81,13 +88,14 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         """Token ids of every prompt, of each of which ``n`` choices are asked for. Raises RequestRejected."""
         given = prompts_of(request.prompt, what="prompt")
         self._serving.check_load(num_prompts=len(given), n=n)
+        truncation = truncation_of(request.truncate_prompt_tokens, request.truncation_side)
         return [
             await prompt_ids(
                 self._serving,
                 one,
                 what="prompt",
                 add_special_tokens=request.add_special_tokens is not False,
-                truncate=request.truncate_prompt_tokens,
+                truncation=truncation,
             )
             for one in given
         ]
@@ -128,6 +136,8 @@ class _CompletionRendering(Rendering):
         self._model = model
         self._echoed = echoed  # by prompt; empty without echo
         self._prompt_only = request.asked_tokens == 0
+        listed = request.logprob_token_ids
+        self._num_top = len(listed) + 1 if listed else request.logprobs or 0  # of those listed, and of the drawn one
         self._writer = ChunkWriter(
             kind="text_completion",
             response_id=self._id,
@@ -192,9 +202,9 @@ class _CompletionRendering(Rendering):
             logprobs=self._logprobs(whole),
             finish_reason=own.finish_reason,
             stop_reason=own.stop_reason,
-            token_ids=own.token_ids if with_ids else msgspec.UNSET,
+            token_ids=own.token_ids if with_ids else None,
             prompt_logprobs=self._prompt_logprobs(index, generation),
-            prompt_token_ids=list(generation.job.prompts[index // generation.job.n]) if with_ids else msgspec.UNSET,
+            prompt_token_ids=list(generation.job.prompts[index // generation.job.n]) if with_ids else None,
         )
 
     def _prompt_logprobs(self, index: int, generation: TextStream) -> PromptLogprobList | None:
@@ -239,7 +249,7 @@ class _CompletionRendering(Rendering):
             self._tokenizer,
             delta.token_ids,
             delta.logprobs,
-            num_top=len(self._request.logprob_token_ids or []) or self._request.logprobs,
+            num_top=self._num_top,
             text_offsets=delta.text_offsets,
             as_ids=bool(self._request.return_tokens_as_token_ids),
         )

@@ -15,7 +15,7 @@ from pdmesh_gateway.http.computing import ComputingEndpoint
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.prompts import prompt_ids, prompts_of
 from pdmesh_gateway.protocol import EmbeddingObject, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage, SamplingFields
-from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.sampling import invalid, truncation_of
 from pdmesh_gateway.serving import Serving
 
 
@@ -35,13 +35,14 @@ class EmbeddingsEndpoint(ComputingEndpoint[EmbeddingRequest]):
             raise invalid("encoding_format", "`encoding_format` must be float or base64.")
         given = prompts_of(request.input, what="input")
         check_inputs(len(given), what="input")
+        truncation = truncation_of(request.truncate_prompt_tokens, request.truncation_side)
         prompts = [
             await prompt_ids(
                 serving,
                 one,
                 what="input",
                 add_special_tokens=request.add_special_tokens is not False,
-                truncate=request.truncate_prompt_tokens,
+                truncation=truncation,
             )
             for one in given
         ]

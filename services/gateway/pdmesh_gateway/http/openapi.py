@@ -35,6 +35,8 @@ _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec
     "/v1/models/{model}": ("get", "One model", None, protocol.ModelCard),
     "/tokenize": ("post", "Text or conversation to token ids", protocol.TokenizeRequest, protocol.TokenizeResponse),
     "/detokenize": ("post", "Token ids to text", protocol.DetokenizeRequest, protocol.DetokenizeResponse),
+    "/tokenizer_info": ("get", "What the checkpoint says of its tokenizer", None, None),
+    "/load": ("get", "Number of requests that are being answered", None, None),
     "/health": ("get", "200 if a request would be served, else 503", None, None),
     "/ready": ("get", "200 if a request would be served, else 503", None, None),
     "/live": ("get", "200 while the process answers", None, None),

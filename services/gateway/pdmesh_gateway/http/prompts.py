@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdmesh.errors import RequestRejected
+from pdmesh_gateway.sampling import Truncation
 from pdmesh_gateway.serving import Serving
 
 #: One or several: a text, texts, token ids, or lists of these.
@@ -29,10 +30,10 @@ def prompts_of(given: Prompts | None, *, what: str) -> list[str | list[int]]:
 
 
 async def prompt_ids(
-    serving: Serving, prompt: str | list[int], *, what: str, add_special_tokens: bool, truncate: int | None
+    serving: Serving, prompt: str | list[int], *, what: str, add_special_tokens: bool, truncation: Truncation | None
 ) -> Sequence[int]:
-    """Return a prompt's token ids, checked and cut to ``truncate``. Raises RequestRejected."""
+    """Return a prompt's token ids, checked and cut. Raises RequestRejected."""
     token_ids: Sequence[int] = prompt if isinstance(prompt, list) else ()
     if isinstance(prompt, str) and prompt:
         token_ids = await serving.encode(prompt, add_special_tokens=add_special_tokens, what=what)
-    return serving.check_prompt(token_ids, what=what, truncate=truncate)
+    return serving.check_prompt(token_ids, what=what, truncation=truncation)

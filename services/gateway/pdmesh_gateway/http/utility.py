@@ -86,6 +86,15 @@ class UtilityEndpoints:
         text = await serving.tokenizer.decode(request.tokens, skip_special_tokens=False)
         await exchange.respond_json(DetokenizeResponse(text))
 
+    async def tokenizer_info(self, exchange: Exchange) -> None:
+        """What the checkpoint says of its tokenizer, with the chat template; as vLLM has it."""
+        tokenizer = self._serving.tokenizer
+        await exchange.respond_json({**tokenizer.config, "chat_template": tokenizer.template_source or None})
+
+    async def load(self, exchange: Exchange) -> None:
+        """Number of requests that are being answered; as vLLM has it."""
+        await exchange.respond_json({"server_load": self._serving.admission.num_requests})
+
     async def ready(self, exchange: Exchange) -> None:
         """Routable: a request sent now would be served."""
         reason = self._serving.unready_reason
