@@ -95,7 +95,7 @@ async def test_log_probabilities_come_with_the_text(model: Path) -> None:
         asked: dict[str, Any] = {**BODY, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
         response = await client.responses.create(**asked)
         assert response.top_logprobs == 2
-        [part] = response.output[0].to_dict()["content"]  # type: ignore[misc]
+        [part] = response.output[0].to_dict()["content"]
         assert "".join(token["token"] for token in part["logprobs"]).endswith(part["text"])
         assert {token["logprob"] for token in part["logprobs"]} == {-1 / 8}
         assert {len(token["top_logprobs"]) for token in part["logprobs"]} == {2}

@@ -184,7 +184,8 @@ def test_each_token_of_the_text_is_told_once_with_its_log_probability(num_chars:
     answer = ChoiceItems(lambda writer: answer_format.parser(writer, ReasoningStart.POSSIBLE, calls))
     names: Any = Names()
     begun = _begun(msgspec.convert({"input": "hi"}, ResponsesRequest), JOB, model="m", store=False)
-    out = ResponsesRendering([answer], begun, [].append, TextLogprobs(names))
+    kept: list[ResponseObject] = []
+    out = ResponsesRendering([answer], begun, kept.append, TextLogprobs(names))
     generation: Any = Generation()
     if is_streamed:
         sse = b"".join([out.head(generation), *(out.chunk(delta, generation) for delta in [*deltas, end])])

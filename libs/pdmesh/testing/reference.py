@@ -72,7 +72,8 @@ class HfReference:
         self._forget()
         with torch.inference_mode():
             states = self._model.model(torch.tensor([list(token_ids)], device=self._device)).last_hidden_state
-            return states[0, -1].double().tolist()
+            embedding: list[float] = states[0, -1].double().tolist()
+            return embedding
 
     def _forget(self) -> None:
         """Dynamic RoPE keeps the longest length seen across calls; every call here starts afresh."""

@@ -52,8 +52,10 @@ class Pooling:
 
     def embedding(self, hidden: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
         """Return the embedding that a last token's hidden state comes to."""
-        vector = np.frombuffer(hidden, dtype="<f4")[:dimensions]
-        return vector / max(float(np.linalg.norm(vector)), _NORM_FLOOR) if self.normalizes else vector
+        vector: npt.NDArray[np.float32] = np.frombuffer(hidden, dtype="<f4")[:dimensions]
+        if self.normalizes:
+            vector = vector / np.float32(max(float(np.linalg.norm(vector)), _NORM_FLOOR))
+        return vector
 
 
 def load_pooling(directory: Path, setting: str) -> Pooling:

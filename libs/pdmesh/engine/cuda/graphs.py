@@ -251,6 +251,9 @@ class GraphOutput:
     def logits(self, rows: Rows) -> Tensor:
         return take_rows(self._logits, rows)
 
+    def embeddings(self, rows: Rows) -> Tensor:
+        raise AssertionError("a graph keeps no hidden states: steps that embed are computed without one")
+
     def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
         if all(takes_best(sequence) for sequence in sequences):
             drawn = take_rows(self._best, rows)
