@@ -80,7 +80,13 @@ class UpTo(LocalPrefill):
     limit: int
 
     def pays(
-        self, request: Request, decode: InstanceView, prefill: InstanceView | None, last_layer_bytes: float
+        self,
+        request: Request,
+        decode: InstanceView,
+        prefill: InstanceView | None,
+        last_layer_bytes: float,
+        num_reused_tokens: int = 0,
+        num_reused_there: int = 0,
     ) -> bool:
         return request.num_prompt_tokens <= self.limit
 

@@ -59,7 +59,9 @@ BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0)
 class AlwaysAhead(RunAhead):
     """Whatever is predicted."""
 
-    def begins(self, request: Request, prefill: InstanceView, *, room_s: float, now_s: float) -> bool:
+    def begins(
+        self, request: Request, prefill: InstanceView, num_reused_tokens: int = 0, *, room_s: float, now_s: float
+    ) -> bool:
         return True
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -44,11 +45,13 @@ class Both:
 
     def end(self, number: int, drawn: tuple[PrefixHash, ...]) -> None:
         granules, held = self.live.pop(number)
-        self.core.end(granules, drawn)
-        self.store.end(held, drawn)
+        staying, num_known = self.store.drawn(drawn)
+        self.core.drew(staying, num_known)
+        self.core.end(granules)
+        self.store.end(held, staying)
 
     def drop(self, number: int) -> None:
-        self.store.drop(self.core.drop(number))
+        self.store.drop(self.core.take_orphans() + self.core.drop(number))
 
     def report(self) -> None:
         self.core.replace(self.store.granules, [granules for granules, _ in self.live.values()])
@@ -78,13 +81,7 @@ def test_the_core_knows_what_an_instance_keeps(seed: int) -> None:
                 both.computed(number, rng.randint(0, len(chain)))
             case 3 if both.live:
                 number = rng.choice([*both.live])
-                chain = both.live[number][1].chain
-                drawn: tuple[PrefixHash, ...] = ()
-                if rng.random() < 0.5:  # it decoded: all of its prompt was computed
-                    both.computed(number, len(chain))
-                    numbers = [*(chain[-1].rstrip(b"\xff") if chain else b""), *(rng.randrange(2) for _ in range(2))]
-                    drawn = a_chain(numbers)[len(chain) :]
-                both.end(number, drawn)
+                both.end(number, a_drawn_end(both, number, rng) if rng.random() < 0.5 else ())
             case 4:
                 both.drop(rng.randrange(3))
             case 5 if rng.random() < 0.2:
@@ -100,6 +97,96 @@ def test_the_core_knows_what_an_instance_keeps(seed: int) -> None:
         both.check()
         assert not both.store.granules
     assert not len(where)
+
+
+class Apart(Both):
+    """The same, with commands and reports that cross on their way."""
+
+    def __init__(self) -> None:
+        super().__init__(1, KeptWhere())
+        self.commands, self.reports = deque[Callable[[], object]](), deque[Callable[[], object]]()
+        self.here: set[int] = set()  # requests that the store has heard of, and not ended
+
+    def begin(self, chain: tuple[PrefixHash, ...]) -> None:
+        self._num_begun += 1
+        number, num_reused = self._num_begun, self.core.depth(chain, len(chain))
+        held = Held((RequestId(f"r{number}"), Epoch(0)), 4 * (len(chain) + 2), None, chain=chain)
+        self.live[number] = self.core.begin(chain, num_reused), held
+
+        def obey() -> None:
+            self.store.share(held, num_reused)
+            self.here.add(number)
+
+        self._command(obey)
+
+    def drop(self, number: int) -> None:
+        dropped = self.core.drop(number)
+        self._command(lambda: self.store.drop(dropped))
+
+    def _command(self, act: Callable[[], object]) -> None:
+        orphans = self.core.take_orphans()
+        self.commands.append(lambda: self.store.drop(orphans))
+        self.commands.append(act)
+
+    def computed(self, number: int, num_granules: int) -> None:
+        granules, held = self.live[number]
+        self.store.computed(held, num_granules)
+        self.reports.append(lambda: self.core.computed(granules, num_granules))
+
+    def end(self, number: int, drawn: tuple[PrefixHash, ...]) -> None:
+        granules, held = self.live[number]
+        staying, num_known = self.store.drawn(drawn)
+        self.store.end(held, staying)
+        self.here.remove(number)
+
+        def hear() -> None:
+            self.core.drew(staying, num_known)
+            self.core.end(granules)
+            del self.live[number]
+
+        self.reports.append(hear)
+
+
+def a_drawn_end(both: Both, number: int, rng: random.Random) -> tuple[PrefixHash, ...]:
+    """Let a request decode, for which all of its prompt is computed; return what it draws."""
+    chain = both.live[number][1].chain
+    both.computed(number, len(chain))
+    numbers = [*(chain[-1].rstrip(b"\xff") if chain else b""), *(rng.randrange(2) for _ in range(2))]
+    return a_chain(numbers)[len(chain) :]
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_commands_and_reports_may_cross(seed: int) -> None:
+    """What is dropped is there, and nobody's; what is shared is there; and when all is heard both sides are the same.
+
+    A request may draw what another one's prompt has; it is dropped, and the news of the first come only then.
+    """
+    rng, both = random.Random(seed), Apart()
+    for _ in range(200):
+        match rng.randrange(7):
+            case 0 | 1:
+                both.begin(a_chain([rng.randrange(2) for _ in range(rng.randrange(7))]))
+            case 2 if both.here:
+                number = rng.choice([*both.here])
+                both.computed(number, rng.randint(0, len(both.live[number][1].chain)))
+            case 3 if both.here:
+                number = rng.choice([*both.here])
+                both.end(number, a_drawn_end(both, number, rng) if rng.random() < 0.7 else ())
+            case 4:
+                both.drop(rng.randrange(4))
+            case 5 if both.commands:
+                both.commands.popleft()()
+            case 6 if both.reports:
+                both.reports.popleft()()
+            case _:
+                pass
+        both.core.check_integrity("here", [granules for granules, _ in both.live.values()])
+    while both.commands or both.reports:
+        (both.commands or both.reports).popleft()()
+    both.drop(0)
+    while both.commands:
+        both.commands.popleft()()
+    both.check()
 
 
 def test_depths_are_told_for_every_instance_that_keeps_a_beginning() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
+import pytest
+
+from pdmesh.core.commands import AdmitPrefill, PlaceDecode, Reject, RunStep
+from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import CacheReported, InstanceJoined, InstanceLost, KvReleased, RequestArrived
+from pdmesh.core.instances.lengths_seen import MIN_REQUESTS, LengthsSeen
 from pdmesh.model import (
     GRANULE_TOKENS,
     Epoch,
@@ -17,6 +21,8 @@ from pdmesh.model import (
     RequestId,
     Resident,
 )
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, named_profile, of
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=32, dtype="bfloat16")
@@ -160,3 +166,30 @@ def test_of_instances_about_as_free_the_one_that_keeps_most_decodes() -> None:
         chosen.append(place.instance_id)
         bench.done("p", step.plan)
     assert chosen == ["d1", "d1", "d0"]
+
+
+def test_the_queue_is_full_of_what_is_to_be_computed() -> None:
+    """What waits and is kept counts nothing, and what comes and is kept fits where the same would not."""
+    config = CoreConfig(policy=PolicyConfig(chunk_tokens=4096), max_queue_tokens=1300, refuses_early=False)
+    bench = CoreBench(a_profile("m"), config=config)
+    serve(bench, a_prompt("a", 1200))
+    for name in (1, 2):  # they take all step slots
+        bench.feed(RequestArrived(a_prompt(f"busy-{name}", 300, name=name)))
+    for number in range(2):
+        assert not of(Reject, bench.feed(RequestArrived(a_prompt(f"kept-{number}", 1200 + number))))
+    assert of(Reject, bench.feed(RequestArrived(a_prompt("new", 1290, name=3))))
+
+
+def test_lengths_seen_tell_work_from_room() -> None:
+    """A prompt of which 3,000 tokens are kept computes 1,000 behind them, and holds 4,000."""
+    seen = LengthsSeen()
+    for _ in range(MIN_REQUESTS):
+        seen.add(3000, 1000, 100)
+    moments = seen.moments
+    assert (moments.mean_prompt_tokens, moments.mean_reused_tokens) == (1000, 3000)
+    model = LinearLatencyModel(
+        a_s=0.0, b_s=1e-4, c_s=1e-8, d_s=1e-8, decode_a_s=0.0, decode_s=0.0, decode_context_s=1e-7
+    )
+    costs = seen.costs(model, 0.0)
+    assert costs.prompt_token_s == pytest.approx(1e-4 + 1e-8 * 1000 + 1e-8 * 3000)
+    assert costs.decode_token_s == pytest.approx(1e-7 * (4000 + 50))

@@ -34,7 +34,7 @@ def test_static_chunks_fill_a_step_and_no_more() -> None:
     packing, step = StaticChunks(64), PartialStep()
     assert packing.num_tokens(a_view(), step, REQUEST, 0) == 64
     assert packing.num_tokens(a_view(), step, REQUEST, 90) == 10
-    step.add(ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=64, is_last=True), REQUEST)
+    step.add(ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=64, is_last=True), 64)
     assert packing.num_tokens(a_view(), step, REQUEST, 0) == 0
 
 

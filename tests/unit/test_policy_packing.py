@@ -33,7 +33,8 @@ SHORT, LONG = a_request("short", prompt=1000), a_request("long", prompt=8000)
 def step_with(request: Request, num_tokens: int) -> PartialStep:
     step = PartialStep()
     step.add(
-        ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=num_tokens, is_last=False), request
+        ChunkPlan(request_id=RequestId("x"), epoch=Epoch(0), start=0, num_tokens=num_tokens, is_last=False),
+        request.num_prompt_tokens,
     )
     return step
 
@@ -66,6 +67,15 @@ def test_a_step_has_at_most_one_long_prompt() -> None:
     assert PACKING.num_tokens(PREFILL, step_with(LONG, 32), LONG, 0) == 0
     assert PACKING.num_tokens(PREFILL, step_with(LONG, 32), SHORT, 0) == 608
     assert PACKING.num_tokens(PREFILL, step_with(SHORT, 32), LONG, 0) == 608
+
+
+def test_a_prompt_is_long_by_what_is_left_to_compute() -> None:
+    """Most of it is kept: it is one of the short ones, and nobody leaves room for others."""
+    kept = 7000
+    assert PACKING.num_tokens(PREFILL, step_with(LONG, 32), LONG, kept, num_reused_tokens=kept) > 0
+    patient = replace(LONG, slo_ttft_s=100.0)
+    assert PACKING.num_tokens(PREFILL, PartialStep(), patient, kept, shared=True) < 640
+    assert PACKING.num_tokens(PREFILL, PartialStep(), patient, kept, num_reused_tokens=kept, shared=True) == 640
 
 
 @pytest.mark.parametrize(

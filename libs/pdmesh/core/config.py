@@ -27,7 +27,7 @@ class KvReservation(StrEnum):
 class CoreConfig:
     plans_in_flight: int = 2  # per instance, so that the round trip to the scheduler never idles the device
     max_queue_entries: int = 4096
-    max_queue_tokens: int = 128 * 1024 * 1024  # prompt tokens of all waiting requests
+    max_queue_tokens: int = 128 * 1024 * 1024  # prompt tokens to compute of all waiting requests
     max_queue_s: float = 120.0
     orphan_grace_s: float = 3.0  # after a restart: how long a request or a resident may wait for its counterpart
     retry_after_s: float = 1.0  # what a client is told with a 429 or 503, at least

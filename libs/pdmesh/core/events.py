@@ -343,11 +343,13 @@ class KvReleased(RequestReport):
 
     It may be told twice, and what was given back be promised anew in between: so it says which ``transfer_id`` that was
     for, where one was to bring the KV. ``granules`` are those behind `Request.chain` that drawn tokens completed, in
-    order: they stay, as all of the chain do that were computed or landed there, until a command says to drop them.
+    order: they stay, as all of the chain do that were computed or landed there, until a command says to drop them. The
+    first ``num_known`` of them were kept before, and a command that drops these may have crossed this on its way.
     """
 
     transfer_id: TransferId = NO_TRANSFER
     granules: PrefixHashes = ()
+    num_known: NumTokens = 0
 
     @property
     def record_line(self) -> RecordLine | None:

@@ -159,6 +159,11 @@ class MeshState:
         chain = request.chain
         return self.kept_where.depths(chain, len(chain))
 
+    def num_kept_elsewhere(self, request: Request, instance: InstanceState) -> int:
+        """How many tokens of its prompt some other instance than this one keeps."""
+        depths = self.depths(request)
+        return GRANULE_TOKENS * max([depths[number] for number in depths if number != instance.number], default=0)
+
     def computing(self, request: Request) -> list[RequestState]:
         """The requests that compute granules now which a waiting one has, too."""
         coming = self._coming

@@ -215,6 +215,14 @@ class RequestState:
         return self.num_planned_tokens >= self.request.num_prompt_tokens
 
     @property
+    def num_work_tokens(self) -> int:
+        """Tokens of its prompt that are computed for it, since they were not kept where it was placed.
+
+        While it waits: that are kept nowhere.
+        """
+        return self.request.num_prompt_tokens - self.num_reused_tokens
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
         return self.phase is Phase.PREFILLING and not self.is_planned and not self.chunks_in_flight

@@ -399,7 +399,7 @@ class SchedulerCore:
         instance = self._mesh.instance_of(event)
         if instance is None:
             return
-        allocation = instance.give_back(key, event.transfer_id, event.granules)
+        allocation = instance.give_back(key, event.transfer_id, event.granules, event.num_known)
         if allocation is None:
             self._mesh.ignore("KvReleased")
             return

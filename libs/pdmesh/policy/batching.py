@@ -80,7 +80,7 @@ class ModeChoice(NamedTuple):
     gain: float | None = None  # throughput of exclusive over mixed batching, less 1; None: not known
     reason: str = ""  # why a faster mode is not chosen
     cycle_s: float = 0.0  # predicted, of a prefill phase and a decode phase
-    max_prompt_tokens: float = inf  # a longer prompt is computed beside decodes
+    max_prompt_tokens: float = inf  # a prompt with more to compute is computed beside decodes
     is_open: bool = True  # whether the other mode could be the faster one, if the prediction is a little wrong
     max_stall_s: float = inf  # of a prefill phase, while nobody decodes who has a TPOT target of its own
     least_stall_s: float = 0.0  # a phase with anything in it takes as long; with less to spare it is mixed
@@ -116,8 +116,8 @@ class Batching(Protocol):
         """Return when a decode phase may end if nothing else happens; not after ``phase.now_s`` if it may now."""
         ...
 
-    def carries_decodes(self, longest_prompt_tokens: int) -> bool:
-        """Whether a step of a mixed instance has a token for every resident too, by its longest prompt."""
+    def carries_decodes(self, longest_tokens: int) -> bool:
+        """Whether a step of a mixed instance has a token for every resident too, by the longest prompt in it."""
         ...
 
 
@@ -161,8 +161,8 @@ class MixedBatching:
     def prefills_from_s(self, choice: ModeChoice, phase: DecodePhase) -> float:
         return -inf
 
-    def carries_decodes(self, longest_prompt_tokens: int) -> bool:
-        return self.colocates or longest_prompt_tokens >= self.long_prompt_tokens
+    def carries_decodes(self, longest_tokens: int) -> bool:
+        return self.colocates or longest_tokens >= self.long_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class ExclusiveBatching:
     def prefills_from_s(self, choice: ModeChoice, phase: DecodePhase) -> float:
         return phase_end_s(choice, phase)
 
-    def carries_decodes(self, longest_prompt_tokens: int) -> bool:
+    def carries_decodes(self, longest_tokens: int) -> bool:
         return True
 
 
@@ -273,7 +273,7 @@ class SwitchingBatching:
     def prefills_from_s(self, choice: ModeChoice, phase: DecodePhase) -> float:
         return phase_end_s(choice, phase)
 
-    def carries_decodes(self, longest_prompt_tokens: int) -> bool:
+    def carries_decodes(self, longest_tokens: int) -> bool:
         return True
 
 

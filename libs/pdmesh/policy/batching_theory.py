@@ -48,13 +48,14 @@ class StepCosts:
 class LengthMoments:
     """Moments of what requests bring, in tokens."""
 
-    mean_prompt_tokens: float
+    mean_prompt_tokens: float  # to compute
     mean_output_tokens: float
-    var_prompt_tokens: float = 0.0
+    var_prompt_tokens: float = 0.0  # of whole prompts, as they are held
+    mean_reused_tokens: float = 0.0  # of prompts, held beside those that are computed
 
     @property
     def num_tokens(self) -> float:
-        """Mean number of tokens of a request, prompt and output."""
+        """Mean number of tokens that are computed for a request, prompt and output."""
         return self.mean_prompt_tokens + self.mean_output_tokens
 
 
@@ -337,17 +338,17 @@ def max_safe_slots(
     the paper's own bound, (6), in 2. Returns 0 if not even one slot is safe.
     """
     idle_share = threshold.idle_share
-    mean_output = lengths.mean_output_tokens
+    mean_output, mean_held = lengths.mean_output_tokens, lengths.mean_prompt_tokens + lengths.mean_reused_tokens
     phase_tokens = -math.log1p(-idle_share) * mean_output if idle_share < 1 else threshold.num_steps
     age = (1 - idle_share) * phase_tokens / idle_share  # mean tokens of a survivor when the phase starts
     age_variance = phase_tokens**2 * (1 - idle_share) / idle_share**2
-    balanced = min(max(mean_output - lengths.mean_prompt_tokens - age, 0.0), phase_tokens)
+    balanced = min(max(mean_output - mean_held - age, 0.0), phase_tokens)
     score = NormalDist().inv_cdf(1 - risk) + 0.5
 
     def holds(num_slots: int) -> bool:
         for tokens in (0.0, balanced / 2, balanced, phase_tokens):
             survival = math.exp(-tokens / mean_output)
-            held = lengths.mean_prompt_tokens + age + tokens
+            held = mean_held + age + tokens
             mean = survival * held
             variance = survival * (held**2 + lengths.var_prompt_tokens + age_variance) - mean**2
             bound = num_slots * (mean + 1) + score * math.sqrt(num_slots * max(variance, 0.0))

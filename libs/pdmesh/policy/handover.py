@@ -59,12 +59,17 @@ class RunAhead:
         shape = StepShape((), max(1, instance.num_seats_taken), instance.num_resident_tokens)
         return instance.num_seats_taken / max(1e-6, latency.step_s(shape))
 
-    def begins(self, request: Request, prefill: InstanceView, *, room_s: float, now_s: float) -> bool:
-        """Whether to begin a prompt on ``prefill`` now, if it is predicted to have room to decode in ``room_s``."""
+    def begins(
+        self, request: Request, prefill: InstanceView, num_reused_tokens: int = 0, *, room_s: float, now_s: float
+    ) -> bool:
+        """Whether to begin a prompt on ``prefill`` now, if it is predicted to have room to decode in ``room_s``.
+
+        ``num_reused_tokens`` of it are kept there.
+        """
         total_s = self.prediction.remaining.total_s
-        work_s = total_s(request.num_prompt_tokens)
+        work_s = self.prediction.work_s(request, num_reused_tokens)
         is_needed_then = room_s <= total_s(prefill.num_queued_tokens) + work_s
-        return is_needed_then or now_s + room_s + work_s > self.prediction.due_s(request)
+        return is_needed_then or now_s + room_s + work_s > self.prediction.due_s(request, num_reused_tokens)
 
     def needs_room(
         self, request: Request, prefill: InstanceView, num_planned_tokens: int, num_kv_bytes: float, room_s: float

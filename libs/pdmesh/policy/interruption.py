@@ -7,22 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pdmesh.model import Request
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 
 
 class StepInFlight(NamedTuple):
     """A step plan that an instance runs or will run."""
 
-    requests: tuple[Request, ...]  # whose chunks it has
+    longest_tokens: int  # to compute, of the longest prompt of which it has a chunk; 0: it has none
     shape: StepShape
 
 
 class Interruption(Protocol):
     """Decides which more urgent requests are worth an interruption of an instance's steps in flight."""
 
-    def max_prompt_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
-        """Return the length of the longest prompt that may interrupt these steps; 0 if none may."""
+    def max_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
+        """Return how many tokens a prompt may have to compute that may interrupt these steps; 0 if none may."""
         ...
 
 
@@ -36,11 +35,10 @@ class ShortInterruptsLong:
     latency: LatencyModel
     long_prompt_tokens: int
 
-    def max_prompt_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
+    def max_tokens(self, in_flight: Sequence[StepInFlight]) -> int:
         if any(step.shape.num_decodes for step in in_flight):
             return 0
-        longest = max((request.num_prompt_tokens for step in in_flight for request in step.requests), default=0)
-        if longest < self.long_prompt_tokens:
+        if max([step.longest_tokens for step in in_flight], default=0) < self.long_prompt_tokens:
             return 0
         wait_s = sum(self.latency.step_s(step.shape) for step in in_flight)
         if self._alone_s(self.long_prompt_tokens - 1) < wait_s:

@@ -24,15 +24,23 @@ class LocalPrefill:
     links: LinkRates  # that KV moves over
 
     def pays(
-        self, request: Request, decode: InstanceView, prefill: InstanceView | None, last_layer_bytes: float
+        self,
+        request: Request,
+        decode: InstanceView,
+        prefill: InstanceView | None,
+        last_layer_bytes: float,
+        num_reused_tokens: int = 0,
+        num_reused_there: int = 0,
     ) -> bool:
         """Whether to compute the prompt on ``decode``; ``prefill`` has the fewest queued tokens of the other instances.
 
         On ``prefill`` the prompt waits for those before it and takes its own time; then its last layer's KV moves.
+        Of the prompt ``num_reused_tokens`` are kept on ``decode``, and ``num_reused_there`` on ``prefill``.
         """
         there_s = inf
         if prefill is not None:
             total_s = self.remaining.total_s
             move_s = last_layer_bytes / self.links.bytes_per_s(prefill, decode)
-            there_s = total_s(prefill.num_queued_tokens) + total_s(request.num_prompt_tokens) + move_s
-        return self.packing.local_s(decode, request.num_prompt_tokens) < there_s
+            work_s = self.remaining.remaining_s(request.num_prompt_tokens, num_reused_there)
+            there_s = total_s(prefill.num_queued_tokens) + work_s + move_s
+        return self.packing.local_s(decode, request.num_prompt_tokens - num_reused_tokens, num_reused_tokens) < there_s

@@ -58,7 +58,7 @@ class EarliestDeadline(ByPlace):
     prediction: Prediction
 
     def rank(self, request: Request, num_done_tokens: int, placed_s: float | None, num_reused_tokens: int = 0) -> Rank:
-        return Rank(rounded(self.prediction.due_s(request)))
+        return Rank(rounded(self.prediction.due_s(request, num_reused_tokens)))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class GuardedShortestFirst:
         work_s = prediction.work_s(request, num_reused_tokens)
         due_s = prediction.due_s(request, num_reused_tokens)
         since_s = request.arrival_s if placed_s is None else placed_s
-        if prediction.is_long(request):
+        if prediction.is_long(request, num_reused_tokens):
             can_keep_own = prediction.has_target(request) and due_s - since_s >= (1 + self.spare_slack) * work_s
             if not can_keep_own:
                 due_s = since_s + prediction.slo_ttft_s + work_s / self.min_share

@@ -35,7 +35,14 @@ class StaticChunks:
     chunk_tokens: int
 
     def num_tokens(
-        self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
+        self,
+        instance: InstanceView,
+        step: PartialStep,
+        request: Request,
+        start: int,
+        *,
+        num_reused_tokens: int = 0,
+        shared: bool = False,
     ) -> int:
         return min(request.num_prompt_tokens - start, self.chunk_tokens - step.num_tokens)
 
@@ -98,11 +105,22 @@ class AdaptiveChunks:
     )  # of instances; else sizer
 
     def num_tokens(
-        self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
+        self,
+        instance: InstanceView,
+        step: PartialStep,
+        request: Request,
+        start: int,
+        *,
+        num_reused_tokens: int = 0,
+        shared: bool = False,
     ) -> int:
-        if step.chunks and self._excludes(step, request):
+        is_long = self.prediction.is_long(request, num_reused_tokens)
+        if step.chunks and self._excludes(step, is_long):
             return 0
-        budget_s = self._budget_s(instance, step, request, start, shared)
+        budget_s = self._budget_s(instance)
+        if shared and is_long:
+            slack = self.prediction.relative_slack(request, start, step.now_s, num_reused_tokens)
+            budget_s *= 1 - min(self.max_shared, max(0.0, slack))
         num_left = request.num_prompt_tokens - start
         num_tokens = self._sizer(instance).largest(_beside(instance, step), start, num_left, budget_s)
         return num_tokens if num_tokens or step.chunks else min(num_left, CHUNK_UNIT_TOKENS)
@@ -129,25 +147,14 @@ class AdaptiveChunks:
     def _sizer(self, instance: InstanceView) -> ChunkSizer:
         return self.sizer_of_device_class.get(instance.device_class, self.sizer)
 
-    def _excludes(self, step: PartialStep, request: Request) -> bool:
-        if not step.chunks:
-            return False
-        is_long, has_long = self.prediction.is_long(request), self._has_long(step)
+    def _excludes(self, step: PartialStep, is_long: bool) -> bool:
+        has_long = step.longest_tokens >= self.prediction.long_prompt_tokens
         return (has_long and (is_long or self.long_chunk_alone)) or (is_long and self.long_chunk_alone)
 
-    def _has_long(self, step: PartialStep) -> bool:
-        return step.longest_prompt_tokens >= self.prediction.long_prompt_tokens
-
-    def _budget_s(self, instance: InstanceView, step: PartialStep, request: Request, start: int, shared: bool) -> float:
-        budget_s = self.prefill_step_s
+    def _budget_s(self, instance: InstanceView) -> float:
         if instance.role is Role.DECODE:
-            budget_s = self.local_step_share * self._tpot_s(instance)
-        elif instance.num_decoding:
-            budget_s = self._tpot_s(instance)
-        if shared and self.prediction.is_long(request):
-            slack = self.prediction.relative_slack(request, start, step.now_s)
-            budget_s *= 1 - min(self.max_shared, max(0.0, slack))
-        return budget_s
+            return self.local_step_share * self._tpot_s(instance)
+        return self._tpot_s(instance) if instance.num_decoding else self.prefill_step_s
 
     def _tpot_s(self, instance: InstanceView) -> float:
         if instance.slo_tpots_s <= NO_TARGETS:

@@ -63,8 +63,9 @@ class Prediction:
     slo_ttft_stretch: float
     long_prompt_tokens: int
 
-    def is_long(self, request: Request) -> bool:
-        return request.num_prompt_tokens >= self.long_prompt_tokens
+    def is_long(self, request: Request, num_reused_tokens: int = 0) -> bool:
+        """Whether a prompt is long, but for what is kept of it."""
+        return request.num_prompt_tokens - num_reused_tokens >= self.long_prompt_tokens
 
     def work_s(self, request: Request, num_reused_tokens: int = 0) -> float:
         """Return the predicted work of the whole prompt in seconds, but for what is kept of it."""
@@ -89,7 +90,7 @@ class Prediction:
         """Whether it has one of its own."""
         return request.slo_ttft_s is not None and 0 < request.slo_ttft_s < inf
 
-    def relative_slack(self, request: Request, num_done_tokens: int, now_s: float) -> float:
+    def relative_slack(self, request: Request, num_done_tokens: int, now_s: float, num_reused_tokens: int = 0) -> float:
         """(time to the deadline - work left) / all its work."""
-        slack_s = self.due_s(request) - now_s - self.remaining_s(request, num_done_tokens)
-        return slack_s / max(self.work_s(request), 1e-9)
+        slack_s = self.due_s(request, num_reused_tokens) - now_s - self.remaining_s(request, num_done_tokens)
+        return slack_s / max(self.work_s(request, num_reused_tokens), 1e-9)

@@ -43,9 +43,10 @@ class Rebalancing:
         """Return the blocks to leave free on an instance that a request moves to for memory."""
         return int(SPARE_MEMORY * instance.num_blocks)
 
-    def again_s(self, num_tokens: int) -> float:
-        """How long it takes to compute a context again."""
-        return self.latency.step_s(StepShape((ChunkShape(num_tokens, 0),), 0, 0))
+    def again_s(self, num_tokens: int, num_kept_tokens: int = 0) -> float:
+        """How long it takes to compute a context again, but for its first tokens that are kept somewhere."""
+        chunk = ChunkShape(num_tokens - num_kept_tokens, num_kept_tokens)
+        return self.latency.step_s(StepShape((chunk,), 0, 0))
 
     def step_s(self, instance: InstanceView, num_decodes: int = 0, num_tokens: int = 0) -> float:
         """A decode step of an instance, with so many more or fewer, and their context."""

@@ -42,11 +42,18 @@ class Packing(Protocol):
     """What goes into a step."""
 
     def num_tokens(
-        self, instance: InstanceView, step: PartialStep, request: Request, start: int, *, shared: bool = False
+        self,
+        instance: InstanceView,
+        step: PartialStep,
+        request: Request,
+        start: int,
+        *,
+        num_reused_tokens: int = 0,
+        shared: bool = False,
     ) -> int:
         """How many tokens of ``request``, from ``start``, to add to ``step``; 0 leaves it out of this step.
 
-        ``shared``: other prompts could use the step too.
+        ``num_reused_tokens`` of its prompt are kept. ``shared``: other prompts could use the step too.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdmesh.model import InstanceId, Request, Role
+from pdmesh.model import InstanceId, Role
 from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import ChunkShape
 
@@ -93,13 +93,14 @@ class PartialStep:
     chunks: list[ChunkPlan] = field(default_factory=list[ChunkPlan])
     shapes: list[ChunkShape] = field(default_factory=list[ChunkShape])
     num_tokens: int = 0
-    longest_prompt_tokens: int = 0
+    longest_tokens: int = 0  # to compute, of the longest prompt of which it has a chunk
 
-    def add(self, chunk: ChunkPlan, request: Request) -> None:
+    def add(self, chunk: ChunkPlan, num_work_tokens: int) -> None:
+        """Add a chunk of a prompt of which so many tokens are to be computed."""
         self.chunks.append(chunk)
         self.shapes.append(ChunkShape(chunk.num_tokens, chunk.start))
         self.num_tokens += chunk.num_tokens
-        self.longest_prompt_tokens = max(self.longest_prompt_tokens, request.num_prompt_tokens)
+        self.longest_tokens = max(self.longest_tokens, num_work_tokens)
 
 
 class Rank(NamedTuple):

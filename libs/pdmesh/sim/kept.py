@@ -57,6 +57,16 @@ class SimulatedKept:
         held.num_granules = max(held.num_granules, num_granules)
         return (len(held.kept) - before) * self._granule_blocks
 
+    def drawn(self, granules: PrefixHashes) -> tuple[PrefixHashes, int]:
+        """Return which of the granules that a request drew stay when it ends, and how many of them are kept already.
+
+        One that is kept without what is before it is about to be dropped.
+        """
+        is_kept = [granule in self._owners for granule in granules]
+        num_known = is_kept.index(False) if False in is_kept else len(granules)
+        num_staying = is_kept.index(True, num_known) if True in is_kept[num_known:] else len(granules)
+        return granules[:num_staying], num_known
+
     def end(self, held: Held, drawn: PrefixHashes) -> int:
         """Let go of a request's blocks; the number of those that stay, some that it draws among them."""
         num_kept = len(held.kept)

@@ -307,9 +307,10 @@ class UntimedInstance:
         self.quarantined.clear()
 
     def _given_back(self, held: Held) -> None:
-        drawn = held.length.drawn if held.length is not None and held.has_ended else ()
+        drew = held.length.drawn if held.length is not None and held.has_ended else ()
+        drawn, num_known = self.kept.drawn(drew)
         self._num_own_blocks -= held.num_blocks - self.kept.end(held, drawn)
-        self._report(KvReleased(self.instance_id, *held.key, held.received_by, drawn))
+        self._report(KvReleased(self.instance_id, *held.key, held.received_by, drawn, num_known))
 
     def report_load(self) -> None:
         num_quarantined = sum([self.kept.num_own_blocks(held) for held in self.quarantined.values()])

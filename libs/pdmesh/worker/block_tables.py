@@ -13,7 +13,7 @@ from pdmesh.kv.kept import KeptGranules
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, PrefixHashes
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import pack_token_ids
-from pdmesh.worker.sequences import LocalRequest, Stage
+from pdmesh.worker.sequences import Drawn, LocalRequest, Stage
 
 log = structlog.get_logger()
 
@@ -87,11 +87,11 @@ class BlockTables:
         """Keep the granules of a prompt whose first tokens have their KV here."""
         self.kept.keep(request.chain[: num_tokens // GRANULE_TOKENS], request.sequence.block_table)
 
-    def keep_drawn(self, request: LocalRequest) -> PrefixHashes:
-        """Keep the granules behind a request's chain that are complete; return their hashes, in order."""
+    def keep_drawn(self, request: LocalRequest) -> Drawn:
+        """Keep the granules behind a request's chain that are complete."""
         generation = request.generation
         if not generation.prefix_root or request.stage not in _WITH_DRAWN or self.kept.is_off:
-            return ()
+            return Drawn()
         num_granules = (len(request.sequence.token_ids) - 1) // GRANULE_TOKENS  # the last token has no KV
         all_granules = generation.prefix[:num_granules]
         if num_granules > len(generation.prefix):
@@ -100,9 +100,12 @@ class BlockTables:
             tokens = request.sequence.token_ids[first * GRANULE_TOKENS : num_granules * GRANULE_TOKENS]
             all_granules += self._hasher.granules(last, pack_token_ids(tokens))
         drawn = all_granules[len(request.chain) :]
+        num_known = self.kept.num_kept_of(drawn)
+        fresh = drawn[num_known:]  # up to one that is kept without what is before it, and about to be dropped
+        num_staying = num_known + next((number for number, each in enumerate(fresh) if each in self.kept), len(fresh))
         if drawn:
-            self.kept.keep(all_granules, request.sequence.block_table)
-        return drawn
+            self.kept.keep(all_granules[: len(request.chain) + num_staying], request.sequence.block_table)
+        return Drawn(drawn[:num_staying], num_known)
 
     def granules_of(self, request: LocalRequest) -> PrefixHashes:
         """Return the first granules of a request that are kept in its own blocks."""

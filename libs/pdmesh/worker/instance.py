@@ -61,7 +61,7 @@ from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.plans import Plans
 from pdmesh.worker.replies import ToGateways, TokenSink
 from pdmesh.worker.results import Results
-from pdmesh.worker.sequences import LocalRequest, Sequences, Stage
+from pdmesh.worker.sequences import Drawn, LocalRequest, Sequences, Stage
 from pdmesh.worker.spans import FREED
 
 log = structlog.get_logger()
@@ -210,12 +210,12 @@ class Instance:
         for request in requests:
             self._sequences.release(request)
 
-    def _released(self, request: LocalRequest, granules: PrefixHashes) -> None:
+    def _released(self, request: LocalRequest, drawn: Drawn) -> None:
         request.end_trace(FREED)  # of what was still open when it was cancelled or dropped
         log.debug(
             "request released", request_id=request.request_id, epoch=request.epoch, stage=request.stage.name.lower()
         )
-        self._report(KvReleased(self.instance_id, request.request_id, request.epoch, request.received_by, granules))
+        self._report(KvReleased(self.instance_id, request.request_id, request.epoch, request.received_by, *drawn))
         self._growth.blocks_freed()
 
     # --- books -----------------------------------------------------------------------------------------------

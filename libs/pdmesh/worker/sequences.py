@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 import anyio
 
@@ -72,6 +73,13 @@ class Leaving:
 
     def stop_sending(self) -> None:
         self.sender = None
+
+
+class Drawn(NamedTuple):
+    """Granules that a request drew, kept as it ends; the first so many were kept before."""
+
+    granules: PrefixHashes = ()
+    num_known: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -181,8 +189,8 @@ class Sequences:
         pool: BlockPool,
         mover: KvMover,
         *,
-        keep_drawn: Callable[[LocalRequest], PrefixHashes],
-        on_released: Callable[[LocalRequest, PrefixHashes], None],
+        keep_drawn: Callable[[LocalRequest], Drawn],
+        on_released: Callable[[LocalRequest, Drawn], None],
     ) -> None:
         self._pool = pool
         self._mover = mover
@@ -314,7 +322,7 @@ class Sequences:
         drawn = self._keep_drawn(request)
         self._pool.free(request.sequence.block_table, on_released=lambda: self._freed(request, drawn))
 
-    def _freed(self, request: LocalRequest, drawn: PrefixHashes) -> None:
+    def _freed(self, request: LocalRequest, drawn: Drawn) -> None:
         self._leaving.remove(request)
         self._on_released(request, drawn)
         self._released.set()

@@ -11,7 +11,6 @@ from collections import Counter
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
-from pdmesh.model import Request
 from pdmesh.policy.bundle import Bundle
 
 
@@ -19,19 +18,19 @@ class Formation:
     def __init__(self, mesh: MeshState) -> None:
         self._mesh = mesh
 
-    def awaits_members(self, request: Request, bundle: Bundle) -> bool:
+    def awaits_members(self, state: RequestState, bundle: Bundle) -> bool:
         """Whether a prompt that a group computes waits until as many are free as it has; or all, where fewer may be.
 
         Instances that cannot compute prompts together take it as if there were no groups.
         """
-        size = _group_size(request, bundle)
+        size, request = _group_size(state, bundle), state.request
         if size < 2:
             return False
         able, free = Counter[str](), Counter[str]()
         for instance in self._mesh.instances.values():
             if _may_be_member(instance, bundle) and instance.could_prefill(request):
                 able[instance.exact_group] += 1
-                free[instance.exact_group] += _is_free(instance, request, bundle)
+                free[instance.exact_group] += _is_free(instance, state, bundle)
         return bool(able) and all(free[name] < min(size, number) for name, number in able.items())
 
     def helpers(self, state: RequestState, leader: InstanceState, bundle: Bundle) -> list[InstanceState]:
@@ -40,7 +39,7 @@ class Formation:
             self._mesh.allocation_of(name, state.key) for name in state.asked_ids
         ]  # None: it refused, or was lost
         num_helpers = sum(allocation is not None and not allocation.freeing for allocation in allocations)
-        num_missing = _group_size(state.request, bundle) - 1 - num_helpers
+        num_missing = _group_size(state, bundle) - 1 - num_helpers
         known = (*state.asked_ids, *(() if state.group is None else state.group.member_ids))
         if num_missing <= 0:
             return []
@@ -51,16 +50,18 @@ class Formation:
             and instance.exact_group == leader.exact_group
             and instance.instance_id not in known
             and _may_be_member(instance, bundle)
-            and _is_free(instance, state.request, bundle)
+            and _is_free(instance, state, bundle)
         ]
         key = bundle.prefill_placement.key
         candidates.sort(key=lambda each: (key(each.view), each.instance_id))
         return candidates[:num_missing]
 
 
-def _group_size(request: Request, bundle: Bundle) -> int:
+def _group_size(state: RequestState, bundle: Bundle) -> int:
     """Return the size of the fixed group that computes a prompt; 1 if there is none."""
-    return bundle.group_policy.group_size if bundle.group_policy is not None and bundle.is_long(request) else 1
+    if bundle.group_policy is None or not bundle.is_long(state.request, state.num_reused_tokens):
+        return 1
+    return bundle.group_policy.group_size
 
 
 def _may_be_member(instance: InstanceState, bundle: Bundle) -> bool:
@@ -69,5 +70,6 @@ def _may_be_member(instance: InstanceState, bundle: Bundle) -> bool:
     return is_in_pool and instance.profile.joins_groups and instance.takes_prompts
 
 
-def _is_free(instance: InstanceState, request: Request, bundle: Bundle) -> bool:
-    return instance.can_prefill(request) and bundle.prefill_placement.takes(request, instance.view)
+def _is_free(instance: InstanceState, state: RequestState, bundle: Bundle) -> bool:
+    takes = bundle.prefill_placement.takes
+    return instance.can_prefill(state.request) and takes(state.request, instance.view, state.num_reused_tokens)

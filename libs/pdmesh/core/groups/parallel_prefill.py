@@ -127,7 +127,9 @@ def _steps_tokens(members: Sequence[InstanceState], state: RequestState, bundle:
     num_tokens, least = 0, state.request.num_prompt_tokens
     for member in members:
         start = state.num_planned_tokens + num_tokens
-        fits = bundle.packing.num_tokens(member.view, PartialStep(now_s), state.request, start)
+        fits = bundle.packing.num_tokens(
+            member.view, PartialStep(now_s), state.request, start, num_reused_tokens=state.num_reused_tokens
+        )
         num_tokens, least = num_tokens + fits, min(least, fits)
     decodes = any(member.allocated.num_decoding for member in members)
     return max(1, least * len(members)) if decodes else num_tokens

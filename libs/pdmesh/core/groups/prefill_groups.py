@@ -39,7 +39,7 @@ from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.steps.batching import Modes
 from pdmesh.core.waiting.queue import in_order
-from pdmesh.model import InstanceId, Request, RequestKey
+from pdmesh.model import InstanceId, RequestKey
 from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
@@ -70,9 +70,9 @@ class GroupPlanner:
     def _num_prefill(self) -> float:
         return max(1, sum(instance.takes_prompts for instance in self._mesh.instances.values()))
 
-    def awaits_members(self, request: Request, bundle: Bundle) -> bool:
+    def awaits_members(self, state: RequestState, bundle: Bundle) -> bool:
         """Whether a prompt that waits is for a group of a fixed size, and too few instances are free for it."""
-        return bundle.group_policy is not None and self._formation.awaits_members(request, bundle)
+        return bundle.group_policy is not None and self._formation.awaits_members(state, bundle)
 
     def placed(self, state: RequestState, bundle: Bundle) -> list[InstanceState]:
         """A request was placed; its first chunk is planned next. Who was asked to help, if its group has a size."""
@@ -88,7 +88,7 @@ class GroupPlanner:
         leader = self._mesh.instances[state.prefill_ids[0]]
         helpers = self._formation.helpers(state, leader, bundle)
         for helper in helpers:
-            self._admit(state, leader, helper, long_tokens=state.request.num_prompt_tokens)
+            self._admit(state, leader, helper, long_tokens=state.num_work_tokens)
         return helpers
 
     def may_be_helped(self, key: RequestKey) -> bool:
@@ -169,7 +169,7 @@ class GroupPlanner:
             return most
         spare = (each for each in idle if each is not leader and self._is_spare(each, group_policy))
         num_members = 1 + sum(1 for _ in islice(spare, group_policy.max_members - 1))
-        first = group_policy.first_chunk_tokens(state.request.num_prompt_tokens, num_members, most)
+        first = group_policy.first_chunk_tokens(state.num_work_tokens, num_members, most)
         return self._cut(leader, state, first, None)
 
     def leader_tokens(
@@ -350,7 +350,9 @@ class GroupPlanner:
                 continue
             if self._in_flight(state, helper.instance_id) and self._answers_soon(state):
                 continue  # a second one here would be computed after the first; one of those can begin it at once
-            most = bundle.packing.num_tokens(helper.view, PartialStep(now_s), state.request, start)
+            most = bundle.packing.num_tokens(
+                helper.view, PartialStep(now_s), state.request, start, num_reused_tokens=state.num_reused_tokens
+            )
             num_tokens = self._cut(leader, state, most, group_policy)
             if 0 < num_tokens < state.request.num_prompt_tokens - start:
                 self._plan(helper, leader, state, num_tokens, bundle, now_s)
@@ -426,7 +428,7 @@ class GroupPlanner:
             with_decodes=group_policy is not None
             and group_policy.beside_decodes
             and member.allocated.num_seats_taken > 0
-            and bundle.batching.carries_decodes(state.request.num_prompt_tokens),
+            and bundle.batching.carries_decodes(state.num_work_tokens),
             in_parallel=in_parallel,
             at_once=in_parallel and at_once,
         )

@@ -183,18 +183,30 @@ class InstanceState:
             self._count(allocation, 1)
 
     def give_back(
-        self, key: RequestKey, transfer_id: TransferId = NO_TRANSFER, drawn: Sequence[PrefixHash] = ()
+        self,
+        key: RequestKey,
+        transfer_id: TransferId = NO_TRANSFER,
+        drawn: Sequence[PrefixHash] = (),
+        num_known: int = 0,
     ) -> Allocation | None:
-        """Give back what a request holds for a transfer; None if that is nothing. ``drawn`` are granules that stay."""
+        """Give back what a request holds for a transfer; None if that is nothing.
+
+        ``drawn`` are granules that stay, of which the first ``num_known`` were kept before.
+        """
+        self.kept.drew(drawn, num_known)
         if key in self.allocations and self.allocations[key].transfer_id != transfer_id:
             return None
         self.defer(key, False)
         allocation = self.allocations.pop(key, None)
         self.low.pop(key, None)
         if allocation is not None:
-            self.kept.end(allocation.granules, drawn)
+            self.kept.end(allocation.granules)
             self._count(allocation, -1)
         return allocation
+
+    def num_freed_blocks(self, allocation: Allocation) -> int:
+        """How many blocks are free once a request gives back what it has: all but those that others have, too."""
+        return allocation.num_blocks - self.kept.num_shared_blocks(allocation.granules)
 
     # --- what is kept for other requests ---
 
@@ -211,11 +223,11 @@ class InstanceState:
 
     def drop_for_room(self) -> PrefixHashes:
         """What is to be given up so that all that was taken finds free blocks: of what is kept and not used."""
-        num_idle = self.kept.num_idle_blocks
-        num_short = num_idle - self.num_free_blocks
-        if not num_idle or num_short <= 0:
-            return ()
-        return self.kept.drop(num_blocks_for(num_short, self.kept.granule_blocks))
+        kept, num_short = self.kept, self.kept.num_idle_blocks - self.num_free_blocks
+        orphans = kept.take_orphans()
+        if not kept.num_idle_blocks or num_short <= 0:
+            return orphans
+        return orphans + kept.drop(num_blocks_for(num_short, kept.granule_blocks))
 
     def replace_kept(self, granules: Sequence[PrefixHash]) -> None:
         """The instance says what it keeps."""

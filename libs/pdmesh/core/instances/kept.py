@@ -95,6 +95,7 @@ class KeptHere:
         self._in_use: set[PrefixHash] = set()
         self._idle: OrderedDict[PrefixHash, None] = OrderedDict()  # the longest unused first
         self._num_held = 0  # kept granules in blocks of live requests, as often as they have them
+        self._orphans: dict[PrefixHash, None] = {}  # kept there for nothing: to be dropped
 
     @property
     def num_idle_blocks(self) -> int:
@@ -103,7 +104,8 @@ class KeptHere:
     @property
     def num_saved_blocks(self) -> int:
         """By how much fewer blocks are taken than live requests have, each counted by itself, since they share."""
-        return (self._num_held - len(self._in_use)) * self.granule_blocks
+        num_stranded = sum([granule in self._users for granule in self._orphans]) if self._orphans else 0
+        return (self._num_held - len(self._in_use) - num_stranded) * self.granule_blocks
 
     def __contains__(self, granule: PrefixHash) -> bool:
         return granule in self._in_use or granule in self._idle
@@ -138,10 +140,19 @@ class KeptHere:
         self._num_held += num_reused
         return held
 
+    def num_shared_blocks(self, held: HeldGranules) -> int:
+        """How many blocks of a request stay taken when it ends, since others have them, too."""
+        shared = [granule for index, granule in enumerate(held.chain) if held.kept >> index & 1]
+        return sum([self._users[granule] > 1 for granule in shared]) * self.granule_blocks
+
     def computed(self, held: HeldGranules, num_granules: int) -> None:
         """So many granules of a request are computed here, or have landed."""
         start, in_use, idle = held.num_computed, self._in_use, self._idle
         part = held.chain[start:num_granules]
+        for granule in part if self._orphans else ():
+            if granule in self._orphans:  # what is before it is kept, too, now
+                del self._orphans[granule]
+                self._keep(granule)
         fresh = [granule for granule in part if granule not in in_use and granule not in idle]
         if len(fresh) == len(part):
             held.kept |= ((1 << len(part)) - 1) << start
@@ -155,16 +166,27 @@ class KeptHere:
         self._num_held += len(fresh)
         held.num_computed = max(start, num_granules)
 
-    def end(self, held: HeldGranules, drawn: Sequence[PrefixHash] = ()) -> None:
-        """A request gives back its blocks, but for what is kept. ``drawn`` are the granules behind its chain.
+    def drew(self, granules: Sequence[PrefixHash], num_known: int) -> None:
+        """A request that gives back its blocks drew ``granules``, which are behind its chain, and stay.
 
-        A prompt that is shorter than a granule has no chain, and may have these.
+        The first ``num_known`` of them were kept there already. What is not known here any more was dropped while this
+        was on its way: nothing behind it is of use.
         """
-        for granule in reversed(drawn if self.granule_blocks else ()):
+        if not self.granule_blocks:
+            return
+        missing = [number for number, granule in enumerate(granules[:num_known]) if granule not in self]
+        num_whole = missing[0] if missing else len(granules)
+        for granule in granules[max(num_whole, num_known) :]:
+            if granule not in self:
+                self._orphans[granule] = None
+        for granule in reversed(granules[:num_whole]):
             if granule in self._idle:
                 self._idle.move_to_end(granule)  # what is behind it must not outlive it
             elif granule not in self._in_use:
                 self._keep(granule)
+
+    def end(self, held: HeldGranules) -> None:
+        """A request gives back its blocks, but for what is kept."""
         if held is NOTHING:
             return
         self._num_held -= held.kept.bit_count()
@@ -192,6 +214,18 @@ class KeptHere:
 
     # --- what is given up ---
 
+    def take_orphans(self) -> tuple[PrefixHash, ...]:
+        """Return what is kept there for nothing: the next command drops it.
+
+        But for what a live request has in its chain: perhaps it computed it meanwhile, and found it there.
+        """
+        if not self._orphans:
+            return ()
+        orphans = tuple([granule for granule in self._orphans if granule not in self._users])
+        for granule in orphans:
+            del self._orphans[granule]
+        return orphans
+
     def drop(self, num_granules: int) -> tuple[PrefixHash, ...]:
         """Give up so many idle granules, or all there are."""
         dropped: list[PrefixHash] = []
@@ -207,12 +241,13 @@ class KeptHere:
         But for news of what live requests have in their chains: it could not be dropped for the room that they were
         promised. The instance gives it up itself if it must.
         """
-        known = {*self._in_use, *self._idle}
+        known, orphans = {*self._in_use, *self._idle}, self._orphans.keys() & set(kept)
         self.clear()
         if not self.granule_blocks:
             return
+        self._orphans = dict.fromkeys([granule for granule in kept if granule in orphans])
         for granule in kept:
-            if granule not in self and (granule not in self._users or granule in known):
+            if granule not in self and granule not in orphans and (granule not in self._users or granule in known):
                 self._keep(granule)
         for each in held:
             for index, granule in enumerate(each.chain):
@@ -227,6 +262,7 @@ class KeptHere:
             self._where.discard(granule, self._bit)
         self._in_use.clear()
         self._idle.clear()
+        self._orphans.clear()
         self._num_held = 0
 
     def check_integrity(self, name: str, held: Sequence[HeldGranules]) -> None:

@@ -22,22 +22,27 @@ class LengthsSeen:
     """A sliding window, in whole numbers, so that sums do not depend on their order."""
 
     def __init__(self) -> None:
-        self._lengths: deque[tuple[int, int]] = deque()
+        self._lengths: deque[tuple[int, int, int]] = deque()
+        self._computed = self._computed_squares = self._histories = 0  # of prompts
         self._prompts = self._prompt_squares = self._outputs = self._output_squares = 0
         self._num_seen = 0
         self._thresholds: dict[int, Threshold] = {}  # the best by number of slots, and what they were computed for
         self._computed_at = 0
         self._ratio = 0.0
 
-    def add(self, num_prompt_tokens: int, num_decoded_tokens: int) -> None:
-        """``num_decoded_tokens`` are the output but for its first token."""
-        self._count(num_prompt_tokens, num_decoded_tokens, 1)
-        self._lengths.append((num_prompt_tokens, num_decoded_tokens))
+    def add(self, num_reused_tokens: int, num_computed_tokens: int, num_decoded_tokens: int) -> None:
+        """Count a request. ``num_decoded_tokens`` are the output but for its first token."""
+        self._count(num_reused_tokens, num_computed_tokens, num_decoded_tokens, 1)
+        self._lengths.append((num_reused_tokens, num_computed_tokens, num_decoded_tokens))
         self._num_seen += 1
         if len(self._lengths) > WINDOW:
             self._count(*self._lengths.popleft(), -1)
 
-    def _count(self, prompt: int, output: int, sign: int) -> None:
+    def _count(self, reused: int, computed: int, output: int, sign: int) -> None:
+        prompt = reused + computed
+        self._computed += sign * computed
+        self._computed_squares += sign * computed * computed
+        self._histories += sign * reused * computed
         self._prompts += sign * prompt
         self._prompt_squares += sign * prompt * prompt
         self._outputs += sign * output
@@ -53,8 +58,10 @@ class LengthsSeen:
         """Return the moments of a window in which enough was seen."""
         number = len(self._lengths)
         mean = self._prompts / number
+        mean_computed = self._computed / number
         return LengthMoments(
-            mean_prompt_tokens=mean,
+            mean_prompt_tokens=mean_computed,
+            mean_reused_tokens=mean - mean_computed,
             mean_output_tokens=self._outputs / number,
             var_prompt_tokens=max(0.0, self._prompt_squares / number - mean * mean),
         )
@@ -63,13 +70,14 @@ class LengthsSeen:
         """Return the costs of steps of these lengths."""
         number = len(self._lengths)
         prompt = self._prompts / number
-        squares = self._prompt_squares / max(1, self._prompts)
+        computed = max(1, self._computed)
+        squares, history = self._computed_squares / computed, self._histories / computed
         age = self._output_squares / (2 * self._outputs)  # mean of a decode, over the decodes of all requests
         return StepCosts(
             switch_s=switch_s,
             decode_step_s=model.decode_a_s,
             mixed_step_s=model.mixed_a_s,
-            prompt_token_s=model.b_s + model.d_s * squares,
+            prompt_token_s=model.b_s + model.d_s * squares + model.c_s * history,
             decode_token_s=model.decode_s + model.decode_context_s * (prompt + age),
             interference_s=model.interference_s,
         )
@@ -83,7 +91,7 @@ class LengthsSeen:
         slots = _rounded(num_slots)
         found = self._thresholds.get(slots)
         if found is None:
-            outputs = [max(1, output) for _, output in self._lengths]
+            outputs = [max(1, output) for _, _, output in self._lengths]
             found = tried_threshold(slots, costs, outputs, renewal_threshold(costs, outputs))
             self._thresholds[slots] = found
         return found

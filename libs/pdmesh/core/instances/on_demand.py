@@ -170,7 +170,8 @@ class OnDemandKv:
         self, instance: InstanceState, stuck: Iterable[RequestKey], bundle: Bundle, latency: LatencyModel
     ) -> None:
         """A block for each of ``stuck``, the oldest first, from what is being freed or from somebody younger."""
-        coming = sum(allocation.num_blocks for allocation in instance.allocations.values() if allocation.freeing)
+        freeing = [allocation for allocation in instance.allocations.values() if allocation.freeing]
+        coming = sum([instance.num_freed_blocks(allocation) for allocation in freeing])
         coming += self._rebalancer.num_leaving_blocks(instance)
         for key in stuck:
             if not coming:
@@ -188,18 +189,23 @@ class OnDemandKv:
             state = self._mesh.find(key)
             if state is None or allocation.freeing or allocation.kind is not AllocationKind.RESIDENT or state.move:
                 continue
-            if _age_of(state) > age and self._can_resume(instance, state, allocation, bundle):
-                cost_s = self._cost_s(instance, state, allocation, latency) / allocation.num_blocks
-                found.append(_Victim(cost_s, -state.request.arrival_s, key[0], state, allocation.num_blocks))
+            num_freed = instance.num_freed_blocks(allocation)
+            if num_freed and _age_of(state) > age and self._can_resume(instance, state, allocation, bundle):
+                cost_s = self._cost_s(instance, state, allocation, latency) / num_freed
+                found.append(_Victim(cost_s, -state.request.arrival_s, key[0], state, num_freed))
         return min(found, default=None, key=lambda victim: victim[:3])
 
     def _cost_s(
         self, instance: InstanceState, state: RequestState, allocation: Allocation, latency: LatencyModel
     ) -> float:
-        """Predicted work left of it: its context computed again, and what it will still draw."""
+        """Predicted work left of it: its context computed again where most of it is kept, and what it will still draw.
+
+        What only this instance keeps goes to who needs its room.
+        """
         num_tokens = allocation.num_tokens or allocation.num_blocks * instance.block_size
         num_left = max(1.0, min(self._mesh.growth.mean_tokens, state.request.max_total_tokens - num_tokens + 1))
-        again_s = latency.step_s(StepShape((ChunkShape(num_tokens, 0),), 0, 0))
+        num_kept = self._mesh.num_kept_elsewhere(state.request, instance)
+        again_s = latency.step_s(StepShape((ChunkShape(num_tokens - num_kept, num_kept),), 0, 0))
         return again_s + num_left * latency.step_s(StepShape((), 1, num_tokens))
 
     def _can_resume(self, instance: InstanceState, state: RequestState, allocation: Allocation, bundle: Bundle) -> bool:

@@ -36,7 +36,7 @@ class _Inside(NamedTuple):
     instance: InstanceState
     num_flights: int  # of the instance when it was looked at
     states: list[RequestState]  # of the requests in flight
-    max_tokens: int  # of the longest prompt that may; 0: none
+    max_tokens: int  # to compute, of the longest prompt that may; 0: none
 
 
 class StepSlots:
@@ -151,7 +151,7 @@ class StepSlots:
         if inside.max_tokens > 0:
             self._interruptible[instance_id] = inside
             states, max_tokens = inside.states, inside.max_tokens
-            if any(s.request.num_prompt_tokens <= max_tokens and s not in states for s in instance.prefills):
+            if any(s.num_work_tokens <= max_tokens and s not in states for s in instance.prefills):
                 self._with_own[instance_id] = instance
 
     def _look_inside(self, instance: InstanceState, interruption: Interruption) -> _Inside:
@@ -168,10 +168,11 @@ class StepSlots:
             num_decodes = instance.allocated.num_decoding if plan.with_decodes else 0
             num_context_tokens = instance.view.num_resident_tokens if plan.with_decodes else 0
             shape = StepShape(chunks, num_decodes, num_context_tokens)
-            steps.append(StepInFlight(tuple([state.request for state in states]), shape))
+            longest = max([state.num_work_tokens for state in states], default=0)
+            steps.append(StepInFlight(longest, shape))
             in_flight += states
         may_be = not any(plan.urgent for plan in plans)
-        max_tokens = interruption.max_prompt_tokens(steps) if may_be else 0
+        max_tokens = interruption.max_tokens(steps) if may_be else 0
         inside = self._inside[instance.instance_id] = _Inside(instance, instance.num_flights, in_flight, max_tokens)
         return inside
 
@@ -197,7 +198,7 @@ class StepSlots:
         queue, bundle = self._mesh.queue, self._bundle
         if not queue.has_line:
             return False
-        least = queue.least_prompt_tokens
+        least = queue.least_work_tokens
         if self._idle or least <= self._interruptible_by.greatest:
             return True
         return bundle.local_prefill is not None and least < bundle.long_prompt_tokens and self._any_spare()
@@ -249,17 +250,17 @@ class StepSlots:
     def is_idle(self, instance: InstanceState) -> bool:
         return instance.instance_id in self._idle
 
-    def is_interruptible(self, instance: InstanceState, num_prompt_tokens: int = 0) -> bool:
-        """Whether a prompt of this length may interrupt its steps, if it is urgent enough."""
+    def is_interruptible(self, instance: InstanceState, num_work_tokens: int = 0) -> bool:
+        """Whether a prompt with so many tokens to compute may interrupt its steps, if it is urgent enough."""
         inside = self._interruptible.get(instance.instance_id)
-        return inside is not None and num_prompt_tokens <= inside.max_tokens
+        return inside is not None and num_work_tokens <= inside.max_tokens
 
     def may_interrupt(self, instance: InstanceState, state: RequestState, now_s: float) -> bool:
         """Whether a request may run before all that the instance has in flight, of which it is not."""
         inside = self._interruptible.get(instance.instance_id)
         return (
             inside is not None
-            and state.request.num_prompt_tokens <= inside.max_tokens
+            and state.num_work_tokens <= inside.max_tokens
             and state.group is None  # it waits for others, who might wait for what is in flight here
             and state not in inside.states
             and first_of(self._bundle.order, [state, *inside.states], now_s) is state

@@ -328,7 +328,7 @@ class Operations:
         if state is None or not state.is_in_prefill:
             return False
         num_left = state.request.num_prompt_tokens - state.num_planned_tokens
-        return state.work_us * num_left / state.request.num_prompt_tokens > 1e6 * limit_s
+        return state.work_us * num_left / max(1, state.num_work_tokens) > 1e6 * limit_s
 
     def _restart(self, key: RequestKey, instance: InstanceState) -> None:
         state = self._mesh.find(key)

@@ -12,7 +12,7 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.lengths_seen import LengthsSeen
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
-from pdmesh.model import Role
+from pdmesh.model import GRANULE_TOKENS, Role
 from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice, other_mode
 from pdmesh.policy.bundle import Bundle
@@ -68,7 +68,7 @@ class Modes:
     def finished(self, state: RequestState, num_output_tokens: int) -> None:
         """A request ended by itself, with so many tokens in this epoch."""
         if state.request.epoch == 0 and num_output_tokens > 0:
-            self._lengths.add(state.request.num_prompt_tokens, num_output_tokens - 1)
+            self._lengths.add(state.num_reused_tokens, state.num_work_tokens, num_output_tokens - 1)
 
     def released(self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel) -> None:
         """A seat is idle now."""
@@ -196,14 +196,16 @@ class Modes:
         if self.mode_of(instance) is Mode.MIXED:
             return True
         batching, choice = instance.batching, instance.batching.choice
-        if bundle.is_long(head.request) and head.request.num_prompt_tokens > choice.max_prompt_tokens:
+        start = instance.num_kept_granules(head.request) * GRANULE_TOKENS
+        num_tokens = head.request.num_prompt_tokens - start
+        if bundle.is_long(head.request, start) and num_tokens > choice.max_prompt_tokens:
             return True  # it is mixed from then on
         num_seats = min(choice.num_seats or instance.profile.max_num_seqs, instance.profile.max_num_seqs)
         num_busy = instance.allocated.num_seats_taken
         num_idle = max(0, num_seats - num_busy)
         if batching.holds_decodes or has_begun:
-            least = min(CHUNK_UNIT_TOKENS, head.request.num_prompt_tokens)
-            fits = has_begun or self.within_phase(instance, (), ChunkShape(least, 0)) > 0
+            least = ChunkShape(min(CHUNK_UNIT_TOKENS, num_tokens), start)
+            fits = has_begun or self.within_phase(instance, (), least) > 0
             return fits and (num_idle > 0 or num_busy == 0)
         num_blocks = max(1, instance.num_first_blocks(head.request))
         phase = DecodePhase(

@@ -145,7 +145,7 @@ class Round:
         self._now_s = now_s
         self._for_waiting = for_waiting
         self._reusing = Reusing(mesh, now_s)
-        self._least_prompt_tokens = mesh.queue.least_prompt_tokens
+        self._least_work_tokens = mesh.queue.least_work_tokens
         self._step_slots: dict[InstanceId, StepSlot] = {}
         for instance in instances:
             self._open(instance)
@@ -202,7 +202,7 @@ class Round:
     def _place_for(self, head: RequestState) -> Placement | Wait:
         """Return where the head goes, or what it waits for. Running prompts take their part of the steps first."""
         mesh, bundle, request = self._mesh, self._bundle, head.request
-        if self._prefill_groups.awaits_members(request, bundle):
+        if self._prefill_groups.awaits_members(head, bundle):
             return Wait.FOR_TURN
         for step_slot in list(self._step_slots.values()):
             if step_slot.running:
@@ -236,7 +236,8 @@ class Round:
             instances=mesh.instances.values(),
         )
         if placement is Wait.FOR_ROOM:
-            wait = room_or_turn(request, self._known.any_long, bundle)
+            is_long = bundle.is_long(request, head.num_reused_tokens)
+            wait = room_or_turn(is_long, self._known.any_long)
             never = wait is Wait.FOR_ROOM and not could_place(request, mesh.kinds)
             return Wait.FOR_INSTANCE if never else wait
         if placement is not Wait.FOR_STEP_SLOT:
@@ -245,13 +246,12 @@ class Round:
         if self._for_waiting and bundle.local_prefill is not None and not is_long:
             no_use = self._step_slots.keys() | mesh.cut.of(request.gateway_id)
             spare = (instance for instance in self._known.spare() if instance.instance_id not in no_use)
-            local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers)
+            local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers, depths)
             if local is not None:
                 return local
         in_group = bundle.group_policy is not None and bundle.group_policy.group_size > 1
         others = is_long and (
-            in_group
-            or any(o.step.longest_prompt_tokens >= bundle.long_prompt_tokens for o in self._step_slots.values())
+            in_group or any(o.step.longest_tokens >= bundle.long_prompt_tokens for o in self._step_slots.values())
         )
         return Wait.FOR_TURN if others else Wait.FOR_STEP_SLOT
 
@@ -299,28 +299,27 @@ class Round:
         if not step_slot.step.chunks:
             return True
         start = instance.num_kept_granules(head.request) * GRANULE_TOKENS
-        step_slot.fits = head, self._num_tokens(step_slot, head, start, shared=True)
+        step_slot.fits = head, self._num_tokens(step_slot, head, start, num_reused=start, shared=True)
         return step_slot.fits[1] > 0
 
     def _place(self, state: RequestState, placement: Placement) -> None:
+        prefill, num_prompt_tokens = placement.prefill, state.request.num_prompt_tokens
+        num_work_tokens = num_prompt_tokens - prefill.num_kept_granules(state.request) * GRANULE_TOKENS
         self._mesh.place(
             state,
-            placement.prefill,
+            prefill,
             placement.decode,
-            long_tokens=state.request.num_prompt_tokens if self._is_long(state, placement.prefill) else 0,
+            long_tokens=num_work_tokens if num_work_tokens >= self._bundle.long_prompt_tokens else 0,
             now_s=self._now_s,
         )
         helpers = self._prefill_groups.placed(state, self._bundle)
         self._known.refresh([*placement.instances, *helpers])
 
-    def _is_long(self, state: RequestState, prefill: InstanceState) -> bool:
-        return self._bundle.is_long(state.request, prefill.num_kept_granules(state.request) * GRANULE_TOKENS)
-
     def _step_slot_of(self, instance: InstanceState) -> StepSlot:
         """Return the step slot of an instance that has one; instances that were idle come last."""
         step_slot = self._step_slots.get(instance.instance_id)
         if step_slot is None:
-            is_late = not self._known.is_interruptible(instance, self._least_prompt_tokens)
+            is_late = not self._known.is_interruptible(instance, self._least_work_tokens)
             urgent = not self._known.has_room(instance)
             step_slot = StepSlot(instance, PartialStep(self._now_s), urgent=urgent, is_late=is_late)
             self._step_slots[instance.instance_id] = step_slot
@@ -337,10 +336,14 @@ class Round:
             step_slot.running.remove(state)
             self._plan_chunk(step_slot, state)
 
-    def _num_tokens(self, step_slot: StepSlot, state: RequestState, start: int, *, shared: bool) -> int:
+    def _num_tokens(
+        self, step_slot: StepSlot, state: RequestState, start: int, *, num_reused: int, shared: bool
+    ) -> int:
         """How many tokens of the request go into the step, from ``start`` on; 0: none."""
         beside = self._modes.beside(step_slot.instance)
-        most = self._bundle.packing.num_tokens(beside, step_slot.step, state.request, start, shared=shared)
+        most = self._bundle.packing.num_tokens(
+            beside, step_slot.step, state.request, start, num_reused_tokens=num_reused, shared=shared
+        )
         if most > 0:
             most = self._modes.within_phase(step_slot.instance, step_slot.step.shapes, ChunkShape(most, start))
         if state.group is None:
@@ -353,11 +356,12 @@ class Round:
         if shared and step_slot.fits is not None and step_slot.fits[0] is state:
             num_tokens = step_slot.fits[1]
         else:
-            num_tokens = self._num_tokens(step_slot, state, start, shared=shared)
+            num_reused = state.num_reused_tokens
+            num_tokens = self._num_tokens(step_slot, state, start, num_reused=num_reused, shared=shared)
         step_slot.fits = None
         if num_tokens <= 0:
             return
-        step_slot.step.add(_next_chunk(state, num_tokens), state.request)
+        step_slot.step.add(_next_chunk(state, num_tokens), state.num_work_tokens)
         state.plan_chunk(instance.instance_id, instance.next_plan_id, num_tokens)
         if state.is_planned:
             instance.prefills.remove(state)
@@ -381,7 +385,7 @@ class Round:
             plan_id=instance.next_plan_id,
             chunks=tuple(step.chunks),
             with_decodes=not (urgent or holds or self._holds_decodes_up(step))
-            and self._bundle.batching.carries_decodes(step.longest_prompt_tokens)
+            and self._bundle.batching.carries_decodes(step.longest_tokens)
             and (instance.role is not Role.PREFILL or instance.allocated.num_seats_taken > 0),
             urgent=urgent,
             holds_decodes=holds,

@@ -137,7 +137,7 @@ def _place(
         if not (firsts or ends_here) and (bundle.run_ahead is None or num_asked == MAX_ASKED):
             return Wait.FOR_ROOM
         first = firsts.get(prefill.exact_group)
-        num_reused = depths.get(prefill.number, 0) * GRANULE_TOKENS
+        num_reused = _num_kept_tokens(depths, prefill)
         if handovers.holds_back(prefill, bundle):
             continue
         if not prefill.can_prefill(request):
@@ -146,7 +146,7 @@ def _place(
             takes = bundle.prefill_placement.takes
             if may_be_ahead and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
                 num_asked += 1
-                if handovers.begins_ahead(request, prefill, decoders.sums, bundle, now_s):
+                if handovers.begins_ahead(request, prefill, num_reused, decoders.sums, bundle, now_s):
                     return Placement(prefill, None)
             wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
         elif not bundle.prefill_placement.takes(request, prefill.view, num_reused):
@@ -156,7 +156,8 @@ def _place(
         else:
             if prefill.can_decode(request) and bundle.decode_placement.stays(request, prefill.view, first.view):
                 return Placement(prefill, prefill)
-            return Placement(prefill, None if handovers.promises_later(request, prefill, bundle) else first)
+            is_later = handovers.promises_later(request, prefill, num_reused, bundle)
+            return Placement(prefill, None if is_later else first)
     return wait
 
 
@@ -166,6 +167,7 @@ def place_locally(
     least_queued: Callable[[str], InstanceState | None],
     bundle: Bundle,
     handovers: HandOvers,
+    depths: Mapping[int, int] = NOTHING_KEPT,
 ) -> Placement | None:
     """Place a prompt on one of ``spare``, which only decode, if it has room and that pays; its KV stays there.
 
@@ -182,16 +184,23 @@ def place_locally(
             continue
         prefill = least_queued(instance.kv_group)
         layer_bytes = instance.num_prefill_blocks(request) * instance.profile.kv_layout.block_bytes
+        num_here = _num_kept_tokens(depths, instance)
+        num_there = 0 if prefill is None else _num_kept_tokens(depths, prefill)
+        there = None if prefill is None else prefill.view
         if local.pays(
-            request, instance.view, None if prefill is None else prefill.view, layer_bytes
-        ) and bundle.prefill_placement.takes(request, instance.view):
+            request, instance.view, there, layer_bytes, num_here, num_there
+        ) and bundle.prefill_placement.takes(request, instance.view, num_here):
             return Placement(instance, instance)
     return None
 
 
-def room_or_turn(request: Request, others: bool, bundle: Bundle) -> Wait:
+def room_or_turn(is_long: bool, others: bool) -> Wait:
     """Return what a request without room waits for; a long one, if there are ``others``, for its turn."""
-    return Wait.FOR_TURN if others and bundle.is_long(request) else Wait.FOR_ROOM
+    return Wait.FOR_TURN if others and is_long else Wait.FOR_ROOM
+
+
+def _num_kept_tokens(depths: Mapping[int, int], instance: InstanceState) -> int:
+    return depths.get(instance.number, 0) * GRANULE_TOKENS
 
 
 def could_place(request: Request, instances: Collection[InstanceState]) -> bool:

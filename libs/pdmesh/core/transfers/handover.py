@@ -100,7 +100,13 @@ class HandOvers:
         return not prefill.may_add_waiting(0, bundle.waiting_kv_share)
 
     def begins_ahead(
-        self, request: Request, prefill: InstanceState, sums: DecodingSums, bundle: Bundle, now_s: float
+        self,
+        request: Request,
+        prefill: InstanceState,
+        num_reused_tokens: int,
+        sums: DecodingSums,
+        bundle: Bundle,
+        now_s: float,
     ) -> bool:
         """Whether to compute a prompt there that has no room to decode now."""
         ahead = bundle.run_ahead
@@ -110,16 +116,17 @@ class HandOvers:
         if decoding is None:
             return False
         wanted = self._mesh.awaiting_decode.wanted(prefill.kv_group).plus(prefill.num_first_blocks(request))
-        return ahead.begins(request, prefill.view, room_s=decoding.room_s(*wanted), now_s=now_s)
+        room_s = decoding.room_s(*wanted)
+        return ahead.begins(request, prefill.view, num_reused_tokens, room_s=room_s, now_s=now_s)
 
-    def promises_later(self, request: Request, prefill: InstanceState, bundle: Bundle) -> bool:
+    def promises_later(self, request: Request, prefill: InstanceState, num_reused_tokens: int, bundle: Bundle) -> bool:
         """Whether a long prompt leaves the room that there is to those who wait behind it, until it needs it."""
         ahead = bundle.run_ahead
-        if ahead is None or not bundle.is_long(request) or len(self._mesh.queue) < 2:
+        if ahead is None or not bundle.is_long(request, num_reused_tokens) or len(self._mesh.queue) < 2:
             return False
         if not self._may_wait(request, prefill, bundle):
             return False
-        return not ahead.needs_room(request, prefill.view, 0, _kv_bytes(request, prefill), 0.0)
+        return not ahead.needs_room(request, prefill.view, num_reused_tokens, _kv_bytes(request, prefill), 0.0)
 
     def _may_wait(self, request: Request, prefill: InstanceState, bundle: Bundle) -> bool:
         return prefill.role is Role.PREFILL and prefill.may_add_waiting(
@@ -129,7 +136,8 @@ class HandOvers:
     def _may_yet_wait(self, state: RequestState, bundle: Bundle) -> bool:
         """Whether it may leave room to others while it is computed."""
         is_open = bundle.run_ahead is not None and not state.is_planned
-        return is_open and bundle.is_long(state.request) and bool(len(self._mesh.queue))
+        is_long = bundle.is_long(state.request, state.num_reused_tokens)
+        return is_open and is_long and bool(len(self._mesh.queue))
 
     def _needs_room(
         self,

@@ -59,7 +59,8 @@ class Rebalancer:
 
     def num_leaving_blocks(self, instance: InstanceState) -> int:
         """Blocks that what moves away from an instance will give back there."""
-        return sum(instance.allocations[state.key].num_blocks for state in self._leaving(instance))
+        allocations = instance.allocations
+        return sum([instance.num_freed_blocks(allocations[state.key]) for state in self._leaving(instance)])
 
     def relieve(
         self,
@@ -82,8 +83,11 @@ class Rebalancer:
         for state, allocation in self._movable(source, now_s):
             num_bytes = self._num_bytes(source, allocation)
             move_s = rule.move_s(source.view, num_bytes, self._bytes_per_s)
-            if is_younger(state) and move_s < rule.again_s(self._num_tokens(source, allocation)):
-                found.append((move_s / allocation.num_blocks, state, allocation.num_blocks))
+            num_kept = self._mesh.num_kept_elsewhere(state.request, source)
+            num_freed = source.num_freed_blocks(allocation)
+            again_s = rule.again_s(self._num_tokens(source, allocation), num_kept)
+            if num_freed and is_younger(state) and move_s < again_s:
+                found.append((move_s / num_freed, state, num_freed))
         for _, state, number in sorted(found, key=lambda each: (each[0], each[1].key)):
             if num_free <= 0 or num_coming >= num_blocks:
                 return

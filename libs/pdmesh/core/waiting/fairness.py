@@ -133,11 +133,14 @@ class TokenCounters:
             if other is not account:
                 yield other.tenant, until - other.counter
 
-    def price(self, tenant: str, num_requests: int, num_prompt_tokens: int) -> int:
-        """Return about how many units all these requests of a tenant in line would be charged now."""
+    def price(self, tenant: str, num_requests: int, num_priced_tokens: int) -> int:
+        """Return about how many units all these requests of a tenant in line would be charged now.
+
+        ``num_priced_tokens`` are `priced_tokens` of their prompts.
+        """
         account = self._accounts[tenant]
         output = account.output if account.output.is_known else self._output
-        return (num_prompt_tokens + OUTPUT_COST * num_requests * output.value) * UNITS // account.share
+        return (num_priced_tokens + OUTPUT_COST * num_requests * output.value) * UNITS // account.share
 
     # --- charges ---
 
@@ -147,7 +150,9 @@ class TokenCounters:
         num_expected = self._expected[request.request_id, request.epoch] = self._num_expected(request)
         account.num_running += 1
         self._num_placed += 1
-        num_saved = num_reused_tokens - num_reused_tokens // REUSED_COST if request.epoch == 0 else 0
+        num_prompt_tokens = request.num_prompt_tokens
+        is_first = request.epoch == 0
+        num_saved = num_prompt_tokens - priced_tokens(num_prompt_tokens, num_reused_tokens) if is_first else 0
         self._charge(
             account,
             _units(request, num_expected) - num_saved * UNITS // request.share,
@@ -226,6 +231,11 @@ class TokenCounters:
         assert in_line == self._line, "the line is not that of the tenants that wait"
         num_running = sum(account.num_running for account in self._accounts.values())
         assert num_running == len(self._expected), f"{num_running} run, {len(self._expected)} were charged"
+
+
+def priced_tokens(num_prompt_tokens: int, num_reused_tokens: int) -> int:
+    """Return how many tokens a prompt is charged as of which so many are kept."""
+    return num_prompt_tokens - num_reused_tokens + num_reused_tokens // REUSED_COST
 
 
 def _num_tokens(request: Request, num_output_tokens: int) -> int:

@@ -9,6 +9,7 @@ from itertools import count
 from math import inf
 
 from pdmesh.core.requests import RequestState
+from pdmesh.core.waiting.fairness import priced_tokens
 from pdmesh.model import Epoch, RequestId
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
@@ -65,7 +66,7 @@ class Line:
         self._passed_over: list[float] = []  # those of them that were taken out of the heaps
         self._work_us: dict[float, int] = {}  # of each bucket
         self.num_requests = 0
-        self.num_prompt_tokens = 0
+        self.num_priced_tokens = 0  # of their prompts, as their tenant is charged for them
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
@@ -192,10 +193,10 @@ class Line:
         """Pass over a bucket, which waits for its turn, until `call_all`."""
         self._waiting_buckets.add(bucket)
 
-    def defer_from(self, num_prompt_tokens: int) -> None:
-        """The buckets whose first request has at least so many prompt tokens."""
+    def defer_from(self, num_work_tokens: int) -> None:
+        """The buckets whose first request has at least so many tokens to compute."""
         for bucket, states in self._buckets.items():
-            if states[0].request.num_prompt_tokens >= num_prompt_tokens:
+            if states[0].num_work_tokens >= num_work_tokens:
                 self._waiting_buckets.add(bucket)
 
     def call_all(self) -> None:
@@ -235,7 +236,7 @@ class Line:
         self._places.clear()
         self._work_us.clear()
         self._waiting_buckets.clear()
-        self.num_requests = self.num_prompt_tokens = 0
+        self.num_requests = self.num_priced_tokens = 0
         self._forget_keys()
         for state in states:
             state.rank_by(order)
@@ -255,7 +256,7 @@ class Line:
             if index == 0:
                 self._changed_buckets[bucket] = None
         self.num_requests += 1
-        self.num_prompt_tokens += state.request.num_prompt_tokens
+        self.num_priced_tokens += _num_priced_tokens(state)
 
     def leave(self, state: RequestState) -> None:
         bucket = state.rank.bucket
@@ -264,7 +265,7 @@ class Line:
         assert states[index] is state, f"{state.key} is not in line where its rank says"
         del states[index], places[index]
         self.num_requests -= 1
-        self.num_prompt_tokens -= state.request.num_prompt_tokens
+        self.num_priced_tokens -= _num_priced_tokens(state)
         self._work_us[bucket] -= state.work_us
         if states:
             if index == 0:
@@ -278,8 +279,8 @@ class Line:
 
     def check_integrity(self) -> None:
         assert self.num_requests == sum(1 for _ in self), "the number is not that of the requests in line"
-        num_prompt_tokens = sum(state.request.num_prompt_tokens for state in self)
-        assert self.num_prompt_tokens == num_prompt_tokens, "the tokens are not those of the prompts in line"
+        num_priced_tokens = sum(_num_priced_tokens(state) for state in self)
+        assert self.num_priced_tokens == num_priced_tokens, "the tokens are not those of the prompts in line"
         work_us = {bucket: sum(state.work_us for state in states) for bucket, states in self._buckets.items()}
         assert work_us == self._work_us, "the work is not that of the prompts in line"
         assert self._buckets.keys() == self._places.keys(), "a bucket has no places"
@@ -287,6 +288,10 @@ class Line:
             places = [_place(state) for state in states]
             assert places, "a bucket is empty"
             assert places == sorted(places) == self._places[bucket], "the line is out of order"
+
+
+def _num_priced_tokens(state: RequestState) -> int:
+    return priced_tokens(state.request.num_prompt_tokens, state.num_reused_tokens)
 
 
 def _rank_place(state: RequestState) -> float:

@@ -10,6 +10,7 @@ from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.judging import Judge
 from pdmesh.core.recovery.reconcile import Reconciler
+from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.placing import could_place, have_pair, unready_reason
 from pdmesh.core.waiting.admission import Admission, work_us
 from pdmesh.model import GRANULE_TOKENS, RejectReason, Request
@@ -54,7 +55,7 @@ class NewRequests:
         instance_id = self._reconciler.claim(state.key, request.gateway_id)
         if instance_id is not None:
             mesh.adopt(state, instance_id)
-        elif self._is_full_for(request):
+        elif self._is_full_for(state):
             self._judge.refused(request, now_s)
             message = f"{len(mesh.queue)} requests are waiting"
             retry_after_s, reject_ttl_s = self._admission.when_full(state, bundle.order, now_s)
@@ -74,13 +75,13 @@ class NewRequests:
             mesh.queue.add(state, now_s + self._config.max_queue_s)
             self._prefill_groups.arrived(state, now_s)
 
-    def _is_full_for(self, request: Request) -> bool:
-        if request.epoch > 0:
+    def _is_full_for(self, state: RequestState) -> bool:
+        if state.request.epoch > 0:
             return False  # it was let in before, and half of its answer may be out
         queue = self._mesh.queue
         return (
             len(queue) >= self._config.max_queue_entries
-            or queue.num_tokens + request.num_prompt_tokens > self._config.max_queue_tokens
+            or queue.num_tokens + state.num_work_tokens > self._config.max_queue_tokens
         )
 
     def _is_too_long(self, request: Request, bundle: Bundle) -> bool:

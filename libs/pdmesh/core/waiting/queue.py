@@ -32,8 +32,8 @@ class WaitingQueue:
         # dict, finds its first entry at once after many deletions at the front.)
         self._deadlines: OrderedDict[RequestKey, tuple[float, RequestState]] = OrderedDict()
         self.next_deadline_s = inf  # of the request that has waited longest; infinite if none waits
-        self.num_tokens = 0
-        self._prompt_tokens = Lengths()  # of all that wait
+        self.num_tokens = 0  # of prompts, to compute
+        self._work_tokens = Lengths()  # of all that wait
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -63,7 +63,7 @@ class WaitingQueue:
         self._lines[head.request.tenant].defer(head.rank.bucket)
         if as_long:
             for line in self._lines.values():
-                line.defer_from(head.request.num_prompt_tokens)
+                line.defer_from(head.num_work_tokens)
 
     def step_aside(self, head: RequestState) -> None:
         """Let the head alone be passed, until `step_back`, which comes before anything else is done with the queue."""
@@ -101,12 +101,12 @@ class WaitingQueue:
 
     def _price(self, tenant: str, line: Line) -> int:
         """Return the price of all requests in a tenant's line."""
-        return max(1, self.counters.price(tenant, line.num_requests, line.num_prompt_tokens))
+        return max(1, self.counters.price(tenant, line.num_requests, line.num_priced_tokens))
 
     @property
-    def least_prompt_tokens(self) -> int:
-        """Length of the shortest waiting prompt."""
-        return self._prompt_tokens.least
+    def least_work_tokens(self) -> int:
+        """The fewest tokens to compute of a waiting prompt."""
+        return self._work_tokens.least
 
     @property
     def first(self) -> RequestState | None:
@@ -125,8 +125,8 @@ class WaitingQueue:
         self._deadlines[state.key] = deadline_s, state
         if len(self._deadlines) == 1:
             self.next_deadline_s = deadline_s
-        self.num_tokens += state.request.num_prompt_tokens
-        self._prompt_tokens.add(state.request.num_prompt_tokens)
+        self.num_tokens += state.num_work_tokens
+        self._work_tokens.add(state.num_work_tokens)
 
     def postpone(self, state: RequestState, deadline_s: float) -> None:
         """Let a request wait until ``deadline_s``, which is later than any other deadline."""
@@ -138,8 +138,8 @@ class WaitingQueue:
         deadline_s, _ = self._deadlines.pop(state.key)
         if deadline_s == self.next_deadline_s:
             self._look_up_deadline()
-        self.num_tokens -= state.request.num_prompt_tokens
-        self._prompt_tokens.remove(state.request.num_prompt_tokens)
+        self.num_tokens -= state.num_work_tokens
+        self._work_tokens.remove(state.num_work_tokens)
         if self._parked.pop(state.key, None) is None:
             self._leave_line(state)
 
@@ -183,9 +183,9 @@ class WaitingQueue:
         assert num_in_line + len(self._parked) == len(self._deadlines), (
             f"{num_in_line} in line and {len(self._parked)} parked are not {len(self._deadlines)} waiting"
         )
-        prompt_tokens = sorted(state.request.num_prompt_tokens for _, state in self._deadlines.values())
-        num_tokens = sum(prompt_tokens)
-        assert prompt_tokens == self._prompt_tokens.all(), "the lengths are not those of the prompts that wait"
+        work_tokens = sorted(state.num_work_tokens for _, state in self._deadlines.values())
+        num_tokens = sum(work_tokens)
+        assert work_tokens == self._work_tokens.all(), "the lengths are not those of the prompts that wait"
         assert num_tokens == self.num_tokens, f"{num_tokens} tokens wait, recorded: {self.num_tokens}"
         deadline_s = min((deadline_s for deadline_s, _ in self._deadlines.values()), default=inf)
         assert deadline_s == self.next_deadline_s, f"the first waits until {deadline_s}, not {self.next_deadline_s}"
