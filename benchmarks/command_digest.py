@@ -77,6 +77,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.unheard_id",
     "RequestArrived.request.prefix",
     "KvReleased.granules",
+    "KvReleased.num_known",
     "LoadReported.num_kept_blocks",
     "Reject.reject_ttl_s",
     "Restart.retracted",
