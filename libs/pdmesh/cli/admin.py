@@ -49,6 +49,8 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
         console.print(line)
     for line in host_lines(answer.instances):
         console.print(line)
+    for line in link_lines(answer.links):
+        console.print(line)
     for group in answer.groups:
         console.print(group_line(group))
     classes = several_classes({row.instance_id: row.arithmetic for row in messages.in_order(answer.instances)})
@@ -167,6 +169,19 @@ def host_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
     for row in messages.in_order(instances):
         hosts.setdefault(row.host, []).append(row.instance_id)
     return [f"host {host or 'unknown'}: {', '.join(ids)}" for host, ids in hosts.items()] if len(hosts) > 1 else []
+
+
+def link_lines(links: Sequence[messages.LinkStatus]) -> list[str]:
+    """Return a line for each link between hosts that KV took in the last minute."""
+    return [
+        f"link {link.source} → {link.destination}: {rate(link.bytes_per_s)} ({link.num_transfers} transfers)"
+        for link in links
+    ]
+
+
+def rate(bytes_per_s: float) -> str:
+    """Format a rate for people."""
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
 def group_line(group: messages.GroupStatus) -> str:

@@ -8,16 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pdmesh.cli.admin import link_lines
 from pdmesh.cli.http import Target, refusal
 from pdmesh.cli.options import Output
 from pdmesh.cli.terminal import terminal
 from pdmesh.errors import PdmeshError
+from pdmesh.wire.messages import LinkStatus
 
 #: One character of an instance's timeline, seconds; and how many there are.
 CELL_S = 0.5
@@ -114,7 +117,8 @@ def view(frame: Frame, timelines: Timelines | None) -> RenderableType:
         f"  {frame['model']}  policy {frame['bundle']}  running {frame['num_running']}  waiting {frame['num_waiting']}",
         f"\nTTFT p50 / p99  {_percentiles(frame['ttft_s'])}   ITL p50 / p99  {_percentiles(frame['itl_s'])}",
     )
-    return Group(head, Text(), _instances(frame, timelines), Text(), _requests(frame))
+    links = [Text(line, "dim") for line in link_lines(msgspec.convert(frame.get("links", ()), tuple[LinkStatus, ...]))]
+    return Group(head, Text(), _instances(frame, timelines), *links, Text(), _requests(frame))
 
 
 def _instances(frame: Frame, timelines: Timelines | None) -> Table:

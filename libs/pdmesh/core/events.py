@@ -248,6 +248,8 @@ class TransferSent(RequestReport):
     num_bytes: Annotated[int, ANY_COUNT]
     duration_s: Annotated[float, SECONDS]
     exposed_s: Annotated[float, FINITE]
+    sent_s: Annotated[float, SECONDS] = 0.0  # while pieces of it were under way; 0: they were read where they lay
+    destination_id: InstanceId | None = None  # if it went to one alone
 
     @property
     def record_line(self) -> RecordLine | None:
@@ -283,6 +285,8 @@ class MoveSent(RequestReport):
     num_bytes: Annotated[int, ANY_COUNT]
     duration_s: Annotated[float, SECONDS]
     frozen_s: Annotated[float, FINITE]
+    sent_s: Annotated[float, SECONDS] = 0.0  # while pieces of it were under way; 0: they were read where they lay
+    destination_id: InstanceId | None = None  # if it went to one alone
 
     @property
     def record_line(self) -> RecordLine | None:

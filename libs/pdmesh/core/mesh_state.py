@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 from pdmesh.core.commands import (
@@ -28,6 +28,7 @@ from pdmesh.core.recovery.cut_pairs import CutPairs
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
 from pdmesh.core.transfers.broker import TransferBroker
+from pdmesh.core.transfers.link_rates import MeasuredLinks
 from pdmesh.core.transfers.transfer import Transfer
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import (
@@ -68,6 +69,7 @@ class MeshState:
         self._coming: dict[PrefixHash, list[RequestState]] = {}  # by the first granule that each computes of its prompt
         self.suspected: dict[InstanceId, None] = {}  # silent instances
         self.cut = CutPairs(cut_memory_s)
+        self.links = MeasuredLinks()
         self.changed: dict[InstanceId, None] = {}  # instances that changed since they were last looked at
         self.in_prefill_phase: dict[
             InstanceId, InstanceState
@@ -120,6 +122,7 @@ class MeshState:
     def add_instance(self, instance: InstanceState) -> None:
         """Enter an instance whose number comes from `numbers`, or is that of its predecessor."""
         self.instances[instance.instance_id] = self.by_number[instance.number] = instance
+        self.links.joined(instance.profile)
         self._exact_groups[instance.exact_group] += 1
         self._kv_groups[instance.kv_group] += 1
         self.regroup()
@@ -128,6 +131,7 @@ class MeshState:
         """Take an instance out of the mesh state and return it; None if there is none. It keeps its number."""
         self.in_prefill_phase.pop(instance_id, None)
         self.suspected.pop(instance_id, None)
+        self.links.left(instance_id)
         self.regroup()
         instance = self.instances.pop(instance_id, None)
         if instance is not None:
@@ -141,6 +145,16 @@ class MeshState:
     def spans_classes(self) -> bool:
         """Whether instances of several arithmetic classes exchange KV."""
         return len(self._exact_groups) > len(self._kv_groups)
+
+    def slow_from(
+        self, source: InstanceState, num_blocks: int, among: Collection[InstanceId] | None = None
+    ) -> Set[InstanceId]:
+        """Return those of all instances, or of ``among``, to which so much KV takes much longer than to others."""
+        if not self.links.are_uneven:
+            return frozenset()
+        layout = source.profile.kv_layout
+        num_bytes = num_blocks * layout.num_layers * layout.block_bytes
+        return self.links.slow_from(source.instance_id, num_bytes, self.instances if among is None else among)
 
     def suspect(self, instance: InstanceState, suspected: bool) -> None:
         """Note that an instance has fallen silent, or speaks again."""

@@ -73,6 +73,7 @@ from pdmesh.core.steps.packing import Packer
 from pdmesh.core.steps.placing import unready_reason
 from pdmesh.core.steps.step_reports import StepReports
 from pdmesh.core.transfers.handover import HandOvers
+from pdmesh.core.transfers.link_rates import LinkRate
 from pdmesh.core.transfers.moves import Moves
 from pdmesh.core.transfers.rebalancing import Rebalancer
 from pdmesh.core.transfers.receivers import do_without
@@ -227,6 +228,11 @@ class SchedulerCore:
         """Why no request can be served now; None if one can."""
         return unready_reason(self._mesh.instances.values())
 
+    @property
+    def link_rates(self) -> list[LinkRate]:
+        """How fast KV went from host to host of late."""
+        return self._mesh.links.rates
+
     def is_active(self, key: RequestKey) -> bool:
         """Whether the request waits or runs."""
         return self._mesh.find(key) is not None
@@ -256,6 +262,7 @@ class SchedulerCore:
             return commands  # nothing is decided by it
         self._admission.passed(now_s)
         self._mesh.cut.expire(now_s)
+        self._mesh.links.expire(now_s)
         if self._due_s <= now_s:
             self._new_requests.expire(now_s)
             self._reconciler.expire(now_s)
@@ -309,9 +316,9 @@ class SchedulerCore:
         handlers.on(TransferOffered, transfers.offered)
         handlers.on(TransferPaused, transfers.paused)
         handlers.on(TransferLanded, transfers.landed)
-        handlers.on(TransferSent, transfers.sent)
+        handlers.on_timed(TransferSent, self._transfer_sent)
         handlers.on_timed(TransferFailed, transfers.failed)
-        handlers.on(MoveSent, self._move_sent)
+        handlers.on_timed(MoveSent, self._move_sent)
         handlers.on_timed(MoveFailed, self._moves.failed)
         handlers.on(KvReleased, self._released)
         handlers.on(KvLow, self._kv_low)
@@ -343,8 +350,16 @@ class SchedulerCore:
     def _helper_joined(self, event: HelperJoined, now_s: float) -> None:
         self._packer.prefill_groups.joined(event, now_s, self._choice.bundle)
 
-    def _move_sent(self, event: MoveSent) -> None:
+    def _transfer_sent(self, event: TransferSent, now_s: float) -> None:
+        self._transfers.sent(event)
+        self._note_link(event, now_s)
+
+    def _note_link(self, event: TransferSent | MoveSent, now_s: float) -> None:
+        self._mesh.links.note(event.instance_id, event.destination_id, event.num_bytes, event.sent_s, now_s)
+
+    def _move_sent(self, event: MoveSent, now_s: float) -> None:
         self._moves.sent(event)
+        self._note_link(event, now_s)
         self._rebalancer.timed(event)
 
     def _kv_low(self, event: KvLow) -> None:

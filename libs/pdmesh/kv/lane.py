@@ -57,6 +57,8 @@ class Lane:
         """
         self.address = address
         self.num_under_way = 0
+        self.sent_s = 0.0  # while any was under way
+        self._since_s = 0.0
         self._num_left = 0  # pages that were put and not taken yet
         self._max_in_flight = max_in_flight
         self._about = about
@@ -141,6 +143,8 @@ class Lane:
 
     async def _send(self) -> None:
         while (item := await self._outbox.take()) is not None:
+            if not self.num_under_way:
+                self._since_s = anyio.current_time()
             self.num_under_way += 1
             about = replace(self._about, kind=item.kind, num_members=item.num_members)
             try:
@@ -154,4 +158,6 @@ class Lane:
                     self.cut_off()
                     self._on_failed(str(error))
             self.num_under_way -= 1
+            if not self.num_under_way:
+                self.sent_s += anyio.current_time() - self._since_s
             self._on_taken()

@@ -14,7 +14,8 @@ class SentTransfer:
 
     ``duration_s`` runs from the transfer's first grant, and ``exposed_s`` from the moment the prompt was computed and
     its first token sampled (when decode could have started), both to the acknowledgement. For a move, ``duration_s`` is
-    the time of the whole move, and ``exposed_s`` how long the request paused.
+    the time of the whole move, and ``exposed_s`` how long the request paused. In ``sent_s`` of that time pieces with KV
+    were under way; 0 if the receiver read it where it lay.
     """
 
     request_id: RequestId
@@ -22,6 +23,7 @@ class SentTransfer:
     num_bytes: int
     duration_s: float
     exposed_s: float
+    sent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

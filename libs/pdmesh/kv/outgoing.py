@@ -33,6 +33,7 @@ class PieceWriter:
 
     def __init__(self, block_ids: Sequence[int], **means: Unpack[Means]) -> None:
         self.num_bytes = 0
+        self.num_pushed_bytes = 0  # of KV that travelled; the others were for peers to read
         self.num_pieces = 0
         self._block_ids = block_ids
         self._store = means["store"]
@@ -122,6 +123,7 @@ class PieceWriter:
         await self._transport.send(address, buffer, payload_bytes)
         self.num_pieces += 1
         self.num_bytes += payload_bytes
+        self.num_pushed_bytes += payload_bytes
 
     def _fill(self, blocks: Blocks, about: PieceHeader, buffer: SendBuffer, payload_bytes: int) -> None:
         payload = buffer.payload[:payload_bytes]

@@ -137,7 +137,14 @@ class GrantedTransfer(ABC):
             num_bytes=self.num_bytes,
             duration_s=landed_s - began_s,
             exposed_s=landed_s - self._exposed_since_s(),
+            sent_s=self._sent_s,
         )
+
+    @property
+    def _sent_s(self) -> float:
+        """While pieces were under way; 0 if peers read the KV where it lay."""
+        was_read = self._writer.num_pushed_bytes < self._writer.num_bytes // 2
+        return 0.0 if was_read else sum(lane.sent_s for lane in self._lanes)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pdmesh.plans import MAX_GROUP_MEMBERS
 from pdmesh.policy.latency import PROFILES, LinearLatencyModel
+from pdmesh.policy.links import LinkRates
 from pdmesh.ranges import ANY_COUNT, COUNT, SHARE, Range
 from pdmesh.settings import NO_SETTING, one_of
 
@@ -26,6 +27,8 @@ class PolicyConfig:
     latency_of_device_class: Annotated[Mapping[str, LinearLatencyModel], NO_SETTING] = field(
         default_factory=dict[str, LinearLatencyModel]
     )
+    #: Between instances; without them all are as fast as ``link_bytes_per_s``.
+    links: Annotated[LinkRates | None, NO_SETTING] = None
     slo_ttft_s: Annotated[float, "deadline of a request without a TTFT target: this long after its arrival..."] = 1.0
     slo_ttft_stretch: Annotated[float, "...plus this many times the predicted time of its prompt alone"] = 2.0
     slo_tpot_s: Annotated[

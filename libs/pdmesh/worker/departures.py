@@ -94,6 +94,7 @@ class Departures:
         self._context.metrics.exposed_s.observe(outcome.exposed_s)
         if request.trace is not None:
             request.trace.transfer_sent(outcome)
+        destinations = () if request.transfer is None else request.transfer.destination_ids
         self._context.report(
             TransferSent(
                 self._context.instance_id,
@@ -103,6 +104,8 @@ class Departures:
                 outcome.num_bytes,
                 outcome.duration_s,
                 outcome.exposed_s,
+                outcome.sent_s,
+                destinations[0] if len(destinations) == 1 else None,
             )
         )
         self._context.sequences.release(request)

@@ -150,6 +150,8 @@ class MovingDecodes:
                 outcome.num_bytes,
                 outcome.duration_s,
                 outcome.exposed_s,
+                outcome.sent_s,
+                request.leaving.transfer.destination_ids[0],
             )
         )
         request.end_trace(DONE)

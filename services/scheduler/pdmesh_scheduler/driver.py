@@ -62,6 +62,7 @@ from pdmesh.wire.messages import (
     Grant,
     GroupStatus,
     InstanceStatus,
+    LinkStatus,
     MeshStatus,
     PeerGone,
     Regroup,
@@ -76,8 +77,9 @@ log = structlog.get_logger()
 #: Events waiting to be applied; beyond them streams are not read, and their peers feel it.
 MAX_INBOX = 4096
 
-#: Groups that are told of.
+#: Groups and links that are told of.
 MAX_GROUPS = 64
+MAX_LINKS = 64
 
 #: Events applied before other tasks get their turn.
 BATCH = 64
@@ -414,6 +416,15 @@ class Driver:
             num_coming=self._num_coming,
             services=tuple(self._core.actuators.processes),
             pools=None if resize is None else resize.pools,
+            links=tuple(
+                LinkStatus(
+                    source=link.source,
+                    destination=link.destination,
+                    bytes_per_s=link.bytes_per_s,
+                    num_transfers=link.num_transfers,
+                )
+                for link in self._core.link_rates[:MAX_LINKS]
+            ),
             groups=tuple(
                 GroupStatus(
                     request_id=view.request_id,

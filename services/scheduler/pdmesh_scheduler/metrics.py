@@ -217,4 +217,11 @@ class _CoreCollector(Collector):
         for tenant in self._tenants.statuses:
             used.add_metric([tenant.tenant], tenant.used_of_late)
             waiting.add_metric([tenant.tenant], tenant.num_waiting)
-        yield from (usage, queued, exclusive, gain, ignored, used, waiting)
+        links = GaugeMetricFamily(
+            "pdmesh:kv_link_bytes_per_second",
+            "Rate at which KV went from one host to another in the last minute: the median of the last transfers",
+            labels=["source", "destination"],
+        )
+        for link in self._core.link_rates:
+            links.add_metric([link.source, link.destination], link.bytes_per_s)
+        yield from (usage, queued, exclusive, gain, ignored, used, waiting, links)

@@ -8,6 +8,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.instances.learning import LatencyLearner
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
+from pdmesh.core.transfers.link_rates import LinksAsMeasured
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceProfile
 from pdmesh.policy.bundle import Bundle
@@ -72,7 +73,10 @@ class BundleChoice:
     def _build(self, name: str, policy: PolicyConfig) -> None:
         """Raises ConfigError, and changes nothing, if there is no such bundle."""
         learner = self.learner
-        self.bundle = make_bundle(name, replace(policy, latency=learner.model, latency_of_device_class=learner.models))
+        links = LinksAsMeasured(self._mesh.links, policy.link_bytes_per_s)
+        self.bundle = make_bundle(
+            name, replace(policy, latency=learner.model, latency_of_device_class=learner.models, links=links)
+        )
         self._mesh.broker.computed_first = self.bundle.sends_computed_first
         self._mesh.queue.reorder(self.bundle.order)
         for state in self._mesh.requests.values():

@@ -234,6 +234,7 @@ class Round:
             depths=depths,
             cut=mesh.cut,
             instances=mesh.instances.values(),
+            slow_from=mesh.slow_from if mesh.links.are_uneven else None,
         )
         if placement is Wait.FOR_ROOM:
             is_long = bundle.is_long(request, head.num_reused_tokens)

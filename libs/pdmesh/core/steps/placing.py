@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from enum import Enum, auto
 from itertools import islice
 from typing import NamedTuple
@@ -11,12 +11,16 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import NOTHING_KEPT, Decoders
 from pdmesh.core.recovery.cut_pairs import CutPairs
 from pdmesh.core.transfers.handover import HandOvers
-from pdmesh.model import GRANULE_TOKENS, Request
+from pdmesh.model import GRANULE_TOKENS, InstanceId, Request
 from pdmesh.policy.bundle import Bundle
 
 #: So many instances are asked whether a prompt had better begin there before its time, the first in the order of the
 #: policy: what one says no to, those behind it seldom do, and nobody pays for a look at all of a large mesh.
 MAX_ASKED = 8
+
+
+#: The instances to which so many blocks of KV of an instance take much longer than to others.
+SlowFrom = Callable[[InstanceState, int], Set[InstanceId]]
 
 
 class Wait(Enum):
@@ -53,12 +57,14 @@ def place(
     depths: Mapping[int, int] = NOTHING_KEPT,
     cut: CutPairs | None = None,
     instances: Collection[InstanceState] = (),
+    slow_from: SlowFrom | None = None,
 ) -> Placement | Wait:
     """A place for ``request``, its prompt computed on one of ``offers``, which come in the order of the policy.
 
     Where the mesh ``spans_classes``, within one arithmetic class if there is room in one, else across classes. The
     class of a request that is resumed is that of its tokens so far. ``depths`` are of `MeshState.depths`. It goes where
-    all that it needs reach each other, if there are such ``instances``, though they may have no room now.
+    all that it needs reach each other, if there are such ``instances``, though they may have no room now; and where
+    its KV need not take a slow link, if there is room.
     """
     if cut and have_way(request, instances, cut):
         return _place_around(request, offers, decoders, bundle, handovers, now_s, depths, cut)
@@ -74,7 +80,7 @@ def place(
                 return placement
         across = ((offer.exact_group, decoders.across(firsts, offer)) for offer in offers)
         firsts = {name: first for name, first in across if first is not None} | firsts
-    return _place(request, offers, firsts, decoders, bundle, handovers, now_s, depths)
+    return _place(request, offers, firsts, decoders, bundle, handovers, now_s, depths, slow_from=slow_from)
 
 
 def have_way(request: Request, instances: Collection[InstanceState], cut: CutPairs) -> bool:
@@ -125,6 +131,7 @@ def _place(
     depths: Mapping[int, int],
     *,
     may_be_ahead: bool = True,
+    slow_from: SlowFrom | None = None,
 ) -> Placement | Wait:
     """`place`, with the first place to decode for what is computed in each exact group.
 
@@ -137,6 +144,10 @@ def _place(
         if not (firsts or ends_here) and (bundle.run_ahead is None or num_asked == MAX_ASKED):
             return Wait.FOR_ROOM
         first = firsts.get(prefill.exact_group)
+        if first is not None and slow_from is not None:
+            slow = slow_from(prefill, prefill.num_prefill_blocks(request))
+            if first.instance_id in slow:
+                first = decoders.first_in(prefill.exact_group, request, depths, slow) or first
         num_reused = _num_kept_tokens(depths, prefill)
         if handovers.holds_back(prefill, bundle):
             continue

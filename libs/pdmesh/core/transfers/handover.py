@@ -84,6 +84,10 @@ class HandOvers:
             return decoders.first_in(source.exact_group, request, mesh.depths(request), cut)
         firsts = decoders.firsts(request, mesh.depths(request))
         receiver = firsts.get(source.exact_group)
+        if receiver is not None and mesh.links.are_uneven:
+            slow = mesh.slow_from(source, source.num_prefill_blocks(request))
+            if receiver.instance_id in slow:
+                return decoders.first_in(source.exact_group, request, mesh.depths(request), slow) or receiver
         if receiver is None and firsts and not source.can_keep(request):
             return decoders.across(firsts, source)
         return receiver

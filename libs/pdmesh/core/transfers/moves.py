@@ -273,10 +273,16 @@ class Moves:
             exact = [each for each in able if each.exact_group == source.exact_group]
             found = [each for each in exact or able if num_left[each.instance_id] > 0]
             cut = self._mesh.cut.of(source.instance_id) | self._mesh.cut.of(state.request.gateway_id)
+            slow = self._mesh.slow_from(source, allocation.num_blocks, [each.instance_id for each in found])
             target = min(
                 found,
                 default=None,
-                key=lambda each: (each.instance_id in cut, placement.key(each.view), each.instance_id),
+                key=lambda each: (
+                    each.instance_id in cut,
+                    each.instance_id in slow,
+                    placement.key(each.view),
+                    each.instance_id,
+                ),
             )
             if target is not None:
                 self.begin(state, target)

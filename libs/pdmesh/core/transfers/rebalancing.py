@@ -176,7 +176,10 @@ class Rebalancer:
             and self._mesh.broker.takes_move(each.instance_id)
         ]
         cut = self._mesh.cut.of(source.instance_id)
-        return [each for each in targets if each.instance_id not in cut] or targets
+        targets = [each for each in targets if each.instance_id not in cut] or targets
+        num_blocks = max((allocation.num_blocks for allocation in source.allocations.values()), default=0)
+        slow = self._mesh.slow_from(source, num_blocks, [each.instance_id for each in targets])
+        return [each for each in targets if each.instance_id not in slow] or targets
 
     def _heard(self, state: RequestState, targets: Iterable[InstanceState]) -> list[InstanceState]:
         """Those of ``targets`` that the request's gateway hears of, as far as is known."""

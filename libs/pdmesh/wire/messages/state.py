@@ -97,6 +97,15 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_planned_tokens: int  # computed, or in a plan
 
 
+class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast KV went from one host to another of late."""
+
+    source: str  # a host, or an instance that does not say where it is
+    destination: str
+    bytes_per_s: float
+    num_transfers: int
+
+
 class MeshStatus(Message, frozen=True, kw_only=True):
     """Pushed to gateways at each change of readiness and at each heartbeat; also what `pdmesh status` prints."""
 
@@ -114,6 +123,7 @@ class MeshStatus(Message, frozen=True, kw_only=True):
     groups: tuple[GroupStatus, ...] = ()  # some, where there are many
     tenants: tuple[TenantStatus, ...] = ()  # for operators alone, as is
     services: tuple[ManagedProcess, ...] = ()  # all that `pdmesh up` keeps running
+    links: tuple[LinkStatus, ...] = ()  # of the last minute; some, where there are many
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

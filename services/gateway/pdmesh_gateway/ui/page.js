@@ -56,6 +56,14 @@ const instances = new Rows($("instances"), () => {
   return row;
 });
 
+const links = new Rows($("links"), () => element("li", "link"));
+
+function showLinks() {
+  links.show(frame.links || [], (item) => `${item.source} ${item.destination}`, (row, item) => {
+    put(row, `${item.source} → ${item.destination}: ${(item.bytes_per_s / 1e9).toPrecision(2)} GB/s`);
+  });
+}
+
 function showInstances() {
   instances.show(frame.instances, (item) => item.id, (row, item) => {
     const [name, role, blocks, doing] = row.children;
@@ -213,6 +221,7 @@ follow("ui/events", (next) => {
   charts.take(next);
   showFigures();
   showInstances();
+  showLinks();
   showRequests();
 }, (why) => {
   const health = $("health");
