@@ -94,7 +94,7 @@ async def check_whole_way(pair: Pair, name: str, prompt: list[int], params: Samp
     num_blocks = -(-len(prompt) // layout.block_size)
     (sent,) = prefill.reports_of(TransferSent, name)
     assert landed.num_bytes == sent.num_bytes
-    assert sent.destination_id == decode.instance_id
+    assert sent.destination_id == decode.instance.instance_id
     assert 0 <= sent.sent_s <= sent.duration_s
     assert landed.num_bytes == num_blocks * layout.num_layers * layout.block_bytes
     assert len(decode.reports_of(RequestFinished, name)) == 1
