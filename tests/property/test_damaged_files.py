@@ -26,11 +26,14 @@ import pytest
 from pdmesh.cli.options import Output
 from pdmesh.cli.replay import ReplayOptions, run_replay
 from pdmesh.config import MeshConfig, WorkerConfig, load_config, to_toml
+from pdmesh.engine.architectures import architectures, parse_model_config
 from pdmesh.engine.files import load_model_config, load_model_info
 from pdmesh.errors import ConfigError
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.mutants import damaged_bytes, damaged_sequence, damaged_tree
+from pdmesh.testing.quantized_checkpoints import FORMATS, write_quantized
 from pdmesh.testing.recorded import record_run
+from pdmesh.testing.transformers_checkpoints import model_variants, transformers_config
 from pdmesh.worker.engines import build_engine
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
@@ -146,18 +149,22 @@ def test_damaged_event_logs(tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoints(tmp_path: Path) -> None:
+    """Plain ones and, in turns, of every quantised format."""
     directory = tmp_path / "model"
-    write_checkpoint(directory, shape=replace(TINY, max_position_embeddings=256))
-    originals = {file.name: file.read_bytes() for file in directory.iterdir()}
-    trees = {name: json.loads(data) for name, data in originals.items() if name.endswith(".json")}
+    shape = replace(TINY, max_position_embeddings=256)
+    sources = [write_checkpoint(directory, shape=shape)]
+    for quantized_format in FORMATS:
+        sources.append(write_quantized(directory, tmp_path / quantized_format, quantized_format)[0])
+    models = [{file.name: file.read_bytes() for file in source.iterdir()} for source in sources]
     config = MeshConfig(model=str(directory), worker=WorkerConfig(kv_cache_bytes=1 << 20, device="cpu"))
 
     def make(rng: random.Random) -> str:
+        originals = models[0] if rng.random() < 0.5 else rng.choice(models)
         for name, data in originals.items():
             (directory / name).write_bytes(data)
         name = rng.choice(sorted(originals))
-        if name in trees and rng.random() < 0.7:
-            text = json.dumps(damaged_tree(rng, trees[name]))
+        if name.endswith(".json") and rng.random() < 0.7:
+            text = json.dumps(damaged_tree(rng, json.loads(originals[name])))
             (directory / name).write_text(text, errors="surrogatepass")
         else:
             head = originals[name][:2048] if name.endswith(".safetensors") and rng.random() < 0.7 else originals[name]
@@ -169,6 +176,27 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
         load_model_config(directory)
         ModelTokenizer.load(directory)
         build_engine(config, 0)
+
+    judge(make, read)
+
+
+def test_damaged_model_configurations() -> None:
+    """Of every architecture, as transformers writes them."""
+    variants = [(model_type, options) for model_type, models in model_variants().items() for options in models]
+    trees = [json.loads(transformers_config(name, **options).to_json_string()) for name, options in variants]
+    classes = {architecture.model_type: architecture.class_name for architecture in architectures().values()}
+    raw: dict[str, object] = {}
+
+    def make(rng: random.Random) -> str:
+        tree = rng.choice(trees)
+        raw.clear()
+        raw.update({**damaged_tree(rng, tree), "architectures": [classes[tree["model_type"]]]})
+        return str(tree["model_type"])
+
+    def read() -> None:
+        config = parse_model_config(raw, "config.json")
+        assert config.num_weights >= config.num_parameters > 0
+        assert config.kv_layout(dtype="auto", block_size=16).num_layers == len(config.layers)
 
     judge(make, read)
 

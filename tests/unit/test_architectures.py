@@ -1,7 +1,7 @@
 """Every architecture that is served gives what transformers does, whatever happens to a request on its way.
 
 An architecture is in these tests by its module in `pdmesh.engine.architectures`; what it can be in particular is listed
-in VARIANTS.
+in `pdmesh.testing.transformers_checkpoints`.
 """
 
 from __future__ import annotations
@@ -9,98 +9,28 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from pdmesh.engine.architectures import architectures
 from pdmesh.engine.base import SliceResult
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
 from pdmesh.testing.reference import GreedyStep, HfReference
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 NUM_OUTPUT_TOKENS = 12
 PROMPT_LENGTHS = (1, 19, 75)
 
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
-    "long_factor": [1.5 + 0.7 * pair for pair in range(6)],
-    "original_max_position_embeddings": 80,  # passed while 75 + 12 tokens are computed
-    "partial_rotary_factor": 0.75,
-}
-
-#: Beyond each architecture's defaults: fields of its configuration.
-_GRANITE = {
-    "embedding_multiplier": 1.7,
-    "logits_scaling": 0.8,
-    "residual_multiplier": 0.6,
-    "attention_multiplier": 0.2,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
-
-VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "gemma": [{"head_dim": 16}],
-    "gemma2": [
-        {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
-        {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
-    ],
-    "gemma3_text": [{"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}],
-    "glm": [{"head_dim": 16, "attention_bias": False}],
-    "glm4": [{"head_dim": 16}],
-    "granite": [_GRANITE],
-    "ministral": [
-        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24},
-    ],
-    "mixtral": [{"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}],
-    "olmoe": [{"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}],
-    "qwen3_moe": [
-        {
-            "num_experts": 9,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
-            "head_dim": 24,
-        },
-        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2},
-    ],
-    "olmo2": [{"attention_bias": True}],
-    "olmo3": [{"sliding_window": 24}],
-    "smollm3": [{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 24}],
-    "starcoder2": [{"use_bias": False}, {"sliding_window": 24}],
-    "mistral": [{"sliding_window": 24}, {"head_dim": 24, "sliding_window": None, "tie_word_embeddings": True}],
-    "phi3": [
-        {"sliding_window": 24, "num_key_value_heads": 4},
-        {
-            "rope_parameters": _LONGROPE,
-            "original_max_position_embeddings": 80,
-            "max_position_embeddings": 320,
-            "tie_word_embeddings": True,
-        },
-    ],
-    "qwen2": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}],
-    "qwen3": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "head_dim": 16}],
-}
-
-#: What an architecture's configuration class cannot do without.
-NEEDED: dict[str, dict[str, Any]] = {"ministral": {"head_dim": 24}}
-
 
 def models() -> Iterator[ParameterSet]:
     """(model type, options); all but each architecture's first are slow tests."""
-    for architecture in architectures().values():
-        model_type = architecture.model_type
-        for number, options in enumerate([*VARIANTS.get(model_type, []), {}]):
+    for model_type, variants in model_variants().items():
+        for number, options in enumerate(variants):
             marks = [pytest.mark.slow] if number else []
-            all_options = {**NEEDED.get(model_type, {}), **options}
-            yield pytest.param((model_type, all_options), marks=marks, id="-".join([model_type, *options]))
+            yield pytest.param((model_type, options), marks=marks, id="-".join([model_type, *options]))
 
 
 @pytest.fixture(autouse=True)

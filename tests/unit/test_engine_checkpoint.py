@@ -46,7 +46,7 @@ def edit_config(directory: Path, **changes: Any) -> None:
         ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"torch_dtype": "int8"}, "dtype is 'int8'"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"quantization_config": {"bits": 4}}, "quantised by None"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "RoPE scaling 'ntk' is not served"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 8 numbers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 1024"),

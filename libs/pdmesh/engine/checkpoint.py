@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdmesh.engine.experts import Experts, Mlp
-from pdmesh.engine.files import weight_files
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
 from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, QkNorm
 from pdmesh.engine.rope import rotation_order
-from pdmesh.errors import ConfigError
+from pdmesh.engine.tensors import RandomTensors, Tensors, UnreadTensors, open_tensors
 
 
 class Norm(NamedTuple):
@@ -73,8 +70,8 @@ def load_weights(
 
     ``packed`` allows projections in the order that their products read fastest; ``library`` has kernels for them.
     """
-    with _open_tensors(directory) as tensors:
-        _Reader(config, _Unread(tensors), dtype, torch.device("meta"), False, None).model()
+    with open_tensors(directory, config.quantization, dtype) as tensors:
+        _Reader(config, UnreadTensors(tensors), dtype, torch.device("meta"), False, None).model()
         return _Reader(config, tensors, dtype, device, packed, library).model()
 
 
@@ -88,100 +85,17 @@ def random_weights(
     seed: int = 0,
 ) -> ModelWeights:
     """Weights of the configuration's shape, drawn where they will be used: for benchmarks."""
-    return _Reader(config, _RandomTensors(dtype, device, seed), dtype, device, packed, library).model()
+    return _Reader(config, RandomTensors(dtype, device, seed), dtype, device, packed, library).model()
 
 
 #: Where rows of a weight come from; None: as they are.
 Order = Sequence[int] | None
 
 
-class _Tensors(Protocol):
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ConfigError unless there is such a tensor: before memory is taken for what config.json claims."""
-        ...
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
-
-
-class _RandomTensors:
-    """Matrices of deviation 1 / sqrt(inputs), so that activations neither vanish nor grow; vectors of ones."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self._dtype = dtype
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        pass
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        device = self._generator.device
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype, device=device)
-        tensor = torch.empty(shape, dtype=self._dtype, device=device)
-        return tensor.normal_(0, shape[1] ** -0.5, generator=self._generator)
-
-
-class _FileTensors:
-    """Names of all tensors, each with the open file that holds it, and its name there."""
-
-    def __init__(self, directory: Path, files: dict[str, tuple[Any, str]]) -> None:
-        self._directory = directory
-        self._files = files
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        file, own_name = self._files.get(name, (None, ""))
-        if file is None:
-            raise ConfigError(f"{self._directory}: the weights hold no tensor {name!r}")
-        try:
-            found = tuple(file.get_slice(own_name).get_shape())
-        except SafetensorError as error:
-            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
-        if found != shape:
-            raise ConfigError(f"{self._directory}: tensor {name!r} has shape {found}; config.json needs {shape}")
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        self.check(name, shape)
-        try:
-            file, own_name = self._files[name]
-            tensor: Tensor = file.get_tensor(own_name)
-        except SafetensorError as error:
-            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
-            raise ConfigError(f"{self._directory}: tensor {name!r} is {tensor.dtype}; quantized weights are not served")
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """Stands for tensors that are compared only: none is read."""
-
-    tensors: _Tensors
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        self.tensors.check(name, shape)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        self.check(name, shape)
-        return torch.empty(shape, device="meta")
-
-
-@contextmanager
-def _open_tensors(directory: Path) -> Iterator[_FileTensors]:
-    with ExitStack() as stack:
-        files: dict[str, tuple[Any, str]] = {}
-        for path in weight_files(directory):
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                # Checkpoints for embeddings are of the bare model, whose names have no prefix.
-                is_bare = not name.startswith(("model.", "lm_head."))
-                files[f"model.{name}" if is_bare else name] = file, name
-        yield _FileTensors(directory, files)
-
-
 @dataclass(frozen=True, slots=True)
 class _Reader:
     config: ModelConfig
-    tensors: _Tensors
+    tensors: Tensors
     dtype: torch.dtype
     device: torch.device
     packed: bool

@@ -16,6 +16,29 @@ from pdmesh.model import KvLayout
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+class QuantizedFormat(StrEnum):
+    """How a weight is stored; see `pdmesh.engine.quantized`."""
+
+    INT8 = "int8"  # compressed-tensors: a byte a value, scales of channels, groups or the whole
+    PACKED = "packed"  # compressed-tensors: several values in 32 bits, along inputs
+    FLOAT8 = "float8"  # scales of channels, or of the whole
+    FLOAT8_BLOCKS = "float8 blocks"  # scales of blocks of outputs and inputs
+    AWQ = "awq"
+    GPTQ = "gptq"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """How linear layers are stored, unless a layer has a plain weight."""
+
+    format: QuantizedFormat
+    bits: int = 8
+    group_size: int | None = None  # inputs that share a scale; None: all
+    has_zeros: bool = False
+    zero_offset: int = 0  # what is added to stored zeros
+    block: tuple[int, int] = (0, 0)  # outputs, inputs
+
+
 class RopeType(StrEnum):
     """How rotary frequencies follow from the base; see `pdmesh.engine.rope`."""
 
@@ -163,6 +186,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     names: TensorNames = TensorNames()
+    quantization: Quantization | None = None  # None: weights are stored as they are
 
     @property
     def num_layers(self) -> int:

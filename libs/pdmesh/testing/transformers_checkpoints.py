@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pdmesh.engine.architectures import architectures
 from pdmesh.testing.tokenizers import write_tokenizer
 
 #: Of every architecture, unless its options say otherwise.
@@ -27,6 +28,91 @@ _SHAPE: dict[str, Any] = {
 }
 _GAIN, _LOGITS_STD = 1.5, 3.0
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+    "long_factor": [1.5 + 0.7 * pair for pair in range(6)],
+    "original_max_position_embeddings": 80,  # passed while 75 + 12 tokens are computed
+    "partial_rotary_factor": 0.75,
+}
+
+#: Beyond each architecture's defaults: fields of its configuration.
+_GRANITE = {
+    "embedding_multiplier": 1.7,
+    "logits_scaling": 0.8,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+_VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gemma": [{"head_dim": 16}],
+    "gemma2": [
+        {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+        {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
+    ],
+    "gemma3_text": [{"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}],
+    "glm": [{"head_dim": 16, "attention_bias": False}],
+    "glm4": [{"head_dim": 16}],
+    "granite": [_GRANITE],
+    "ministral": [
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24},
+    ],
+    "mixtral": [{"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}],
+    "olmoe": [{"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}],
+    "qwen3_moe": [
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "head_dim": 24,
+        },
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2},
+    ],
+    "olmo2": [{"attention_bias": True}],
+    "olmo3": [{"sliding_window": 24}],
+    "smollm3": [{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 24}],
+    "starcoder2": [{"use_bias": False}, {"sliding_window": 24}],
+    "mistral": [{"sliding_window": 24}, {"head_dim": 24, "sliding_window": None, "tie_word_embeddings": True}],
+    "phi3": [
+        {"sliding_window": 24, "num_key_value_heads": 4},
+        {
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 80,
+            "max_position_embeddings": 320,
+            "tie_word_embeddings": True,
+        },
+    ],
+    "qwen2": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}],
+    "qwen3": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "head_dim": 16}],
+}
+
+#: What an architecture's configuration class cannot do without.
+_NEEDED: dict[str, dict[str, Any]] = {"ministral": {"head_dim": 24}}
+
+
+def model_variants() -> dict[str, list[dict[str, Any]]]:
+    """Options of models of each architecture that is served, the most particular first, its defaults last."""
+    return {
+        architecture.model_type: [
+            {**_NEEDED.get(architecture.model_type, {}), **options}
+            for options in [*_VARIANTS.get(architecture.model_type, []), {}]
+        ]
+        for architecture in architectures().values()
+    }
+
+
+def transformers_config(model_type: str, **options: Any) -> Any:
+    """The configuration of a small model, transformers' own; ``options`` are its fields."""
+    import transformers
+
+    hf: Any = transformers  # only partly typed
+    return hf.AutoConfig.for_model(model_type, **{**_SHAPE, **options})
+
 
 def write_transformers_checkpoint(
     directory: Path, model_type: str, *, seed: int = 0, sharded: bool = False, dtype: str = "float32", **options: Any
@@ -37,7 +123,7 @@ def write_transformers_checkpoint(
 
     hf: Any = transformers  # only partly typed
     hf.logging.disable_progress_bar()
-    config = hf.AutoConfig.for_model(model_type, **{**_SHAPE, **options})
+    config = transformers_config(model_type, **options)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode():

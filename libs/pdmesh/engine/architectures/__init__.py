@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from pdmesh.engine.architectures.base import Architecture
 from pdmesh.engine.config_fields import Fields
 from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.quantization import quantization_of
 from pdmesh.errors import ConfigError
 
 
@@ -27,10 +29,9 @@ def architectures() -> Mapping[str, Architecture]:
 
 def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """Read a ``config.json``. Raises ConfigError, naming ``where``, for whatever cannot be served exactly."""
-    architecture = _architecture(raw, where)
-    if raw.get("quantization_config") is not None:
-        raise ConfigError(f"{where}: quantized checkpoints are not served; use one in float32, bfloat16 or float16")
-    return architecture.describe(Fields(raw, where))
+    fields = Fields(raw, where)
+    config = _architecture(raw, where).describe(fields)
+    return replace(config, quantization=quantization_of(fields))
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:

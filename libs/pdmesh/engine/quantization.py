@@ -1,0 +1,117 @@
+"""How a checkpoint says that its weights are quantised: ``quantization_config`` of ``config.json``. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pdmesh.engine.config_fields import Fields
+from pdmesh.engine.model_config import Quantization, QuantizedFormat
+
+_SERVED = "compressed-tensors (int8, packed int4 and int8, fp8), fp8, awq and gptq"
+
+
+def quantization_of(fields: Fields) -> Quantization | None:
+    """Read ``quantization_config``. Raises ConfigError for what is not served; None: weights are plain."""
+    found = fields.part("quantization_config") or fields.part("compression_config")
+    if found is None:
+        return None
+    match found.raw.get("quant_method"):
+        case "compressed-tensors":
+            return _compressed_tensors(found)
+        case "fp8":
+            return _fp8(found)
+        case "awq":
+            return _awq(found)
+        case "gptq":
+            return _gptq(found)
+        case other:
+            raise fields.error(
+                f"the checkpoint is quantised by {other!r}, which is not served; served are {_SERVED}, or one in "
+                "float32, bfloat16 or float16"
+            )
+
+
+def _compressed_tensors(fields: Fields) -> Quantization:
+    groups = fields.raw.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise fields.error("config_groups is missing")
+    schemes = [Fields(group, fields.where).part("weights") for group in groups.values() if isinstance(group, Mapping)]
+    first = schemes[0] if schemes else None
+    if first is None or any(scheme is None or _scheme(scheme) != _scheme(first) for scheme in schemes):
+        raise fields.error("config_groups quantise weights differently; one scheme for all is served")
+    for unserved in ("sparsity_config", "transform_config"):
+        part = fields.raw.get(unserved)
+        if isinstance(part, Mapping) and part and part.get("format", "") != "dense":
+            raise fields.error(f"{unserved} is set, which is not served; use a checkpoint without it")
+    name, strategy, kind = fields.raw.get("format"), first.raw.get("strategy"), first.raw.get("type", "int")
+    bits, group_size = first.integer("num_bits", default=8), first.optional_integer("group_size")
+    if strategy not in ("tensor", "channel", "group", "block"):
+        raise fields.error(f"the strategy of weights is {strategy!r}; served are tensor, channel, group and block")
+    if strategy == "group" and group_size is None:
+        raise fields.error("group_size is missing")
+    has_zeros = not first.boolean("symmetric", default=True)
+    group_size = group_size if strategy == "group" else None
+    match (name, kind, bits):
+        case ("int-quantized" | "naive-quantized", "int", 8) if strategy != "block":
+            return Quantization(format=QuantizedFormat.INT8, group_size=group_size, has_zeros=has_zeros)
+        case ("pack-quantized", "int", 4 | 8) if strategy in ("channel", "group"):
+            return Quantization(format=QuantizedFormat.PACKED, bits=bits, group_size=group_size, has_zeros=has_zeros)
+        case ("float-quantized" | "naive-quantized", "float", 8) if strategy in ("tensor", "channel") and not has_zeros:
+            return Quantization(format=QuantizedFormat.FLOAT8)
+        case ("float-quantized" | "naive-quantized", "float", 8) if strategy == "block":
+            return Quantization(format=QuantizedFormat.FLOAT8_BLOCKS, block=_block(first, "block_structure"))
+        case _:
+            raise fields.error(
+                f"format {name!r} with {bits} bits of type {kind!r} by {strategy} is not served; served are {_SERVED}"
+            )
+
+
+def _scheme(weights: Fields) -> tuple[Any, ...]:
+    names = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
+    return tuple(repr(weights.raw.get(name)) for name in names)
+
+
+def _fp8(fields: Fields) -> Quantization:
+    if fields.raw.get("weight_block_size") is None:
+        return Quantization(format=QuantizedFormat.FLOAT8)
+    return Quantization(format=QuantizedFormat.FLOAT8_BLOCKS, block=_block(fields, "weight_block_size"))
+
+
+def _awq(fields: Fields) -> Quantization:
+    bits, version = fields.raw.get("bits", fields.raw.get("w_bit", 4)), fields.raw.get("version", "gemm")
+    if bits != 4 or str(version).lower() != "gemm":
+        raise fields.error(f"AWQ of {bits} bits, version {version!r}, is not served; served is 4 bits, version 'gemm'")
+    if not fields.boolean("zero_point", default=True):
+        raise fields.error("AWQ without zero points is not served; use a checkpoint with zero_point")
+    group_size = fields.raw.get("group_size", fields.raw.get("q_group_size", 128))
+    return Quantization(format=QuantizedFormat.AWQ, bits=4, group_size=_group_size(fields, group_size), has_zeros=True)
+
+
+def _gptq(fields: Fields) -> Quantization:
+    bits = fields.integer("bits")
+    if bits not in (2, 4, 8):
+        raise fields.error(f"GPTQ of {bits} bits is not served; served are 2, 4 and 8")
+    version = fields.raw.get("checkpoint_format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise fields.error(f"checkpoint_format is {version!r}; served are 'gptq' and 'gptq_v2'")
+    return Quantization(
+        format=QuantizedFormat.GPTQ,
+        bits=bits,
+        group_size=_group_size(fields, fields.raw.get("group_size", 128)),
+        has_zeros=True,
+        zero_offset=1 if version == "gptq" else 0,  # the first version stored one less than it meant
+    )
+
+
+def _group_size(fields: Fields, value: object) -> int | None:
+    """A group's size; -1 is all inputs."""
+    return None if value == -1 else Fields({"group_size": value}, fields.where).integer("group_size")
+
+
+def _block(fields: Fields, name: str) -> tuple[int, int]:
+    value = fields.raw.get(name)
+    if not isinstance(value, list) or len(value) != 2:
+        raise fields.error(f"{name} is {value!r}; it must be the outputs and inputs of a block")
+    outputs, inputs = (Fields({name: size}, fields.where).integer(name) for size in value)
+    return outputs, inputs

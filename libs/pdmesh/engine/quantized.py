@@ -1,0 +1,242 @@
+"""Weights as quantised checkpoints store them, and what they stand for.
+
+Each format is a `Layout`: which tensors of what shapes a weight is stored in, and how these are read into one form,
+`QuantizedWeight`. Layouts follow the documentation and readers of compressed-tensors, AutoAWQ, GPTQ and DeepSeek's fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdmesh.engine.model_config import Quantization, QuantizedFormat
+
+Shape = tuple[int, ...]
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_INT32, _INT8, _FLOAT8 = frozenset({"I32"}), frozenset({"I8"}), frozenset({"F8_E4M3"})
+
+#: Values written at once: what they take in fp32 stays small beside the weight.
+_PANEL_VALUES = 1 << 22
+#: Where AWQ keeps a column of each eight.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """(values - zeros) * scales, of a matrix (outputs, inputs)."""
+
+    values: Tensor  # (outputs, inputs)
+    scales: Tensor  # (outputs, groups), fp32
+    zeros: Tensor | None  # like scales
+    group_of: Tensor  # (inputs,)
+
+    def write(self, out: Tensor) -> None:
+        """Put the weight into ``out`` (outputs, inputs), computed in fp32 and rounded once."""
+        num_outputs, num_inputs = self.values.shape
+        panel = max(1, _PANEL_VALUES // num_inputs)
+        for first in range(0, num_outputs, panel):
+            rows = slice(first, first + panel)
+            values = self.values[rows].float()
+            if self.zeros is not None:
+                values -= self.zeros[rows][:, self.group_of]
+            out[rows] = values * self.scales[rows][:, self.group_of]
+
+
+class Stored(NamedTuple):
+    """A tensor that belongs to a weight: shapes it may have, and safetensors' names of types."""
+
+    shapes: tuple[Shape, ...]
+    dtypes: frozenset[str]
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a format stores a weight: tensors by their names' ends behind the layer's, and how they are read.
+
+    Where there is none of the tensors ``markers``, a weight is plain.
+    """
+
+    markers: tuple[str, ...]
+    tensors: Callable[[int, int], Mapping[str, Stored]]
+    weight: Callable[[Mapping[str, Tensor], int, int], QuantizedWeight]
+
+
+def layout_of(quantization: Quantization) -> Layout:
+    """The format's layout."""
+    match quantization.format:
+        case QuantizedFormat.INT8:
+            return _int8(quantization)
+        case QuantizedFormat.PACKED:
+            return _packed(quantization)
+        case QuantizedFormat.FLOAT8:
+            return _float8()
+        case QuantizedFormat.FLOAT8_BLOCKS:
+            return _float8_blocks(*quantization.block)
+        case QuantizedFormat.AWQ:
+            return _awq(quantization)
+        case QuantizedFormat.GPTQ:
+            return _gptq(quantization)
+
+
+class LayoutError(Exception):
+    """Says what is wrong with a weight's tensors."""
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Values of ``bits`` in 32, lowest first, along the last dimension; uint8."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+
+
+def _num_groups(quantization: Quantization, num_inputs: int) -> int:
+    return -(-num_inputs // (quantization.group_size or num_inputs))
+
+
+def _group_of(quantization: Quantization, num_inputs: int, index: Tensor | None = None) -> Tensor:
+    """Each input's group; by ``index``, which a file says."""
+    if index is None:
+        return torch.arange(num_inputs) // (quantization.group_size or num_inputs)
+    index = index.long()
+    if int(index.min()) < 0 or int(index.max()) >= _num_groups(quantization, num_inputs):
+        raise LayoutError("names groups that are none")
+    return index
+
+
+def _int8(quantization: Quantization) -> Layout:
+    def tensors(outputs: int, inputs: int) -> Mapping[str, Stored]:
+        groups = _num_groups(quantization, inputs)
+        shapes = ((outputs, groups), (outputs,), (1,), ())[: None if groups == 1 else 1]
+        zeros = {"weight_zero_point": Stored(shapes, _INT8)} if quantization.has_zeros else {}
+        return {"weight": Stored(((outputs, inputs),), _INT8), "weight_scale": Stored(shapes, FLOATS), **zeros}
+
+    def weight(found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        groups = _num_groups(quantization, inputs)
+        scales, zeros = found["weight_scale"], found.get("weight_zero_point")
+        return QuantizedWeight(
+            found["weight"],
+            _by_output(scales, outputs, groups),
+            None if zeros is None else _by_output(zeros, outputs, groups),
+            _group_of(quantization, inputs),
+        )
+
+    return Layout(("weight_scale",), tensors, weight)
+
+
+def _by_output(scales: Tensor, outputs: int, groups: int) -> Tensor:
+    """Scales of the whole, or of channels or groups, as (outputs, groups)."""
+    return scales.float().reshape(-1, groups if scales.numel() > 1 else 1).expand(outputs, groups)
+
+
+def _packed(quantization: Quantization) -> Layout:
+    per_word = 32 // quantization.bits
+    offset = 1 << (quantization.bits - 1)  # values are signed, and stored without a sign
+
+    def tensors(outputs: int, inputs: int) -> Mapping[str, Stored]:
+        groups = _num_groups(quantization, inputs)
+        words = (outputs, -(-inputs // per_word))
+        zeros = {"weight_zero_point": Stored(((-(-outputs // per_word), groups),), _INT32)}
+        return {
+            "weight_packed": Stored((words,), _INT32),
+            "weight_scale": Stored(((outputs, groups),), FLOATS),
+            "weight_g_idx": Stored(((inputs,),), _INT32, is_optional=True),
+            **(zeros if quantization.has_zeros else {}),
+        }
+
+    def weight(found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        values = unpack(found["weight_packed"], quantization.bits)[:, :inputs]
+        packed_zeros = found.get("weight_zero_point")
+        if packed_zeros is None:
+            zeros = torch.full(found["weight_scale"].shape, float(offset))
+        else:  # packed along outputs
+            zeros = unpack(packed_zeros.t(), quantization.bits)[:, :outputs].t().float()
+        group_of = _group_of(quantization, inputs, found.get("weight_g_idx"))
+        return QuantizedWeight(values, found["weight_scale"].float(), zeros, group_of)
+
+    return Layout(("weight_packed",), tensors, weight)
+
+
+def _float8() -> Layout:
+    def tensors(outputs: int, inputs: int) -> Mapping[str, Stored]:
+        shapes = ((outputs, 1), (outputs,), (1, 1), (1,), ())
+        return {"weight": Stored(((outputs, inputs),), _FLOAT8), "weight_scale": Stored(shapes, FLOATS)}
+
+    def weight(found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        scales = _by_output(found["weight_scale"], outputs, 1)
+        return QuantizedWeight(found["weight"], scales, None, torch.zeros(inputs, dtype=torch.int64))
+
+    return Layout(("weight_scale",), tensors, weight)
+
+
+def _float8_blocks(block_outputs: int, block_inputs: int) -> Layout:
+    names = ("weight_scale_inv", "weight_scale")  # DeepSeek's, compressed-tensors'
+
+    def tensors(outputs: int, inputs: int) -> Mapping[str, Stored]:
+        scales = Stored(((-(-outputs // block_outputs), -(-inputs // block_inputs)),), FLOATS, is_optional=True)
+        return {"weight": Stored(((outputs, inputs),), _FLOAT8), **dict.fromkeys(names, scales)}
+
+    def weight(found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        scales = (
+            next(found[name] for name in names if name in found)
+            .float()
+            .repeat_interleave(block_outputs, dim=0)[:outputs]
+        )
+        return QuantizedWeight(found["weight"], scales, None, torch.arange(inputs) // block_inputs)
+
+    return Layout(names, tensors, weight)
+
+
+def _awq(quantization: Quantization) -> Layout:
+    def tensors(outputs: int, inputs: int) -> Mapping[str, Stored]:
+        groups, words = _num_groups(quantization, inputs), -(-outputs // 8)
+        return {
+            "qweight": Stored(((inputs, words),), _INT32),
+            "qzeros": Stored(((groups, words),), _INT32),
+            "scales": Stored(((groups, outputs),), FLOATS),
+        }
+
+    def columns(packed: Tensor, outputs: int) -> Tensor:
+        values = unpack(packed, 4).view(packed.shape[0], -1, 8)
+        ordered = torch.empty_like(values)
+        ordered[..., list(_AWQ_ORDER)] = values
+        return ordered.flatten(1)[:, :outputs].t()
+
+    def weight(found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        return QuantizedWeight(
+            columns(found["qweight"], outputs).contiguous(),
+            found["scales"].float().t(),
+            columns(found["qzeros"], outputs).float(),
+            _group_of(quantization, inputs),
+        )
+
+    return Layout(("qweight",), tensors, weight)
+
+
+def _gptq(quantization: Quantization) -> Layout:
+    bits, per_word = quantization.bits, 32 // quantization.bits
+
+    def tensors(outputs: int, inputs: int) -> Mapping[str, Stored]:
+        groups = _num_groups(quantization, inputs)
+        return {
+            "qweight": Stored(((-(-inputs // per_word), outputs),), _INT32),
+            "qzeros": Stored(((groups, -(-outputs // per_word)),), _INT32),
+            "scales": Stored(((groups, outputs),), FLOATS),
+            "g_idx": Stored(((inputs,),), _INT32, is_optional=True),
+        }
+
+    def weight(found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+        zeros = unpack(found["qzeros"], bits)[:, :outputs].float() + quantization.zero_offset
+        zeros = zeros.remainder(1 << bits)  # one less than zero was stored as the highest value
+        return QuantizedWeight(
+            unpack(found["qweight"].t().contiguous(), bits)[:, :inputs],
+            found["scales"].float().t(),
+            zeros.t(),
+            _group_of(quantization, inputs, found.get("g_idx")),
+        )
+
+    return Layout(("qweight",), tensors, weight)

@@ -1,0 +1,165 @@
+"""Where weights come from: the safetensors files of a checkpoint, plain or quantised, or chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pdmesh.engine.files import weight_files
+from pdmesh.engine.model_config import Quantization
+from pdmesh.engine.quantized import FLOATS, Layout, LayoutError, Shape, Stored, layout_of
+from pdmesh.errors import ConfigError
+
+_WEIGHT = ".weight"
+
+
+class Tensors(Protocol):
+    """Weights by name."""
+
+    def check(self, name: str, shape: Shape) -> None:
+        """Raise ConfigError unless there is such a tensor: before memory is taken for what config.json claims."""
+        ...
+
+    def read(self, name: str, shape: Shape) -> Tensor:
+        """A tensor, which lasts until the files are closed."""
+        ...
+
+
+class RandomTensors:
+    """Matrices of deviation 1 / sqrt(inputs), so that activations neither vanish nor grow; vectors of ones."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self._dtype = dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def check(self, name: str, shape: Shape) -> None:
+        pass
+
+    def read(self, name: str, shape: Shape) -> Tensor:
+        device = self._generator.device
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self._dtype, device=device)
+        tensor = torch.empty(shape, dtype=self._dtype, device=device)
+        return tensor.normal_(0, shape[1] ** -0.5, generator=self._generator)
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadTensors:
+    """Stands for tensors that are compared only: none is read."""
+
+    tensors: Tensors
+
+    def check(self, name: str, shape: Shape) -> None:
+        self.tensors.check(name, shape)
+
+    def read(self, name: str, shape: Shape) -> Tensor:
+        self.check(name, shape)
+        return torch.empty(shape, device="meta")
+
+
+class FileTensors:
+    """Names of all tensors, each with the open file that holds it, and its name there."""
+
+    def __init__(self, directory: Path, files: dict[str, tuple[Any, str]]) -> None:
+        self._directory = directory
+        self._files = files
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def check(self, name: str, shape: Shape) -> None:
+        self.check_stored(name, Stored((shape,), FLOATS))
+
+    def check_stored(self, name: str, stored: Stored) -> None:
+        """Raise ConfigError unless a tensor is of one of the shapes and types."""
+        if name not in self._files:
+            raise ConfigError(f"{self._directory}: the weights hold no tensor {name!r}")
+        file, own_name = self._files[name]
+        try:
+            part = file.get_slice(own_name)
+            found, dtype = tuple(part.get_shape()), part.get_dtype()
+        except SafetensorError as error:
+            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
+        if found not in stored.shapes:
+            needed = " or ".join(map(str, stored.shapes))
+            raise ConfigError(f"{self._directory}: tensor {name!r} has shape {found}; config.json needs {needed}")
+        if dtype not in stored.dtypes:
+            raise ConfigError(
+                f"{self._directory}: tensor {name!r} is {dtype}; config.json needs {' or '.join(sorted(stored.dtypes))}"
+            )
+
+    def read(self, name: str, shape: Shape) -> Tensor:
+        self.check(name, shape)
+        return self.read_stored(name)
+
+    def read_stored(self, name: str) -> Tensor:
+        """A tensor that was checked."""
+        file, own_name = self._files[name]
+        try:
+            tensor: Tensor = file.get_tensor(own_name)
+        except SafetensorError as error:
+            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensors:
+    """`Tensors` of a quantised checkpoint, in ``dtype``: what a weight stands for, rounded once."""
+
+    tensors: FileTensors
+    layout: Layout
+    dtype: torch.dtype
+
+    def check(self, name: str, shape: Shape) -> None:
+        if not self._is_quantized(name):
+            return self.tensors.check(name, shape)
+        for part, stored in self._stored(name, shape).items():
+            if part in self.tensors or not stored.is_optional:
+                self.tensors.check_stored(part, stored)
+        return None
+
+    def read(self, name: str, shape: Shape) -> Tensor:
+        if not self._is_quantized(name):
+            return self.tensors.read(name, shape)
+        self.check(name, shape)
+        stored, ends = self._stored(name, shape), self.layout.tensors(*shape)
+        found = {
+            end: self.tensors.read_stored(part) for end, part in zip(ends, stored, strict=True) if part in self.tensors
+        }
+        out = torch.empty(shape, dtype=self.dtype)
+        try:
+            self.layout.weight(found, *shape).write(out)
+        except LayoutError as error:
+            raise ConfigError(f"{name}: the quantised weight {error}; download the checkpoint again") from error
+        return out
+
+    def _stored(self, name: str, shape: Shape) -> dict[str, Stored]:
+        """A weight's tensors by their whole names."""
+        prefix = name.removesuffix(_WEIGHT)
+        return {f"{prefix}.{end}": stored for end, stored in self.layout.tensors(*shape).items()}
+
+    def _is_quantized(self, name: str) -> bool:
+        prefix = name.removesuffix(_WEIGHT)
+        return name.endswith(_WEIGHT) and any(f"{prefix}.{marker}" in self.tensors for marker in self.layout.markers)
+
+
+@contextmanager
+def open_tensors(directory: Path, quantization: Quantization | None, dtype: torch.dtype) -> Iterator[Tensors]:
+    """The weights of a checkpoint."""
+    with ExitStack() as stack:
+        files: dict[str, tuple[Any, str]] = {}
+        for path in weight_files(directory):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                # Checkpoints for embeddings are of the bare model, whose names have no prefix.
+                is_bare = not name.startswith(("model.", "lm_head."))
+                files[f"model.{name}" if is_bare else name] = file, name
+        tensors = FileTensors(directory, files)
+        yield tensors if quantization is None else QuantizedTensors(tensors, layout_of(quantization), dtype)

@@ -1,0 +1,103 @@
+"""Quantised checkpoints are served as what their weights stand for, and refused in one sentence where they are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdmesh.engine.files import load_model_config
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.errors import ConfigError
+from pdmesh.model import SamplingParams
+from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh.testing.quantized_checkpoints import FORMATS, Format, write_quantized
+from pdmesh.testing.stepping import generate
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=320)
+PROMPT = [number * 37 % 300 for number in range(30)]
+#: Sizes that no block nor word of a format divides, where it allows them.
+SHAPE = CheckpointShape(hidden_size=80, intermediate_size=112)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantized_format", FORMATS)
+def test_a_quantised_model_is_what_its_weights_stand_for(tmp_path: Path, quantized_format: Format, dtype: str) -> None:
+    source = write_checkpoint(tmp_path / "source", shape=SHAPE)
+    outputs = [
+        generate(TorchEngine(path, num_blocks=4, num_threads=1, dtype=dtype), PROMPT, 8, params=PARAMS)
+        for path in write_quantized(source, tmp_path, quantized_format)
+    ]
+    assert outputs[0].results == outputs[1].results
+    assert len(set(outputs[0].output_ids)) > 3
+
+
+@pytest.mark.parametrize(
+    ("quantization", "sentence"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes', which is not served; served are compressed-"),
+        ({}, "quantised by None"),
+        ("int4", "it must be an object"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits is not served"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; it must be a positive integer"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ of 4 bits, version 'gemv'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .* outputs and inputs of a block"),
+        ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {
+                    "a": {"weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}}
+                },
+            },
+            "format 'nvfp4-pack-quantized' with 4 bits of type 'float' by group is not served",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}},
+            },
+            "config_groups quantise weights differently",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_is_said_in_a_sentence(tmp_path: Path, quantization: Any, sentence: str) -> None:
+    path = write_checkpoint(tmp_path) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+    with pytest.raises(ConfigError, match=sentence) as error:
+        load_model_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("quantized_format", "name", "replacement", "sentence"),
+    [
+        ("awq", "qzeros", None, "hold no tensor '.*qzeros'"),
+        ("gptq", "qweight", torch.zeros(1, 1, dtype=torch.int32), r"has shape \(1, 1\); config.json needs \(10, 64\)"),
+        ("gptq", "scales", torch.zeros(5, 64, dtype=torch.int32), "is I32; config.json needs BF16 or"),
+        ("gptq-order", "g_idx", torch.full((80,), 7, dtype=torch.int32), "names groups that are none"),
+        ("fp8-channel", "weight", torch.zeros(64, 80), "is F32; config.json needs F8_E4M3"),
+        ("int8-group", "weight_scale", torch.zeros(64, 4), r"has shape \(64, 4\); config.json needs \(64, 5\)"),
+    ],
+)
+def test_lying_tensors_are_named(
+    tmp_path: Path, quantized_format: Format, name: str, replacement: torch.Tensor | None, sentence: str
+) -> None:
+    source = write_checkpoint(tmp_path / "source", shape=SHAPE)
+    path, _ = write_quantized(source, tmp_path, quantized_format)
+    tensors = load_file(path / "model.safetensors")
+    whole_name = f"model.layers.1.self_attn.q_proj.{name}"
+    if replacement is None:
+        del tensors[whole_name]
+    else:
+        tensors[whole_name] = replacement
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=sentence) as error:
+        TorchEngine(path, num_blocks=1)
+    assert whole_name.removesuffix(name) in str(error.value)
