@@ -291,7 +291,7 @@ def main() -> None:
         else:
             model, more = write_checkpoint(folder / "model", shape=LLAMA_82M, dtype="bfloat16"), {}
         if options.turns:
-            more["GATEWAY_PREFIX_REUSE"] = "on"
+            more["GATEWAY_PREFIX_REUSE"] = "tenant"
         with running_mesh(folder, model=model, prefill=NUM_PREFILL, decode=1, settings=SETTINGS | more) as mesh:
             faults = asyncio.run(storm(mesh, bad, options))
             restarts = total(mesh, r"pdmesh:request_restarts_total")

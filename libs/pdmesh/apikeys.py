@@ -77,7 +77,7 @@ class Operator:
 
     @property
     def may_read(self) -> bool:
-        return bool(self.scopes)  # who changes looks, too
+        return bool(self.scopes)  # those who may change may look, too
 
     @property
     def may_write(self) -> bool:
@@ -140,7 +140,7 @@ def _operator(name: str, entry: Any, where: str) -> Operator:
 
 def _check_entry(name: str, entry: Any, known: Sequence[str], scopes: frozenset[str], where: str) -> None:
     if not _NAME.fullmatch(name) or not isinstance(entry, dict):
-        raise ConfigError(f"{where}: an entry is a table, its name 1 to 64 characters of A-Z a-z 0-9 _ -")
+        raise ConfigError(f"{where}: an entry must be a table whose name has 1 to 64 characters of A-Z a-z 0-9 _ -")
     for field, value in entry.items():
         if field not in known:
             raise ConfigError(f"{where}: unknown setting {field}; there are {', '.join(known)}")

@@ -16,8 +16,8 @@ def rare_collections() -> Iterator[None]:
     """Leave what is there now out of garbage collection, and collect the rest less often, until the block is left.
 
     Nearly everything of ours is freed by counting references; a full collection walks all objects to find the few
-    cycles of others. Modules and books of thousands of requests made that a pause of up to 73 ms inside one scheduling
-    decision. What is left out already stays so at the end, and costs nothing here.
+    cycles of others. Modules and the state of thousands of requests made that a pause of up to 73 ms inside one
+    scheduling decision. What is left out already stays so at the end, and costs nothing here.
     """
     had_frozen = gc.get_freeze_count() > 0
     before = gc.get_threshold()

@@ -34,13 +34,13 @@ MAX_GROUP_MEMBERS = 64
 class PrefillGroup(Struct, frozen=True, kw_only=True):
     """The instances that compute one prompt's chunks in turn and pass each other its KV; the first of them leads.
 
-    Each has room for the whole prompt. In one epoch of a request members are only ever appended: who is lost keeps its
-    number, and never comes back.
+    Each has room for the whole prompt. In one epoch of a request members are only ever appended: one that is lost keeps
+    its number, and never comes back.
     """
 
     member_ids: tuple[InstanceId, ...]
     capability: int  # 64 random bits; a piece between members without them is dropped
-    lost_ids: tuple[InstanceId, ...] = ()  # of these, who is a member no more
+    lost_ids: tuple[InstanceId, ...] = ()  # of these, which are members no more
 
     @property
     def living_ids(self) -> tuple[InstanceId, ...]:

@@ -1,4 +1,4 @@
-"""Laws of what is kept: the core's books and an instance's store, told the same in the same order, are the same."""
+"""Laws of what is kept: the core's state and an instance's store, told the same in the same order, are the same."""
 
 from __future__ import annotations
 

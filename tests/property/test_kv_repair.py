@@ -1,4 +1,4 @@
-"""Laws of what is asked for again: the books of a receiver balance, and whoever sends bears with an honest one."""
+"""Laws of what is asked for again: a receiver's counts agree, and whoever sends bears with an honest one."""
 
 from __future__ import annotations
 

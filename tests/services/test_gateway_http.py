@@ -373,8 +373,8 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
     ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages", "role"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs `logprobs`"),
     ("chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template", "does not render"),
-    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "is no function"),
-    ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "chat template knows no tools"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "is not a valid function"),
+    ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "chat template does not support tools"),
     ("chat/completions", {**CHAT, "tools": [TOOL, TOOL]}, 400, "tools", "two tools of the name"),
     ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "none that can be called"),
     ("chat/completions", {**CHAT, "tool_choice": "some"}, 400, "tool_choice", "must be"),
@@ -536,7 +536,7 @@ async def test_the_schedulers_refusals_become_statuses(model: Path, reason: Reje
 
 
 def closing_refusal(generation: Generation) -> Reject:
-    """For want of time, which closes the door for an hour."""
+    """For want of time, which the reject cache remembers for an hour."""
     return Reject(
         gateway_id=generation.gateway_id,
         request_id=generation.request_id,
@@ -568,7 +568,7 @@ async def test_what_was_just_refused_is_refused_at_the_door_and_nothing_else(mod
         first, second = [await ask("floods", prompt=prompt) for prompt in ("abc", "xyz")]
         assert (first.status_code, first.headers["retry-after"]) == (429, "3")
         assert (second.status_code, second.headers["retry-after"], second.content) == (429, "3", first.content)
-        assert len(mesh.submitted) == 1, "the second was refused at the door"
+        assert len(mesh.submitted) == 1, "the reject cache refused the second"
         assert (await ask("quiet", prompt="abc")).status_code == 200
         others = [
             await ask("floods", prompt="abc", ttft_ms="60000"),

@@ -107,7 +107,7 @@ SEED = 3
 
 @pytest.fixture(autouse=True)
 def ids_of_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service takes none of others; the simulator has no door."""
+    """The service takes none of others; the simulator has no reject cache."""
     monkeypatch.setattr("pdmesh.sim.simulator.RequestId", partial(request_id_of, GATEWAY))
 
 

@@ -573,7 +573,7 @@ async def test_another_process_does_not_take_the_place_of_one_that_speaks() -> N
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(speak)
             async with mesh.connect(WORKER_METHOD, WorkerDown, registration) as second:
-                assert "m is there already, at ipv4:127.0.0.1:" in await second.ended()
+                assert "an instance named m already runs at ipv4:127.0.0.1:" in await second.ended()
             tasks.cancel_scope.cancel()
         while True:  # its host may have lost power
             async with mesh.connect(WORKER_METHOD, WorkerDown, registration) as second:

@@ -69,7 +69,9 @@ def test_a_share_that_may_miss() -> None:
     assert unattainable(arrivals, MODEL, Slo(ttft_s=1.0), 0.75, FOREVER) is None
     reason = unattainable(arrivals, MODEL, Slo(ttft_s=1.0), 0.8, FOREVER)
     assert reason is not None
-    assert reason.startswith("1 of 4 requests cannot be in time on any number of instances, so that 75.00% is the most")
+    assert reason.startswith(
+        "1 of 4 requests miss their targets on any number of instances, so at most 75.00% can meet them"
+    )
 
 
 def test_small_chunks_can_be_cheaper_than_their_whole() -> None:

@@ -24,12 +24,12 @@ from pdmesh_gateway.reject_cache import RejectCache, RequestKind
 TTFT_S = 1.0
 DURATION_S = 40.0
 
-#: Of the runs behind a door.
+#: Of the runs behind a reject cache.
 REJECT_TTL_S = 12.0
 
 
 class CoreBehindARejectCache:
-    """In the place of a core: a gateway's door before it. Its requests come with the keys of ``tenants`` in turn."""
+    """In the place of a core: a gateway's reject cache before it. Requests have the keys of ``tenants`` in turn."""
 
     def __init__(self, core: SchedulerCore, tenants: Sequence[str] = ("",), *, caches_rejects: bool = True) -> None:
         self.core = core
@@ -140,7 +140,7 @@ def test_targets_as_short_as_a_few_steps_are_kept_too(ttft_s: float) -> None:
     assert goodput_per_s("pdmesh", 70.0, refuses_early=True, **of) >= 0.95 * peak
 
 
-# --- with a gateway's door before it ---
+# --- with a gateway's reject cache before it ---
 
 COMPUTING: dict[str, Any] = {"output": 12, "seats": 16, "long_share": 0.02}
 FLOOD_PER_S = 120.0

@@ -28,7 +28,7 @@ from pdmesh.testing.core import FixedGrowth
 from pdmesh.testing.examples import examples
 from pdmesh.testing.sim import UNEVEN_MODEL, tiny_mesh
 
-#: Books are checked after each event: a busy machine may take minutes.
+#: The core's state is checked after each event: a busy machine may take minutes.
 pytestmark = pytest.mark.timeout(400)
 
 #: Of an instance that decodes, and of one that prefills.

@@ -137,7 +137,7 @@ def faulty(seed: int) -> tuple[SimResult, list[Event]]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_groups_with_deaths_loses_nothing(seed: int) -> None:
-    """And the books balance on the way."""
+    """And the core's state agrees on the way."""
     result, _ = faulty(seed)
     check_whole(result)
     request_ids = {request.request.request_id for request in result.requests}

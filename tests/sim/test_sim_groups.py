@@ -110,7 +110,7 @@ def test_kv_that_comes_slowly_is_waited_for() -> None:
 
 
 def test_short_prompts_go_first_on_each_member_and_nothing_is_left_behind() -> None:
-    """The core's books are checked at the end of every run."""
+    """The core's state is checked at the end of every run."""
     short = [Arrival(arrival_s=0.2 + 0.3 * n, num_prompt_tokens=30, num_output_tokens=3) for n in range(12)]
     result = run([LONG, *short])
     check_turns(result, 0)

@@ -32,7 +32,7 @@ def run(
     control_delay_s: float = 0.0,
     seed: int = 0,
 ) -> SimResult:
-    """Requests that may draw 1,000 tokens; books are checked after every event. ``mean_then`` is of the second half."""
+    """Requests that may draw 1,000 tokens; state is checked after every event. ``mean_then`` is of the second half."""
     rng = random.Random(seed)
     arrivals = [
         Arrival(

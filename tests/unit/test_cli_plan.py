@@ -69,7 +69,7 @@ def test_a_table_says_what_was_tried() -> None:
         (["--slo-ttft", "1", "--bundle", "lifo"], 2, "no policy bundle is called 'lifo'"),
         (["--slo-ttft", "1", "--profile", "abacus"], 2, "'abacus'"),
         (["--slo-ttft", "1", "--trace", "missing.csv"], 2, "cannot read the trace missing.csv"),
-        (["--slo-ttft", "0.001"], 2, "cannot be in time on any number of instances"),
+        (["--slo-ttft", "0.001"], 2, "miss their targets on any number of instances"),
         (["--slo-ttft", "0.5", "--attainment", "0.95", "--rate", "1000", "--max-instances", "1"], 1, "not 95.00%"),
     ],
 )

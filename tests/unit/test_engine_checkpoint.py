@@ -96,7 +96,7 @@ def drop_tensor(directory: Path) -> None:
         (lambda directory: (directory / "config.json").unlink(), "config.json is missing"),
         (overwrite("config.json", b"{"), "config.json cannot be read"),
         (overwrite("config.json", b"\xff"), "config.json cannot be read: 'utf-8'"),
-        (overwrite("config.json", b"[]"), "config.json holds no JSON object"),
+        (overwrite("config.json", b"[]"), "config.json does not hold a JSON object"),
         (lambda directory: (directory / "model.safetensors").unlink(), "holds no model.safetensors"),
         (overwrite("model.safetensors", b"garbage"), "not a readable safetensors file"),
         (

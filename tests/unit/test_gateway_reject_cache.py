@@ -1,4 +1,4 @@
-"""The door: what the scheduler has just refused is refused without asking it, and nothing else is."""
+"""The reject cache: what the scheduler has just refused is refused without asking it, and nothing else is."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_others_like_it_are_told_the_same_until_the_time_is_over() -> None:
         reject_cache.check(KIND)
     told = refused.value
     assert (told.status, told.type, told.code, told.retry_after_s) == (429, "rate_limit_error", "overloaded", 7.5)
-    assert told.reject_ttl_s == 0, "one that was not judged says nothing of others: the door would never open"
+    assert told.reject_ttl_s == 0, "one that was not judged says nothing of others: the cache would never let one pass"
     clock.now_s += 0.25
     assert not is_refused(reject_cache)
 

@@ -1,4 +1,4 @@
-"""A request's KV from one instance to another: what lands, what is refused, what fails, and that the books balance."""
+"""KV of a request from one instance to another: what lands, is refused or fails, and that blocks are counted right."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Scene:
 
     @property
     def used(self) -> dict[str, float]:
-        return {status.tenant: status.used_of_late for status in self.usage.statuses}
+        return {status.tenant: status.recent_share for status in self.usage.statuses}
 
 
 def test_what_was_used_longer_ago_is_forgotten() -> None:
@@ -65,14 +65,14 @@ def test_many_keys_are_told_of_together() -> None:
     assert len(statuses) == MAX_TOLD + 1
     assert statuses[-1].tenant == OTHERS
     assert statuses[0].tenant == f"t{3 * MAX_TOLD - 1}"
-    assert sum(status.used_of_late for status in statuses) == pytest.approx(1.0)
+    assert sum(status.recent_share for status in statuses) == pytest.approx(1.0)
     waiting_and_running = sum(status.num_waiting + status.num_running for status in statuses)
     assert waiting_and_running == scene.num_requests
 
 
 def test_status_has_a_line_for_each_key() -> None:
-    alice = TenantStatus(tenant="alice", share=3, num_waiting=4, num_running=2, used_of_late=0.756)
-    others = TenantStatus(tenant=OTHERS, share=0, num_waiting=0, num_running=9, used_of_late=0.244)
+    alice = TenantStatus(tenant="alice", share=3, num_waiting=4, num_running=2, recent_share=0.756)
+    others = TenantStatus(tenant=OTHERS, share=0, num_waiting=0, num_running=9, recent_share=0.244)
     state = MeshStatus(
         ready=True, reason="", instances=(), num_waiting=4, num_running=11, bundle="fcfs", tenants=(alice, others)
     )

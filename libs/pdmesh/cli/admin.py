@@ -202,7 +202,7 @@ def tenants_table(answer: messages.MeshStatus) -> Table:
             str(row.share or ""),
             str(row.num_waiting),
             str(row.num_running),
-            f"{row.used_of_late:.0%}",
+            f"{row.recent_share:.0%}",
         )
     return table
 

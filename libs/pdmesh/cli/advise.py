@@ -131,7 +131,7 @@ def advise(path: Path, options: AdviceOptions, output: Output, *, same_bundle: b
     except OSError as error:
         raise ConfigError(f"cannot read the event log {path}: {error.strerror}") from error
     if not decisions.is_faithful:
-        raise ConfigError(f"{path} was written by another version of pdmesh, which decides otherwise")
+        raise ConfigError(f"{path} was written by another version of pdmesh, which decides differently")
     arrivals = recent(run.arrivals, options.last_s)
     if len(arrivals) < MIN_REQUESTS or not mesh.profiles:
         raise ConfigError(

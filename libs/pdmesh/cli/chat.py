@@ -145,7 +145,7 @@ def _read_tools(path: Path) -> list[Any]:
     except (OSError, ValueError) as error:
         raise PdmeshError(f"cannot read tools from {path}: {error}") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise PdmeshError(f"{path} is no list of tools")
+        raise PdmeshError(f"{path} does not hold a list of tools")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 

@@ -78,7 +78,7 @@ def operator(
     _make(made, secret, file, "security.operators_file", "a running scheduler")
 
 
-def _make(key: ApiKey | Operator, secret: str, file: Path | None, setting: str, who: str) -> None:
+def _make(key: ApiKey | Operator, secret: str, file: Path | None, setting: str, reader: str) -> None:
     """Add the entry to ``file``, or print it; print the secret. Exits with 2 if that cannot be."""
     try:
         entry = entry_of(key)
@@ -92,7 +92,7 @@ def _make(key: ApiKey | Operator, secret: str, file: Path | None, setting: str, 
     if file is None:
         typer.echo(f"# append to the file that {setting} names (*.toml)\n{entry}", err=True)
     else:
-        typer.echo(f"pdmesh: {key.name} added to {file}; {who} reads it within seconds", err=True)
+        typer.echo(f"pdmesh: {key.name} added to {file}; {reader} reads it within seconds", err=True)
     typer.echo(secret)
 
 

@@ -44,7 +44,7 @@ EXIT_REFUSED = 4
 #: A scheduler that died is back by then, and goes on with the operation.
 AWAY_LIMIT_S = 60.0
 
-#: The same before anything was asked for: who names a wrong address is to hear of that.
+#: The same before anything was asked for: a wrong address is reported soon.
 FIRST_LIMIT_S = 10.0
 
 #: Between two tries to reach a scheduler that is away.

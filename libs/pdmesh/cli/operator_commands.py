@@ -218,10 +218,10 @@ def pool_auto(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     min_gain: MinGain = 3.0,
-    every: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time between two looks.")] = 60.0,
-    least: Annotated[int, typer.Option(min=1, help="Prefill and decode instances to keep, each.")] = 1,
+    every: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time between two checks.")] = 60.0,
+    least: Annotated[int, typer.Option(min=1, help="Least number of prefill and of decode instances to keep.")] = 1,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
-    once: Annotated[bool, typer.Option("--once", help="Look once, make at most one change, and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Check once, make at most one change, and exit.")] = False,
 ) -> None:
     """Follow `pool advise`, one role at a time, and undo changes that make things worse. Ctrl-C exits."""
     from pdmesh.cli.advise import AdviceOptions

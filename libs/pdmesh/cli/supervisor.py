@@ -303,7 +303,7 @@ class Supervisor:
 
     @property
     def workers(self) -> list[Service]:
-        return [service for service in self.services if not self.is_beside(service)]
+        return [service for service in self.services if not self.is_control(service)]
 
     def kind(self, service: Service) -> ProcessKind:
         """Return which kind of process a service is."""
@@ -311,7 +311,7 @@ class Supervisor:
             return ProcessKind.SCHEDULER
         return ProcessKind.GATEWAY if is_gateway(service.name) else ProcessKind.INSTANCE
 
-    def is_beside(self, service: Service) -> bool:
+    def is_control(self, service: Service) -> bool:
         """Whether a service is the scheduler or a gateway."""
         return self.kind(service) is not ProcessKind.INSTANCE
 

@@ -54,7 +54,7 @@ class SupervisorActuator:
                     kind=self._supervisor.kind(service),
                 )
                 for service in self._supervisor.services
-                if service.facts and (self._supervisor.is_beside(service) or not service.is_stopping)
+                if service.facts and (self._supervisor.is_control(service) or not service.is_stopping)
             ),
             unsettled=tuple(
                 InstanceId(service.instance_id if service.facts else f"{self._plan.name_prefix}{service.name}")

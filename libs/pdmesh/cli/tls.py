@@ -38,7 +38,7 @@ def dev_ca(
     days: Annotated[int, typer.Option(min=1, max=825, help="Days that the certificates are valid.")] = 30,
     role: Annotated[
         ServiceRole | None,
-        typer.Option(help="Role that the certificate names, and is called by; it may be used for no other."),
+        typer.Option(help="Role that the certificate is for; it cannot be used for any other."),
     ] = None,
 ) -> None:
     """Create a certificate authority in FOLDER, unless there is one, and a certificate for this mesh.

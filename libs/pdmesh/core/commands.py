@@ -65,13 +65,13 @@ class ToGateway(Struct, frozen=True, kw_only=True):
 class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     """Hold blocks on ``instance_id`` for a request whose chunks follow in later plans.
 
-    ``shards`` say who holds what of its KV while its prompt is computed, the leader first; each is asked for its own.
-    ``transfer`` moves it on; None means that it stays and decodes there, and the shards then have room for the output,
-    or, where it ``awaits_receiver``, that a later grant says where it goes (or KeepKv that it stays).
-    A member of ``group`` that does not lead it is asked for one shard, its own copy, and has no transfer: it computes
-    chunks, and passes their KV on to the other members.
-    The first ``num_reused_granules`` of the request's chain are kept there: it shares their blocks, which count among
-    those of its shard, and its chunks begin behind them. ``drop`` are granules to give up first, in this order.
+    ``shards`` say which instance holds what of its KV while its prompt is computed, the leader first; each is asked for
+    its own. ``transfer`` moves it on; None means that it stays and decodes there, and the shards then have room for the
+    output, or, where it ``awaits_receiver``, that a later grant says where it goes (or KeepKv that it stays). A member
+    of ``group`` that does not lead it is asked for one shard, its own copy, and has no transfer: it computes chunks,
+    and passes their KV on to the other members. The first ``num_reused_granules`` of the request's chain are kept
+    there: it shares their blocks, which count among those of its shard, and its chunks begin behind them. ``drop`` are
+    granules to give up first, in this order.
     """
 
     shards: tuple[KvShard, ...]
@@ -115,7 +115,7 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
 
 
 class SetGroup(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Tell a member of a request's group who its members are now: some were added, or lost. Absolute, and idempotent.
+    """Tell a member of a request's group which its members are now: some were added, or lost. Absolute, and idempotent.
 
     Where some were lost, chunks that came before this and wait for KV, now or later, end without a token; the leader
     passes on what it has of the lost ones' KV, and answers with GroupPrefix.

@@ -343,7 +343,7 @@ class RequestFinished(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class KvReleased(RequestReport):
-    """An instance gave back the blocks (and the reservation) of a request. The core's books follow this alone.
+    """An instance gave back the blocks (and the reservation) of a request. The core's state follows this alone.
 
     It may be told twice, and what was given back be promised anew in between: so it says which ``transfer_id`` that was
     for, where one was to bring the KV. ``granules`` are those behind `Request.chain` that drawn tokens completed, in
@@ -390,7 +390,7 @@ class TokenLinkReported:
 
 @dataclass(frozen=True, slots=True)
 class LoadReported:
-    """An instance's books at a heartbeat: ``free + held + kept + quarantined = total`` blocks.
+    """An instance's counts of blocks at a heartbeat: ``free + held + kept + quarantined = total`` blocks.
 
     Held is what requests have, shared blocks counted once, and kept what is there for others alone.
     """

@@ -512,7 +512,7 @@ class MeshState:
             )
 
     def check_integrity(self) -> None:
-        """Every book balances with every other; AssertionError names the numbers."""
+        """Check that all state agrees; AssertionError names the numbers."""
         instances = self.instances.values()
         assert self._exact_groups == Counter(each.exact_group for each in instances), "exact groups miscounted"
         assert self._kv_groups == Counter(each.kv_group for each in instances), "KV groups miscounted"

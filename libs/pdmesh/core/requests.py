@@ -42,7 +42,7 @@ TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
     "draw_first_token": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "plan_again_from": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "end_prompt": ((Phase.PREFILLING,), (Phase.AWAITING_DECODE, Phase.TRANSFERRING)),
-    # who receives its KV
+    # what receives its KV
     "receive": ((Phase.PREFILLING, Phase.AWAITING_DECODE), (Phase.PREFILLING, Phase.TRANSFERRING)),
     "lose_receiver": ((Phase.PREFILLING, Phase.TRANSFERRING), (Phase.PREFILLING, Phase.AWAITING_DECODE)),
     "keep": ((Phase.PREFILLING, Phase.AWAITING_DECODE), (Phase.PREFILLING, Phase.AWAITING_DECODE)),

@@ -455,7 +455,7 @@ class SchedulerCore:
             self._mesh.commands.append(WakeAt(at_s=self._due_s))
 
     def check_integrity(self) -> None:
-        """Every book balances with every other; AssertionError names the numbers."""
+        """Check that all state agrees; AssertionError names the numbers."""
         self._mesh.check_integrity()
         self._operations.check_integrity()
         self._moves.check_integrity()

@@ -12,7 +12,7 @@ from pdmesh.errors import PdmeshError
 
 
 class OutOfBlocks(PdmeshError):
-    """The pool has fewer free blocks than asked for: books disagree, or blocks are still quarantined."""
+    """The pool has fewer free blocks than asked for: the scheduler miscounted, or blocks are quarantined."""
 
 
 class BlockPool:

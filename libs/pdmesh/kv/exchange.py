@@ -11,9 +11,9 @@ other piece, says that its sender is ready. Of two members one hears of the othe
 
 **Size of pieces.** Members take turns: when one begins its chunk, the next one of ``n`` begins about an ``n``-th part
 of a chunk later, and as many layers behind. A member that is ``d`` turns behind is sent ``d`` of these parts at once,
-which does not make it wait longer (`pdmesh.policy.pacing`). The order of turns is guessed from who last sent what;
-after a wrong guess a member waits for half a chunk. The slices of a parallel step are in the order of its members, the
-leader's last.
+which does not make it wait longer (`pdmesh.policy.pacing`). The order of turns is guessed from which member last sent
+what; after a wrong guess a member waits for half a chunk. The slices of a parallel step are in the order of its
+members, the leader's last.
 
 **How pages travel** is decided by the writer, and by `pdmesh.kv.groups`, which takes them: in pieces, or, inside a
 host, copied from where they lie (`pdmesh.kv.peer_reads`).

@@ -73,7 +73,7 @@ class PageLedger:
         self._num_blocks = num_blocks
         self._lock = threading.Lock()  # held for every change of a state
         self._states = [bytearray(num_blocks) for _ in range(num_layers)]
-        self._sources = [bytearray(num_blocks) for _ in range(num_layers)]  # 1 + who sent it, or was to
+        self._sources = [bytearray(num_blocks) for _ in range(num_layers)]  # 1 + the member that sent it, or was to
         self._sent_to = [bytearray(num_blocks) for _ in range(num_layers)]  # so many of a group's first members
         self._num_first = [0] * num_layers  # blocks from the first one on that are here, without a gap
 
@@ -183,7 +183,7 @@ class PageLedger:
         """Number of the first blocks that are here, or at least written, in all layers."""
         return min(self._num_first)
 
-    # --- who was sent what --------------------------------------------------------------------------------------------
+    # --- what was sent to whom ----------------------------------------------------------------------------------------
 
     def set_sent_to(self, blocks: Blocks, num_members: int) -> None:
         """Note that these pages are sent to the first ``num_members`` of a group."""

@@ -22,7 +22,7 @@ says.
 `LandedTransfer` (the acknowledgement is on its way; decode may start) or `FailedTransfer`.
 
 **Groups.** ``mover.groups.open(...)`` when a member of a prefill group is admitted, ``mover.groups.set_members(...)``
-when it is told who the members are (`pdmesh.kv.exchange`). The only outcome is `FailedExchange`: it cannot go on.
+when it is told which the members are (`pdmesh.kv.exchange`). The only outcome is `FailedExchange`: it cannot go on.
 
 **Freeing.** ``mover.cancel(request_id, epoch)`` first (idempotent, unknown requests are fine, no outcome follows), then
 ``pool.free(block_ids, on_released=...)``: blocks that a running copy still touches stay quarantined until it ends,

@@ -37,7 +37,7 @@ class PieceKind(IntEnum):
     HELLO = 5  # one member of a prefill group to another: KV may be sent here
     WELCOME = 6  # the same, in answer to it
     TRANSCRIPT = 7  # of a move: bytes of what the request is, and has drawn
-    AGAIN = 8  # to who sent KV: this part of it came damaged
+    AGAIN = 8  # to the sender of KV: this part of it came damaged
     PEER_READ = 9  # as KV, between instances on one host: where the blocks may be read (`pdmesh.kv.peer_reads`)
     NO_PEER_READS = 10  # as AGAIN: this part cannot be read here; send it, and what follows, as bytes
 
@@ -52,7 +52,7 @@ class PieceHeader:
     capability: int
     source: int = 0  # which of the transfer's sources and destinations, or of a group's members, this is between
     destination: int = 0
-    num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by who computed it
+    num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by the one that computed it
     chunk: int = 0
     part: KvPart = NO_PART  # KV, PEER_READ, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
     # TRANSCRIPT: ``blocks`` are bytes

@@ -44,14 +44,14 @@ def other_mode(mode: Mode) -> Mode:
 
 
 class DecodePhase(NamedTuple):
-    """A decode phase of an exclusive instance, and who waits for its end. Times are seconds on the core's clock."""
+    """A decode phase of an exclusive instance, and what waits for its end. Times are seconds on the core's clock."""
 
     now_s: float
     began_s: float
     limit_s: float  # how long one may last while somebody waits
     num_seats: int
     num_busy: int
-    num_fillable: int  # of those who wait: as many as idle seats and free blocks take
+    num_fillable: int  # of those that wait: as many as idle seats and free blocks take
     urgent_s: float  # when the first in line must begin for its own target; infinite without one that can be kept
     turn_s: float  # not before: another instance of the pool has just begun a prefill phase
 
@@ -82,7 +82,7 @@ class ModeChoice(NamedTuple):
     cycle_s: float = 0.0  # predicted, of a prefill phase and a decode phase
     max_prompt_tokens: float = inf  # a prompt with more to compute is computed beside decodes
     is_open: bool = True  # whether the other mode could be the faster one, if the prediction is a little wrong
-    max_stall_s: float = inf  # of a prefill phase, while nobody decodes who has a TPOT target of its own
+    max_stall_s: float = inf  # of a prefill phase, while nothing decodes that has a TPOT target of its own
     least_stall_s: float = 0.0  # a phase with anything in it takes as long; with less to spare it is mixed
     decodes_s: float = 0.0  # predicted, of a decode phase
 
@@ -204,7 +204,7 @@ class SwitchingBatching:
 
     A prefill phase stalls every resident, so none is longer than the smallest TPOT target among them, or than
     ``max_stall_s`` if none has one: what does not fit goes on after another decode phase. And a cycle is no longer than
-    ``slo_ttft_s``, which stands for those who wait. The threshold is lowered until both hold in the mean: that costs
+    ``slo_ttft_s``, which stands for those that wait. The threshold is lowered until both hold in the mean: that costs
     throughput, but no more than is still gained. A prompt that alone would take longer than a cycle may is computed
     beside decodes.
     """

@@ -1,6 +1,6 @@
 """Exclusive and mixed batching in saturation: throughput, the best threshold, the crossover, and a safe batch size.
 
-An instance has N slots, each busy or idle, and there is always somebody who waits. Under *exclusive* batching decode
+An instance has N slots, each busy or idle, and some request always waits. Under *exclusive* batching decode
 phases end when k of them are idle; a prefill phase then fills all of these while the others stand still. Under *mixed*
 batching every step carries a chunk and all decodes. Formulas are those of the EB+ paper (§3), numbered as there and
 derived again; what of it did not survive a check against an exact chain of finite N is left out (its correction for
@@ -161,8 +161,8 @@ def renewal_threshold(costs: StepCosts, output_tokens: Sequence[int]) -> Thresho
 def tried_threshold(num_slots: int, costs: StepCosts, output_tokens: Sequence[int], around: Threshold) -> Threshold:
     """The best of several thresholds ``around`` one, by what each makes of these outputs (not empty), in their order.
 
-    Phases are not alike where many outputs are of one length: who began together ends together, and ``around`` may just
-    be missed by one such cohort, to wait for the next. So slots are followed through as many phases as the outputs
+    Phases are not alike where many outputs are of one length: what began together ends together, and ``around`` may
+    just be missed by one such cohort, to wait for the next. So slots are followed through as many phases as the outputs
     fill, some of them twice: nothing but steps and phases is counted, so that only the constants of steps matter.
     """
     number = max(len(output_tokens), _TURNOVERS * num_slots)

@@ -45,10 +45,10 @@ class Bundle:
         prefilling = [instance for instance in instances if instance.role.can_prefill]
         num_reserved = sum(instance.number <= self.num_reserved for instance in prefilling)
         if self.num_reserved and prefilling and num_reserved in (0, len(prefilling)):
-            who = "short" if num_reserved else "long"
+            kind = "short" if num_reserved else "long"
             return (
                 f"{self.name} keeps the first {self.num_reserved} instances that joined for long prompts, which are "
-                f"{num_reserved} of the {len(prefilling)} that compute prompts: {who} ones would wait for ever"
+                f"{num_reserved} of the {len(prefilling)} that compute prompts: {kind} ones would wait for ever"
             )
         return None
 

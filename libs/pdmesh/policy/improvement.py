@@ -1,8 +1,8 @@
 """By how much a larger group must bring a first token forward: a table made by simulation, and what is looked up in it.
 
 While few requests come, instances that a large group takes are missed by nobody. Under load they are: then a group may
-only be as large as is worth it to those who come next. So the best *improvement rate* depends on how many come (Tetris,
-§5.1). It is found before by simulation, and looked up for the arrivals that are seen.
+only be as large as is worth it to those that come next. So the best *improvement rate* depends on how many come
+(Tetris, §5.1). It is found before by simulation, and looked up for the arrivals that are seen.
 
 Tetris finds a table for one mesh and the lengths that are usual there, by requests a second
 (`pdmesh.studies.first_tokens`). For a pipelined prefill the load stands for both: the seconds of work that come in a

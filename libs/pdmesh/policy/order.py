@@ -78,7 +78,8 @@ class GuardedShortestFirst:
 
     A long prompt with a target of its own gets what it needs to keep it. Any other is due so that it gets at least
     ``min_share`` of an instance's time, from when the instance took it; so is one that was too late by then. What it
-    waited before was for other long ones: it is no debt of the short ones, who would else all be late together with it.
+    waited before was for other long ones: it is no debt of the short ones, which would else all be late together with
+    it.
     """
 
     prediction: Prediction

@@ -84,7 +84,7 @@ class GroupPolicy:
 
         Instances of the pool are free in so many seconds. A token's KV has ``token_bytes``. ``rate_for_load`` is the
         improvement rate that the load of the mesh suggests, for where none is set. Those named are worth their
-        part now; they need not be free yet, and who is not will be asked about again at the next chunk.
+        part now; they need not be free yet, and one that is not will be asked about again at the next chunk.
         """
         rate = rate_for_load if self.improvement_rate is None else self.improvement_rate
         planner = self._planner(token_bytes, min(max_members, self.max_members), rate)
@@ -114,7 +114,7 @@ class GroupPolicy:
     def first_chunk_tokens(self, num_tokens: int, num_members: int, most: int) -> int:
         """The first chunk of a prompt for which so many are free, where one has a step for ``most`` tokens.
 
-        Those who compute at once wait for it: then it is twice as long as its constant time.
+        Those that compute at once wait for it: then it is twice as long as its constant time.
         """
         if self.schedule is not Schedule.PIPELINED:
             sizer = ChunkSizer(self.latency, num_tokens)

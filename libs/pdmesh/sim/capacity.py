@@ -87,8 +87,8 @@ def unattainable(
     if reachable >= wanted:
         return None
     return (
-        f"{len(reasons)} of {len(arrivals)} requests cannot be in time on any number of instances, so that "
-        f"{reachable:.2%} is the most, not {wanted:.2%}: {reasons[0]}"
+        f"{len(reasons)} of {len(arrivals)} requests miss their targets on any number of instances, so at most "
+        f"{reachable:.2%} can meet them, not {wanted:.2%}: {reasons[0]}"
     )
 
 

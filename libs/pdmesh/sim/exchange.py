@@ -4,8 +4,8 @@ A member sends each other one the KV of what it computes, layer by layer: of a c
 from its start, the last one when it is done. Between two members that is one flow, in order, which shares their ports
 with all else. Who joins is sent what was computed before by the leader.
 
-Who is lost sends and takes nothing more. What it computed the leader passes on to those who lack it; what did not come
-to the leader in time is gone.
+A lost member sends and takes nothing more. What it computed the leader passes on to those that lack it; what did not
+come to the leader in time is gone.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class SimulatedExchange:
         self.forget(key)
 
     def _pass_on(self, key: RequestKey, prompt: _Prompt, lost_id: InstanceId) -> None:
-        """What a lost helper computed, to those who lack it, of what the leader has."""
+        """What a lost helper computed, to those that lack it, of what the leader has."""
         leader = prompt.members[prompt.leader_id]
         for flow in [flow for flow in prompt.pieces if lost_id in flow[1:]]:
             self._links.drop(flow)

@@ -44,7 +44,7 @@ class SimulatedGroups:
         self._go_on = go_on
 
     def lead(self, held: Held, steps: Iterable[StepPlan]) -> None:
-        """The leader's KV goes to those who joined; what it is computing now, in ``steps``, as it is computed."""
+        """The leader's KV goes to those that joined; what it is computing now, in ``steps``, as it is computed."""
         key, group = held.key, held.group
         assert group is not None
         is_new = not self._exchange.is_shared(key)

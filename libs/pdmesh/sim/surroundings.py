@@ -1,4 +1,4 @@
-"""What an instance is in: who owns it and says when things happen, and the other members of its groups."""
+"""What an instance is in: what owns it and says when things happen, and the other members of its groups."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def poisson(lengths: Sequence[int], requests_per_s: float, num_requests: int, se
 def first_tokens(
     prompts: Sequence[Prompt], num_instances: int, planner_at: Callable[[float], SequenceParallelPlanner]
 ) -> list[float]:
-    """Each prompt's time to first token; ``planner_at`` is asked at every arrival who plans it."""
+    """Each prompt's time to first token; ``planner_at`` is asked at every arrival for its planner."""
     instances = _Instances(num_instances)
     ttfts_s: list[float] = []
     for now_s, num_tokens in prompts:
@@ -76,8 +76,8 @@ def first_tokens_by_price(
 ) -> list[float]:
     """Each prompt's time to first token, where they wait in line for an instance that is free.
 
-    ``work_s`` is what a prompt of so many tokens takes one instance. In the order in which they came; but who cannot
-    have its first token within ``target_s`` any more lets those pass who can.
+    ``work_s`` is what a prompt of so many tokens takes one instance. In the order in which they came; but one
+    that cannot have its first token within ``target_s`` any more lets those pass that can.
     """
     line = _Line(prompts, num_instances, planner, work_s, target_s)
     agenda = [(prompt.arrival_s, index) for index, prompt in enumerate(prompts)]
@@ -131,7 +131,7 @@ class _Line:
         self._waiting.append(index)
 
     def begin(self, now_s: float) -> list[float]:
-        """Give instances to those who are next while any is free; when those instances are free again."""
+        """Give instances to those that are next while any is free; when those instances are free again."""
         ends_s: list[float] = []
         while self._waiting or self._late:
             pool = self._instances.pool(now_s)

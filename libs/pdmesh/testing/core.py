@@ -144,7 +144,7 @@ class FixedGrowth(Growth):
 
 
 class CoreBench:
-    """Feeds a core, checks its books after every event, and remembers its commands. Receivers confirm at once."""
+    """Feeds a core, checks its state after every event, and remembers its commands. Receivers confirm at once."""
 
     def __init__(self, *profiles: InstanceProfile, config: CoreConfig | None = None, chunk_tokens: int = 16) -> None:
         config = config or CoreConfig(policy=PolicyConfig(chunk_tokens=chunk_tokens))

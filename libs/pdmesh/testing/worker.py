@@ -294,7 +294,7 @@ class RunningInstance:
         return self.engine.kv.layout.block_size
 
     def assert_all_free(self, *, num_kept: int = 0) -> None:
-        """Assert that no block is held, so many granules are kept, and the books balance."""
+        """Assert that no block is held, so many granules are kept, and the counts of blocks agree."""
         self.instance.check_integrity()
         assert self.pool.num_kept == num_kept * blocks_of_granule(self.block_size), f"{self.pool.num_kept} blocks kept"
         mesh = (self.pool.num_free, self.pool.num_held, self.pool.num_quarantined)

@@ -131,7 +131,7 @@ class Departures:
         self._give_turn(request, self._context.instance_id)
 
     def _give_turn(self, request: LocalRequest, instance_id: InstanceId) -> None:
-        """Tell the gateway who draws the next token, unless that is said with the first one."""
+        """Tell the gateway which instance draws the next token, unless that is said with the first one."""
         if request.stage is Stage.SENDING:
             self._context.gateways.give_turn(request, instance_id)
 

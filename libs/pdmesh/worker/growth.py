@@ -57,7 +57,7 @@ class RoomGrowth:
             return  # it ended meanwhile, or was granted more already
         try:
             self.extend(request, command.num_blocks)
-        except OutOfBlocks as error:  # the scheduler's books are wrong
+        except OutOfBlocks as error:  # the scheduler's count is wrong
             self._context.endings.drop(request, str(error))
             return
         self._context.wake()

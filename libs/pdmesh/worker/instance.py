@@ -218,7 +218,7 @@ class Instance:
         self._report(KvReleased(self.instance_id, request.request_id, request.epoch, request.received_by, *drawn))
         self._growth.blocks_freed()
 
-    # --- books -----------------------------------------------------------------------------------------------
+    # --- counts -----------------------------------------------------------------------------------------------
 
     @property
     def num_decoding(self) -> int:

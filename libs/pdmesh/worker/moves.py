@@ -72,7 +72,7 @@ class MovingDecodes:
         return leaving.target_id if leaving.sender.has_room_for(len(request.sequence.token_ids)) else None
 
     def stepped(self, request: LocalRequest, successor: InstanceId | None) -> None:
-        """A step has drawn a token more, and named who goes on."""
+        """A step has drawn a token more, and named what goes on."""
         leaving = request.leaving
         if leaving is None or leaving.sender is None:
             return

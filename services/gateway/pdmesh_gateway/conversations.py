@@ -145,7 +145,9 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
 def _check_known(answer_format: AnswerFormat) -> None:
     """Raise RequestRejected if the model knows no tools."""
     if not answer_format.template_knows_tools:
-        raise RequestRejected("This model's chat template knows no tools.", param="tools", code="unsupported_value")
+        raise RequestRejected(
+            "This model's chat template does not support tools.", param="tools", code="unsupported_value"
+        )
     if answer_format.tools is None:
         raise RequestRejected(
             "It is not known how this model calls tools: the server needs the setting `gateway.tool_format`.",

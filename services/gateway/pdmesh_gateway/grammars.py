@@ -114,7 +114,7 @@ def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str 
         except (ValueError, RecursionError) as error:
             raise invalid(param, f"`{param}` has a schema that is not JSON: {error}") from None
     if not isinstance(schema, Mapping | bool):
-        raise invalid(param, f"`{param}` has a schema that is no JSON object.")
+        raise invalid(param, f"`{param}` has a schema that is not a JSON object.")
     check_size(schema, param)
     schema = closed(schema)
     if pattern is not None:
@@ -148,9 +148,9 @@ def _of_options(options: StructuredOutputs) -> tuple[str, str] | None:
 
 def _choice(choices: Sequence[str], param: str) -> str:
     if not choices or "" in choices:
-        raise invalid(param, f"`{param}.choice` must hold texts, none of them empty.")
+        raise invalid(param, f"`{param}.choice` must be one or more strings, none of them empty.")
     if len(choices) > MAX_ENUM_VALUES:
-        raise invalid(param, f"`{param}.choice` has {len(choices)} texts; {MAX_ENUM_VALUES} are allowed.")
+        raise invalid(param, f"`{param}.choice` has {len(choices)} strings; at most {MAX_ENUM_VALUES} are allowed.")
     return LLMatcher.grammar_from_regex("|".join(re.escape(choice) for choice in choices))
 
 

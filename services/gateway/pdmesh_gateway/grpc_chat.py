@@ -41,7 +41,7 @@ def conversation_of(chat: pb.Chat, *, most: int) -> Conversation:
     if not 0 < len(chat.messages) <= most:
         raise invalid("messages", f"`messages` has {len(chat.messages)} messages; 1 to {most} are allowed.")
     if (mode := _MODES.get(chat.tool_choice.mode)) is None:
-        raise invalid("tool_choice", "`tool_choice.mode` is none that is known.")
+        raise invalid("tool_choice", "`tool_choice.mode` is unknown.")
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
     check_nesting(messages, "messages")
     return Conversation(
@@ -122,4 +122,4 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise invalid(where, f"`{where}` is no JSON object: {error}") from None
+        raise invalid(where, f"`{where}` is not a JSON object: {error}") from None

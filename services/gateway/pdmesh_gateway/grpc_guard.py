@@ -21,7 +21,7 @@ from pdmesh_gateway.auth import ApiKeys
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-#: Of each method of the health service, calls at once: whoever probes without a key takes no place from who has one.
+#: Of each method of the health service, calls at once: a probe without a key takes no place from one with a key.
 MAX_PROBES = 64
 
 #: For a probe to say what it asks.

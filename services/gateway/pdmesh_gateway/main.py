@@ -106,7 +106,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             stopping=context.stopping,
         )
         listener = open_listener(gateway)
-        # Where the port is shared, who asks there does not know which gateway answers.
+        # Where the port is shared, a client cannot know which gateway answers.
         probes = None if gateway.listen_fd is None else bind_socket(LOOPBACK, 0, setting="gateway.listen_fd")
         # The edge's clients show keys, not certificates of ours.
         edge_security = replace(config.security, tls_ca=None)

@@ -37,7 +37,8 @@ class PromptPrefix:
 class Prefixes:
     """Makes the hashes of one gateway's prompts.
 
-    ``sharing`` is `GatewayConfig.prefix_reuse`: who shares what. ``facts`` are about the model, as it is served.
+    ``sharing`` is `GatewayConfig.prefix_reuse`: which requests share KV. ``facts`` are about the model, as it is
+    served.
     """
 
     def __init__(self, mesh_token: str, sharing: str, info: ModelInfo, *facts: str) -> None:

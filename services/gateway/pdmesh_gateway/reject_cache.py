@@ -1,4 +1,4 @@
-"""The door: what the scheduler has just refused for want of time is refused here, before it costs anything.
+"""Remembers what the scheduler has just refused for want of time, and refuses its like before it costs anything.
 
 With each refusal the scheduler says for how long it would refuse others like that request (`Reject.reject_ttl_s`).
 Until then these are told what that one was told: they are neither tokenized nor asked about. Then one is let in, and

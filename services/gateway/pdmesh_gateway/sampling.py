@@ -249,7 +249,9 @@ async def bad_token_sequences(
     if not words:
         return ()
     if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > MAX_STOP_CHARS:
-        raise invalid("bad_words", f"`bad_words` may be {MAX_BAD_WORDS} words and {MAX_STOP_CHARS} characters.")
+        raise invalid(
+            "bad_words", f"`bad_words` may have at most {MAX_BAD_WORDS} words and {MAX_STOP_CHARS} characters."
+        )
     if not all(map(str.strip, words)):
         raise invalid("bad_words", "`bad_words` must not contain blank words.")
     sequences: dict[tuple[int, ...], None] = {}

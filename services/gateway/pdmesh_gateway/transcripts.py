@@ -117,10 +117,10 @@ class Transcript:
     submitted_on: int | None = None
     submitted_to: str | None = None  # which scheduler process was last sent this epoch
     submitted_at_change: int = 0  # `Transcripts.num_changes` when this epoch was submitted
-    unheard: InstanceId | None = None  # who drew what did not come, of one that is resumed for that
+    unheard: InstanceId | None = None  # which instance drew what did not come, of one that is resumed for that
     all_drawn: bool = False  # its instance says that there will be no more tokens: what is not here is late or lost
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
-    giver: InstanceId | None = None  # who named the source, until that speaks
+    giver: InstanceId | None = None  # which named the source, until that speaks
     drawn_by: InstanceId | None = None  # which instance drew the last token
     num_cached_tokens: int = 0  # of the prompt: their KV was there when its first token was drawn
     num_dropped: int = 0
@@ -203,7 +203,7 @@ class Transcript:
             self._deliver_ahead()
 
     def give_turn(self, turn: TurnOver, source: InstanceId) -> None:
-        """The one whose turn it is, or who gave it away, names who goes on."""
+        """The instance whose turn it is, or that gave it away, names the one that goes on."""
         if turn.epoch != self.epoch or self.finished or turn.num <= self._num_turns.get(source, -1):
             self.num_dropped += 1
             return  # it is old, or was said again after a stream broke

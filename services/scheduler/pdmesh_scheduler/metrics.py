@@ -209,13 +209,13 @@ class _CoreCollector(Collector):
         for kind, count in self._core.ignored.items():
             ignored.add_metric([kind], count)
         used = GaugeMetricFamily(
-            "pdmesh:tenant_used_of_late", "A tenant's share of the tokens charged in the last minute", labels=["tenant"]
+            "pdmesh:tenant_recent_share", "A tenant's share of the tokens charged in the last minute", labels=["tenant"]
         )
         waiting = GaugeMetricFamily(
             "pdmesh:tenant_requests_waiting", "Requests waiting in the queue, by tenant", labels=["tenant"]
         )
         for tenant in self._tenants.statuses:
-            used.add_metric([tenant.tenant], tenant.used_of_late)
+            used.add_metric([tenant.tenant], tenant.recent_share)
             waiting.add_metric([tenant.tenant], tenant.num_waiting)
         links = GaugeMetricFamily(
             "pdmesh:kv_link_bytes_per_second",

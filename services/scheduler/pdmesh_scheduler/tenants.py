@@ -44,7 +44,7 @@ class TenantUsage:
         views = self._core.tenants
         if not any(view.tenant for view in views):
             return ()
-        used = self._used_of_late(views)
+        used = self._recent_tokens(views)
         total = sum(used.values())
         told = nlargest(MAX_TOLD, views, key=lambda view: (used[view.tenant], view.num_waiting, view.tenant))
         rest = [view for view in views if view not in told] if len(views) > MAX_TOLD else []
@@ -56,13 +56,13 @@ class TenantUsage:
                 share=share,
                 num_waiting=sum(view.num_waiting for view in views),
                 num_running=sum(view.num_running for view in views),
-                used_of_late=num_tokens / total if total else 0.0,
+                recent_share=num_tokens / total if total else 0.0,
             )
 
         statuses = [status(view.tenant, view.share, view) for view in told]
         return (*statuses, status(OTHERS, 0, *rest)) if rest else tuple(statuses)
 
-    def _used_of_late(self, views: list[TenantView]) -> dict[str, int]:
+    def _recent_tokens(self, views: list[TenantView]) -> dict[str, int]:
         """Tokens charged; never less than none, though what was expected of outputs may have been given back."""
         before = self._seen[0][1] if self._seen else {}
         return {view.tenant: max(0, view.num_tokens - before.get(view.tenant, 0)) for view in views}

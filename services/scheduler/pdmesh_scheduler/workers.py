@@ -119,7 +119,7 @@ class WorkerStreams:
             return
         log.error("instance refused: another has its id", instance_id=instance_id, peer=peer, other=there.address)
         raise ProtocolError(
-            f"{instance_id} is there already, at {there.address}: give each instance an id of its own "
+            f"an instance named {instance_id} already runs at {there.address}: give each instance an id of its own "
             "(worker.instance_id), or stop that one"
         )
 

@@ -1,4 +1,4 @@
-"""Prompts that several instances compute in turn: who helps, and with which chunks, by `pdmesh.policy.prefill_groups`.
+"""Prompts that several instances compute in turn: which help, and with which chunks, by `pdmesh.policy.prefill_groups`.
 
 A request's *leader* is the instance that it was placed on: it computes the last chunk, and its KV goes on from there,
 as that of any request. *Helpers* compute chunks of it in steps that they have nothing of their own for: whoever has an
@@ -146,7 +146,7 @@ class GroupPlanner:
         ]
 
     def _answers_soon(self, state: RequestState) -> bool:
-        """Whether somebody who was asked to help has not answered, and does so at once if it is well."""
+        """Whether an instance that was asked to help has yet to answer, which a healthy one does at once."""
         return any(self._mesh.instances[name].takes_new for name in self._awaited(state))
 
     # --- the leader's chunks ---
@@ -224,7 +224,7 @@ class GroupPlanner:
     # --- the helpers' ---
 
     def help(self, step_slots: StepSlots, bundle: Bundle, now_s: float) -> bool:
-        """Ask those who should help, and give each helper with nothing of its own one more chunk.
+        """Ask the instances that should help, and give each helper with nothing of its own one more chunk.
 
         Whether any was given. Who helps has room for a plan, and no prompt for it.
         """

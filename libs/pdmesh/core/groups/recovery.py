@@ -26,7 +26,7 @@ def lose_helper(mesh: MeshState, state: RequestState, instance_id: InstanceId) -
 
 
 def tell_group(mesh: MeshState, state: RequestState) -> None:
-    """Tell all members who they are."""
+    """Tell all members which instances are members."""
     assert state.group is not None, f"{state.key} has no group to tell"
     (request_id, epoch), group = state.key, state.group.told
     for member_id in group.living_ids:

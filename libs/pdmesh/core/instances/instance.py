@@ -1,4 +1,4 @@
-"""The core's books of one instance: what it holds, and what is in flight there.
+"""What the core knows of one instance: what it holds, and what is in flight there.
 
 They follow the core's own commands: a hold is taken at AdmitPrefill or PlaceDecode and given back only at
 KvReleased, so they never promise blocks that a worker has not yet freed.
@@ -39,7 +39,7 @@ _CONTEXT_MOVED = 0.05
 
 
 class InstanceState:
-    """One instance's books."""
+    """What the core knows of one instance."""
 
     def __init__(
         self,

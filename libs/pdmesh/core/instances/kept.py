@@ -1,6 +1,6 @@
-"""KV that stays for other requests: which granules are kept where, who uses them, and which go first.
+"""KV that stays for other requests: which granules are kept where, which requests use them, and which go first.
 
-The core is the truth of this, as of all books: a granule is *kept* on an instance from when it is known to be computed
+The core is the truth of this, as of all state: a granule is *kept* on an instance from when it is known to be computed
 there, or to have landed, until a command says to *drop* it. What live requests there have in their chains is *in use*
 and never dropped; all else is *idle* and counts as free: it goes, the longest unused first, when a command takes its
 blocks. A chain is let go of from its tail to its head, so leaves go before parents, and what is kept of a chain is

@@ -56,7 +56,7 @@ class StepSlots:
         self._among: dict[InstanceId, dict[InstanceId, InstanceState]] = {}  # which of these each is in
         self._inside: dict[InstanceId, _Inside] = {}  # of those with plans in flight, and a bundle that interrupts
         self._interruptible: dict[InstanceId, _Inside] = {}  # of those that somebody may interrupt
-        self._interruptible_by = Lengths()  # the most tokens of who may interrupt them
+        self._interruptible_by = Lengths()  # the most tokens of a prompt that may interrupt them
         self._with_own: dict[InstanceId, InstanceState] = {}  # of the same: where one placed there may interrupt
         self._takers = Ranking(bundle.prefill_placement.key)  # the idle and the interruptible
         self._with_long: dict[InstanceId, None] = {}
@@ -194,7 +194,7 @@ class StepSlots:
         return sorted((self._computing | self._with_own).values(), key=_BY_NUMBER)
 
     def for_waiting(self) -> bool:
-        """Whether somebody who waits may find one."""
+        """Whether a waiting request may find one."""
         queue, bundle = self._mesh.queue, self._bundle
         if not queue.has_line:
             return False
@@ -261,7 +261,7 @@ class StepSlots:
         return (
             inside is not None
             and state.num_work_tokens <= inside.max_tokens
-            and state.group is None  # it waits for others, who might wait for what is in flight here
+            and state.group is None  # it waits for others, which might wait for what is in flight here
             and state not in inside.states
             and first_of(self._bundle.order, [state, *inside.states], now_s) is state
         )

@@ -42,7 +42,7 @@ class OperationView(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OperationRecord:
-    """What is remembered of any operation; who carries it out adds what it needs."""
+    """What is remembered of any operation; each kind adds what it needs."""
 
     operation_id: OperationId
     kind: OperationKind

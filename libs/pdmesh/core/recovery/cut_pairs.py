@@ -15,7 +15,7 @@ _NOBODY: Set[str] = frozenset()
 
 
 class CutPairs:
-    """Ids of instances and gateways, by who could not reach whom; none of it says in which direction."""
+    """Ids of instances and gateways, by the peer that they could not reach, or that could not reach them."""
 
     def __init__(self, memory_s: float) -> None:
         """A pair is remembered for ``memory_s``; with 0 none is."""

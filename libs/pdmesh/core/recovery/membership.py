@@ -1,4 +1,4 @@
-"""Instances come, are cut off, fall silent, stop and are lost: who hears of it, and in which order."""
+"""Instances come, are cut off, fall silent, stop and are lost: what hears of it, and in which order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Membership:
         self._operations = operations
 
     def joined(self, event: InstanceJoined, now_s: float) -> None:
-        """First what it holds meets who waits for it; then what is learnt, moves and operations hear of it.
+        """First what it holds meets what waits for it; then what is learnt, moves and operations hear of it.
 
         At last, what suspected instances have not begun may start on it.
         """

@@ -198,7 +198,7 @@ class Reconciler:
     # --- residents ---
 
     def _keep_resident(self, instance_id: InstanceId, resident: Resident, now_s: float) -> bool:
-        """Match what an instance decodes with who waits for it. False if nobody does or ever will."""
+        """Match what an instance decodes with the request that waits for it. False if none does or ever will."""
         mesh, gateway_id = self._mesh, resident.gateway_id
         key = (resident.request_id, resident.epoch)
         known = mesh.requests.get(key[0])

@@ -25,7 +25,9 @@ class Deaths:
     """Deaths of instances, the last ones."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, Set[RequestId]]] = deque(maxlen=MAX_DEATHS)  # when, and who was computed
+        self._recent: deque[tuple[float, Set[RequestId]]] = deque(
+            maxlen=MAX_DEATHS
+        )  # when, and what was being computed
 
     def note(self, instance: InstanceState, now_s: float) -> Mapping[RequestKey, float]:
         """Take note of a death and return the blame of each request that the instance computed.

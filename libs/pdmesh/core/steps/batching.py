@@ -231,7 +231,7 @@ class Modes:
     def _gathered_s(instance: InstanceState, now_s: float) -> float:
         """Return when a phase that could begin has gathered all requests that can be in it.
 
-        Several requests may end with one step. Each is reported by itself, as is who comes in its place: a phase that
+        Several requests may end with one step. Each is reported by itself, as is what comes in its place: a phase that
         began with the first of them would leave the others' seats idle until the next one.
         """
         batching = instance.batching
@@ -353,7 +353,7 @@ def _least_chunk_s(instance: InstanceState) -> float:
 
 
 def _is_limited(instance: InstanceState) -> bool:
-    """Whether a phase has a limit, and somebody who would stand still: one who decodes, or is computed and will."""
+    """Whether a phase has a limit, and a request would stand still: one that decodes, or is computed and will."""
     if instance.batching.choice.max_stall_s == inf:
         return False
     return instance.allocated.num_seats_taken > len(instance.prefills)

@@ -49,7 +49,7 @@ class StepSlot:
     running: list[RequestState] = field(default_factory=list[RequestState])  # that have not had their turn at it
     urgent: bool = False  # the instance has its plans; what may interrupt them can be added
     is_late: bool = False  # the instance was idle, and takes its turn behind those that were not
-    fits: tuple[RequestState, int] | None = None  # who was last asked for, with the tokens of its first chunk
+    fits: tuple[RequestState, int] | None = None  # what was last asked for, with the tokens of its first chunk
 
     @property
     def place(self) -> tuple[bool, int]:

@@ -26,7 +26,7 @@ class Reusing:
     def __init__(self, mesh: MeshState, now_s: float) -> None:
         self._mesh = mesh
         self._now_s = now_s
-        self._awaited_s: dict[InstanceId, float] = {}  # work of those who wait for each
+        self._awaited_s: dict[InstanceId, float] = {}  # work of the requests that wait for each
 
     def holders(self, depths: Mapping[int, int]) -> list[InstanceState]:
         """Return the instances that keep most, some of them."""

@@ -66,7 +66,7 @@ class _Receiver:
 class TransferBroker:
     """Calls that return transfers have granted them, in order.
 
-    ``is_interrupted`` tells who moves nothing at present, ``is_computed`` who has all of its KV to move.
+    ``is_interrupted`` says that a request moves nothing at present, ``is_computed`` that it has all of its KV to move.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ Some are computed ahead of room to decode (`pdmesh.policy.handover`). Others had
 times out takes nothing with it. What is computed stays where it is, keeps the rank of its first offer, and is granted
 to the next instance with room; or it decodes where it is, if that instance may. It is computed again only if its own
 instance fails, if its receivers fail too often, or if none was found for a time limit. While one needs room, room to
-decode goes to nobody who has no place yet.
+decode goes to no request that has no place yet.
 
 KV that waits to move away is bounded on each instance, and that bound holds back new prompts there.
 """
@@ -124,7 +124,7 @@ class HandOvers:
         return ahead.begins(request, prefill.view, num_reused_tokens, room_s=room_s, now_s=now_s)
 
     def promises_later(self, request: Request, prefill: InstanceState, num_reused_tokens: int, bundle: Bundle) -> bool:
-        """Whether a long prompt leaves the room that there is to those who wait behind it, until it needs it."""
+        """Whether a long prompt leaves the room that there is to requests behind it, until it needs it."""
         ahead = bundle.run_ahead
         if ahead is None or not bundle.is_long(request, num_reused_tokens) or len(self._mesh.queue) < 2:
             return False

@@ -202,8 +202,8 @@ class Admission:
 
 
 def _reject_ttl_s(wait_s: float, late_s: float) -> float:
-    """How long those are refused unasked who are like one that would wait so long, and be late by so much.
+    """How long to refuse requests unasked that are like one that would wait so long, and be late by so much.
 
-    Never as long as the line before it lasts: nobody who could be computed at once is turned away.
+    Never as long as the line before it lasts: no request that could be computed at once is turned away.
     """
     return min(max(REJECT_TTL_SHARE * wait_s, CLOSED_LATE_SHARE * late_s), MAX_REJECT_TTL_S)

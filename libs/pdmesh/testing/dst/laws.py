@@ -118,6 +118,6 @@ def _held(process: Process) -> Iterator[str]:
             yield f"{process.name}: {core.num_waiting} requests wait, {core.num_running} run"
         for view in core.instances:
             if view.num_free_blocks != view.num_blocks or view.num_seats_taken or view.num_queued_tokens:
-                yield f"{process.name}: books of {view}"
+                yield f"{process.name}: its state of {view}"
         if driver._waiting:
             yield f"{process.name}: {len(driver._waiting)} prompts kept"

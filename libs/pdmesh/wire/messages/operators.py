@@ -1,4 +1,4 @@
-"""What operators and those who look ask of the scheduler: ``/pdmesh.v1.Scheduler/Admin``."""
+"""What operators and other observers ask of the scheduler: ``/pdmesh.v1.Scheduler/Admin``."""
 
 from __future__ import annotations
 

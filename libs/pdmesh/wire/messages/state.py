@@ -85,7 +85,7 @@ class TenantStatus(Message, frozen=True, kw_only=True):
     share: int  # of the key; 0 for several
     num_waiting: int  # in line
     num_running: int
-    used_of_late: float  # share of the tokens charged in the last minute, 0 to 1
+    recent_share: float  # share of the tokens charged in the last minute, 0 to 1
 
 
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):

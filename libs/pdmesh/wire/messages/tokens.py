@@ -43,7 +43,7 @@ class TokenOut(Message, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # which stop token id ended it; None for eos
-    next_instance_id: InstanceId | None = None  # who sends the token after this one, if it is another instance
+    next_instance_id: InstanceId | None = None  # which sends the token after this one, if it is another instance
     num_cached_tokens: int = 0  # of one drawn from the prompt: so many of its tokens had their KV here before
     error: str | None = None
     embedding: bytes = b""  # little-endian float32: the last prompt token's, not normalised

@@ -45,7 +45,7 @@ class Admit(Message, frozen=True, kw_only=True):
 
 
 class Regroup(Message, frozen=True, kw_only=True):
-    """A `SetGroup` with the data addresses of all members, in their order; of those who were lost, nothing."""
+    """A `SetGroup` with the data addresses of all members, in their order; of those that were lost, nothing."""
 
     command: SetGroup
     member_addresses: tuple[bytes, ...]

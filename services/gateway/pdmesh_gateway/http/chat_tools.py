@@ -49,7 +49,7 @@ def _tool(function: Any, where: str) -> Tool:
     try:
         tool = msgspec.convert(function, _Function)
     except msgspec.ValidationError as error:
-        raise invalid("tools", f"`{where}` is no function: {error}") from None
+        raise invalid("tools", f"`{where}` is not a valid function: {error}") from None
     return Tool(
         name=tool.name,
         description=tool.description,

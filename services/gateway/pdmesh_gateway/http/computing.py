@@ -81,7 +81,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
             raise
 
     def _kind(self, exchange: Exchange, body: bytes) -> RequestKind | None:
-        """What the door takes a request for; None if it lets that pass in any case."""
+        """Return what the reject cache takes a request for; None if it lets the request pass in any case."""
         if len(body) > INLINE_BYTES:
             return None
         try:

@@ -19,7 +19,7 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.wire.endpoint import bind_socket, cannot_listen
 from pdmesh_gateway.http.errors import error_json
 
-#: Longer than the idle time of usual load balancers (60 s), so that it is them who close.
+#: Longer than the idle time of usual load balancers (60 s), so that they close first.
 KEEP_ALIVE_S = 65
 
 #: For a request's head to come, from the connection's beginning or its own first byte. uvicorn has no limit for it.
