@@ -78,7 +78,7 @@ class Batch:
         results = self._engine.execute(parts)
         took_s = time.thread_time() - began_s
         for sequence, result in zip(self._sequences, results, strict=True):
-            if result.finish_reason is not None or len(sequence.token_ids) + 1 >= ROOM:
+            if result.drawn[0].finish_reason is not None or len(sequence.token_ids) + 1 >= ROOM:
                 del sequence.token_ids[CONTEXT:]
             else:
                 assert result.token_id is not None

@@ -83,7 +83,9 @@ class Answer:
         return [after - before for before, after in zip(self.times_s, self.times_s[1:], strict=False)]
 
 
-async def ask(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Answer:
+async def ask(
+    client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS, **fields: object
+) -> Answer:
     body = {
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -92,6 +94,7 @@ async def ask(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int 
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
+        **fields,
     }
     answer = Answer(time.perf_counter())
     async with client.stream("POST", "/v1/completions", json=body) as response:

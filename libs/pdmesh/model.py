@@ -382,6 +382,7 @@ class InstanceProfile:
     arithmetic: str = ""
     deterministic: bool = False  # it serves only in a mesh of one arithmetic class
     host: str = ""  # where processes can share memory, for people; empty: it does not say
+    drafts: bool = False  # it guesses tokens from what was said before: it wants prompts of what it only decodes
 
     def is_process_of(self, other: InstanceProfile) -> bool:
         """Whether that one registers again. Containers may count pids each for itself, so addresses count, too."""
@@ -418,7 +419,7 @@ class OwnDecodeSteps:
     """
 
     num_steps: Annotated[int, ANY_COUNT]
-    num_tokens: Annotated[int, ANY_COUNT]  # one for each resident and step
+    num_tokens: Annotated[int, ANY_COUNT]  # one for each resident and step, and each that it drafted
     #: That were attended to: what the residents had come to, not what they have room for.
     num_context_tokens: Annotated[int, ANY_COUNT]
     duration_s: Annotated[float, SECONDS]  # device time

@@ -35,13 +35,14 @@ class Case:
     chunk_tokens: int  # where steps are static
     over_ucx: bool = False  # as between hosts: no memory of another process is read
     batching: str = ""  # another than the bundle's
+    drafts: bool = False  # tokens are guessed, and verified in one step
 
 
 CASES = [
     # Long from 1,000 tokens on: the prompts of 4,000 are interrupted between layers, and preempted, by the others.
     Case("llama", 1, 1, 0, "pdmesh", 0),
-    Case("qwen3", 0, 0, 2, "fcfs", 64),
-    Case("llama", 1, 1, 0, "fcfs", 512),
+    Case("qwen3", 0, 0, 2, "fcfs", 64, drafts=True),
+    Case("llama", 1, 1, 0, "fcfs", 512, drafts=True),
     Case("qwen2", 2, 2, 0, "fcfs", 7, over_ucx=True),
     # Residents stand still in every prefill phase, and decode on after it.
     Case("qwen2", 0, 0, 1, "pdmesh", 0, batching="eb"),
@@ -90,6 +91,8 @@ def served(
         "POLICY_LONG_PROMPT_TOKENS": "1000",
         "SCHEDULER_MAX_QUEUE_S": "600",  # on a machine with other work 32 at once may be predicted to wait for long
     }
+    if case.drafts:
+        settings |= {"WORKER_SPECULATION": "ngram", "WORKER_PROMPT_LOOKUP_MIN": "1"}
     if case.over_ucx:
         settings |= {"TRANSFER_UCX_TLS": "tcp", "TRANSFER_UCX_NET_DEVICES": "lo"}
     with running_mesh(
@@ -103,6 +106,7 @@ def served(
         yield Served(mesh, references)
         mesh.wait_until_idle()
         assert (mesh.peer_read_bytes() > 0) == (case.prefill > 0 and not case.over_ucx)
+        assert (mesh.num_accepted_tokens() > 0) == case.drafts
 
 
 @pytest.mark.timeout(300)

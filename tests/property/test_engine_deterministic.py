@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.engine.attention import QuerySpan, TorchAttention
+from pdmesh.engine.base import SequenceSlice
 from pdmesh.engine.levels import CpuLevel
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.tiled_attention import TiledAttention
@@ -77,8 +79,60 @@ def test_deterministic_results_are_bit_identical(
     assert [logprobs_of(generation) for generation in generations] == expected
 
 
+SEEDED = SamplingParams(
+    max_tokens=8,
+    temperature=1.0,
+    seed=3,
+    top_p=0.95,
+    repetition_penalty=1.3,
+    frequency_penalty=0.2,
+    min_tokens=3,
+    eos_token_ids=tuple(range(0, 320, 7)),
+    bad_token_sequences=((5,), (11, 12)),
+    logprobs=2,
+)
+
+
+@settings(deadline=None, max_examples=examples(6))
+@given(
+    params=st.sampled_from([replace(PARAMS, max_tokens=8), SEEDED]),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    schedule=st.randoms(use_true_random=False),
+)
+def test_drafts_change_no_bit(
+    engine: TorchEngine, params: SamplingParams, lengths: list[int], schedule: random.Random
+) -> None:
+    """Whatever is drafted, right or wrong, and beside what: KV of what proved wrong is read by nobody."""
+
+    def ends(one: SteppedRequest) -> bool:
+        return bool(one.results) and any(drawn.finish_reason is not None for drawn in one.results[-1].drawn)
+
+    def requests() -> list[SteppedRequest]:
+        tables = separate_tables(engine, [length + 8 for length in lengths])
+        return [
+            SteppedRequest(new_sequence(prompt_of(length), table, params), 8)
+            for length, table in zip(lengths, tables, strict=True)
+        ]
+
+    expected = requests()
+    for one in expected:
+        while not ends(one):
+            step(engine, [(one, 1000)])
+    drafted = requests()
+    while running := [index for index, one in enumerate(drafted) if not ends(one)]:
+        batch: list[tuple[SteppedRequest, SequenceSlice]] = []
+        for index in schedule.sample(running, schedule.randint(1, len(running))):
+            one = drafted[index]
+            coming = expected[index].output_ids[one.sequence.num_output_tokens :]
+            draft = [token if schedule.random() < 0.8 else schedule.randrange(320) for token in coming]
+            batch.append((one, one.next_slice(schedule.choice([17, 1000]), draft[: schedule.randint(0, 5)])))
+        for (one, part), result in zip(batch, engine.execute([part for _, part in batch]), strict=True):
+            one.accept(part, result)
+    assert [logprobs_of(one) for one in drafted] == [logprobs_of(one) for one in expected]
+
+
 def logprobs_of(generation: SteppedRequest) -> list[object]:
-    return [(result.token_id, result.logprobs) for result in generation.results if result.token_id is not None]
+    return [(drawn.token_id, drawn.logprobs) for result in generation.results for drawn in result.drawn]
 
 
 def prompt_of(num_tokens: int) -> list[int]:

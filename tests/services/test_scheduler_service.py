@@ -262,6 +262,13 @@ async def test_prompts_are_sent_to_a_decoder_that_samples_by_them() -> None:
         assert (await d.expect(ExpectKv)).generation.num_tokens == 8
 
 
+async def test_prompts_are_sent_to_a_decoder_that_drafts_by_them() -> None:
+    drafting = replace(decode(), drafts=True)
+    async with running() as mesh, mesh.worker(prefill()), mesh.worker(drafting) as d, mesh.gateway() as g:
+        g.post(submit())
+        assert (await d.expect(ExpectKv)).generation.token_ids == submit().generation.token_ids
+
+
 async def test_a_cancel_reaches_the_worker() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(submit())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.model import FinishReason, SamplingParams
+from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import Family, write_checkpoint
 from pdmesh.testing.reference import HfReference
 from pdmesh.testing.stepping import GREEDY, SteppedRequest, new_sequence, separate_tables, step
@@ -42,7 +42,7 @@ def embedded(engine: TorchEngine, chunk_tokens: int, *, with_decode: bool) -> li
             result = requests[index].results[-1]
             assert result.token_id is None
             if result.embedding:
-                assert result.finish_reason is FinishReason.STOP
+                assert not result.drawn
                 found[index] = result.embedding
     return [np.frombuffer(found[index], dtype="<f4") for index in range(len(requests))]
 

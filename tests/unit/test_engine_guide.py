@@ -66,7 +66,7 @@ def finish(engine: TorchEngine, sequence: EngineSequence) -> SliceResult:
         start = len(sequence.token_ids)
         assert result.token_id is not None
         sequence.token_ids.append(result.token_id)
-        if result.finish_reason is not None:
+        if result.drawn[0].finish_reason is not None:
             return result
 
 
@@ -77,7 +77,7 @@ def text_of(tokenizer: Tokenizer, sequence: EngineSequence) -> str:
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_drawn_fits_its_schema(engine: TorchEngine, tokenizer: Tokenizer, seed: int) -> None:
     sequence = sequence_of(seed=seed)
-    assert finish(engine, sequence).finish_reason is FinishReason.STOP
+    assert finish(engine, sequence).drawn[0].finish_reason is FinishReason.STOP
     answer = json.loads(text_of(tokenizer, sequence))
     assert list(answer) == ["name", "kind", "sizes"]
     assert len(answer["name"]) <= 6
@@ -122,7 +122,7 @@ def test_an_answer_ends_where_nothing_can_follow(
     """With `ignore_eos` and too many `min_tokens`, too: there is nothing else to draw."""
     params: dict[str, Any] = {"grammar": LLMatcher.grammar_from_regex("yes|no"), "temperature": temperature}
     sequence = sequence_of(eos_token_ids=() if ignores_eos else EOS, min_tokens=50, **params)
-    assert finish(engine, sequence).finish_reason is FinishReason.STOP
+    assert finish(engine, sequence).drawn[0].finish_reason is FinishReason.STOP
     assert text_of(tokenizer, sequence) in ("yes", "no")
 
 
@@ -138,7 +138,7 @@ def test_an_end_is_drawn_only_where_the_answer_is_whole(engine: TorchEngine, tok
 def test_min_tokens_keeps_an_answer_going_where_it_can(engine: TorchEngine, tokenizer: Tokenizer) -> None:
     grammar = LLMatcher.grammar_from_regex("a+")
     sequence = sequence_of(grammar=grammar, min_tokens=10, logit_bias=((EOS[0], 100.0),))
-    assert finish(engine, sequence).finish_reason is FinishReason.STOP
+    assert finish(engine, sequence).drawn[0].finish_reason is FinishReason.STOP
     assert re.fullmatch("a{10,}", text_of(tokenizer, sequence))
 
 
@@ -147,5 +147,5 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_request(engine: TorchEngin
     broken, fine = sequence_of(grammar="{not a grammar"), sequence_of(number=1, seed=2)
     batch = [SequenceSlice(sequence=each, start=0, num_tokens=3, sample=True) for each in (broken, fine)]
     results = engine.execute(batch)
-    assert results[0].finish_reason is FinishReason.ERROR
-    assert results[1].finish_reason is None
+    assert results[0].drawn[0].finish_reason is FinishReason.ERROR
+    assert results[1].drawn[0].finish_reason is None

@@ -214,8 +214,8 @@ def test_how_a_generation_ends(
     values = {name: (drawn,) if value == "drawn" else value for name, value in changes.items()}
     params = SamplingParams(**{"max_tokens": 1, "temperature": 0.0, **values})  # type: ignore[arg-type]
     result = generate(engine, PROMPT, 1, params=params).results[-1]
-    assert (result.token_id, result.finish_reason) == (drawn, reason)
-    assert result.stop_token_id == (drawn if stop_token_id else None)
+    assert (result.token_id, result.drawn[0].finish_reason) == (drawn, reason)
+    assert result.drawn[0].stop_token_id == (drawn if stop_token_id else None)
 
 
 def test_impossible_settings_are_refused(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_generation_ends_as_asked() -> None:
     engine = FakeEngine()
     prompt = [1, 2, 3]
     result = prefill(engine, sequence_of(prompt, [0], SamplingParams(max_tokens=1, temperature=0)), [3])
-    assert result.finish_reason is FinishReason.LENGTH
+    assert result.drawn[0].finish_reason is FinishReason.LENGTH
 
 
 def test_min_tokens_keeps_the_end_away() -> None:

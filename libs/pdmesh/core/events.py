@@ -333,11 +333,19 @@ class RequestFinished(RequestReport):
     reason: FinishReason
     num_output_tokens: NumTokens
     own_steps: OwnDecodeSteps | None = None  # up to the one that ended it
+    num_drafted_tokens: Annotated[int, ANY_COUNT] = 0  # by that instance: guesses of what comes next
+    num_accepted_tokens: Annotated[int, ANY_COUNT] = 0  # of these, which were right
 
     @property
     def record_line(self) -> RecordLine | None:
         figures = {"num_output_tokens": float(self.num_output_tokens)}
         detail = f"{self.reason}, {self.num_output_tokens} output tokens"
+        if self.num_drafted_tokens:
+            detail += f"; {self.num_accepted_tokens} of {self.num_drafted_tokens} drafted tokens accepted"
+            figures |= {
+                "num_drafted_tokens": float(self.num_drafted_tokens),
+                "num_accepted_tokens": float(self.num_accepted_tokens),
+            }
         return RecordLine("finished", detail, self.instance_id, figures)
 
 

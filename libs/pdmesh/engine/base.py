@@ -8,8 +8,8 @@ calls at a time. It decides nothing; it computes the batch it is given. ``pdmesh
 from __future__ import annotations
 
 import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdmesh.engine.guide import Guide
@@ -52,8 +52,10 @@ def needs_prompt_tokens(params: SamplingParams) -> bool:
 class SequenceSlice:
     """Tokens ``start`` … ``start + num_tokens - 1`` of a sequence, computed in one step; their KV is written.
 
-    A decode is a slice of the last token (``num_tokens == 1``, ``sample``). A chunk samples only if it is its
-    prompt's last.
+    A decode is a slice of the last token (``sample``). A chunk samples only if it is its prompt's last.
+    ``draft`` are tokens that may come next: the slice's last ones, which the sequence does not have. The slice samples
+    after each that proves right, and before the first. What is written of the others is nobody's. A sequence with a
+    grammar has none.
     ``prompt_logprobs`` asks for the log-probabilities of the slice's *following* tokens that are prompt tokens.
     """
 
@@ -62,6 +64,13 @@ class SequenceSlice:
     num_tokens: int
     sample: bool
     prompt_logprobs: bool = False
+    draft: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> array.array[int]:
+        """The tokens whose KV is written."""
+        known = self.sequence.token_ids[self.start : self.start + self.num_tokens - len(self.draft)]
+        return known + array.array("i", self.draft) if self.draft else known
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +82,36 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnToken:
+    """A drawn token, and how the generation ends with it, if it does."""
+
+    token_id: int
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SliceResult:
-    """What a slice gave: the drawn token if it sampled, and how the generation ends with it, if it does.
+    """What a slice gave: the next tokens if it sampled, one more than of its draft proved right.
 
     ``prompt_logprobs[i]`` belongs to the prompt token at ``start + 1 + i``. Where ``params.embeds``, the last slice
     draws nothing: ``embedding`` is the hidden state of its last token behind the last norm, little-endian float32.
     """
 
-    token_id: int | None = None
-    logprobs: Logprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
+    drawn: tuple[DrawnToken, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
     embedding: bytes = b""
+
+    @property
+    def token_id(self) -> int | None:
+        """The first drawn token."""
+        return self.drawn[0].token_id if self.drawn else None
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """What the first drawn token has."""
+        return self.drawn[0].logprobs if self.drawn else None
 
 
 #: Called on the engine's thread with a layer's number after its KV is written, while later layers are still to come.
@@ -123,6 +149,26 @@ class Engine(Protocol):
         What a hook then times is its own work.
         """
         ...
+
+
+def with_draft(part: SequenceSlice) -> list[EngineSequence]:
+    """Return the sequence of a slice that samples as each of its draws finds it: with none of its draft, one, … all."""
+    sequence, draft = part.sequence, array.array("i", part.draft)
+    drafted = [replace(sequence, token_ids=sequence.token_ids + draft[:num]) for num in range(1, len(draft) + 1)]
+    return [sequence, *drafted]
+
+
+def accepted(draft: Sequence[int], drawn: Iterable[DrawnToken]) -> tuple[DrawnToken, ...]:
+    """Return the draws that count: each that is what the draft says next, and the first that is not; none after an end.
+
+    What follows was drawn after tokens that the sequence does not have.
+    """
+    result: list[DrawnToken] = []
+    for expected, each in zip((*draft, None), drawn, strict=False):
+        result.append(each)
+        if each.token_id != expected or each.finish_reason is not None:
+            break
+    return tuple(result)
 
 
 def finish_reason(

@@ -18,16 +18,26 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdmesh.engine.base import EngineSequence, LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
+from pdmesh.engine.base import (
+    DrawnToken,
+    EngineSequence,
+    LayerHook,
+    Logprobs,
+    SequenceSlice,
+    SliceResult,
+    accepted,
+    finish_reason,
+    with_draft,
+)
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
-from pdmesh.model import ComputePath, FinishReason, KvLayout, RequestId, SamplingParams, num_blocks_for
+from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 
 #: Small enough for tests with thousands of blocks; one token's keys are one 32-bit word.
 FAKE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
 
-#: Drawn tokens are printable ASCII in byte-level vocabularies, whether these count bytes from 0 or from "!".
+#: DrawnToken tokens are printable ASCII in byte-level vocabularies, whether these count bytes from 0 or from "!".
 FIRST_TOKEN_ID = 33
 NUM_TOKEN_IDS = 60
 
@@ -96,15 +106,15 @@ class StepGate:
 
 
 def timed_by(model: LatencyModel) -> Callable[[Sequence[SequenceSlice]], float]:
-    """Seconds that a batch takes as ``model`` says. A slice of a sequence's last token alone counts as a decode."""
+    """Seconds that a batch takes as ``model`` says. A sequence's last token is a decode, and so is each of a draft."""
 
     def step_s(batch: Sequence[SequenceSlice]) -> float:
         chunks: list[ChunkShape] = []
         num_decodes = num_context_tokens = 0
         for part in batch:
-            if part.num_tokens == 1 and part.start == len(part.sequence.token_ids) - 1:
-                num_decodes += 1
-                num_context_tokens += part.start + 1
+            if part.num_tokens == 1 + len(part.draft) and part.start == len(part.sequence.token_ids) - 1:
+                num_decodes += part.num_tokens
+                num_context_tokens += part.num_tokens * (part.start + 1)
             else:
                 chunks.append(ChunkShape(part.num_tokens, part.start))
         return model.step_s(StepShape(tuple(chunks), num_decodes, num_context_tokens))
@@ -178,7 +188,7 @@ class FakeEngine:
         block_size = self.kv.layout.block_size
         positions = np.arange(part.start, end)
         blocks = np.asarray(part.sequence.block_table)[positions // block_size]
-        tokens = np.asarray(part.sequence.token_ids[part.start : end], dtype=np.uint32)
+        tokens = np.asarray(part.token_ids, dtype=np.uint32)
         keys = (tokens * np.uint32(_MIX) + np.uint32(layer))[:, None] + self._lanes
         values = hidden + keys[:, 0] * self._weights[part.start : end]
         self.kv.words[layer, blocks, 0, positions % block_size] = keys
@@ -217,22 +227,25 @@ class FakeEngine:
         if not part.sample:
             return SliceResult(prompt_logprobs=prompt_logprobs)
         if params.embeds:
-            return SliceResult(
-                finish_reason=FinishReason.STOP,
-                embedding=_embedding(self._context_hash(sequence, part.start + part.num_tokens)),
-            )
-        mixed = self._context_hash(sequence, part.start + part.num_tokens)
+            return SliceResult(embedding=_embedding(self._context_hash(sequence, part.start + part.num_tokens)))
+        first = part.start + part.num_tokens - len(part.draft)
+        drawn = (self._drawn(each, first + number) for number, each in enumerate(with_draft(part)))
+        return SliceResult(drawn=accepted(part.draft, drawn), prompt_logprobs=prompt_logprobs)
+
+    def _drawn(self, sequence: EngineSequence, num_tokens: int) -> DrawnToken:
+        """What follows the first ``num_tokens`` tokens, as they lie in the cache."""
+        params = sequence.params
+        mixed = self._context_hash(sequence, num_tokens)
         if params.temperature > 0:
             mixed += params.seed * 0x27D4EB2F
         num_output_tokens = sequence.num_output_tokens + 1
         token_id = _draw(mixed, params, num_output_tokens)
         reason, stop_token_id = finish_reason(params, num_output_tokens, token_id)
-        return SliceResult(
+        return DrawnToken(
             token_id=token_id,
             logprobs=None if params.logprobs is None else _logprobs(token_id, params.logprobs),
             finish_reason=reason,
             stop_token_id=stop_token_id,
-            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -273,5 +286,5 @@ def reference_output(prompt: Sequence[int], params: SamplingParams, *, layout: K
         assert result.token_id is not None
         start = len(sequence.token_ids)
         sequence.token_ids.append(result.token_id)
-        if result.finish_reason is not None:
+        if result.drawn[0].finish_reason is not None:
             return sequence.token_ids[len(prompt) :].tolist()

@@ -146,7 +146,7 @@ def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
     block_size = layout.block_size
     for part in batch:
         end = part.start + part.num_tokens
-        token_ids += part.sequence.token_ids[part.start : end]
+        token_ids += part.token_ids
         positions.append(np.arange(part.start, end))
         used = part.sequence.block_table[: num_blocks_for(end, block_size)]
         blocks.append(np.asarray(used, dtype=np.int64)[positions[-1] // block_size])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.attention import QuerySpan
-from pdmesh.engine.base import EngineSequence, LayerHook, Logprobs, SequenceSlice, SliceResult, finish_reason
+from pdmesh.engine.base import (
+    DrawnToken,
+    EngineSequence,
+    LayerHook,
+    Logprobs,
+    SequenceSlice,
+    SliceResult,
+    accepted,
+    finish_reason,
+    with_draft,
+)
 from pdmesh.engine.checkpoint import load_weights, random_weights
 from pdmesh.engine.choosing import choose_compute, choose_library
 from pdmesh.engine.compute import Loaded, PagedStore
@@ -124,31 +134,38 @@ class TorchEngine:
                 self._prompt_logprobs(part, span.row, output) if part.prompt_logprobs else ()
                 for part, span in zip(batch, spans, strict=True)
             ]
-        results = [_result(part, token, prompt) for part, token, prompt in zip(batch, drawn, prompts, strict=True)]
-        for index, embedding in embeddings.items():
-            results[index] = SliceResult(finish_reason=FinishReason.STOP, embedding=embedding)
-        return results
+        return [
+            SliceResult(drawn=tokens, prompt_logprobs=prompt, embedding=embeddings.get(index, b""))
+            for index, (tokens, prompt) in enumerate(zip(drawn, prompts, strict=True))
+        ]
 
     def settle(self) -> None:
         self._forward.settle()
 
     def _sample(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], output: StepOutput
-    ) -> list[_Drawn | None]:
-        sampling = [index for index, part in enumerate(batch) if part.sample and not part.sequence.params.embeds]
-        drawn: list[_Drawn | None] = [None] * len(batch)
-        if not sampling:
-            return drawn
-        rows = [spans[index].row + spans[index].num_tokens - 1 for index in sampling]
-        sequences = [batch[index].sequence for index in sampling]
-        for sequence in sequences:
-            self._guide(sequence)
+    ) -> list[tuple[DrawnToken, ...]]:
+        rows: list[int] = []
+        sequences: list[EngineSequence] = []
+        for part, span in zip(batch, spans, strict=True):
+            if _draws(part):
+                self._guide(part.sequence)
+                end = span.row + span.num_tokens
+                rows += range(end - 1 - len(part.draft), end)
+                sequences += with_draft(part)
+        if not rows:
+            return [()] * len(batch)
         num_top = {row: n for row, s in enumerate(sequences) if (n := s.params.logprobs) is not None}
         token_ids = output.draw(rows, sequences)
         listed = {row: sequences[row].params.logprob_token_ids for row in num_top}
         logprobs = _logprobs_of(output.logits(rows), token_ids, num_top, listed) if num_top else {}
-        for row, index in enumerate(sampling):
-            drawn[index] = _Drawn(token_ids[row], logprobs.get(row))
+        drawn: list[tuple[DrawnToken, ...]] = []
+        first = 0
+        for part in batch:
+            end = first + (1 + len(part.draft) if _draws(part) else 0)
+            each = (_drawn(sequences[row], token_ids[row], logprobs.get(row)) for row in range(first, end))
+            drawn.append(accepted(part.draft, each))
+            first = end
         return drawn
 
     def _guide(self, sequence: EngineSequence) -> None:
@@ -221,26 +238,15 @@ def _logprobs_of(
     return by_row
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    token_id: int
-    logprobs: Logprobs | None = None
+def _draws(part: SequenceSlice) -> bool:
+    return part.sample and not part.sequence.params.embeds
 
 
-def _result(part: SequenceSlice, drawn: _Drawn | None, prompt_logprobs: tuple[Logprobs, ...]) -> SliceResult:
-    if drawn is None:
-        return SliceResult(prompt_logprobs=prompt_logprobs)
-    sequence = part.sequence
-    reason, stop_token_id = finish_reason(sequence.params, sequence.num_output_tokens + 1, drawn.token_id)
+def _drawn(sequence: EngineSequence, token_id: int, logprobs: Logprobs | None) -> DrawnToken:
+    reason, stop_token_id = finish_reason(sequence.params, sequence.num_output_tokens + 1, token_id)
     if sequence.guide is not None:
-        reason = _end_by_grammar(sequence.guide, drawn.token_id, reason)
-    return SliceResult(
-        token_id=drawn.token_id,
-        logprobs=drawn.logprobs,
-        finish_reason=reason,
-        stop_token_id=stop_token_id,
-        prompt_logprobs=prompt_logprobs,
-    )
+        reason = _end_by_grammar(sequence.guide, token_id, reason)
+    return DrawnToken(token_id=token_id, logprobs=logprobs, finish_reason=reason, stop_token_id=stop_token_id)
 
 
 def _end_by_grammar(guide: Guide, token_id: int, reason: FinishReason | None) -> FinishReason | None:

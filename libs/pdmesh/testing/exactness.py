@@ -51,7 +51,8 @@ def engine_reference(engine: TorchEngine, prompt: Sequence[int], max_tokens: int
     """Greedy decoding with an engine that computes nothing else."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=2)
     done = generate(engine, prompt, max_tokens, params=params)
-    logprobs = [result.logprobs for result in done.results if result.logprobs is not None]
+    drawn = [drawn.logprobs for result in done.results for drawn in result.drawn]
+    logprobs = [each for each in drawn if each is not None]
     return Reference(
         tuple(prompt),
         tuple(done.output_ids),

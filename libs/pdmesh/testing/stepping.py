@@ -47,22 +47,25 @@ class SteppedRequest:
     def output_ids(self) -> list[int]:
         return self.sequence.token_ids[self.sequence.num_prompt_tokens :].tolist()
 
-    def next_slice(self, chunk_tokens: int) -> SequenceSlice:
+    def next_slice(self, chunk_tokens: int, draft: Sequence[int] = ()) -> SequenceSlice:
+        """The next chunk; if it samples, with as much of ``draft`` as may be drawn before the last token."""
         num_left = len(self.sequence.token_ids) - self.num_computed
         num_tokens = min(chunk_tokens, num_left)
+        samples = num_tokens == num_left
+        drafted = tuple(draft[: self.max_tokens - self.sequence.num_output_tokens - 1]) if samples else ()
         return SequenceSlice(
             sequence=self.sequence,
             start=self.num_computed,
-            num_tokens=num_tokens,
-            sample=num_tokens == num_left,
+            num_tokens=num_tokens + len(drafted),
+            sample=samples,
             prompt_logprobs=self.sequence.params.prompt_logprobs is not None,
+            draft=drafted,
         )
 
     def accept(self, part: SequenceSlice, result: SliceResult) -> None:
-        self.num_computed += part.num_tokens
+        self.num_computed += part.num_tokens - len(part.draft) + max(0, len(result.drawn) - 1)
         self.results.append(result)
-        if result.token_id is not None:
-            self.sequence.token_ids.append(result.token_id)
+        self.sequence.token_ids.extend([drawn.token_id for drawn in result.drawn])
 
 
 def step(engine: Engine, parts: Sequence[tuple[SteppedRequest, int]]) -> None:

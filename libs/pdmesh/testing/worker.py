@@ -59,6 +59,7 @@ from pdmesh.wire.messages import (
     TokensUp,
     pack_token_ids,
 )
+from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.steps import run_steps
@@ -310,6 +311,7 @@ async def running_instance(
     config: TransferConfig | None = None,
     tracing: Tracing | None = None,
     instance_id: str | None = None,
+    drafter: Drafter | None = None,
 ) -> AsyncGenerator[RunningInstance]:
     """The runtime of one instance on an open ``transport``; integrity is checked when the block is left."""
     pool = BlockPool(engine.kv.num_blocks)
@@ -340,6 +342,7 @@ async def running_instance(
             metrics=WorkerMetrics(),
             tracing=tracing or NoTracing(),
             stop=running.told_to_stop.set,
+            drafter=drafter,
         )
 
         async def step() -> None:

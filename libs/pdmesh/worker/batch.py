@@ -45,27 +45,49 @@ class BatchChunk:
         return first, num_blocks_for(self.plan.start + self.plan.num_tokens, block_size) - first
 
 
+@dataclass(frozen=True, slots=True)
+class BatchDecode:
+    """A resident's next token that is about to be drawn, and those after it that its ``draft`` gets right."""
+
+    request: LocalRequest
+    draft: tuple[int, ...] = ()
+
+    def slice(self) -> SequenceSlice:
+        return SequenceSlice(
+            sequence=self.request.sequence,
+            start=len(self.request.sequence.token_ids) - 1,
+            num_tokens=self.num_tokens,
+            sample=True,
+            draft=self.draft,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed: the last one, and the draft."""
+        return 1 + len(self.draft)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The work that the engine executes next. ``chunks`` come first in ``slices``, then ``decodes``."""
 
     plan: StepPlan | None  # None: a decode step of the instance's own
     chunks: tuple[BatchChunk, ...]
-    decodes: tuple[LocalRequest, ...]
+    decodes: tuple[BatchDecode, ...]
 
     @property
     def slices(self) -> list[SequenceSlice]:
-        return [chunk.slice() for chunk in self.chunks] + [
-            SequenceSlice(
-                sequence=request.sequence, start=len(request.sequence.token_ids) - 1, num_tokens=1, sample=True
-            )
-            for request in self.decodes
-        ]
+        return [chunk.slice() for chunk in self.chunks] + [decode.slice() for decode in self.decodes]
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens that are computed of decodes: each costs what a decode does."""
+        return sum([decode.num_tokens for decode in self.decodes])
 
     @property
     def num_decode_context_tokens(self) -> int:
-        """Sum of the tokens that each decode attends to; valid until their new tokens are appended."""
-        return sum(len(request.sequence.token_ids) for request in self.decodes)
+        """Sum of the tokens that each of these attends to; valid until new tokens are appended."""
+        return sum([len(decode.request.sequence.token_ids) * decode.num_tokens for decode in self.decodes])
 
     @property
     def pace(self) -> ChunkPace:

@@ -52,6 +52,7 @@ from pdmesh.worker.arrivals import Arrivals
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import Departures
+from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.endings import Endings
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
@@ -89,6 +90,7 @@ class Instance:
         metrics: WorkerMetrics,
         tracing: Tracing,
         stop: Callable[[], None],
+        drafter: Drafter | None = None,
     ) -> None:
         self.role = role
         self.instance_id = instance_id
@@ -100,7 +102,9 @@ class Instance:
         self._tables = tables = BlockTables(instance_id, pool, block_size, hasher, report)
         self._sequences = sequences = Sequences(pool, mover, keep_drawn=tables.keep_drawn, on_released=self._released)
         endings = Endings(instance_id, sequences=sequences, own=own, report=report)
-        self.plans = Plans(instance_id, sequences, own, wakeup=wakeup, report=report, drop=endings.drop)
+        self.plans = Plans(
+            instance_id, sequences, own, wakeup=wakeup, report=report, drop=endings.drop, drafter=drafter
+        )
         context = InstanceContext(
             instance_id=instance_id,
             max_model_len=max_model_len,

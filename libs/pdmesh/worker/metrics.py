@@ -68,9 +68,32 @@ class WorkerMetrics:
         self.failed_transfers = Counter(
             "pdmesh:num_failed_transfers", "Transfers that failed, by direction.", ["direction"], registry=self.registry
         )
+        self._drafts = Counter(
+            "pdmesh:spec_decode_num_drafts", "Decodes of a step with drafted tokens.", registry=self.registry
+        )
+        self._draft_tokens = Counter(
+            "pdmesh:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", registry=self.registry
+        )
+        self._accepted_tokens = Counter(
+            "pdmesh:spec_decode_num_accepted_tokens", "Of these, those that were drawn.", registry=self.registry
+        )
+        self._accepted_per_pos = Counter(
+            "pdmesh:spec_decode_num_accepted_tokens_per_pos",
+            "The same, by place in the draft.",
+            ["position"],
+            registry=self.registry,
+        )
         self.refused_requests = Counter(
             "pdmesh:num_refused_requests", "Requests and chunks the instance could not take.", registry=self.registry
         )
+
+    def drafted(self, num_tokens: int, num_accepted: int) -> None:
+        """Count a draft of ``num_tokens`` and the first ``num_accepted`` of them."""
+        self._drafts.inc()
+        self._draft_tokens.inc(num_tokens)
+        self._accepted_tokens.inc(num_accepted)
+        for position in range(num_accepted):
+            self._accepted_per_pos.labels(position).inc()
 
     def watch(
         self,
@@ -85,7 +108,8 @@ class WorkerMetrics:
         self.registry.register(_Books(pool, stages, pieces))
         load = _Load(pool, model, block_size, stages)
         self.registry.register(load)
-        self.registry.register(Aliases(load, self.cache_queries, self.cache_hits))
+        drafts = (self._drafts, self._draft_tokens, self._accepted_tokens, self._accepted_per_pos)
+        self.registry.register(Aliases(load, self.cache_queries, self.cache_hits, *drafts))
 
 
 class _Books(Collector):

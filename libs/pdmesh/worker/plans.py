@@ -18,7 +18,8 @@ from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.kv.gate import Wakeup
 from pdmesh.model import NO_TRANSFER, InstanceId
 from pdmesh.plans import ChunkPlan, StepPlan
-from pdmesh.worker.batch import Batch, BatchChunk
+from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
+from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.replies import step_done
 from pdmesh.worker.sequences import LocalRequest, Sequences, Stage
 
@@ -33,6 +34,7 @@ class Plans:
 
     A plan of which nothing is left to do is answered at once. ``wakeup`` rings when there is something urgent, for an
     engine's thread that waits. ``drop`` gives up a request whose chunk does not follow what has been computed of it.
+    ``drafter`` guesses tokens for steps of decodes alone: one with chunks is as large as it was planned.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Plans:
         wakeup: Wakeup,
         report: Callable[[InstanceEvent], None],
         drop: Callable[[LocalRequest, str], None],
+        drafter: Drafter | None,
     ) -> None:
         self._instance_id = instance_id
         self._sequences = sequences
@@ -52,6 +55,7 @@ class Plans:
         self._held_until_s: float | None = None  # set while decodes are held and nothing is planned
         self._report = report
         self._drop = drop
+        self._drafter = drafter
         self._plans: deque[StepPlan] = deque()
         self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
         self._has_work = anyio.Event()
@@ -116,7 +120,7 @@ class Plans:
             if batch is not None:
                 return batch
         residents = [] if self._own.held else self._sequences.decoding
-        return Batch(plan=None, chunks=(), decodes=_in_step(residents)) if residents else None
+        return Batch(plan=None, chunks=(), decodes=self._decodes(residents)) if residents else None
 
     def take_urgent(self) -> Batch | None:
         """Return the next urgent batch, to be executed at once; None if there is none. Any thread; cheap."""
@@ -140,15 +144,23 @@ class Plans:
         self._own.planned(plan)
         self._held_until_s = None
         chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
-        decodes = (
-            _in_step(request for request in self._sequences.decoding if not request.in_step)
-            if plan.with_decodes
-            else ()
+        residents = (
+            [request for request in self._sequences.decoding if not request.in_step] if plan.with_decodes else []
         )
-        if chunks or decodes:
-            return Batch(plan=plan, chunks=chunks, decodes=decodes)
+        if chunks or residents:
+            return Batch(plan=plan, chunks=chunks, decodes=self._decodes(residents, drafts=not chunks))
         self._report(step_done(self._instance_id, plan))
         return None
+
+    def _decodes(self, residents: Iterable[LocalRequest], *, drafts: bool = True) -> tuple[BatchDecode, ...]:
+        """Make residents part of the step that begins now."""
+        begun: list[BatchDecode] = []
+        for request in residents:
+            request.in_step = True
+            begun.append(
+                BatchDecode(request, self._drafter.draft(request) if self._drafter is not None and drafts else ())
+            )
+        return tuple(begun)
 
     def _begin(self, part: ChunkPlan) -> BatchChunk | None:
         request = self._sequences.get(part.request_id, part.epoch)
@@ -180,11 +192,3 @@ class Plans:
         request.num_begun_tokens = end
         request.in_step = True
         return BatchChunk(request, part, request.num_chunks - 1, request.exchange)
-
-
-def _in_step(requests: Iterable[LocalRequest]) -> tuple[LocalRequest, ...]:
-    """Mark requests as part of the step that begins now, and return them."""
-    begun = tuple(requests)
-    for request in begun:
-        request.in_step = True
-    return begun

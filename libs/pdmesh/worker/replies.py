@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from pdmesh.core.events import RequestFinished, StepDone
-from pdmesh.engine.base import Logprobs, SliceResult
+from pdmesh.engine.base import DrawnToken, Logprobs, SliceResult
 from pdmesh.model import FinishReason, GatewayId, InstanceId, OwnDecodeSteps
 from pdmesh.plans import ChunkDone, StepPlan
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TokensUp, TurnOver
@@ -85,7 +85,7 @@ def step_done(
             )
             for part in plan.chunks
         ),
-        num_decodes=0 if batch is None else len(batch.decodes),
+        num_decodes=0 if batch is None else batch.num_decode_tokens,
         num_decode_context_tokens=0 if batch is None else batch.num_decode_context_tokens,
         own_steps=own_steps,
         began_s=time.began_s,
@@ -94,19 +94,31 @@ def step_done(
     )
 
 
-def token_out(request: LocalRequest, result: SliceResult, successor: InstanceId | None = None) -> TokenOut:
+def token_out(request: LocalRequest, drawn: DrawnToken, successor: InstanceId | None = None) -> TokenOut:
     """Make the message for a drawn token, before it joins the sequence. ``successor`` draws the next, after a move."""
     return TokenOut(
         request_id=request.request_id,
         epoch=request.epoch,
         index=request.sequence.num_output_tokens,
-        token_id=result.token_id,
-        logprobs=None if result.logprobs is None else _on_wire(result.logprobs),
-        finish_reason=result.finish_reason,
-        stop_token_id=result.stop_token_id,
-        next_instance_id=(successor or request.next_instance_id) if result.finish_reason is None else None,
+        token_id=drawn.token_id,
+        logprobs=None if drawn.logprobs is None else _on_wire(drawn.logprobs),
+        finish_reason=drawn.finish_reason,
+        stop_token_id=drawn.stop_token_id,
+        next_instance_id=(successor or request.next_instance_id) if drawn.finish_reason is None else None,
         num_cached_tokens=0 if request.sequence.num_output_tokens else request.num_reused_tokens,
-        embedding=result.embedding,
+    )
+
+
+def embedding_out(request: LocalRequest, embedding: bytes) -> TokenOut:
+    """Make the message that brings an embedding, and ends the request."""
+    return TokenOut(
+        request_id=request.request_id,
+        epoch=request.epoch,
+        index=request.sequence.num_output_tokens,
+        token_id=None,
+        finish_reason=FinishReason.STOP,
+        num_cached_tokens=request.num_reused_tokens,
+        embedding=embedding,
     )
 
 
@@ -143,6 +155,8 @@ def finished(
         reason=reason,
         num_output_tokens=request.sequence.num_output_tokens,
         own_steps=own_steps,
+        num_drafted_tokens=request.num_drafted_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
     )
 
 

@@ -11,12 +11,12 @@ from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.engine.base import SliceResult
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.model import FinishReason
-from pdmesh.worker.batch import Batch, BatchChunk
+from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.moves import MovingDecodes
-from pdmesh.worker.replies import error_out, prompt_logprobs, step_done, token_out
+from pdmesh.worker.replies import embedding_out, error_out, prompt_logprobs, step_done, token_out
 from pdmesh.worker.sequences import LocalRequest, Stage
 from pdmesh.worker.times import StepTime
 
@@ -63,19 +63,22 @@ class Results:
                 self._context.gateways.send(chunk.request, prompt_logprobs(chunk, result))
             if self._context.sequences.step_ended(chunk.request) and result is not None:
                 self._finish_chunk(chunk, result, time)
-        for request, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
-            if self._context.sequences.step_ended(request) and result is not None:
-                self._deliver(request, result)
+        for decode, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
+            if result is not None and decode.draft:
+                self._note_draft(decode, result)
+            if self._context.sequences.step_ended(decode.request) and result is not None:
+                self._deliver(decode.request, result)
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
             self._context.report(DecodeStepsDone(self._context.instance_id, own_steps))
+        decoding = [decode.request for decode in batch.decodes]
         self._growth.tell(
-            [*(chunk.request for chunk in batch.chunks if chunk.request.stage is Stage.DECODING), *batch.decodes]
+            [*(chunk.request for chunk in batch.chunks if chunk.request.stage is Stage.DECODING), *decoding]
         )
-        return any(request.stage is Stage.LEAVING for request in batch.decodes)
+        return any(request.stage is Stage.LEAVING for request in decoding)
 
     def fail(self, batch: Batch, error: Exception) -> None:
         """End the batch's requests with an error, because the engine broke."""
-        for request in (*(chunk.request for chunk in batch.chunks), *batch.decodes):
+        for request in [*(chunk.request for chunk in batch.chunks), *(decode.request for decode in batch.decodes)]:
             if self._context.sequences.step_ended(request):
                 log.error("request ended by the engine's failure", request_id=request.request_id, epoch=request.epoch)
                 self._context.gateways.send(request, error_out(request, error))
@@ -90,7 +93,7 @@ class Results:
             self._context.report(report)
         else:
             self._own.made(
-                num_tokens=len(batch.decodes),
+                num_tokens=batch.num_decode_tokens,
                 num_context_tokens=batch.num_decode_context_tokens,
                 duration_s=time.duration_s,
                 began_s=time.began_s,
@@ -122,15 +125,28 @@ class Results:
             request.stage = Stage.SENDING
             request.sender.commit(FirstToken(result.token_id, token_index))
 
+    def _note_draft(self, decode: BatchDecode, result: SliceResult) -> None:
+        num_accepted = len(result.drawn) - 1
+        decode.request.num_drafted_tokens += len(decode.draft)
+        decode.request.num_accepted_tokens += num_accepted
+        self._context.metrics.drafted(len(decode.draft), num_accepted)
+
     def _deliver(self, request: LocalRequest, result: SliceResult) -> None:
-        """Send a drawn token, or an embedding, to the gateway; release the request if it ends with it."""
-        assert result.token_id is not None or result.embedding, "a slice that samples gave nothing"
+        """Send drawn tokens, or an embedding, to the gateway; release the request if it ends with the last of them."""
+        if result.embedding:
+            self._context.gateways.send(request, embedding_out(request, result.embedding))
+            self._context.endings.finish(request, FinishReason.STOP)
+            return
+        assert result.drawn, "a slice that samples gave nothing"
+        *before, last = result.drawn
+        self._context.metrics.generation_tokens.inc(len(result.drawn))
+        for drawn in before:
+            self._context.gateways.send(request, token_out(request, drawn))
+            request.sequence.token_ids.append(drawn.token_id)
         successor = self._moves.successor(request)
-        self._context.gateways.send(request, token_out(request, result, successor))
-        if result.token_id is not None:
-            self._context.metrics.generation_tokens.inc()
-            request.sequence.token_ids.append(result.token_id)
-        if result.finish_reason is not None:
-            self._context.endings.finish(request, result.finish_reason)
+        self._context.gateways.send(request, token_out(request, last, successor))
+        request.sequence.token_ids.append(last.token_id)
+        if last.finish_reason is not None:
+            self._context.endings.finish(request, last.finish_reason)
         else:
             self._moves.stepped(request, successor)

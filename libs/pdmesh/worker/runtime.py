@@ -11,7 +11,7 @@ from functools import partial
 import anyio
 import structlog
 
-from pdmesh.config import MeshConfig, TransferConfig
+from pdmesh.config import MeshConfig, TransferConfig, WorkerConfig
 from pdmesh.core.events import DrainRequested, InstanceEvent
 from pdmesh.engine.base import Engine
 from pdmesh.errors import ConfigError, InstanceUnavailable
@@ -28,6 +28,7 @@ from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import check_kv_devices, open_channel
 from pdmesh.wire.messages import RegisterWorker
+from pdmesh.worker.drafts import PromptLookup
 from pdmesh.worker.engines import EngineFacts, build_engine, device_name, engine_facts, served_model_name
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.measuring import measure_at_start
@@ -71,6 +72,7 @@ async def serve_instance(
     """Do what `run_worker` does, given an engine and a transport."""
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
     device = device_name(config)
+    drafter = prompt_lookup(config.worker, device)
     failure: Exception | None = None
     metrics = WorkerMetrics()
     watch_event_loop(metrics.registry)
@@ -105,6 +107,7 @@ async def serve_instance(
             arithmetic=engine.arithmetic,
             deterministic=config.worker.deterministic,
             host=host_label(),
+            drafts=drafter is not None,
         )
         return RegisterWorker(
             profile=profile, residents=instance.residents(), kept=instance.kept, stopping=not instance.admits
@@ -137,6 +140,7 @@ async def serve_instance(
             metrics=metrics,
             tracing=context.tracing,
             stop=context.stopping.set,
+            drafter=drafter,
         )
         scheduler = WorkerSession(
             channel,
@@ -202,6 +206,27 @@ async def _drain(
         await instance.emptied()
         draining.cancel_scope.cancel()
     work.cancel()
+
+
+def prompt_lookup(worker: WorkerConfig, device: str) -> PromptLookup | None:
+    """Return what drafts tokens, if anything is to. Raises ConfigError where that cannot be."""
+    if worker.speculation == "off":
+        return None
+    if worker.prompt_lookup_min > worker.prompt_lookup_max:
+        raise ConfigError(
+            f"worker.prompt_lookup_min is {worker.prompt_lookup_min}, more than worker.prompt_lookup_max,"
+            f" {worker.prompt_lookup_max}: no n-gram has such a length"
+        )
+    if device != "cpu":
+        raise ConfigError(
+            f"worker.speculation is {worker.speculation}, but the device is {device}: there, decodes are computed by"
+            " other kernels than drafts, which may round differently. Set it to off"
+        )
+    return PromptLookup(
+        num_tokens=worker.num_speculative_tokens,
+        min_ngram=worker.prompt_lookup_min,
+        max_ngram=worker.prompt_lookup_max,
+    )
 
 
 def transfer_for(device: str, config: TransferConfig, unreadable: str | None) -> TransferConfig:

@@ -100,6 +100,8 @@ class LocalRequest:
     trace: RequestTrace | None = None  # set if the request is traced
     num_reused_tokens: int = 0  # the first ones, whose KV was here
     num_computed_tokens: int = 0  # those reused among them
+    num_drafted_tokens: int = 0  # verified here, by steps of its own decoding
+    num_accepted_tokens: int = 0  # of these
     num_chunks: int = 0  # begun
     num_begun_tokens: int = 0  # up to the end of the last chunk that was begun
     low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more

@@ -98,14 +98,14 @@ class _Queued:
 class _Moving(NamedTuple):
     """What a receiver of a request's KV has to know of it."""
 
-    generation: Generation  # without its tokens, unless sampling looks at them
+    generation: Generation  # without its tokens, unless sampling, or a guess of what comes, looks at them
     num_context_tokens: int
     tail: bytes  # the packed tokens behind its last full granule, where it is without tokens and its KV may be kept
 
     @classmethod
-    def of(cls, generation: Generation) -> _Moving:
+    def of(cls, generation: Generation, *, with_prompt: bool) -> _Moving:
         num_context_tokens = generation.num_tokens
-        if needs_prompt_tokens(generation.params) or generation.num_output_tokens:
+        if with_prompt or needs_prompt_tokens(generation.params) or generation.num_output_tokens:
             return cls(generation, num_context_tokens, b"")
         tail = generation.token_ids[4 * GRANULE_TOKENS * len(generation.prefix) :] if generation.prefix_root else b""
         return cls(msgspec.structs.replace(generation, token_ids=b""), num_context_tokens, tail)
@@ -140,6 +140,7 @@ class Driver:
         self._waiting: dict[RequestKey, Generation] = {}  # with the prompts that instances may still need
         self._moving: dict[RequestKey, _Moving] = {}  # what a receiver needs of those whose KV has not landed
         self._profiles: dict[InstanceId, InstanceProfile] = {}
+        self._drafting: set[InstanceId] = set()  # of these: they want prompts of what they decode
         self._loads: dict[InstanceId, LoadReported] = {}
         self._num_operation_changes = 0
         self._wake_at_s: float | None = None
@@ -244,6 +245,8 @@ class Driver:
             case InstanceJoined():
                 before = self._profiles.get(event.profile.instance_id)
                 self._profiles[event.profile.instance_id] = event.profile
+                if event.profile.drafts:
+                    self._drafting.add(event.profile.instance_id)
                 if before is not None and before.data_address != event.profile.data_address:
                     self._tell_gone(before)
                 self._loads.pop(event.profile.instance_id, None)
@@ -279,6 +282,7 @@ class Driver:
                 self._tell_readiness()
             case InstanceLost():
                 lost = self._profiles.pop(event.instance_id, None)
+                self._drafting.discard(event.instance_id)
                 self._loads.pop(event.instance_id, None)
                 if lost is not None:
                     self._tell_gone(lost)
@@ -296,7 +300,7 @@ class Driver:
                 if command.instance_id == command.shards[-1].instance_id and not self._core.needs_prompt(key):
                     del self._waiting[key]  # all that need the prompt have it
                 if command.moves_on:
-                    self._moving[key] = _Moving.of(generation)
+                    self._moving[key] = self._to_move(generation)
                 member_ids = () if command.group is None else command.group.member_ids
                 admit = Admit(command=command, generation=generation, member_addresses=self._addresses(member_ids))
                 self._workers.post(command.instance_id, admit)
@@ -355,7 +359,7 @@ class Driver:
 
     def _expect_kv(self, command: PlaceDecode) -> None:
         key = (command.request_id, command.epoch)
-        moving = self._moving[key] if key in self._moving else _Moving.of(self._waiting[key])
+        moving = self._moving[key] if key in self._moving else self._to_move(self._waiting[key])
         expect = ExpectKv(
             command=command,
             generation=moving.generation,
@@ -364,6 +368,9 @@ class Driver:
             tail=moving.tail,
         )
         self._workers.post(command.instance_id, expect)
+
+    def _to_move(self, generation: Generation) -> _Moving:
+        return _Moving.of(generation, with_prompt=bool(self._drafting))
 
     def _addresses(self, instance_ids: Iterable[InstanceId]) -> tuple[bytes, ...]:
         return tuple(self._profiles[instance_id].data_address for instance_id in instance_ids)

@@ -123,6 +123,7 @@ def draw(seed: int) -> Plan:
         delay_s=rng.choice((0.002, 0.002, 0.05)),
         clocks={name: rng.uniform(0, 1e6) for name in (SCHEDULER, *gateways, *instances)},
         peer_reads=rng.random() < 0.5,
+        drafts=random.Random(f"drafts {seed}").random() < SHARE_OF_PLANS,
     )
     conversations = random.Random(f"conversations {seed}")
     return _with_conversations(conversations, swarm, plan) if conversations.random() < SHARE_OF_PLANS else plan

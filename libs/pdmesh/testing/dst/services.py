@@ -51,7 +51,12 @@ def config_of(plan: Plan) -> MeshConfig:
             prefill_step_s=STEP_S + TOKEN_S * plan.chunk_tokens,
             local_step_share=1.0,
         ),
-        worker=WorkerConfig(engine="fake", max_num_seqs=plan.max_num_seqs),
+        worker=WorkerConfig(
+            engine="fake",
+            max_num_seqs=plan.max_num_seqs,
+            speculation="ngram" if plan.drafts else "off",
+            prompt_lookup_min=1,  # what is drawn hardly ever repeats more
+        ),
         transfer=TransferConfig(
             transport="memory",
             num_backends=plan.num_backends,

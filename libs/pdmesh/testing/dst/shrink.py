@@ -26,6 +26,7 @@ _WEATHER = (
     "max_outbox",
     "keeps_ids",
     "peer_reads",
+    "drafts",
 )
 
 #: Runs that a plan is shrunk with at most.
