@@ -45,7 +45,8 @@ class SecurityConfig:
     operator_token: Annotated[
         str,
         SECRET,
-        "token that commands must send to change a running mesh; if no token exists, only this host may change it",
+        "token that commands must send to change a running mesh; without any token only this host may change it, and "
+        "nobody where the scheduler listens on other addresses",
     ] = ""
     operators_file: Annotated[
         Path | None,

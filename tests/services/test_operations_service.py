@@ -53,7 +53,7 @@ from pdmesh.wire.messages import (
     StartRolling,
     WaitOperation,
 )
-from pdmesh_scheduler.admin import is_local
+from pdmesh_scheduler.admin import Admin, is_local
 from pdmesh_scheduler.desired_file import read_desired
 from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.testing import CONFIG as DEFAULTS
@@ -292,6 +292,26 @@ async def test_the_last_operator_who_leaves_the_file_may_do_nothing_and_nobody_e
 )
 def test_only_this_machine_is_local(peer: str, local: bool) -> None:
     assert is_local(peer) is local
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_what_comes_from_this_machine_may_come_from_another_where_the_scheduler_listens_wide(is_wide: bool) -> None:
+    """A forwarded port and a container beside it are this machine, too."""
+    nothing: Any = None
+    admin = Admin(
+        driver=nothing,
+        records=nothing,
+        operations=nothing,
+        actuators=nothing,
+        startup_grace=nothing,
+        operators=Operators(SecurityConfig()),
+        mesh_token="ours",
+        tenants=nothing,
+        is_wide=is_wide,
+    )
+    refusal = admin._why_not(None, "ipv4:127.0.0.1:5000")
+    assert (refusal is not None) is is_wide
+    assert "needs an operator token" in (admin._why_not(None, "ipv4:10.0.0.7:5000") or "")
 
 
 async def test_the_next_scheduler_knows_what_operators_asked_for(tmp_path: Path) -> None:

@@ -8,25 +8,30 @@ import ssl
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
+from pdmesh import watched_file
 from pdmesh.cli.tls import LOCAL_HOSTS, make_certificates
 from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import FreeKv
 from pdmesh.core.events import LoadReported
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.model import Epoch, InstanceId, RequestId
+from pdmesh.telemetry.exposition import serve_metrics
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.exactness import complete
 from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.wire.endpoint import open_channel, serving
+from pdmesh.wire import endpoint
+from pdmesh.wire.endpoint import MeshChannel, open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import CommandMessage, EventMessage, WorkerDown, WorkerUp
 from pdmesh.wire.roles import RoleRule, ServiceRole
@@ -155,6 +160,113 @@ async def test_a_service_is_believed_by_its_certificate_alone(certificates: Path
     ):
         async with service(served) as address:
             assert not await is_answered(address, right)
+
+
+async def hold_a_stream(address: str, security: SecurityConfig, rotate: Callable[[], Awaitable[None]]) -> None:
+    """A stream that is there when certificates are replaced goes on afterwards."""
+    async with (
+        open_channel(address, security) as channel,
+        open_link(channel, f"/{SERVICE}/Echo", WorkerDown) as link,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(link.pump)
+        frames = link.frames()
+        for step in range(2):
+            link.post(BEAT)
+            assert await anext(frames) == [ANSWER]
+            if step == 0:
+                await rotate()
+        link.close()
+        assert await anext(frames, None) is None
+
+
+def put(source: Path, folder: Path, *names: str) -> None:
+    """Replace files by renaming, as a projected secret is."""
+    for name in names:
+        shutil.copy(source / name, folder / "new")
+        (folder / "new").rename(folder / name)
+
+
+async def test_certificates_are_replaced_under_a_stream(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one authority's to another's: whoever connects from then on needs the new ones."""
+    monkeypatch.setattr(watched_file, "LOOK_S", 0.0)
+    right, other = certificates / "right", certificates / "other"
+    put(right, tmp_path, "ca.pem", "mesh.pem", "mesh.key")
+    rotating = security_of(tmp_path)
+
+    async def rotate() -> None:
+        put(other, tmp_path, "mesh.pem")  # half of a pair: nobody can use it, and what was there before stays
+        assert await is_answered(address, security_of(right))
+        put(other, tmp_path, "ca.pem", "mesh.key")
+        assert await is_answered(address, security_of(other))
+        assert not await is_answered(address, security_of(right))
+
+    async with service(rotating) as address:
+        await hold_a_stream(address, rotating, rotate)
+
+
+async def test_a_channel_connects_with_the_certificate_that_is_there_by_then(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sessions do, which open a stream on it whenever the one before has ended."""
+    monkeypatch.setattr(watched_file, "LOOK_S", 0.0)
+    monkeypatch.setattr(endpoint, "LOOK_S", 0.05)
+    right = certificates / "right"
+    put(right, tmp_path, "ca.pem")
+    shutil.copy(right / "expired.pem", tmp_path / "mesh.pem")
+    shutil.copy(right / "expired.key", tmp_path / "mesh.key")
+    async with service(security_of(right)) as address, open_channel(address, security_of(tmp_path)) as channel:
+
+        async def renew() -> None:
+            await anyio.sleep(0.2)  # the server has refused it by then
+            put(right, tmp_path, "mesh.pem", "mesh.key")
+
+        answer: list[object] | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(renew)
+            with anyio.fail_after(20):
+                while answer is None:
+                    await channel.channel_ready()
+                    with suppress(InstanceUnavailable, BaseExceptionGroup):
+                        answer = await ask_once(channel)
+        assert answer == [ANSWER]
+
+
+async def ask_once(channel: MeshChannel) -> list[object] | None:
+    async with (
+        open_link(channel, f"/{SERVICE}/Echo", WorkerDown) as link,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(link.pump)
+        link.post(BEAT)
+        answer = await anext(link.frames(), None)
+        tasks.cancel_scope.cancel()
+    return answer
+
+
+async def test_what_https_shows_is_replaced_too(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for metrics, which are served by the same."""
+    monkeypatch.setattr(watched_file, "LOOK_S", 0.0)
+    put(certificates / "right", tmp_path, "ca.pem", "mesh.pem", "mesh.key")
+    registry = CollectorRegistry()
+
+    def scrape(authority: str, port: int) -> bool:
+        trusts = ssl.create_default_context(cafile=certificates / authority / "ca.pem")
+        try:
+            return httpx.get(f"https://127.0.0.1:{port}/live", verify=trusts, trust_env=False).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    with serve_metrics(registry, host="127.0.0.1", port=0, security=security_of(tmp_path)) as port:
+        assert await anyio.to_thread.run_sync(scrape, "right", port)
+        put(certificates / "other", tmp_path, "mesh.pem", "mesh.key", "ca.pem")
+        await anyio.to_thread.run_sync(scrape, "right", port)  # at which they are read
+        assert await anyio.to_thread.run_sync(scrape, "other", port)
+        assert not await anyio.to_thread.run_sync(scrape, "right", port)
 
 
 @pytest.fixture(scope="module")

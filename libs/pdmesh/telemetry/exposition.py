@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError
+from pdmesh.wire.certificates import keep_renewed
 from pdmesh.wire.endpoint import cannot_listen, check_bind
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def _tls(security: SecurityConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(security.tls_cert, security.tls_key)
     except OSError as error:  # of which ssl.SSLError is one
         raise ConfigError(f"cannot use security.tls_cert {security.tls_cert} with its tls_key: {error}") from error
+    keep_renewed(context, security)
     return context
 
 

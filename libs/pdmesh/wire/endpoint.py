@@ -8,7 +8,6 @@ import hmac
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Self
 
 import anyio
@@ -18,6 +17,7 @@ import grpc.aio
 from pdmesh.config import SecurityConfig, TransferConfig
 from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
+from pdmesh.wire.certificates import CertificateFiles, channel_credentials, server_credentials
 from pdmesh.wire.link import GRPC_OPTIONS
 
 
@@ -81,11 +81,19 @@ TOKEN_METADATA = "pdmesh-token"
 OPERATOR_METADATA = "pdmesh-operator-token"
 
 
+#: How often a channel that waits for its peer looks for new certificates: the peer may want those.
+LOOK_S = 2.0
+
+
 class MeshChannel:
     """A channel to one of our services, whose calls carry the mesh token."""
 
-    def __init__(self, channel: grpc.aio.Channel, tokens: Mapping[str, str]) -> None:
-        self._channel = channel
+    def __init__(self, address: str, security: SecurityConfig, tokens: Mapping[str, str]) -> None:
+        """With TLS if and only if we are configured with it. Raises ConfigError."""
+        self._address = address
+        self._server_name = security.tls_server_name
+        self._files = None if security.tls_cert is None else CertificateFiles(security)
+        self._channel = self._open()
         # As gRPC wants it: text of ASCII, so any token fits.
         self._metadata = tuple((name, token.encode().hex()) for name, token in tokens.items() if token)
 
@@ -96,8 +104,24 @@ class MeshChannel:
         await self._channel.close()
 
     async def channel_ready(self) -> None:
-        """Wait until the channel is connected, however long that takes."""
-        await self._channel.channel_ready()
+        """Wait until the channel is connected, however long that takes.
+
+        Where our certificate, key or authority have changed since, it is another one. No call may be under way.
+        """
+        while True:
+            if self._files is not None and self._files.renewed() is not None:
+                before, self._channel = self._channel, self._open()
+                await before.close()
+            with anyio.move_on_after(None if self._files is None else LOOK_S):
+                await self._channel.channel_ready()
+                return
+
+    def _open(self) -> grpc.aio.Channel:
+        if self._files is None:
+            return grpc.aio.insecure_channel(self._address, options=GRPC_OPTIONS)
+        named = () if self._server_name is None else (("grpc.ssl_target_name_override", self._server_name),)
+        credentials = channel_credentials(self._files.current)
+        return grpc.aio.secure_channel(self._address, credentials, options=(*GRPC_OPTIONS, *named))
 
     def stream_stream(self, method: str) -> Callable[..., Any]:
         multi: Any = self._channel.stream_stream(method)
@@ -201,12 +225,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig
     address = _address(host, port)
     try:
         if security.tls_cert is not None and security.tls_key is not None:
-            credentials = grpc.ssl_server_credentials(
-                [(_read(security.tls_key), _read(security.tls_cert))],
-                root_certificates=None if security.tls_ca is None else _read(security.tls_ca),
-                require_client_auth=security.tls_ca is not None,
-            )
-            return server.add_secure_port(address, credentials)
+            return server.add_secure_port(address, server_credentials(CertificateFiles(security)))
         return server.add_insecure_port(address)
     except RuntimeError as error:
         bind_socket(host, port, setting=setting).close()  # says why, which gRPC does not
@@ -215,30 +234,10 @@ def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig
 
 def open_channel(address: str, security: SecurityConfig) -> MeshChannel:
     """Open a channel to one of our services, with TLS if and only if we are configured with it."""
-    return MeshChannel(_grpc_channel(address, security), {TOKEN_METADATA: security.mesh_token})
+    return MeshChannel(address, security, {TOKEN_METADATA: security.mesh_token})
 
 
 def open_operator_channel(address: str, security: SecurityConfig) -> MeshChannel:
     """Open a channel for an operator: one of `open_channel` that also shows the operator's token."""
     tokens = {TOKEN_METADATA: security.mesh_token, OPERATOR_METADATA: security.operator_token}
-    return MeshChannel(_grpc_channel(address, security), tokens)
-
-
-def _grpc_channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
-    if security.tls_cert is not None and security.tls_key is not None:
-        credentials = grpc.ssl_channel_credentials(
-            root_certificates=None if security.tls_ca is None else _read(security.tls_ca),
-            private_key=_read(security.tls_key),
-            certificate_chain=_read(security.tls_cert),
-        )
-        name = security.tls_server_name
-        named = () if name is None else (("grpc.ssl_target_name_override", name),)
-        return grpc.aio.secure_channel(address, credentials, options=(*GRPC_OPTIONS, *named))
-    return grpc.aio.insecure_channel(address, options=GRPC_OPTIONS)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    return MeshChannel(address, security, tokens)

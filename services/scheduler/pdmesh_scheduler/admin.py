@@ -86,6 +86,7 @@ class Admin:
     operators: Operators
     mesh_token: str
     tenants: TenantUsage
+    is_wide: bool = False  # other machines reach the port: what comes from this one may be passed on from there
 
     def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
         decoder = msgspec.msgpack.Decoder(list[AdminRequest])
@@ -181,10 +182,11 @@ class Admin:
             return f"the operator {operator.name!r} may not change the mesh: its entry needs the scope 'write'"
         if self.operators:
             return "changing the mesh needs an operator token: set security.operator_token to one it accepts"
-        if is_local(peer):
+        if is_local(peer) and not self.is_wide:
             return None
+        whence = "" if self.is_wide else " from other machines"
         return (
-            "changes are accepted only from the scheduler's own machine: give the scheduler a security.operator_token "
+            f"changing the mesh{whence} needs an operator token: give the scheduler a security.operator_token "
             "or a security.operators_file, and send one of its tokens"
         )
 

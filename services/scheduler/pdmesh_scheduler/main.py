@@ -20,6 +20,7 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.garbage import rare_collections
+from pdmesh.host import is_loopback
 from pdmesh.model import GatewayId, InstanceId
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.profile import Profile
@@ -151,6 +152,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 operators=operators,
                 mesh_token=config.security.mesh_token,
                 tenants=tenants,
+                is_wide=not (is_loopback(settings.host) or config.security.trusted_network),
             ).handler(),
         }
         async with anyio.create_task_group() as tasks:

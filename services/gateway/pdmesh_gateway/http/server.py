@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.errors import ConfigError, RequestRejected
+from pdmesh.wire.certificates import keep_renewed
 from pdmesh.wire.endpoint import bind_socket, cannot_listen
 from pdmesh_gateway.http.errors import error_json
 
@@ -172,6 +173,9 @@ async def serve_http(
         ssl_certfile=security.tls_cert,
         ssl_keyfile=security.tls_key,
     )
+    config.load()
+    if config.ssl is not None:
+        keep_renewed(config.ssl, security)
     server = _Server(config)
 
     async def stop() -> None:
