@@ -16,9 +16,10 @@ from pdmesh.errors import RequestRejected
 from pdmesh.model import GRANULE_TOKENS, GatewayId, InstanceId, PrefixHashes, RequestId, SamplingParams
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import TokenOut, pack_token_ids
+from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.prefixes import INLINE_BYTES, Prefixes, PromptPrefix
 from pdmesh_gateway.sampling import cache_salt
-from pdmesh_gateway.transcripts import Mailbox, Transcript
+from pdmesh_gateway.transcripts import Transcript
 
 pytestmark = pytest.mark.anyio
 

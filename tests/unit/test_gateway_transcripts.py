@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids, unpack_token_ids
+from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.transcripts import (
     BREAK_GRACE_S,
     MAX_AHEAD,
     MAX_BLAME,
     MAX_SOURCES_AHEAD,
     STALL_GRACE_S,
-    Mailbox,
     Transcript,
     Transcripts,
 )

@@ -19,6 +19,7 @@ from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
 from pdmesh.wire.messages import OtherChoice, Submit, pack_token_ids
 from pdmesh_gateway.choices import Choice
 from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.prefixes import Prefixes, PromptPrefix
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
@@ -26,7 +27,7 @@ from pdmesh_gateway.spans import REQUEST, request_attributes, response_attribute
 from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.transcripts import FIRST_EPOCH, Mailbox, Transcript, Transcripts
+from pdmesh_gateway.transcripts import FIRST_EPOCH, Transcript, Transcripts
 
 log = structlog.get_logger()
 
@@ -83,7 +84,7 @@ class Generator:
         Raises RequestRejected if the scheduler cannot be reached, no instance is usable, or the job takes longer than
         its deadline.
         """
-        mailbox = Mailbox()
+        mailbox: Mailbox[Transcript] = Mailbox()
         choices: list[Choice] = []
         span = self._span(job)
         outcome = CANCELLED  # unless the block is left with an error
@@ -119,6 +120,7 @@ class Generator:
             is_failure = not isinstance(error, RequestRejected) or error.status >= 500
             raise
         finally:
+            mailbox.close()
             for choice in choices:
                 if not choice.is_done:
                     self.finish(choice.transcript)
@@ -314,7 +316,7 @@ class Generator:
         prompt: Sequence[int],
         packed: bytes,
         prefix: PromptPrefix,
-        mailbox: Mailbox,
+        mailbox: Mailbox[Transcript],
         traceparent: str | None,
     ) -> Choice:
         request_id = job.request_id if job.num_choices == 1 else f"{job.request_id}-{index}"

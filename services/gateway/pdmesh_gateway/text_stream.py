@@ -7,15 +7,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-import anyio
-
 from pdmesh.telemetry.tracing import Span
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Choice, Delta
 from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.spans import FIRST_TOKEN
-from pdmesh_gateway.transcripts import Mailbox, Transcript
+from pdmesh_gateway.transcripts import Transcript
 
 
 class Requests(Protocol):
@@ -33,7 +32,7 @@ class TextStream:
     """The choices of one job under way. Iterate `deltas` once."""
 
     def __init__(
-        self, requests: Requests, job: GenerationJob, choices: list[Choice], mailbox: Mailbox, span: Span
+        self, requests: Requests, job: GenerationJob, choices: list[Choice], mailbox: Mailbox[Transcript], span: Span
     ) -> None:
         self._requests = requests
         self._span = span
@@ -111,18 +110,17 @@ class TextStream:
         """Wait for news, resuming choices that lost a token on the way. False after ``idle_s`` without any."""
         idle_at_s = time.monotonic() + idle_s
         while True:
-            stalled = [
-                (resume_at_s, choice.transcript)
-                for choice in self._choices
-                if (resume_at_s := choice.transcript.resume_at_s) is not None
-            ]
-            until_s = min((resume_at_s for resume_at_s, _ in stalled), default=math.inf)
-            with anyio.move_on_after(min(until_s, idle_at_s) - time.monotonic()):
-                await self._mailbox.wait()
+            until_s = idle_at_s
+            for choice in self._choices:
+                resume_at_s = choice.transcript.resume_at_s
+                if resume_at_s is not None and resume_at_s < until_s:
+                    until_s = resume_at_s
+            if await self._mailbox.wait(until_s):
                 return True
             now_s = time.monotonic()
-            for resume_at_s, transcript in stalled:
-                if resume_at_s <= now_s:
-                    self._requests.resume_stalled(transcript)
+            for choice in self._choices:
+                resume_at_s = choice.transcript.resume_at_s
+                if resume_at_s is not None and resume_at_s <= now_s:
+                    self._requests.resume_stalled(choice.transcript)
             if idle_at_s <= now_s:
                 return False

@@ -15,16 +15,15 @@ Everything here is synchronous and belongs to the event loop.
 from __future__ import annotations
 
 import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import anyio
 
 from pdmesh.errors import RequestRejected
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids
+from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.prefixes import PromptPrefix
 
 #: Tokens of one instance that wait for an earlier one. More than that and the earlier one is lost: its request would be
@@ -54,37 +53,6 @@ MAX_STALL_GRACE_S = 30.0
 BREAK_GRACE_S = 0.5
 
 
-class Mailbox:
-    """Wakes one consumer when any of its transcripts has something to say.
-
-    ``has_begun``: one of them has said something, so that the consumer may have a part of its answer.
-    """
-
-    def __init__(self) -> None:
-        self.has_begun = False
-        self._ready: deque[Transcript] = deque()
-        self._event = anyio.Event()
-
-    def put(self, transcript: Transcript) -> None:
-        if not transcript.is_posted:
-            transcript.is_posted = True
-            self._ready.append(transcript)
-            self._event.set()
-
-    def take(self) -> Transcript | None:
-        if not self._ready:
-            return None
-        transcript = self._ready.popleft()
-        transcript.is_posted = False
-        return transcript
-
-    async def wait(self) -> None:
-        """Wait until there is something to take."""
-        if not self._ready:
-            self._event = anyio.Event()
-            await self._event.wait()
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transcript:
     """One generation: the prompt and the tokens delivered so far."""
@@ -94,7 +62,7 @@ class Transcript:
     token_address: str
     prompt: bytes  # packed token ids
     params: SamplingParams
-    mailbox: Mailbox
+    mailbox: Mailbox[Transcript]
     clock: Callable[[], float]
     prefix: PromptPrefix | None = None
     priority: int = 0
