@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pdmesh.errors import ConfigError
+from pdmesh.model import Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.ranges import COUNT, KV_RISK, PORT, Range
 from pdmesh.settings import SECRET, Setting, one_of, settings_of, values_of, with_values
@@ -276,9 +277,25 @@ class WorkerConfig:
     prompt_lookup_min: Annotated[int, Range(1, 64), "shortest n-gram to look up, in tokens"] = 2
     prompt_lookup_max: Annotated[int, Range(1, 64), "longest n-gram to look up, in tokens"] = 4
     max_num_seqs: Annotated[int, COUNT, "most requests that an instance decodes at once"] = 64
-    num_threads: Annotated[int, Range(0, 4096), "threads of the engine; 0: a fair share of the machine's cores"] = 0
+    tensor_parallel_size: Annotated[
+        int,
+        Range(1, 64),
+        "processes (ranks) that compute each step of an instance together; each has a part of the model",
+    ] = 1
+    num_threads: Annotated[
+        int, Range(0, 4096), "threads of the engine, in each rank; 0: a fair share of the machine's cores"
+    ] = 0
     metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
     deterministic: Annotated[bool, "make results independent of batch and chunk shape, bit for bit"] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """The instances of one pool, where they are not like all."""
+
+    tensor_parallel_size: Annotated[
+        int | None, Range(1, 64), "ranks of each instance of this pool; if not set, worker.tensor_parallel_size"
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,9 +389,17 @@ class MeshConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    prefill: PoolConfig = field(default_factory=PoolConfig)
+    decode: PoolConfig = field(default_factory=PoolConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+
+    def num_ranks_of(self, role: Role) -> int:
+        """Return how many processes an instance of a pool is made of."""
+        pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        own = pools[role].tensor_parallel_size if role in pools else None
+        return own or self.worker.tensor_parallel_size
 
 
 PREFIX = "PDMESH_"

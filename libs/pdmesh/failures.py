@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import signal
 
 from pdmesh.errors import ConfigError, PdmeshError, leaves
 
@@ -65,3 +66,27 @@ def _of_system(error: OSError) -> str:
             return _NO_MEMORY
         case _:
             return f"{error.strerror}{at}"
+
+
+#: What usually stands behind a signal that no process sent.
+_MEANINGS = {
+    signal.SIGILL: "an instruction that this processor lacks; PDMESH_WORKER_CPU_LEVEL=baseline does without",
+    signal.SIGBUS: "a page of a file that is gone; is a disk or /dev/shm full?",
+    signal.SIGSEGV: "a crash in native code; its log says where",
+    signal.SIGFPE: "a crash in native code; its log says where",
+    signal.SIGSYS: "a system call that a seccomp filter forbids",
+    signal.SIGXCPU: "the limit of CPU time, `ulimit -t`",
+    signal.SIGXFSZ: "the limit of a file's size, `ulimit -f`",
+}
+
+
+def describe_exit(returncode: int) -> str:
+    """Return in words how a process ended."""
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        number = signal.Signals(-returncode)
+    except ValueError:
+        return f"was killed by signal {-returncode}"
+    meaning = f" ({_MEANINGS[number]})" if number in _MEANINGS else ""
+    return f"was killed by {number.name}{meaning}"

@@ -289,6 +289,14 @@ class IndexRange(NamedTuple):
     def size(self) -> int:
         return self.stop - self.start
 
+    def moved(self, distance: int) -> IndexRange:
+        """Return as many numbers, each larger by ``distance``."""
+        return IndexRange(self.start + distance, self.stop + distance)
+
+    def scaled(self, size: int) -> IndexRange:
+        """Return what it is when each number stands for ``size`` smaller ones."""
+        return IndexRange(self.start * size, self.stop * size)
+
     def holds(self, other: IndexRange) -> bool:
         """Whether all of ``other``, which is not empty, is in it."""
         return self.start <= other.start < other.stop <= self.stop
@@ -371,6 +379,7 @@ class InstanceProfile:
     data_address: bytes  # worker address of its KV transport
     device: str = "cpu"
     pid: int = 0
+    rank_pids: tuple[int, ...] = ()  # of the processes that compute together, the leader's first; empty: one does
     device_name: str = ""  # the hardware's own; empty: not known, as below
     num_parameters: Annotated[int, ANY_COUNT] = 0  # that a token meets
     num_heads: Annotated[int, ANY_COUNT] = 0

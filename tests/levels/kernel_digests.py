@@ -78,7 +78,7 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
     slots = array("q", range(START, START + NUM_TOKENS))
     yield call(
         f"pdmesh_rotate_and_store{suffix}", query, inputs.draw(angles), inputs.draw(angles), slots, cache,
-        NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, num_threads,
+        NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, num_threads,
         results=[query, cache],
     )  # fmt: skip
     attended = array("H", bytes(2 * NUM_TOKENS * NUM_HEADS * HEAD_DIM))
@@ -86,7 +86,7 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
     yield call(
         f"pdmesh_attention{suffix}", query, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, cache, attended, sums,
         array("q", [0, NUM_TOKENS, START, 0]), 1, array("q", range(NUM_BLOCKS)), NUM_HEADS, NUM_KV_HEADS,
-        BLOCK_SIZE, HEAD_DIM, HEAD_DIM**-0.5, num_threads,
+        NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM**-0.5, num_threads,
         results=[attended, sums],
     )  # fmt: skip
 

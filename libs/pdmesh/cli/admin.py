@@ -47,7 +47,7 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
             console.print(f"{row.instance_id}  {batching_line(row.batching)}")
     for line in compute_lines(answer.instances):
         console.print(line)
-    for line in host_lines(answer.instances):
+    for line in [*ranks_lines(answer.instances), *host_lines(answer.instances)]:
         console.print(line)
     for line in link_lines(answer.links):
         console.print(line)
@@ -161,6 +161,15 @@ def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
         if row.compute is not None:
             ways.setdefault(str(row.compute), []).append(row.instance_id)
     return [f"compute  {way}" + (f": {', '.join(ids)}" if len(ways) > 1 else "") for way, ids in ways.items()]
+
+
+def ranks_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
+    """Return a line for each instance that several processes compute together."""
+    return [
+        f"ranks  {row.instance_id}: {len(row.rank_pids)} (pids {', '.join(map(str, row.rank_pids))})"
+        for row in messages.in_order(instances)
+        if row.rank_pids
+    ]
 
 
 def host_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:

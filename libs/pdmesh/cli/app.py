@@ -92,6 +92,14 @@ def up(
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = 0,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel-size", "-tp", help="Processes that compute each instance's steps. [default: 1]"
+        ),
+    ] = None,
+    prefill_tp: Annotated[int | None, typer.Option(help="The same, of prefill instances only.")] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="The same, of decode instances only.")] = None,
     gateways: Annotated[int, typer.Option(min=1, max=64, help="Number of gateway processes; they share the port.")] = 1,
     name: Name = DEFAULT_NAME,
     detach: Annotated[
@@ -139,6 +147,9 @@ def up(
         worker__max_model_len=max_model_len,
         worker__kv_cache_bytes=kv_cache_bytes,
         worker__deterministic=deterministic,
+        worker__tensor_parallel_size=tensor_parallel_size,
+        prefill__tensor_parallel_size=prefill_tp,
+        decode__tensor_parallel_size=decode_tp,
         policy__chunk_tokens=chunk_tokens,
         scheduler__bundle=bundle,
         scheduler__profile=profile,

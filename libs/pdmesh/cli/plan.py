@@ -29,9 +29,12 @@ def make_pools(prefill: int | None, decode: int | None, mixed: int) -> PoolCount
     return pools
 
 
-def threads_per_worker(config: MeshConfig, num_workers: int, cores: int) -> int:
-    """Return the machine's cores shared evenly among the workers, unless the configuration gives a number."""
-    return config.worker.num_threads or max(1, cores // num_workers)
+def threads_per_worker(config: MeshConfig, num_workers: int, cores: int, num_ranks: int = 1) -> int:
+    """Return the machine's cores shared evenly among the workers, and a worker's among its ranks.
+
+    If the configuration gives a number, each rank has so many.
+    """
+    return config.worker.num_threads or max(1, cores // num_workers // num_ranks)
 
 
 def scheduler_spec(config: MeshConfig, state: StateFolder, environ: Mapping[str, str]) -> ChildSpec:
@@ -62,7 +65,7 @@ class WorkerSpecs:
         """Return the spec of one of ``num_workers`` workers, which share the machine."""
         self._positions.setdefault(name, len(self._positions))
         worker = replace(
-            self._shared(num_workers),
+            self._shared(num_workers, self.config.num_ranks_of(role)),
             instance_id=f"{self.name_prefix}{name}",
             role=str(role),
             metrics_port=self.config.worker.metrics_port and self.config.worker.metrics_port + self._positions[name],
@@ -78,7 +81,8 @@ class WorkerSpecs:
 
     def resized(self, spec: ChildSpec, num_workers: int) -> ChildSpec:
         """Return a worker's spec for its next start, once there are ``num_workers``; until then it keeps its own."""
-        shared = environment_of(replace(self.config, worker=self._shared(num_workers)))
+        num_ranks = int(spec.environment.get("PDMESH_WORKER_TENSOR_PARALLEL_SIZE", "1"))
+        shared = environment_of(replace(self.config, worker=self._shared(num_workers, num_ranks)))
         names = ("PDMESH_WORKER_NUM_THREADS", "PDMESH_WORKER_KV_CACHE_HOST_SHARE")
         kept = {name: value for name, value in spec.environment.items() if name not in names}
         return replace(spec, environment={**kept, **{name: shared[name] for name in names if name in shared}})
@@ -87,11 +91,12 @@ class WorkerSpecs:
     def name_prefix(self) -> str:
         return "" if self.config.worker.instance_id is None else f"{self.config.worker.instance_id}-"
 
-    def _shared(self, num_workers: int) -> WorkerConfig:
+    def _shared(self, num_workers: int, num_ranks: int) -> WorkerConfig:
         worker = self.config.worker
         return replace(
             worker,
-            num_threads=threads_per_worker(self.config, num_workers, num_usable_cores()),
+            tensor_parallel_size=num_ranks,
+            num_threads=threads_per_worker(self.config, num_workers, num_usable_cores(), num_ranks),
             kv_cache_host_share=2 * worker.kv_cache_host_share / max(2, num_workers),
         )
 

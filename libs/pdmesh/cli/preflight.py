@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
 from pathlib import Path
 
 from pdmesh.config import MeshConfig
@@ -11,7 +12,7 @@ from pdmesh.engine.files import load_model_config, weight_files
 from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes, is_loopback, num_startable_threads
 from pdmesh.service import raise_descriptor_limit
-from pdmesh.worker.engines import check_weights_fit
+from pdmesh.worker.engines import check_ranks_can_compute, check_weights_fit
 
 #: Of one of our processes (10 to 13 in a mesh of four that answers, 2026-11), and some to spare.
 THREADS_PER_PROCESS = 15
@@ -41,6 +42,12 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
     if config.worker.device == "cpu" or (config.worker.device == "auto" and not Path("/proc/driver/nvidia").exists()):
         layout = model.kv_layout(dtype=config.worker.dtype, block_size=config.worker.block_size)
         check_weights_fit(model, layout, num_instances=num_instances, free_bytes=free_host_bytes())
+
+
+def check_ranks(config: MeshConfig, degrees: Collection[int]) -> None:
+    """Raise ConfigError if instances cannot be of as many ranks as these."""
+    for num_ranks in sorted(degrees):
+        check_ranks_can_compute(config, num_ranks)
 
 
 def check_thread_limit(num_processes: int, num_startable: int | None) -> None:

@@ -192,30 +192,6 @@ def _open_pidfd(pid: int) -> int | None:
         return None
 
 
-#: What usually stands behind a signal that no process sent.
-_MEANINGS = {
-    signal.SIGILL: "an instruction that this processor lacks; PDMESH_WORKER_CPU_LEVEL=baseline does without",
-    signal.SIGBUS: "a page of a file that is gone; is a disk or /dev/shm full?",
-    signal.SIGSEGV: "a crash in native code; its log says where",
-    signal.SIGFPE: "a crash in native code; its log says where",
-    signal.SIGSYS: "a system call that a seccomp filter forbids",
-    signal.SIGXCPU: "the limit of CPU time, `ulimit -t`",
-    signal.SIGXFSZ: "the limit of a file's size, `ulimit -f`",
-}
-
-
-def describe_exit(returncode: int) -> str:
-    """Return in words how a process ended."""
-    if returncode >= 0:
-        return f"exited with code {returncode}"
-    try:
-        number = signal.Signals(-returncode)
-    except ValueError:
-        return f"was killed by signal {-returncode}"
-    meaning = f" ({_MEANINGS[number]})" if number in _MEANINGS else ""
-    return f"was killed by {number.name}{meaning}"
-
-
 def describe_oom(limit_bytes: int | None) -> str:
     """Return how a process ended that the kernel killed for lack of memory; ``limit_bytes`` of control groups."""
     whose = "the machine's" if limit_bytes is None else f"the {limit_bytes / (1 << 30):.1f} GiB of its control group's"

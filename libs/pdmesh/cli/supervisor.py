@@ -18,8 +18,9 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from pdmesh.cli.processes import Child, ChildSpec, describe_exit, describe_oom, is_gateway, start_child
+from pdmesh.cli.processes import Child, ChildSpec, describe_oom, is_gateway, start_child
 from pdmesh.errors import PdmeshError, leaves
+from pdmesh.failures import describe_exit
 from pdmesh.host import memory_limit_bytes, num_oom_kills
 from pdmesh.model import PoolMember, ProcessKind
 from pdmesh.service import ENDING_LIMIT_S

@@ -30,7 +30,7 @@ from pdmesh.cli.plan import (
     scheduler_spec,
     threads_per_worker,
 )
-from pdmesh.cli.preflight import check_checkpoint, check_machine
+from pdmesh.cli.preflight import check_checkpoint, check_machine, check_ranks
 from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
@@ -38,7 +38,7 @@ from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.host import num_usable_cores
-from pdmesh.model import InstanceId, PoolCounts
+from pdmesh.model import InstanceId, PoolCounts, Role
 from pdmesh.rotation import cut_off
 from pdmesh.telemetry.logs import UnfailingStream
 from pdmesh.wire.admin import ask_scheduler
@@ -77,9 +77,11 @@ class MeshRun:
                 f"{cores} {'core' if cores == 1 else 'cores'}, "
                 f"{threads} engine {'thread' if threads == 1 else 'threads'} a worker"
             )
-            check_machine(self.config, num_processes=2 + self.num_gateways + self.pools.total)
+            num_ranks = sum(self.pools.of(role) * self.config.num_ranks_of(role) for role in Role)
+            check_machine(self.config, num_processes=2 + self.num_gateways + num_ranks)
             self.config = _with_token(resolved(self.config))
             check_checkpoint(self.config, Path(str(self.config.model)), num_instances=self.pools.total)
+            check_ranks(self.config, {self.config.num_ranks_of(role) for role in Role if self.pools.of(role)})
             check_profile(self.config)
             self.state.forget_desired()
             gateway = self.config.gateway

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.bf16 import onednn_multiplies_bf16
+from pdmesh.engine.kv_cache import num_cache_heads
 from pdmesh.model import KvLayout, num_blocks_for
 
 #: Score elements of one tile of queries: bounds a long context's memory, and stays within the processor's caches.
@@ -77,6 +78,7 @@ class TorchAttention:
     scale: float
     device: torch.device
     score_cap: float | None = None
+    num_cache_heads: int = 0  # key-value heads of the cache, of which ``layout`` has some; 0: it has all
 
     def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         chunks = [self._chunk(span) for span in spans if span.num_tokens > 1]
@@ -104,15 +106,22 @@ class TorchAttention:
         for _, bucket in groupby(longest_first, key=lambda span: span.end.bit_length()):
             group = list(bucket)
             num_blocks = num_blocks_for(group[0].end, self.layout.block_size)
-            size = max(1, _GROUP_BYTES // (num_blocks * self.layout.block_bytes))
+            block_bytes = self.layout.block_bytes // self.layout.num_kv_heads * self._num_cache_heads
+            size = max(1, _GROUP_BYTES // (num_blocks * block_bytes))  # the same on every rank
             yield from (group[first : first + size] for first in range(0, len(group), size))
 
+    @property
+    def _num_cache_heads(self) -> int:
+        return self.num_cache_heads or self.layout.num_kv_heads
+
     def _head_rows(self, tables: npt.NDArray[np.int64]) -> Tensor:
-        """(2, sequences, heads, blocks): where these are in a cache seen as rows of (block, key or value, head)."""
-        num_heads = self.layout.num_kv_heads
+        """(2, sequences, heads, blocks): where these are in a cache seen as rows of (block, key or value, head).
+
+        The first row is that of the first head here.
+        """
         halves = np.arange(2)[:, None, None, None]
-        heads = np.arange(num_heads)[None, None, :, None]
-        rows = (tables[None, :, None, :] * 2 + halves) * num_heads + heads
+        heads = np.arange(self.layout.num_kv_heads)[None, None, :, None]
+        rows = (tables[None, :, None, :] * 2 + halves) * self._num_cache_heads + heads
         return torch.from_numpy(rows).to(self.device)
 
 
@@ -153,7 +162,8 @@ class _TorchPlan:
 
     def _gather(self, cache: Tensor, head_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, each (sequences * num_kv_heads, positions, head_dim)."""
-        rows = cache.view(-1, self.layout.block_size * self.layout.head_dim).index_select(0, head_rows.view(-1))
+        size, num_rows = cache.stride(2), (2 * len(cache) - 1) * num_cache_heads(cache) + cache.shape[2]
+        rows = cache.as_strided((num_rows, size), (size, 1)).index_select(0, head_rows.view(-1))
         _, num_sequences, num_heads, num_blocks = head_rows.shape
         shape = (2, num_sequences * num_heads, num_blocks * self.layout.block_size, self.layout.head_dim)
         keys, values = multiplicable(rows).view(shape)

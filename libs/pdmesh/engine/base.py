@@ -17,7 +17,7 @@ from pdmesh.kv.store import KvStore
 from pdmesh.model import ComputePath, FinishReason, RequestId, SamplingParams
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
 class EngineSequence:
     """A request's state on an instance, shared by the runtime (which owns it) and the engine (which reads it).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +15,16 @@ from pdmesh.engine.experts import Experts, Mlp
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
 from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, QkNorm
+from pdmesh.engine.ranks.group import RankGroup
+from pdmesh.engine.ranks.linear import GatheredLinear, GatheredVocabulary
+from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.rope import rotation_order
 from pdmesh.engine.tensors import RandomTensors, Tensors, UnreadTensors, open_tensors
+from pdmesh.model import IndexRange
 
 
 class Norm(NamedTuple):
-    """Of a norm. In fp32 where the model multiplies by it before it rounds."""
+    """Weights of a norm: in fp32 where the model multiplies by it before it rounds."""
 
     weight: Tensor
     bias: Tensor | None
@@ -63,16 +68,18 @@ def load_weights(
     device: torch.device,
     packed: bool = True,
     library: KernelLibrary | None = None,
+    group: RankGroup | None = None,
 ) -> ModelWeights:
     """Read every tensor the configuration asks for. Raises ConfigError for one that is missing or misshapen.
 
     All are compared by name and shape before memory is taken for any.
 
     ``packed`` allows projections in the order that their products read fastest; ``library`` has kernels for them.
+    Of a ``group``, a rank reads its own part.
     """
     with open_tensors(directory, config.quantization, dtype) as tensors:
         _Reader(config, UnreadTensors(tensors), dtype, torch.device("meta"), False, None).model()
-        return _Reader(config, tensors, dtype, device, packed, library).model()
+        return _Reader(config, tensors, dtype, device, packed, library, group).model()
 
 
 def random_weights(
@@ -82,10 +89,11 @@ def random_weights(
     device: torch.device,
     packed: bool = True,
     library: KernelLibrary | None = None,
+    group: RankGroup | None = None,
     seed: int = 0,
 ) -> ModelWeights:
     """Weights of the configuration's shape, drawn where they will be used: for benchmarks."""
-    return _Reader(config, RandomTensors(dtype, device, seed), dtype, device, packed, library).model()
+    return _Reader(config, RandomTensors(dtype, device, seed), dtype, device, packed, library, group).model()
 
 
 #: Where rows of a weight come from; None: as they are.
@@ -100,7 +108,12 @@ class _Reader:
     device: torch.device
     packed: bool
     library: KernelLibrary | None
+    group: RankGroup | None = None
     memory: WeightMemory = field(default_factory=WeightMemory)
+
+    @property
+    def share(self) -> RankShare:
+        return WHOLE if self.group is None else self.group.share
 
     def model(self) -> ModelWeights:
         config, names = self.config, self.config.names
@@ -118,8 +131,9 @@ class _Reader:
 
     def _layer(self, prefix: str, layer: LayerConfig) -> LayerWeights:
         config, names = self.config, self.config.names
-        hidden = config.hidden_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        hidden, head_dim = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        query, key = (heads.scaled(head_dim) for heads in (self.share.heads(config), self.share.kv_heads(config)))
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self._norm(f"{prefix}.{name}", hidden)
@@ -131,12 +145,15 @@ class _Reader:
                 names.qkv,
                 [q_size, kv_size, kv_size],
                 hidden,
+                own=[query, key, key],
                 has_bias=config.qkv_bias,
                 order=self._rotation_order(),
             ),
             q_norm=self._head_norm(f"{prefix}.{names.q_norm}", config.num_heads),
             k_norm=self._head_norm(f"{prefix}.{names.k_norm}", config.num_kv_heads),
-            output=self._linear(prefix, (names.output,), [hidden], q_size, has_bias=config.output_bias),
+            output=self._gathered(
+                prefix, names.output, [query.size] * self.share.num_ranks, has_bias=config.output_bias
+            ),
             attention_output_norm=norm(names.attention_output_norm),
             mlp_norm=norm(names.mlp_norm),
             mlp=(
@@ -149,10 +166,11 @@ class _Reader:
 
     def _mlp(self, prefix: str, gate_up: tuple[str, ...], down: str, inner: int) -> Mlp:
         config = self.config
-        gates, has_bias = [inner, inner] if config.is_gated else [inner], config.mlp_bias
+        num_gates, has_bias = 2 if config.is_gated else 1, config.mlp_bias
+        own = [self.share.outputs(inner)] * num_gates
         return Mlp(
-            self._linear(prefix, gate_up, gates, config.hidden_size, has_bias=has_bias),
-            self._linear(prefix, (down,), [config.hidden_size], inner, has_bias=has_bias),
+            self._linear(prefix, gate_up, [inner] * num_gates, config.hidden_size, own=own, has_bias=has_bias),
+            self._gathered(prefix, down, self.share.widths(inner), has_bias=has_bias),
         )
 
     def _experts(self, prefix: str, experts: ExpertsConfig) -> Experts:
@@ -166,9 +184,18 @@ class _Reader:
             ),
         )
 
+    def _gathered(self, prefix: str, name: str, inputs: Sequence[int], *, has_bias: bool) -> Linear:
+        """A projection to the hidden states, from inputs of which each rank has so many."""
+        num_outputs = self.config.hidden_size
+        own = [self.share.outputs(num_outputs)]
+        linear = self._linear(prefix, (name,), [num_outputs], sum(inputs), own=own, has_bias=has_bias)
+        if self.group is None:
+            return linear
+        return GatheredLinear(linear, self.group, inputs, self.share.widths(num_outputs))
+
     def _rotation_order(self, num_heads: int | None = None) -> Order:
-        """Of the rows of queries, keys and values; or of so many heads that are rotated."""
-        config = self.config
+        """Return where rows come from, of the queries, keys and values here, or of so many heads that are rotated."""
+        config = self.share.config_of(self.config)
         head_dim = config.head_dim
         order = rotation_order(head_dim, config.rotary_dim or head_dim, interleaves=config.interleaves_rotation)
         if order is None:
@@ -186,32 +213,45 @@ class _Reader:
         sizes: Sequence[int],
         num_inputs: int,
         *,
+        own: Sequence[IndexRange] | None = None,
         has_bias: bool = False,
         order: Order = None,
     ) -> Linear:
-        """Projections of one input, with outputs of ``sizes`` in one or several tensors, as one; rows in ``order``."""
+        """Projections of one input, with outputs of ``sizes`` in one or several tensors, as one; rows in ``order``.
+
+        ``own`` are those of each size that are computed here, if not all.
+        """
+        parts = [IndexRange(0, sum(sizes))]
+        if own is not None and not self.share.is_whole:
+            parts = [part.moved(first) for part, first in zip(own, accumulate(sizes, initial=0), strict=False)]
         if len(names) == 1:
             sizes = [sum(sizes)]
         outputs = {f"{prefix}.{name}": size for name, size in zip(names, sizes, strict=True)}
         for name, num_outputs in outputs.items():
             self.tensors.check(f"{name}.weight", (num_outputs, num_inputs))
-        weight = torch.empty(sum(outputs.values()), num_inputs, dtype=self.dtype, device=self.device)
+        weight = torch.empty(sum(part.size for part in parts), num_inputs, dtype=self.dtype, device=self.device)
         bias = torch.empty(weight.shape[0], dtype=self.dtype, device=self.device) if has_bias else None
-        row = 0
+        first, row = 0, 0
         for name, num_outputs in outputs.items():
-            weight[row : row + num_outputs] = self.tensors.read(f"{name}.weight", (num_outputs, num_inputs))
-            if bias is not None:
-                bias[row : row + num_outputs] = self.tensors.read(f"{name}.bias", (num_outputs,))
-            row += num_outputs
+            whole = IndexRange(first, first + num_outputs)
+            for part in filter(lambda part: part.size, [whole.common(part) for part in parts]):
+                rows = None if part == whole else part.moved(-first)
+                here = slice(row, row + part.size)
+                weight[here] = self.tensors.read(f"{name}.weight", (num_outputs, num_inputs), rows)
+                if bias is not None:
+                    bias[here] = self.tensors.read(f"{name}.bias", (num_outputs,), rows)
+                row += part.size
+            first += num_outputs
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
         return fastest_linear(weight, bias, self.memory, self.library) if self.packed else PlainLinear(weight, bias)
 
     def _vocabulary(self, name: str, shape: tuple[int, ...], *, multiplies: bool) -> Vocabulary:
-        weight = self._tensor(name, shape)
+        weight = self._tensor(name, shape, rows=None if self.group is None else self.share.outputs(shape[0]))
+        own: Vocabulary = PlainLinear(weight, None)
         if self.packed and multiplies:
-            return fastest_vocabulary(weight, self.memory, self.library)
-        return PlainLinear(weight, None)
+            own = fastest_vocabulary(weight, self.memory, self.library)
+        return own if self.group is None else GatheredVocabulary(own, self.group, self.share.widths(shape[0]))
 
     def _norm(self, name: str, size: int, order: Order = None) -> Norm:
         kind = self.config.norm
@@ -222,7 +262,7 @@ class _Reader:
         return Norm(weight, bias) if order is None else Norm(weight[order], None if bias is None else bias[order])
 
     def _head_norm(self, name: str, num_heads: int) -> Norm | None:
-        """Of queries or keys."""
+        """Return the norm of queries or keys."""
         match self.config.qk_norm:
             case QkNorm.NONE:
                 return None
@@ -231,6 +271,8 @@ class _Reader:
             case QkNorm.ALL_HEADS:
                 return self._norm(name, num_heads * self.config.head_dim, self._rotation_order(num_heads))
 
-    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, rows: IndexRange | None = None
+    ) -> Tensor:
         # copy: the file's mapping is closed after loading
-        return self.tensors.read(name, shape).to(device=self.device, dtype=dtype or self.dtype, copy=True)
+        return self.tensors.read(name, shape, rows).to(device=self.device, dtype=dtype or self.dtype, copy=True)

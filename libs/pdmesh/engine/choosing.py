@@ -36,11 +36,11 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         from pdmesh.engine.cuda.compute import cuda_compute  # only where there is a device
 
         return cuda_compute(loaded, device, native=native)
-    config, layout = loaded.config, loaded.layout
+    config, layout = loaded.rank_config, loaded.rank_layout
     attention: AttentionBackend = (
         TiledAttention(layout, loaded.scale, config.score_cap)
         if loaded.deterministic
-        else TorchAttention(layout, loaded.scale, device, config.score_cap)
+        else TorchAttention(layout, loaded.scale, device, config.score_cap, loaded.layout.num_kv_heads)
     )
     kernels: Kernels = TorchKernels(Elementwise.of(config))
     name, library = "torch", loaded.kernels.library
@@ -54,8 +54,8 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
     if needs_torch:
         kinds.append(torch_kind(device, deterministic=loaded.deterministic))
     transformer = loaded.transformer(kernels)
-    store = TorchKvStore(layout, loaded.num_blocks)
-    forward = DirectForward(transformer, attention, store.layers, layout=layout, device=device)
+    store = TorchKvStore(loaded.layout, loaded.num_blocks, loaded.memory)
+    forward = DirectForward(transformer, attention, store.layers, layout=loaded.layout, device=device)
     return Compute(
         name=name,
         reason=loaded.kernels.reason,

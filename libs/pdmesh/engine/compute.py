@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from pdmesh.engine.kernels import Kernels
 from pdmesh.engine.levels import KernelChoice
 from pdmesh.engine.model import Transformer
 from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.kv.store import KvStore
 from pdmesh.model import KvLayout
 
@@ -40,14 +41,27 @@ class Loaded:
     prefill_attention: str  # which of a device's ways, by name; "auto": by the chunk's length
     deterministic: bool
     kernels: KernelChoice  # compiled ones, for the CPU
+    share: RankShare = WHOLE  # what of the model this is
+    memory: Tensor | None = None  # of the cache, shared with the other ranks; None: its own
 
     @property
     def scale(self) -> float:
         """The factor of attention scores."""
         return self.config.scale
 
+    @property
+    def rank_config(self) -> ModelConfig:
+        """The configuration of a model that is as large as this part of it."""
+        return self.share.config_of(self.config)
+
+    @property
+    def rank_layout(self) -> KvLayout:
+        """The layout of a cache of the rank's own heads alone."""
+        return replace(self.layout, num_kv_heads=self.rank_config.num_kv_heads)
+
     def transformer(self, kernels: Kernels) -> Transformer:
-        return Transformer(self.config, self.weights, kernels, deterministic=self.deterministic)
+        heads = None if self.share.is_whole else self.share.kv_heads(self.config)
+        return Transformer(self.rank_config, self.weights, kernels, deterministic=self.deterministic, cache_heads=heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

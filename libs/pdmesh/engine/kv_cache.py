@@ -18,11 +18,16 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class TorchKvStore(HostKvStore):
     """The cache's memory; the engine computes on `layers`, transfers copy bytes by `gather` and `scatter`."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, memory: Tensor | None = None) -> None:
+        """``memory`` are the bytes of the cache, zeros, where others compute on it too."""
         self._layout = layout
         self._num_blocks = num_blocks
         shape = (num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self.layers = [_zeros(shape, TORCH_DTYPES[layout.dtype]) for _ in range(layout.num_layers)]
+        dtype = TORCH_DTYPES[layout.dtype]
+        if memory is None:
+            self.layers = [_zeros(shape, dtype) for _ in range(layout.num_layers)]
+        else:
+            self.layers = [layer.view(dtype).view(shape) for layer in memory.chunk(layout.num_layers)]
         self._bytes = [layer.view(num_blocks, -1).view(torch.uint8).numpy() for layer in self.layers]
 
     @property
@@ -51,6 +56,11 @@ class TorchKvStore(HostKvStore):
         if index.size and (index.min() < 0 or index.max() >= self._num_blocks):
             raise IndexError(f"block ids {list(block_ids)} reach outside the cache's {self._num_blocks} blocks")
         return index
+
+
+def num_cache_heads(cache: Tensor) -> int:
+    """Return how many key-value heads a layer's cache has, given it or some of its heads."""
+    return cache.stride(1) // cache.stride(2)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -120,11 +120,16 @@ def choose_kernels(dtype: str, *, cpu_level: str = "auto", ordered: bool = False
 
 
 def load_library(level: CpuLevel, dtype: str = "bfloat16", folder: Path = FOLDER) -> KernelLibrary | None:
-    """One level's kernels; None if they were not compiled, or the system grants no AMX. The processor must have it."""
+    """One level's kernels; None if they were not compiled, or the system grants no AMX. The processor must have it.
+
+    Those that were compiled from an earlier version of their sources count as not compiled.
+    """
     importlib.import_module("torch")  # before the library: both use one pool of threads, torch's
     try:
         library = ctypes.CDLL(str(_path("avx512_bf16" if level is CpuLevel.AMX else level, folder)))
     except OSError:
+        return None
+    if not hasattr(library, "pdmesh_interface") or library.pdmesh_interface() != _INTERFACE:
         return None
     if not level.is_ordered:
         granted = library.pdmesh_prepare()
@@ -138,11 +143,13 @@ def _path(level: str, folder: Path = FOLDER) -> Path:
     return folder / f"_kernels.{level}.so"
 
 
+#: ``csrc/memory.h`` has the same number.
+_INTERFACE = 2
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
-    "attention": [_POINTER, _INT, *[_POINTER] * 4, _INT, _POINTER, *[_INT] * 4, _FLOAT, _INT],
+    "attention": [_POINTER, _INT, *[_POINTER] * 4, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT],
     "add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
-    "rotate_and_store": [*[_POINTER] * 5, *[_INT] * 6],
+    "rotate_and_store": [*[_POINTER] * 5, *[_INT] * 7],
     "gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],
     "linear": [*[_POINTER] * 4, *[_INT] * 4],
     "pack_linear": [_POINTER, _POINTER, _INT, _INT],

@@ -21,6 +21,7 @@ from pdmesh.engine.kernels import Kernels, Rotation
 from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import ModelConfig, QkNorm
 from pdmesh.engine.rope import RotaryEmbedding
+from pdmesh.model import IndexRange
 
 #: Rows of one product in deterministic mode. Libraries choose how to sum by the number of rows; among equally many
 #: rows a row's result depends on itself alone (measured: oneDNN bf16 with AMX and without, MKL fp32). Fewer would slow
@@ -42,8 +43,18 @@ class StepInputs:
 class Transformer:
     """Weights and the forward pass."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: Kernels, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        kernels: Kernels,
+        *,
+        deterministic: bool,
+        cache_heads: IndexRange | None = None,
+    ) -> None:
+        """``cache_heads`` are those of the cache that ``config`` has, where others compute the rest."""
         self._config = config
+        self._cache_heads = cache_heads
         self._weights = weights
         self._kernels = kernels
         device, dtype = weights.device, weights.dtype
@@ -77,6 +88,8 @@ class Transformer:
             # mask (0 x NaN). No more than that: a step that is computed again changes nothing that others may read.
             if inputs.rests is not None and len(inputs.rests):
                 cache.view(-1, cache.shape[-1]).index_fill_(0, inputs.rests, 0)
+            if self._cache_heads is not None:
+                cache = cache[:, :, slice(*self._cache_heads)]
             hidden, query = self.before_attention(number, hidden, delta, rotations, cache)
             if on_layer is not None:
                 on_layer(number)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan
 from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
+from pdmesh.engine.kv_cache import num_cache_heads
 from pdmesh.engine.levels import CpuLevel, KernelLibrary
 from pdmesh.engine.model_config import Activation, ModelConfig, NormKind
 from pdmesh.model import KvLayout, num_blocks_for
@@ -71,6 +72,7 @@ class _NativePlan:
             self.tables.data_ptr(),
             num_heads,
             self.backend.layout.num_kv_heads,
+            num_cache_heads(cache),
             self.backend.layout.block_size,
             head_dim,
             self.backend.scale,
@@ -129,6 +131,7 @@ class NativeKernels:
             qkv.shape[0],
             num_heads,
             num_kv_heads,
+            num_cache_heads(cache),
             block_size,
             head_dim,
             torch.get_num_threads(),

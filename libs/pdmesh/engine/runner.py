@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -23,14 +22,12 @@ from pdmesh.engine.base import (
     finish_reason,
     with_draft,
 )
-from pdmesh.engine.checkpoint import load_weights, random_weights
-from pdmesh.engine.choosing import choose_compute, choose_library
-from pdmesh.engine.compute import Loaded, PagedStore
-from pdmesh.engine.files import load_model_config, load_model_info
-from pdmesh.engine.forward import StepOutput, step_spans
+from pdmesh.engine.compute import PagedStore
+from pdmesh.engine.files import load_model_info
+from pdmesh.engine.forward import Forward, StepOutput, step_spans
 from pdmesh.engine.guide import Guide
-from pdmesh.engine.kv_cache import TORCH_DTYPES
-from pdmesh.engine.levels import KernelChoice
+from pdmesh.engine.loading import ComputeOptions, load_model
+from pdmesh.engine.ranks.leading import Followers, LeadingForward
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
 from pdmesh.grammars import Grammars
@@ -54,6 +51,7 @@ class TorchEngine:
     ``deterministic`` makes results on CPU bit-identical whatever the batch composition and chunk boundaries.
     ``cpu_level`` is the highest level of compiled kernels to use, "auto" the processor's best; ``ordered`` allows only
     those that give the same bits on every processor. Raises ConfigError for a level that the processor lacks.
+    ``followers`` are the other ranks, which compute with this one.
     """
 
     def __init__(
@@ -73,42 +71,44 @@ class TorchEngine:
         has_random_weights: bool = False,
         cpu_level: str = "auto",
         ordered: bool = False,
+        followers: Followers | None = None,
     ) -> None:
         if num_threads > 0:
             torch.set_num_threads(num_threads)
-        config = load_model_config(checkpoint_dir)
-        if max_model_len is not None and max_model_len > config.max_model_len:
-            raise ConfigError(
-                f"max_model_len is {max_model_len}, but {checkpoint_dir} has a context of {config.max_model_len} tokens"
-            )
-        self._max_model_len = max_model_len or config.max_model_len
         self._device = torch_device(device)
-        layout = config.kv_layout(dtype=dtype, block_size=block_size)
-        torch_dtype = TORCH_DTYPES[layout.dtype]
-        chosen = KernelChoice(None, "the reference")
-        if native:
-            chosen = choose_library(config, layout, self._device, cpu_level=cpu_level, ordered=ordered)
-        load = random_weights if has_random_weights else partial(load_weights, checkpoint_dir)
-        weights = load(config, dtype=torch_dtype, device=self._device, packed=native, library=chosen.library)
-        self._vocab_size = config.vocab_size
-        self._eos_token_ids = load_model_info(checkpoint_dir).eos_token_ids
-        self._grammars = Grammars(checkpoint_dir, vocab_size=config.vocab_size, eos_token_ids=self._eos_token_ids)
-        loaded = Loaded(
-            config=config,
-            weights=weights,
-            layout=layout,
-            num_blocks=num_blocks if isinstance(num_blocks, int) else num_blocks(_free_bytes(self._device)),
-            max_model_len=self._max_model_len,
+        options = ComputeOptions(
+            device=self._device,
+            block_size=block_size,
+            dtype=dtype,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             prefill_attention=prefill_attention,
             deterministic=deterministic,
-            kernels=chosen,
+            native=native,
+            has_random_weights=has_random_weights,
+            cpu_level=cpu_level,
+            ordered=ordered,
         )
-        compute = choose_compute(loaded, self._device, native=native)
+        model = load_model(checkpoint_dir, options, None if followers is None else followers.group)
+        layout = model.layout
+        self._max_model_len = model.max_model_len
+        self._vocab_size = model.config.vocab_size
+        self._eos_token_ids = load_model_info(checkpoint_dir).eos_token_ids
+        self._grammars = Grammars(checkpoint_dir, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
+        if not isinstance(num_blocks, int):
+            num_blocks = num_blocks(_free_bytes(self._device))
+        if followers is None:
+            compute = model.compute(num_blocks)
+            self._forward: Forward = compute.forward
+        else:
+            memory = followers.open_cache(num_blocks * layout.num_layers * layout.block_bytes, num_blocks)
+            compute = model.compute(num_blocks, memory)
+            followers.check_ready(compute.arithmetic)
+            self._forward = LeadingForward(compute.forward, followers, block_size=layout.block_size)
         self.compute_path = ComputePath(kernels=compute.name, dtype=layout.dtype, reason=compute.reason)
         self._arithmetic = compute.arithmetic
         log.info("compute path", kernels=compute.name, arithmetic=compute.arithmetic, reason=compute.reason)
-        self._forward, self._kv = compute.forward, compute.kv
+        self._kv = compute.kv
 
     @property
     def kv(self) -> PagedStore:

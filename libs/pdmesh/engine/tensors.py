@@ -16,6 +16,7 @@ from pdmesh.engine.files import weight_files
 from pdmesh.engine.model_config import Quantization
 from pdmesh.engine.quantized import FLOATS, Layout, LayoutError, Shape, Stored, layout_of
 from pdmesh.errors import ConfigError
+from pdmesh.model import IndexRange
 
 _WEIGHT = ".weight"
 
@@ -27,8 +28,8 @@ class Tensors(Protocol):
         """Raise ConfigError unless there is such a tensor: before memory is taken for what config.json claims."""
         ...
 
-    def read(self, name: str, shape: Shape) -> Tensor:
-        """A tensor, which lasts until the files are closed."""
+    def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
+        """A tensor of this shape, or some of its rows, which lasts until the files are closed."""
         ...
 
 
@@ -42,12 +43,12 @@ class RandomTensors:
     def check(self, name: str, shape: Shape) -> None:
         pass
 
-    def read(self, name: str, shape: Shape) -> Tensor:
+    def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         device = self._generator.device
         if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype, device=device)
+            return _some(torch.ones(shape, dtype=self._dtype, device=device), rows)
         tensor = torch.empty(shape, dtype=self._dtype, device=device)
-        return tensor.normal_(0, shape[1] ** -0.5, generator=self._generator)
+        return _some(tensor.normal_(0, shape[1] ** -0.5, generator=self._generator), rows)  # on every rank the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,9 @@ class UnreadTensors:
     def check(self, name: str, shape: Shape) -> None:
         self.tensors.check(name, shape)
 
-    def read(self, name: str, shape: Shape) -> Tensor:
+    def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         self.check(name, shape)
-        return torch.empty(shape, device="meta")
+        return _some(torch.empty(shape, device="meta"), rows)
 
 
 class FileTensors:
@@ -95,15 +96,15 @@ class FileTensors:
                 f"{self._directory}: tensor {name!r} is {dtype}; config.json needs {' or '.join(sorted(stored.dtypes))}"
             )
 
-    def read(self, name: str, shape: Shape) -> Tensor:
+    def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         self.check(name, shape)
-        return self.read_stored(name)
+        return self.read_stored(name, rows)
 
-    def read_stored(self, name: str) -> Tensor:
-        """A tensor that was checked."""
+    def read_stored(self, name: str, rows: IndexRange | None = None) -> Tensor:
+        """A tensor that was checked, or some of its rows."""
         file, own_name = self._files[name]
         try:
-            tensor: Tensor = file.get_tensor(own_name)
+            tensor: Tensor = file.get_tensor(own_name) if rows is None else file.get_slice(own_name)[slice(*rows)]
         except SafetensorError as error:
             raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
         return tensor
@@ -125,9 +126,9 @@ class QuantizedTensors:
                 self.tensors.check_stored(part, stored)
         return None
 
-    def read(self, name: str, shape: Shape) -> Tensor:
+    def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         if not self._is_quantized(name):
-            return self.tensors.read(name, shape)
+            return self.tensors.read(name, shape, rows)
         self.check(name, shape)
         stored, ends = self._stored(name, shape), self.layout.tensors(*shape)
         found = {
@@ -138,7 +139,7 @@ class QuantizedTensors:
             self.layout.weight(found, *shape).write(out)
         except LayoutError as error:
             raise ConfigError(f"{name}: the quantised weight {error}; download the checkpoint again") from error
-        return out
+        return _some(out, rows)
 
     def _stored(self, name: str, shape: Shape) -> dict[str, Stored]:
         """A weight's tensors by their whole names."""
@@ -148,6 +149,10 @@ class QuantizedTensors:
     def _is_quantized(self, name: str) -> bool:
         prefix = name.removesuffix(_WEIGHT)
         return name.endswith(_WEIGHT) and any(f"{prefix}.{marker}" in self.tensors for marker in self.layout.markers)
+
+
+def _some(tensor: Tensor, rows: IndexRange | None) -> Tensor:
+    return tensor if rows is None else tensor[slice(*rows)]
 
 
 @contextmanager

@@ -5,15 +5,22 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model
 from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.ranks.share import check_divisible
 from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes
 from pdmesh.model import KvLayout, MeasuredStep, num_blocks_for
 from pdmesh.profiles import parse_latency
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from pdmesh.engine.loading import LoadedModel
+    from pdmesh.engine.ranks.group import RankGroup
+    from pdmesh.engine.ranks.leading import Followers
 
 #: Of the stand-in engine, unless configured.
 _FAKE_MODEL_LEN = 32_768
@@ -31,8 +38,11 @@ def served_model_name(config: MeshConfig) -> str:
     return config.worker.served_model_name or Path(config.model or config.worker.engine).name
 
 
-def build_engine(config: MeshConfig, num_threads: int) -> Engine:
-    """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError."""
+def build_engine(config: MeshConfig, num_threads: int, ranks: Followers | None = None) -> Engine:
+    """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError.
+
+    ``ranks`` are the other ranks of the instance, which load their parts meanwhile.
+    """
     worker = config.worker
     if worker.engine == "fake":
         from pdmesh.engine.fake import FakeEngine, timed_by
@@ -61,18 +71,54 @@ def build_engine(config: MeshConfig, num_threads: int) -> Engine:
         num_blocks=lambda free_bytes: num_blocks_of(
             worker, layout, free_bytes=free_bytes, max_model_len=max_model_len, host_bytes=free_host_bytes()
         ),
-        block_size=worker.block_size,
-        dtype=worker.dtype,
         device=worker.device,
-        max_model_len=worker.max_model_len,
-        max_num_seqs=worker.max_num_seqs,
         num_threads=num_threads,
-        prefill_attention=worker.prefill_attention,
-        deterministic=worker.deterministic,
-        has_random_weights=worker.load_format == "dummy",
-        cpu_level=worker.cpu_level,
-        ordered=worker.deterministic,
+        followers=ranks,
+        **_compute_options(worker),
     )
+
+
+def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> LoadedModel:
+    """Load one rank's part of the model that the leader makes an engine of. Raises ConfigError."""
+    import torch
+
+    from pdmesh.engine.loading import ComputeOptions, load_model
+
+    torch.set_num_threads(num_threads)
+    options = ComputeOptions(device=torch.device("cpu"), **_compute_options(config.worker))
+    return load_model(resolve_model(str(config.model)), options, group)
+
+
+def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
+    """Return what every rank of an instance must be told alike."""
+    return {
+        "block_size": worker.block_size,
+        "dtype": worker.dtype,
+        "max_model_len": worker.max_model_len,
+        "max_num_seqs": worker.max_num_seqs,
+        "prefill_attention": worker.prefill_attention,
+        "deterministic": worker.deterministic,
+        "has_random_weights": worker.load_format == "dummy",
+        "cpu_level": worker.cpu_level,
+        "ordered": worker.deterministic,
+    }
+
+
+def check_ranks_can_compute(config: MeshConfig, num_ranks: int) -> None:
+    """Raise ConfigError if an instance cannot be of so many ranks."""
+    if num_ranks == 1:
+        return
+    if config.worker.engine != "torch":
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but worker.engine is {config.worker.engine}: set it to 1"
+        )
+    if config.worker.device.startswith("cuda"):
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but ranks compute on CPUs only so far: set it to 1, or "
+            "worker.device to cpu"
+        )
+    if config.model is not None:
+        check_divisible(load_model_config(resolve_model(config.model)), num_ranks)
 
 
 def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: int, free_bytes: int | None) -> None:

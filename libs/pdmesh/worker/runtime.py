@@ -29,10 +29,18 @@ from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import check_kv_devices, open_channel
 from pdmesh.wire.messages import RegisterWorker
 from pdmesh.worker.drafts import PromptLookup
-from pdmesh.worker.engines import EngineFacts, build_engine, device_name, engine_facts, served_model_name
+from pdmesh.worker.engines import (
+    EngineFacts,
+    build_engine,
+    check_ranks_can_compute,
+    device_name,
+    engine_facts,
+    served_model_name,
+)
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.measuring import measure_at_start
 from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.ranks import RankProcesses, start_ranks
 from pdmesh.worker.scheduler_link import WorkerSession
 from pdmesh.worker.steps import run_steps
 from pdmesh.worker.threads import EngineThread, fair_num_threads
@@ -47,16 +55,22 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
     if config.transfer.transport == "ucx":
         check_kv_devices(ucx_devices(config.transfer), config.transfer)
-    num_threads = fair_num_threads(config.worker.num_threads)
-    async with EngineThread() as thread:
-        engine = await thread.run(partial(build_engine, config, num_threads))
-        log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, num_blocks=engine.kv.num_blocks)
-        facts = engine_facts(config)
-        if facts.num_parameters:
-            facts = replace(facts, measured_steps=await thread.run(partial(measure_at_start, engine)))
-        config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
-        async with _transport(config.transfer) as transport:
-            await serve_instance(config, context, role, thread=thread, engine=engine, transport=transport, facts=facts)
+    num_ranks = config.num_ranks_of(role)
+    check_ranks_can_compute(config, num_ranks)
+    num_threads = fair_num_threads(config.worker.num_threads, num_ranks)
+    with start_ranks(config, num_ranks, num_threads) as ranks:
+        async with EngineThread() as thread:
+            build = partial(build_engine, config, num_threads, ranks)
+            engine = await thread.run(build, on_cancel=lambda: None if ranks is None else ranks.kill())
+            log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, num_ranks=num_ranks)
+            facts = engine_facts(config)
+            if facts.num_parameters:
+                facts = replace(facts, measured_steps=await thread.run(partial(measure_at_start, engine)))
+            config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
+            async with _transport(config.transfer) as transport:
+                await serve_instance(
+                    config, context, role, thread=thread, engine=engine, transport=transport, facts=facts, ranks=ranks
+                )
 
 
 async def serve_instance(
@@ -68,8 +82,9 @@ async def serve_instance(
     engine: Engine,
     transport: KvTransport,
     facts: EngineFacts = EngineFacts(),  # noqa: B008  # frozen
+    ranks: RankProcesses | None = None,
 ) -> None:
-    """Do what `run_worker` does, given an engine and a transport."""
+    """Do what `run_worker` does, given an engine, the processes that compute with it, and a transport."""
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
     device = device_name(config)
     drafter = prompt_lookup(config.worker, device)
@@ -98,6 +113,7 @@ async def serve_instance(
             data_address=transport.address,
             device=device,
             pid=os.getpid(),
+            rank_pids=() if ranks is None else ranks.pids,
             device_name=facts.device_name,
             num_parameters=facts.num_parameters,
             num_heads=facts.num_heads,
@@ -174,8 +190,12 @@ async def serve_instance(
             async with anyio.create_task_group() as work:
                 work.start_soon(_announce, context, scheduler, announced)
                 work.start_soon(_drain, context, scheduler, instance, work.cancel_scope)
+                if ranks is not None:
+                    work.start_soon(_end_without, ranks, work.cancel_scope)
                 failure = await run_steps(instance, engine, thread)
                 work.cancel_scope.cancel()
+            if ranks is not None and (why_lost := ranks.why_lost()):
+                failure = InstanceUnavailable(why_lost)
             await tokens.flush()
             await scheduler.leave()
         links.cancel_scope.cancel()
@@ -186,6 +206,12 @@ async def serve_instance(
 async def _announce(context: ServiceContext, scheduler: WorkerSession, facts: dict[str, object]) -> None:
     await scheduler.registered.wait()
     context.announce(**facts)
+
+
+async def _end_without(ranks: RankProcesses, work: anyio.CancelScope) -> None:
+    """End what an instance does once one of its ranks is lost."""
+    log.error("the instance ends", reason=await ranks.watch())
+    work.cancel()
 
 
 async def _drain(

@@ -20,6 +20,7 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pdmesh.engine.base import Engine, SequenceSlice, SliceResult
+from pdmesh.errors import InstanceUnavailable
 from pdmesh.kv.gate import Urgent
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.instance import Instance
@@ -167,6 +168,8 @@ async def _run_batches(instance: Instance, executor: _Executor, thread: EngineTh
             continue
         try:
             executed = await thread.run(partial(executor.execute, batch), on_cancel=instance.stop_waiting)
+        except InstanceUnavailable as error:  # a rank is gone: its requests go on elsewhere, as if this process were
+            return error
         except Exception as error:
             log.exception("the engine failed")
             for broken in executor.broken:

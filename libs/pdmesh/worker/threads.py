@@ -18,9 +18,12 @@ from pdmesh.kv.gate import Wakeup
 T = TypeVar("T")
 
 
-def fair_num_threads(num_threads: int) -> int:
-    """Return ``num_threads``, or for 0 half of the process's cores: the other pool's instance gets the rest."""
-    return num_threads or max(1, num_usable_cores() // 2)
+def fair_num_threads(num_threads: int, num_ranks: int = 1) -> int:
+    """Return ``num_threads``, or for 0 a rank's share of half of the process's cores.
+
+    The other pool's instance gets the rest.
+    """
+    return num_threads or max(1, num_usable_cores() // 2 // num_ranks)
 
 
 class EngineThread:

@@ -470,6 +470,7 @@ class Driver:
                     batching=self._batching(view.instance_id) if view.role is Role.MIXED else None,
                     compute=profile.compute,
                     arithmetic=profile.arithmetic,
+                    rank_pids=profile.rank_pids,
                 )
             )
         return tuple(statuses)

@@ -1,10 +1,14 @@
-// Buffers of the kernels' threads: aligned to cache lines, uninitialized.
+// What all kernels share: their interface's number, and buffers of their threads, aligned to cache lines, uninitialized.
 #pragma once
 
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 
 namespace pdmesh {
+
+// Of the functions that engine/levels.py calls: raised when what one of them takes changes.
+constexpr int64_t kInterface = 2;
 
 struct Free {
     void operator()(void* memory) const { std::free(memory); }

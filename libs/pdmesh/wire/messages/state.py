@@ -53,6 +53,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     compute: ComputePath | None = None
     arithmetic: str = ""  # its class; instances of one class compute the same bits
     host: str = ""  # where its memory can be shared
+    rank_pids: tuple[int, ...] = ()  # of the processes that compute together, the leader's first; empty: one does
 
     @property
     def state(self) -> str:

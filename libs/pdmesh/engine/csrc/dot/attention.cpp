@@ -9,14 +9,14 @@
 using namespace pdmesh;
 
 // Spans (row, num_tokens, start, offset of the block table in `tables`), 4 numbers each. head_dim is a multiple of 32
-// up to 1024, block_size one of 16.
+// up to 1024, block_size one of 16. `cache_data` begins at the first of num_kv_heads of cache_heads.
 extern "C" void pdmesh_attention(
     const bf16* query, int64_t query_stride, const bf16* cache_data, bf16* output, float* lse, const int64_t* spans,
-    int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t block_size,
-    int64_t head_dim, float scale, int64_t num_threads) {
+    int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads,
+    int64_t block_size, int64_t head_dim, float scale, int64_t num_threads) {
     const int group = static_cast<int>(num_heads / num_kv_heads);
     const Cache cache = {
-        cache_data, static_cast<int>(num_kv_heads), static_cast<int>(block_size), static_cast<int>(head_dim), group,
+        cache_data, static_cast<int>(cache_heads), static_cast<int>(block_size), static_cast<int>(head_dim), group,
         scale};
     // Whole tokens, so that a task's rows begin at a token's first head.
     const int64_t task_rows = std::max<int64_t>(1, kTaskRows / group) * group;

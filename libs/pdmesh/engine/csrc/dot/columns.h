@@ -22,10 +22,11 @@ constexpr float kMasked = -1e30f;  // below any score, and finite: infinities wo
 constexpr float kCentred = 1.0f + 1.0f / 362.0f;  // a weight before truncation over its mean after
 constexpr float kSlack = 8.0f;  // weights may grow to 2^kSlack before what was summed is scaled down
 
-// One layer's cache, (blocks, key or value, heads, block_size, head_dim), and the shapes that go with it.
+// One layer's cache, (blocks, key or value, cache_heads, block_size, head_dim), from the first of one's own heads on, and
+// the shapes that go with it.
 struct Cache {
     const bf16* data;
-    int num_kv_heads, block_size, head_dim, group;
+    int cache_heads, block_size, head_dim, group;
     float scale;
 };
 
@@ -62,7 +63,7 @@ inline const bf16* page(const Cache& cache, const Task& task, int half, int firs
     alignas(64) static const bf16 zeros[kTile * 1024] = {};
     if (first >= end) return zeros;
     const int64_t block = task.table[first / cache.block_size];
-    const int64_t row = (block * 2 + half) * cache.num_kv_heads + task.head;
+    const int64_t row = (block * 2 + half) * cache.cache_heads + task.head;
     return cache.data + (row * cache.block_size + first % cache.block_size) * cache.head_dim;
 }
 

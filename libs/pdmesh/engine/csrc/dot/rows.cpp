@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "../memory.h"
 #include "tiles.h"
 
 using namespace pdmesh;
@@ -51,15 +52,17 @@ void pdmesh_add_norm(
 
 // Rotates queries in place, and rotates keys and copies values to the cache. A row of `qkv` is its query heads, key
 // heads, value heads; cos and sin have head_dim / 2 columns, a multiple of 16. `slots`: block * block_size + offset.
+// `cache` begins at the first of these key heads, of cache_heads.
 void pdmesh_rotate_and_store(
     bf16* qkv, const bf16* cos, const bf16* sin, const int64_t* slots, bf16* cache, int64_t num_rows,
-    int64_t num_heads, int64_t num_kv_heads, int64_t block_size, int64_t head_dim, int64_t num_threads) {
+    int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads, int64_t block_size, int64_t head_dim,
+    int64_t num_threads) {
     const int64_t half = head_dim / 2;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
     for (int64_t row = 0; row < num_rows; ++row) {
         bf16* heads = qkv + row * (num_heads + 2 * num_kv_heads) * head_dim;
         const int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
-        const int64_t half_cache = num_kv_heads * block_size * head_dim;
+        const int64_t half_cache = cache_heads * block_size * head_dim;
         bf16* keys = cache + block * 2 * half_cache + offset * head_dim;
         for (int64_t head = 0; head < num_heads + num_kv_heads; ++head) {
             const bf16* from = heads + head * head_dim;
@@ -91,5 +94,7 @@ void pdmesh_gated_silu(const bf16* gate_up, bf16* output, int64_t num_rows, int6
         }
     }
 }
+
+int64_t pdmesh_interface() { return pdmesh::kInterface; }
 
 }  // extern "C"

@@ -242,10 +242,10 @@ void write(const Cache<Value>& cache, const Task<Value>& task, const State& stat
 template <class Value>
 void attention(
     const Value* query, int64_t query_stride, const Value* cache_data, Value* output, float* lse, const int64_t* spans,
-    int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t block_size,
-    int64_t head_dim, float scale, int64_t num_threads) {
+    int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads,
+    int64_t block_size, int64_t head_dim, float scale, int64_t num_threads) {
     const int64_t group = num_heads / num_kv_heads;
-    const Cache<Value> cache = {cache_data, num_kv_heads, block_size, head_dim, group, scale};
+    const Cache<Value> cache = {cache_data, cache_heads, block_size, head_dim, group, scale};
     std::vector<Task<Value>> tasks;
     int64_t most_rows = 0;
     for (int64_t i = 0; i < num_spans; ++i) {
@@ -314,15 +314,15 @@ void attention(
 
 }  // namespace
 
-// head_dim is a multiple of 8 up to 1024. lse may be null.
+// head_dim is a multiple of 8 up to 1024. lse may be null. `cache` begins at the first of num_kv_heads of cache_heads.
 #define PDMESH_ATTENTION(Value, suffix)                                                                                \
     void pdmesh_attention##suffix(                                                                                     \
         const Value* query, int64_t query_stride, const Value* cache, Value* output, float* lse,                       \
         const int64_t* spans, int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads,       \
-        int64_t block_size, int64_t head_dim, float scale, int64_t num_threads) {                                      \
+        int64_t cache_heads, int64_t block_size, int64_t head_dim, float scale, int64_t num_threads) {                 \
         attention(                                                                                                     \
-            query, query_stride, cache, output, lse, spans, num_spans, tables, num_heads, num_kv_heads, block_size,    \
-            head_dim, scale, num_threads);                                                                             \
+            query, query_stride, cache, output, lse, spans, num_spans, tables, num_heads, num_kv_heads, cache_heads,   \
+            block_size, head_dim, scale, num_threads);                                                                 \
     }
 
 extern "C" {

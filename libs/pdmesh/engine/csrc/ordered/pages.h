@@ -12,11 +12,12 @@ constexpr int kPanel = 2 * kLanes;   // keys that lie side by side once they are
 constexpr int kMaxHeadDim = 1024;
 static_assert(kKeyBlock % kPanel == 0);
 
-// One layer's cache, (blocks, key or value, heads, block_size, head_dim), and the shapes that go with it.
+// One layer's cache, (blocks, key or value, cache_heads, block_size, head_dim), from the first of one's own heads on, and
+// the shapes that go with it.
 template <class Value>
 struct Cache {
     const Value* data;
-    int64_t num_kv_heads, block_size, head_dim, group;
+    int64_t cache_heads, block_size, head_dim, group;
     float scale;
 };
 
@@ -31,7 +32,7 @@ struct KeyBlock {
     void locate(const Cache<Value>& cache, const int64_t* table, int64_t head, int64_t first, int64_t end) {
         static const Value zeros[kMaxHeadDim] = {};
         count = static_cast<int>(std::clamp<int64_t>(end - first, 0, kKeyBlock));
-        const int64_t half = cache.num_kv_heads * cache.block_size * cache.head_dim;
+        const int64_t half = cache.cache_heads * cache.block_size * cache.head_dim;
         int64_t block = first / cache.block_size, offset = first % cache.block_size;
         for (int key = 0; key < count; ++block, offset = 0) {
             const Value* row = cache.data + table[block] * 2 * half + (head * cache.block_size + offset) * cache.head_dim;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../memory.h"
 #include "vec.h"
 
 namespace {
@@ -65,8 +66,9 @@ void add_norm(
 template <class Value>
 void rotate_and_store(
     Value* qkv, const Value* cos, const Value* sin, const int64_t* slots, Value* cache, int64_t num_rows,
-    int64_t num_heads, int64_t num_kv_heads, int64_t block_size, int64_t head_dim, int64_t num_threads) {
-    const int64_t half = head_dim / 2, half_cache = num_kv_heads * block_size * head_dim;
+    int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads, int64_t block_size, int64_t head_dim,
+    int64_t num_threads) {
+    const int64_t half = head_dim / 2, half_cache = cache_heads * block_size * head_dim;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
     for (int64_t row = 0; row < num_rows; ++row) {
         Value* heads = qkv + row * (num_heads + 2 * num_kv_heads) * head_dim;
@@ -113,12 +115,15 @@ void gated_silu(const Value* gate_up, Value* output, int64_t num_rows, int64_t s
         add_norm(hidden, delta, weight, output, num_rows, size, epsilon, num_threads);                                 \
     }                                                                                                                  \
     /* Rotates queries in place, and rotates keys and copies values to the cache. A row of `qkv` is its query heads,   \
-       key heads, value heads; cos and sin have head_dim / 2 columns. `slots`: block * block_size + offset. */         \
+       key heads, value heads; cos and sin have head_dim / 2 columns. `slots`: block * block_size + offset. `cache`     \
+       begins at the first of these key heads, of cache_heads. */                                                      \
     void pdmesh_rotate_and_store##suffix(                                                                              \
         Value* qkv, const Value* cos, const Value* sin, const int64_t* slots, Value* cache, int64_t num_rows,          \
-        int64_t num_heads, int64_t num_kv_heads, int64_t block_size, int64_t head_dim, int64_t num_threads) {          \
+        int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads, int64_t block_size, int64_t head_dim,            \
+        int64_t num_threads) {                                                                                         \
         rotate_and_store(                                                                                              \
-            qkv, cos, sin, slots, cache, num_rows, num_heads, num_kv_heads, block_size, head_dim, num_threads);        \
+            qkv, cos, sin, slots, cache, num_rows, num_heads, num_kv_heads, cache_heads, block_size, head_dim,         \
+            num_threads);                                                                                              \
     }                                                                                                                  \
     /* output = silu(gate) * up; a row of gate_up is `size` gates, then `size` ups. */                                 \
     void pdmesh_gated_silu##suffix(                                                                                    \
@@ -127,6 +132,7 @@ void gated_silu(const Value* gate_up, Value* output, int64_t num_rows, int64_t s
     }
 
 extern "C" {
+int64_t pdmesh_interface() { return pdmesh::kInterface; }
 PDMESH_ROWS(Bf16, )
 PDMESH_ROWS(F16, _f16)
 }

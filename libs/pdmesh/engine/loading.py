@@ -1,0 +1,104 @@
+"""From a checkpoint to what computes it: all of it, or one rank's part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pdmesh.engine.checkpoint import ModelWeights, load_weights, random_weights
+from pdmesh.engine.choosing import choose_compute, choose_library
+from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.files import load_model_config
+from pdmesh.engine.kv_cache import TORCH_DTYPES
+from pdmesh.engine.levels import KernelChoice
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.ranks.group import RankGroup
+from pdmesh.engine.ranks.share import WHOLE, RankShare, check_divisible
+from pdmesh.errors import ConfigError
+from pdmesh.model import KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions:
+    """How a checkpoint is computed; `pdmesh.engine.runner.TorchEngine` says what each means."""
+
+    device: torch.device
+    block_size: int = 16
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    prefill_attention: str = "auto"
+    deterministic: bool = False
+    native: bool = True
+    has_random_weights: bool = False
+    cpu_level: str = "auto"
+    ordered: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """The weights of a checkpoint, or a rank's part of them, in memory."""
+
+    options: ComputeOptions
+    config: ModelConfig  # of the whole model
+    layout: KvLayout  # of the whole cache
+    max_model_len: int
+    weights: ModelWeights
+    kernels: KernelChoice
+    share: RankShare
+
+    def compute(self, num_blocks: int, memory: Tensor | None = None) -> Compute:
+        """Return what computes the model over a cache of so many blocks, in ``memory`` if others compute on it too."""
+        options = self.options
+        loaded = Loaded(
+            config=self.config,
+            weights=self.weights,
+            layout=self.layout,
+            num_blocks=num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            prefill_attention=options.prefill_attention,
+            deterministic=options.deterministic,
+            kernels=self.kernels,
+            share=self.share,
+            memory=memory,
+        )
+        return choose_compute(loaded, options.device, native=options.native)
+
+
+def load_model(checkpoint_dir: Path, options: ComputeOptions, group: RankGroup | None = None) -> LoadedModel:
+    """Load a checkpoint, or of a ``group`` this rank's part. Raises ConfigError."""
+    config, device = load_model_config(checkpoint_dir), options.device
+    share = WHOLE if group is None else group.share
+    check_divisible(config, share.num_ranks)
+    if (asked := options.max_model_len) is not None and asked > config.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {asked}, but {checkpoint_dir} has a context of {config.max_model_len} tokens"
+        )
+    layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size)
+    kernels = KernelChoice(None, "the reference")
+    if options.native:
+        part = share.config_of(config)
+        kernels = choose_library(part, layout, device, cpu_level=options.cpu_level, ordered=options.ordered)
+    load = random_weights if options.has_random_weights else partial(load_weights, checkpoint_dir)
+    weights = load(
+        config,
+        dtype=TORCH_DTYPES[layout.dtype],
+        device=device,
+        packed=options.native,
+        library=kernels.library,
+        group=group,
+    )
+    return LoadedModel(
+        options=options,
+        config=config,
+        layout=layout,
+        max_model_len=options.max_model_len or config.max_model_len,
+        weights=weights,
+        kernels=kernels,
+        share=share,
+    )

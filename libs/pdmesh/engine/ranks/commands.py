@@ -1,0 +1,211 @@
+"""What the leader of an instance's ranks tells the others, and what they answer, as frames on a socket.
+
+A step goes out as a *delta*: sequences live on every rank, so it names what is new of each since the last step that
+computed it, and its size does not depend on how long the contexts are.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+import weakref
+from collections.abc import Sequence
+
+import msgspec
+
+from pdmesh.engine.base import EngineSequence, SequenceSlice
+from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+
+_LENGTH = struct.Struct("<I")
+
+#: Between processes of one instance; a table of a million blocks is a hundredth of it.
+_MAX_FRAME_BYTES = 1 << 30
+
+
+class SliceDelta(msgspec.Struct, frozen=True, array_like=True):
+    """A slice of a step: of which sequence, and what is new of that."""
+
+    key: int
+    start: int
+    token_ids: bytes  # int32, of the slice
+    num_prompt_tokens: int
+    num_known_blocks: int
+    new_blocks: bytes  # int32, which follow those that are known
+
+
+class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Compute these slices. With ``hooked``, meet in each layer once its KV is written, and wait for what comes."""
+
+    slices: tuple[SliceDelta, ...]
+    ended: tuple[int, ...]  # sequences that no step will name again
+    hooked: bool
+
+
+class Go(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Go on with the layer's attention."""
+
+
+class Abandon(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Compute no more of this step."""
+
+
+class Score(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Compute the logits of these rows of the step."""
+
+    rows: tuple[int, ...]
+
+
+class EndStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget the step, of which nothing more is needed."""
+
+
+class OpenCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Map the KV cache, which has so many blocks."""
+
+    num_blocks: int
+
+
+Command = Step | Go | Abandon | Score | EndStep | OpenCache
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A rank can compute; ``arithmetic`` is its class."""
+
+    arithmetic: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A rank could not start."""
+
+    reasons: tuple[str, ...]
+    is_configuration: bool
+
+
+Answer = Ready | Failed
+
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def frame(message: Command | Answer) -> bytes:
+    """Return a message as it goes over a socket."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_command(connection: socket.socket) -> Command | None:
+    """Wait for the leader's next command; None if the leader is gone."""
+    try:
+        return _commands.decode(_read(connection))
+    except InstanceUnavailable:
+        return None
+
+
+def read_answer(connection: socket.socket) -> Answer:
+    """Wait for what a rank says of its start. Raises InstanceUnavailable if it is gone."""
+    return _answers.decode(_read(connection))
+
+
+def _read(connection: socket.socket) -> bytes:
+    (size,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
+    if size > _MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {size} bytes between ranks")
+    return read_exactly(connection, size)
+
+
+def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Wait for so many bytes. Raises InstanceUnavailable if the other end is closed."""
+    received = b""
+    while len(received) < num_bytes:
+        try:
+            part = connection.recv(num_bytes - len(received), socket.MSG_WAITALL)
+        except OSError:
+            part = b""
+        if not part:
+            raise InstanceUnavailable("another rank of the instance is gone")
+        received += part
+    return received
+
+
+class Deltas:
+    """The leader's side: remembers what the other ranks know of each sequence. The engine's thread only."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, int]] = {}  # by identity: key, blocks that were told
+        self._ended: list[int] = []
+        self._next_key = 0
+
+    def step(self, batch: Sequence[SequenceSlice], block_size: int, *, hooked: bool) -> Step:
+        """Return the command for a step that is about to be computed."""
+        slices = tuple(self._slice(part, block_size) for part in batch)
+        ended = tuple(self._ended)
+        del self._ended[: len(ended)]  # others may have come meanwhile
+        return Step(slices, ended, hooked)
+
+    def _slice(self, part: SequenceSlice, block_size: int) -> SliceDelta:
+        sequence, end = part.sequence, part.start + part.num_tokens
+        key, num_known = self._known.get(id(sequence)) or self._begin(sequence)
+        num_blocks = max(num_known, num_blocks_for(end, block_size))
+        self._known[id(sequence)] = key, num_blocks
+        return SliceDelta(
+            key,
+            part.start,
+            part.token_ids.tobytes(),
+            sequence.num_prompt_tokens,
+            num_known,
+            array.array("i", sequence.block_table[num_known:num_blocks]).tobytes(),
+        )
+
+    def _begin(self, sequence: EngineSequence) -> tuple[int, int]:
+        identity, key = id(sequence), self._next_key
+        self._next_key += 1
+
+        def ended() -> None:  # on whichever thread lets go of it; both calls are atomic
+            self._ended.append(key)
+            self._known.pop(identity, None)
+
+        weakref.finalize(sequence, ended).atexit = False
+        return key, 0
+
+
+class Replicas:
+    """The other ranks' side: the sequences, as far as steps have told of them."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, EngineSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def batch(self, step: Step) -> list[SequenceSlice]:
+        """Return the slices of a step, of sequences that are brought up to date. Raises ProtocolError."""
+        for key in step.ended:
+            self._sequences.pop(key, None)
+        return [self._slice(delta) for delta in step.slices]
+
+    def _slice(self, delta: SliceDelta) -> SequenceSlice:
+        sequence = self._sequences.get(delta.key)
+        if sequence is None:
+            sequence = self._sequences[delta.key] = EngineSequence(
+                request_id=RequestId(str(delta.key)),
+                params=SamplingParams(max_tokens=1),
+                token_ids=array.array("i"),
+                num_prompt_tokens=delta.num_prompt_tokens,
+            )
+        if len(sequence.block_table) != delta.num_known_blocks:
+            raise ProtocolError("a step of ranks that does not follow the last one")
+        sequence.block_table.extend(_integers(delta.new_blocks))
+        token_ids = _integers(delta.token_ids)
+        missing = delta.start - len(sequence.token_ids)
+        if missing > 0:  # their KV came otherwise: what they are does not matter any more
+            sequence.token_ids.frombytes(bytes(missing * sequence.token_ids.itemsize))
+        sequence.token_ids[delta.start :] = token_ids
+        return SequenceSlice(sequence=sequence, start=delta.start, num_tokens=len(token_ids), sample=False)
+
+
+def _integers(packed: bytes) -> array.array[int]:
+    values = array.array("i")
+    values.frombytes(packed)
+    return values

@@ -1,0 +1,97 @@
+"""How the leader computes a step together with the other ranks: it tells them, and then does its own part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from pdmesh.engine.attention import QuerySpan
+from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
+from pdmesh.engine.forward import Forward, Rows, StepOutput
+from pdmesh.engine.ranks.commands import Abandon, Command, Deltas, EndStep, Go, Score
+from pdmesh.engine.ranks.group import RankGroup
+
+
+class Followers(Protocol):
+    """The other ranks, as the leader's engine sees them. Calls raise InstanceUnavailable if one is gone."""
+
+    @property
+    def group(self) -> RankGroup:
+        """The exchange with them."""
+        ...
+
+    def tell(self, command: Command) -> None:
+        """Send a command to each of them."""
+        ...
+
+    def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
+        """Return the bytes of the KV cache, zeros that all ranks share, once each of them has mapped it."""
+        ...
+
+    def check_ready(self, arithmetic: str) -> None:
+        """Wait until all can compute. Raises ConfigError if one cannot, or computes in another arithmetic class."""
+        ...
+
+
+class LeadingForward:
+    """Implements `Forward` over the leader's own.
+
+    In a step with a hook, the ranks meet in each layer when all have written its KV: only then may it be sent, and only
+    the leader knows what comes next, another step inside this one, or this one's end.
+    """
+
+    def __init__(self, own: Forward, followers: Followers, *, block_size: int) -> None:
+        self._own = own
+        self._followers = followers
+        self._block_size = block_size
+        self._deltas = Deltas()
+
+    @contextlib.contextmanager
+    def step(
+        self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
+    ) -> Iterator[StepOutput]:
+        followers = self._followers
+
+        def hook(layer: int) -> None:
+            assert on_layer is not None
+            followers.group.meet()
+            try:
+                on_layer(layer)
+            except BaseException:
+                followers.tell(Abandon())
+                raise
+            followers.tell(Go())
+
+        followers.tell(self._deltas.step(batch, self._block_size, hooked=on_layer is not None))
+        with self._own.step(batch, spans, None if on_layer is None else hook) as output:
+            yield _LeadingOutput(output, followers)
+            followers.tell(EndStep())
+
+    def settle(self) -> None:
+        self._own.settle()
+
+
+class _LeadingOutput:
+    """`StepOutput` for which all ranks compute."""
+
+    def __init__(self, own: StepOutput, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers
+
+    def logits(self, rows: Rows) -> Tensor:
+        return self._own.logits(self._asked(rows))
+
+    def embeddings(self, rows: Rows) -> Tensor:
+        return self._own.embeddings(rows)  # each rank has all of them
+
+    def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
+        return self._own.draw(self._asked(rows), sequences)
+
+    def _asked(self, rows: Rows) -> Rows:
+        """Return the rows that all ranks are asked for, in one type: all find alike that they have computed them."""
+        asked = tuple(rows)
+        self._followers.tell(Score(asked))
+        return asked

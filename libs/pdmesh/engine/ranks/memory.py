@@ -1,0 +1,34 @@
+"""Memory that the ranks of an instance share: anonymous, inherited by descriptor, gone with the last of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdmesh.errors import ConfigError
+
+
+def create_memory(name: str, num_bytes: int = 0) -> int:
+    """Return the descriptor of new shared memory, of zeros; the system gives its pages when they are first written.
+
+    Raises ConfigError where the system has no such memory.
+    """
+    try:
+        fd = os.memfd_create(name)
+        os.ftruncate(fd, num_bytes)
+    except OSError as error:
+        raise ConfigError(
+            f"this system gives ranks no memory to share (memfd_create: {error.strerror}): set tensor_parallel_size "
+            "to 1"
+        ) from error
+    return fd
+
+
+def map_memory(fd: int, num_bytes: int) -> Tensor:
+    """Return the first bytes of shared memory as a tensor of bytes, aligned to pages."""
+    mapped = mmap.mmap(fd, num_bytes)
+    return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))

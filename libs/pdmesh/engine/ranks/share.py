@@ -1,0 +1,103 @@
+"""What one rank of an instance computes: its heads, and its part of each layer's outputs.
+
+Every linear layer is divided by outputs, never by inputs: a rank sums over all inputs, in the order in which one rank
+alone would, and what ranks give each other are finished values. So results do not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pdmesh.engine.model_config import ExpertsConfig, ModelConfig, QkNorm
+from pdmesh.errors import ConfigError
+from pdmesh.model import IndexRange
+
+#: Outputs of a layer are divided at multiples of this, the width of the compiled kernels' panels, unless there are too
+#: few of them.
+_PANEL_OUTPUTS = 32
+
+
+def check_divisible(model: ModelConfig, num_ranks: int) -> None:
+    """Raise ConfigError unless so many ranks can share the model."""
+
+    def fits(number: int) -> bool:
+        heads, kv_heads = model.num_heads, model.num_kv_heads
+        return heads % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0)
+
+    if not fits(num_ranks):
+        possible = [str(number) for number in range(1, model.num_heads + 1) if fits(number)]
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but the model has {model.num_heads} attention heads and "
+            f"{model.num_kv_heads} key-value heads, which divide among {', '.join(possible)} ranks"
+        )
+    if num_ranks > 1 and model.qk_norm is QkNorm.ALL_HEADS:
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but a {model.architecture} normalises over all heads, which are not "
+            "divided so far: set it to 1"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The part of rank ``rank`` of ``num_ranks``."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_ranks == 1
+
+    def config_of(self, model: ModelConfig) -> ModelConfig:
+        """Return the configuration of a model as large as this part of ``model``."""
+        if self.is_whole:
+            return model
+        return replace(
+            model,
+            num_heads=self.heads(model).size,
+            num_kv_heads=self.kv_heads(model).size,
+            intermediate_size=self.outputs(model.intermediate_size).size,
+            layers=tuple(replace(layer, experts=self._experts_of(layer.experts)) for layer in model.layers),
+        )
+
+    def heads(self, model: ModelConfig) -> IndexRange:
+        """Return its attention heads."""
+        return _equal_part(model.num_heads, self.rank, self.num_ranks)
+
+    def kv_heads(self, model: ModelConfig) -> IndexRange:
+        """Return its key-value heads: where there are fewer than ranks, several ranks compute the same one."""
+        if model.num_kv_heads >= self.num_ranks:
+            return _equal_part(model.num_kv_heads, self.rank, self.num_ranks)
+        head = self.rank * model.num_kv_heads // self.num_ranks
+        return IndexRange(head, head + 1)
+
+    def outputs(self, num_outputs: int) -> IndexRange:
+        """Return its outputs of a layer that has so many."""
+        return self._outputs_of(self.rank, num_outputs)
+
+    def widths(self, num_outputs: int) -> tuple[int, ...]:
+        """Return how many outputs of such a layer each rank has."""
+        return tuple(self._outputs_of(rank, num_outputs).size for rank in range(self.num_ranks))
+
+    def _experts_of(self, experts: ExpertsConfig | None) -> ExpertsConfig | None:
+        """Return a layer's experts, of each of which every rank has a part."""
+        if experts is None:
+            return None
+        return replace(experts, intermediate_size=self.outputs(experts.intermediate_size).size)
+
+    def _outputs_of(self, rank: int, num_outputs: int) -> IndexRange:
+        panel = _PANEL_OUTPUTS
+        while panel > 1 and num_outputs < panel * self.num_ranks:
+            panel //= 2
+        num_panels = -(-num_outputs // panel)
+        first, end = (min(num_outputs, panel * (num_panels * part // self.num_ranks)) for part in (rank, rank + 1))
+        return IndexRange(first, end)
+
+
+#: All of a model.
+WHOLE = RankShare()
+
+
+def _equal_part(number: int, rank: int, num_ranks: int) -> IndexRange:
+    size = number // num_ranks
+    return IndexRange(rank * size, (rank + 1) * size)

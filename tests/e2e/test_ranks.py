@@ -1,0 +1,130 @@
+"""Instances of several processes in a mesh of real ones: exact whatever the degrees, and each rank may die."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import pytest
+
+from pdmesh.cli.processes import process_id, wait_for_end
+from pdmesh.testing.checkpoints import TINY, write_checkpoint
+from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PROMPT_LENGTHS = [1, 15, 16, 17, 33, 100, 257, 700]
+MAX_TOKENS = 120
+
+
+@dataclass(frozen=True)
+class Served:
+    mesh: RunningMesh
+    references: list[Reference]
+    degrees: tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["prefill-2-decode-1", "prefill-1-decode-2"])
+def served(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[Served]:
+    prompts = random_prompts(PROMPT_LENGTHS, TINY.vocab_size, seed=2)
+    references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
+    prefill, decode = request.param
+    settings = {"PREFILL_TENSOR_PARALLEL_SIZE": str(prefill), "DECODE_TENSOR_PARALLEL_SIZE": str(decode)}
+    with running_mesh(tmp_path_factory.mktemp("mesh"), model=checkpoint, settings=settings) as mesh:
+        yield Served(mesh, references, request.param)
+
+
+def rank_pids(mesh: RunningMesh) -> list[int]:
+    """The processes of the instance that has several."""
+    (pids,) = [row.rank_pids for row in mesh.status().instances if row.rank_pids]
+    return list(pids)
+
+
+async def until_ended(pids: list[int], limit_s: float = 10.0) -> None:
+    for pid in pids:
+        if (process := process_id(pid)) is not None:
+            assert await anyio.to_thread.run_sync(wait_for_end, process, limit_s), f"{pid} goes on"
+
+
+async def test_unlike_degrees_answer_as_the_reference(served: Served) -> None:
+    mesh = served.mesh
+    assert len(rank_pids(mesh)) == 2
+    assert f"ranks  {'prefill-0' if served.degrees[0] == 2 else 'decode-0'}: 2 (pids" in mesh.pdmesh("status")
+    async with mesh.client() as client:
+        assert await mismatches(client, mesh.model, served.references, concurrency=4) == []
+    await anyio.to_thread.run_sync(mesh.wait_until_idle)
+    assert mesh.peer_read_bytes() > 0  # blocks are read where all ranks wrote them
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_rank_ends_its_instance_and_no_stream(served: Served, rank: int, number: signal.Signals) -> None:
+    """Once a rank dies or stands still, nothing of its instance is left, and each answer is what it would have been."""
+    mesh = served.mesh
+    pids = rank_pids(mesh)
+    if rank == 0 and number is signal.SIGSTOP:
+        pytest.skip("a leader that stands still is a silent instance, as ever")
+    found: list[str] = []
+    ended_s = 0.0
+
+    async def ask() -> None:
+        async with mesh.client() as client:
+            found.extend(await mismatches(client, mesh.model, served.references, concurrency=8))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.sleep(0.3)
+        os.kill(pids[rank], number)
+        began_s = time.monotonic()
+        await until_ended([pid for pid in pids if pid != pids[0]])
+        ended_s = time.monotonic() - began_s
+        await until_ended(pids)
+    assert found == []
+    assert ended_s < 10  # a second, if the machine has one to spare
+    await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
+    deadline_s = time.monotonic() + 120
+    while not any(row.rank_pids and list(row.rank_pids) != pids for row in (await mesh.state()).instances):
+        assert time.monotonic() < deadline_s, "no instance of ranks came back"
+        await anyio.sleep(0.2)
+    async with mesh.client() as client:
+        short = served.references[0]
+        assert (await complete(client, mesh.model, short.prompt, 8)).token_ids == short.token_ids[:8]
+
+
+def test_a_mesh_that_is_stopped_leaves_no_rank(checkpoint: Path, tmp_path: Path) -> None:
+    with running_mesh(
+        tmp_path, model=checkpoint, prefill=0, decode=0, mixed=1, settings={"WORKER_TENSOR_PARALLEL_SIZE": "2"}
+    ) as mesh:
+        pids = rank_pids(mesh)
+        assert all(process_id(pid) for pid in pids)
+    assert not any(process_id(pid) for pid in pids)
+
+
+def test_a_degree_that_does_not_divide_the_model_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pdmesh.cli", "up", "--model", str(checkpoint), "--prefill-tp", "3", "--port", "0"],
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert sentence == (
+        "pdmesh: tensor_parallel_size is 3, but the model has 4 attention heads and 2 key-value heads, which divide "
+        "among 1, 2, 4 ranks"
+    )

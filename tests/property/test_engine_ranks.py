@@ -1,0 +1,169 @@
+"""An engine of several ranks computes what one rank does: the same bits where these depend on nothing but the model."""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdmesh.engine.base import SequenceSlice
+from pdmesh.engine.ranks.commands import Abandon, Step
+from pdmesh.engine.ranks.leading import LeadingForward
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.errors import InstanceUnavailable
+from pdmesh.model import SamplingParams
+from pdmesh.testing.checkpoints import CheckpointShape, Family, write_checkpoint
+from pdmesh.testing.exactness import reference
+from pdmesh.testing.ranks import ranked_engine
+from pdmesh.testing.stepping import SteppedRequest, block_table, generate, new_sequence, separate_tables, step
+
+SHAPE = CheckpointShape(hidden_size=128, intermediate_size=192, num_heads=8, num_kv_heads=2, head_dim=32)
+ALL = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=2, prompt_logprobs=1)
+SEEDED = SamplingParams(max_tokens=1 << 20, temperature=0.8, seed=7, logprobs=0, repetition_penalty=1.1)
+
+#: Where results do not depend on the shapes that are multiplied.
+EXACT: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "cpu_level": "baseline"},
+    {"dtype": "float32", "deterministic": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", shape=SHAPE, seed=1)
+
+
+def prompt_of(length: int) -> list[int]:
+    return [random.Random(length).randrange(SHAPE.vocab_size) for _ in range(length)]
+
+
+def answers(engine: TorchEngine) -> list[object]:
+    """Tokens and log-probabilities of requests in chunks, alone and together."""
+    found: list[object] = []
+    for params in (ALL, SEEDED):
+        alone = generate(engine, prompt_of(37), 4, chunk_tokens=15, params=params)
+        found += [alone.output_ids, alone.results]
+    tables = separate_tables(engine, [80, 50, 20])
+    together = [
+        SteppedRequest(new_sequence(prompt_of(length), table, ALL), 6)
+        for length, table in zip((70, 33, 1), tables, strict=True)
+    ]
+    while left := [(request, 16) for request in together if not request.done]:
+        step(engine, left)
+    return found + [(request.output_ids, request.results) for request in together]
+
+
+@pytest.mark.parametrize("options", EXACT, ids=lambda options: "-".join(map(str, options.values())))
+def test_bits_do_not_depend_on_the_number_of_ranks(checkpoint: Path, options: dict[str, Any]) -> None:
+    """Four ranks share two key-value heads."""
+    found: list[object] = []
+    classes: set[str] = set()
+    for num_ranks in (1, 2, 4):
+        with ranked_engine(checkpoint, num_ranks, num_blocks=32, **options) as engine:
+            found.append(answers(engine))
+            classes.add(engine.arithmetic)
+            found.append([sha256(layer.view(torch.uint8).numpy().tobytes()).hexdigest() for layer in engine.kv.layers])
+    assert found[2:4] == found[4:6] == found[0:2]
+    assert len(classes) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_ranks_answer_as_transformers(architecture: Family, tied: bool, num_ranks: int, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, architecture=architecture, shape=SHAPE, seed=5, tie_word_embeddings=tied)
+    with ranked_engine(checkpoint, num_ranks, num_blocks=64) as engine:
+        for length in (1, 17, 64, 200):
+            expected = reference(checkpoint, prompt_of(length), 16)
+            for chunk_tokens in (1 << 20, 7):
+                found = generate(engine, prompt_of(length), 16, chunk_tokens=chunk_tokens, params=ALL)
+                assert tuple(found.output_ids) == expected.token_ids
+                logprobs = [result.logprobs.logprob for result in found.results if result.logprobs is not None]
+                assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_runs_inside_another_and_one_is_given_up(checkpoint: Path, num_ranks: int) -> None:
+    """Preempted between layers, or abandoned there and begun again, a prompt comes to the same tokens."""
+
+    class GivenUp(Exception):
+        pass
+
+    with ranked_engine(checkpoint, num_ranks, num_blocks=32, dtype="bfloat16") as engine, ExitStack() as stack:
+        expected = [generate(engine, prompt_of(length), 3).output_ids for length in (40, 25)]
+        tables = list(separate_tables(engine, [60, 60]))
+        outer, inner = (
+            SteppedRequest(new_sequence(prompt_of(length), table), 3)
+            for length, table in zip((40, 25), tables, strict=True)
+        )
+        part = outer.next_slice(100)
+        seen: list[int] = []
+
+        def give_up(layer: int) -> None:
+            if layer == 1:
+                raise GivenUp
+
+        with pytest.raises(GivenUp):
+            engine.execute([part], on_layer=give_up)
+
+        def run_inside(layer: int) -> None:
+            seen.append(layer)
+            step(engine, [(inner, 20)])
+
+        (result,) = engine.execute([part], on_layer=run_inside)
+        outer.accept(part, result)
+        assert seen == list(range(SHAPE.num_layers))
+        while not (outer.done and inner.done):
+            step(engine, [(request, 100) for request in (outer, inner) if not request.done])
+        stack.close()
+        assert [outer.output_ids, inner.output_ids] == expected
+
+
+def test_kv_of_all_heads_is_there_when_the_hook_is_called(checkpoint: Path) -> None:
+    """Whoever sends a block from the leader sends what other ranks wrote of it."""
+    with ranked_engine(checkpoint, 1, num_blocks=8, dtype="bfloat16") as engine:
+        generate(engine, prompt_of(64), 1)
+        expected = [layer[block_table(engine, 64)].clone() for layer in engine.kv.layers]
+    with ranked_engine(checkpoint, 4, num_blocks=8, dtype="bfloat16") as engine:
+        table = block_table(engine, 64)
+        sequence = new_sequence(prompt_of(64), table)
+        found: list[torch.Tensor] = []
+        engine.execute(
+            [SequenceSlice(sequence=sequence, start=0, num_tokens=64, sample=False)],
+            on_layer=lambda layer: found.append(engine.kv.layers[layer][table].clone()),
+        )
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_step_without_a_hook_does_not_meet(checkpoint: Path) -> None:
+    with ranked_engine(checkpoint, 2, num_blocks=8, dtype="bfloat16") as engine:
+        generate(engine, prompt_of(5), 2)
+        assert isinstance(engine._forward, LeadingForward)
+        commands = [command for command, _ in engine._forward._followers.commands]  # type: ignore[attr-defined]
+        steps = [command for command in commands if isinstance(command, Step)]
+        assert len(steps) == 2
+        assert not any(command.hooked for command in steps)
+        assert not any(isinstance(command, Abandon) for command in commands)
+
+
+def test_a_lost_rank_is_no_failed_engine(checkpoint: Path) -> None:
+    with ranked_engine(checkpoint, 2, num_blocks=8, dtype="bfloat16") as engine:
+        assert isinstance(engine._forward, LeadingForward)
+        engine._forward._followers.group.peers[0].close()  # type: ignore[attr-defined]
+        with pytest.raises(InstanceUnavailable):
+            generate(engine, prompt_of(5), 2)

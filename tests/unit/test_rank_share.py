@@ -1,0 +1,67 @@
+"""How a model is divided among ranks."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.engine.architectures import parse_model_config
+from pdmesh.engine.model_config import ModelConfig, QkNorm
+from pdmesh.engine.ranks.share import RankShare, check_divisible
+from pdmesh.errors import ConfigError
+
+MODEL = parse_model_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 96,
+        "intermediate_size": 344,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "config.json",
+)
+
+
+@given(num_outputs=st.integers(1, 5000), num_ranks=st.integers(1, 8))
+def test_outputs_are_divided_without_gap(num_outputs: int, num_ranks: int) -> None:
+    shares = [RankShare(rank, num_ranks) for rank in range(num_ranks)]
+    parts = [share.outputs(num_outputs) for share in shares]
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == num_outputs
+    assert all(share.widths(num_outputs) == tuple(part.size for part in parts) for share in shares)
+    if num_outputs >= 32 * num_ranks:
+        assert all(part.start % 32 == 0 for part in parts)
+        assert max(part.size for part in parts) - min(part.size for part in parts) <= 63
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 12])
+def test_each_query_head_is_with_its_key_value_head(num_ranks: int) -> None:
+    check_divisible(MODEL, num_ranks)
+    seen: list[int] = []
+    for rank in range(num_ranks):
+        share = RankShare(rank, num_ranks)
+        heads, kv_heads = share.heads(MODEL), share.kv_heads(MODEL)
+        part = share.config_of(MODEL)
+        assert (part.num_heads, part.num_kv_heads) == (heads.size, kv_heads.size)
+        seen += range(*heads)
+        group, own_group = MODEL.num_heads // MODEL.num_kv_heads, heads.size // kv_heads.size
+        for place, head in enumerate(range(*heads)):
+            assert kv_heads.start + place // own_group == head // group
+    assert seen == list(range(MODEL.num_heads))
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "says"),
+    [
+        (MODEL, 5, "12 attention heads and 2 key-value heads, which divide among 1, 2, 4, 6, 12 ranks"),
+        (MODEL, 3, "which divide among 1, 2, 4, 6, 12 ranks"),
+        (replace(MODEL, qk_norm=QkNorm.ALL_HEADS), 2, "normalises over all heads"),
+    ],
+)
+def test_what_cannot_be_divided_is_one_sentence(model: ModelConfig, num_ranks: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_divisible(model, num_ranks)
