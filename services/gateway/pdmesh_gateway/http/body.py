@@ -17,14 +17,25 @@ from pdmesh_gateway.limits import Upload
 
 T = TypeVar("T")
 
-#: Larger bodies are decoded on a thread.
+#: Larger bodies are decoded on a thread, in pieces of at most so many bytes: to decode one holds the interpreter.
 INLINE_BYTES = 64 * 1024
+
+#: Larger values are cut into pieces only so deep: each level is read once more.
+PIECE_DEPTH = 6
+
+#: Before a text's first character.
+_MAX_BLANKS = 64
 
 #: Counted at a time, before other threads get their turn.
 _COUNT_BYTES = 1024 * 1024
 
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>.*)`)?$")
 _PATH = re.compile(r" - at `\$\.?(?P<field>[^`.\[]*)(?P<rest>[^`]*)`$")
+
+
+_decode_value = msgspec.json.Decoder().decode
+_decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class ClientGone(Exception):
@@ -81,9 +92,37 @@ async def decode_body(
             raise RequestRejected(
                 f"The request body contains more than {max_values} values.", status=413, code="too_many_values"
             )
-        return _decode(decoder, body, strict)
+        if _first(body) != b"{":
+            return _decode(decoder, body, strict)  # raises: a struct is an object
+        try:
+            fields = read_in_pieces(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _not_json(error) from None
+        return _known(decoder, fields, strict)
 
     return await anyio.to_thread.run_sync(decode)
+
+
+def read_in_pieces(text: bytes | msgspec.Raw, *, most_bytes: int = INLINE_BYTES, depth: int = PIECE_DEPTH) -> Any:
+    """Return the value of a JSON text, of which no more is read at once than ``most_bytes`` or a value ``depth`` deep.
+
+    Between two pieces other threads get their turn. Raises what msgspec raises for what is no JSON.
+    """
+    if len(text) <= most_bytes or not depth:
+        return _decode_value(text)
+    match _first(text):
+        case b"[":
+            return [read_in_pieces(raw, most_bytes=most_bytes, depth=depth - 1) for raw in _decode_array(text)]
+        case b"{":
+            fields = _decode_object(text).items()
+            return {key: read_in_pieces(raw, most_bytes=most_bytes, depth=depth - 1) for key, raw in fields}
+        case _:
+            return _decode_value(text)
+
+
+def _first(text: bytes | msgspec.Raw) -> bytes:
+    """What a JSON text begins with; nothing if that are many blanks."""
+    return bytes(memoryview(text)[:_MAX_BLANKS]).lstrip()[:1]
 
 
 def may_hold_more_values(body: bytes, most: int) -> bool:
@@ -109,6 +148,14 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes, strict: bool) -> tupl
             raise _not_json(error) from None
     try:
         fields = _fields(body)
+    except (ValueError, RecursionError) as error:
+        raise _not_json(error) from None
+    return _known(decoder, fields, strict)
+
+
+def _known(decoder: msgspec.json.Decoder[T], fields: Any, strict: bool) -> tuple[T, tuple[str, ...]]:
+    """The struct of an object's fields, and the names of those that were passed over."""
+    try:
         if not isinstance(fields, dict):
             return msgspec.convert(fields, decoder.type), ()  # raises: a struct is an object
         known = without_unknown(fields, getattr(decoder.type, "__struct_encode_fields__", ()), strict=strict)
