@@ -433,3 +433,31 @@ def test_a_template_that_knows_no_tools_is_found_out(tmp_path: Path, template: s
     assert answer_format.reasoning_after("<think>\n") is ReasoningStart.BEGUN
     assert answer_format.reasoning_after("<think>\n\n</think>\n\n") is ReasoningStart.NONE
     assert answer_format.reasoning_after("assistant\n") is ReasoningStart.POSSIBLE
+
+
+def test_mistrals_reasoning_has_markers_of_its_own(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "model", vocab_size=400)
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    special = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(path))
+    loaded = ModelTokenizer.load(directory)
+    answer_format = find_format(loaded, "")
+    assert answer_format.reasons
+    assert answer_format.reasoning_after("[INST]Hi[/INST]") is ReasoningStart.POSSIBLE
+    assert answer_format.reasoning_after("[INST]Hi[/INST][THINK]") is ReasoningStart.BEGUN
+    text = "[THINK]They <think> of it.[/THINK]I look.[TOOL_CALLS]stop[ARGS]{}"
+    for pieces in ([text], list(text)):
+        answer = ChoiceItems(lambda writer: answer_format.parser(writer, ReasoningStart.POSSIBLE, calls()))
+        events = [event for piece in pieces for event in answer.advance(Delta(index=0, text=piece))]
+        whole = collect([*events, *answer.advance(Delta(index=0, finish_reason="stop"))])
+        assert whole.text_of(ItemKind.REASONING) == "They <think> of it."
+        assert shown(whole) == ("I look.", [("stop", {})])
+    grammars = Grammars(directory, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(258, 256))
+    held = (grammars, tokenizer, {})
+    grammar = answer_format.grammar(ReasoningStart.POSSIBLE, calls(required=True), "")
+    assert allows(held, grammar, text.replace("I look.", "")) == (True, True)
+    assert not allows(held, grammar, text)[0]
+    shown_ids = answer_format.shown_ids(ReasoningStart.POSSIBLE, calls())
+    assert shown_ids == {loaded.textless_ids[token] for token in special}

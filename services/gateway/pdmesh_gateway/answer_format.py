@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdmesh.errors import ConfigError
-from pdmesh_gateway import reasoning
 from pdmesh_gateway.items import ItemParser, ItemWriter, PlainText
-from pdmesh_gateway.reasoning import ReasoningStart, read_reasoning, reasoning_after
+from pdmesh_gateway.reasoning import THINK, ReasoningMarkers, ReasoningStart, markers_of
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.tools.format import MAX_CALLS, CallableTool, ToolFormat, regex
 from pdmesh_gateway.tools.hermes import Hermes
@@ -46,18 +45,19 @@ class AnswerFormat:
     tools: ToolFormat | None = None
     template_knows_tools: bool = False
     reasons: bool = False
+    reasoning: ReasoningMarkers = THINK  # where it does
     max_calls: int = MAX_CALLS  # of an answer
     textless_ids: Mapping[str, int]  # of tokens that are no text to a grammar, by what they read as
 
     def reasoning_after(self, prompt: str) -> ReasoningStart:
         """Return how the answer to a prompt, given as text, begins."""
-        return reasoning_after(prompt) if self.reasons else ReasoningStart.NONE
+        return self.reasoning.begins_after(prompt) if self.reasons else ReasoningStart.NONE
 
     def shown_ids(self, begins: ReasoningStart, calls: Calls | None) -> frozenset[int]:
         """Return the special tokens whose text is needed to read an answer."""
         markers = self.tools.markers if self.tools is not None and calls is not None else ()
         if begins is not ReasoningStart.NONE:
-            markers += (reasoning.OPEN, reasoning.CLOSE)
+            markers += (self.reasoning.open, self.reasoning.close)
         return frozenset(self.textless_ids[marker] for marker in markers if marker in self.textless_ids)
 
     def parser(self, writer: ItemWriter, begins: ReasoningStart, calls: Calls | None) -> ItemParser:
@@ -67,7 +67,7 @@ class AnswerFormat:
         schemas = {tool.name: tool.schema for tool in calls.tools} if calls is not None else {}
 
         def read(reader: Reader) -> Script[None]:
-            yield from read_reasoning(reader, begins)
+            yield from self.reasoning.read(reader, begins)
             if calls is not None and self.tools is not None:
                 yield from self.tools.read(reader, schemas)
             yield from reader.rest()
@@ -107,14 +107,14 @@ class AnswerFormat:
         if begins is ReasoningStart.BEGUN:
             return "think ", "/(?s:.*)/"
         # What begins as reasoning does would be read as such.
-        return "think? ", f"/(?s:.*)/ & ~/(?s:\\s*{regex(reasoning.OPEN)}.*)/"
+        return "think? ", f"/(?s:.*)/ & ~/(?s:\\s*{regex(self.reasoning.open)}.*)/"
 
     def _think_rules(self, begins: ReasoningStart) -> list[str]:
         if begins is ReasoningStart.NONE:
             return []
-        opened = f"/\\s{{0,4}}/ {self._marker(reasoning.OPEN)} " if begins is ReasoningStart.POSSIBLE else ""
-        close = self._marker(reasoning.CLOSE)
-        if reasoning.CLOSE in self.textless_ids:
+        opened = f"/\\s{{0,4}}/ {self._marker(self.reasoning.open)} " if begins is ReasoningStart.POSSIBLE else ""
+        close = self._marker(self.reasoning.close)
+        if self.reasoning.close in self.textless_ids:
             return [f"think: {opened}/(?s:.*)/ {close} BLANKS", _BLANKS]
         return [f"think: {opened}thought BLANKS", f"thought[lazy]: /(?s:.*)/ {close}", _BLANKS]
 
@@ -139,11 +139,13 @@ def find_format(tokenizer: ModelTokenizer, setting: str) -> AnswerFormat:
     if setting and setting not in FORMATS:
         raise ConfigError(f"gateway.tool_format is {setting!r}: use one of {', '.join(FORMATS)}")
     template, vocabulary = tokenizer.template_source, tokenizer.added_tokens
+    markers = markers_of(template, vocabulary)
     return AnswerFormat(
         tools=FORMATS[setting] if setting else _detected(template, vocabulary),
         template_knows_tools=tokenizer.template_knows_tools(),
         max_calls=1 if _ONE_CALL in template else MAX_CALLS,
-        reasons=reasoning.CLOSE in template or reasoning.CLOSE in vocabulary,
+        reasons=markers is not None,
+        reasoning=markers or THINK,
         textless_ids=tokenizer.textless_ids,
     )
 

@@ -1,12 +1,12 @@
-"""Reasoning between ``<think>`` and ``</think>``, before the answer proper."""
+"""Reasoning before the answer proper, between markers as ``<think>`` and ``</think>``."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from enum import StrEnum
 
 from pdmesh_gateway.tools.reader import SPACE, Reader, Script
-
-OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningStart(StrEnum):
@@ -17,25 +17,41 @@ class ReasoningStart(StrEnum):
     BEGUN = "begun"  # the prompt ends within it
 
 
-def reasoning_after(prompt: str) -> ReasoningStart:
-    """Return how the answer of a model that reasons begins, by the end of its prompt."""
-    end = prompt.rstrip()
-    if end.endswith(OPEN):
-        return ReasoningStart.BEGUN
-    return ReasoningStart.NONE if end.endswith(CLOSE) else ReasoningStart.POSSIBLE
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """What a family's models write before and behind their reasoning."""
 
+    open: str
+    close: str
 
-def read_reasoning(reader: Reader, reasoning: ReasoningStart) -> Script[None]:
-    """Read up to where the answer proper begins."""
-    if reasoning is ReasoningStart.POSSIBLE and not (yield from reader.follows(SPACE, OPEN)):
-        reasoning = ReasoningStart.NONE
-    if reasoning is not ReasoningStart.NONE:
-        yield from reader.skip(SPACE, OPEN)
-        yield from reader.spaces()
-        if (yield from reader.until([CLOSE], reader.writer.reasoning, is_inside=True)):
-            reader.mark(len(CLOSE))
-            reader.reasoning_chars = reader.writer.num_chars
+    def begins_after(self, prompt: str) -> ReasoningStart:
+        """Return how the answer begins, by the end of its prompt."""
+        end = prompt.rstrip()
+        if end.endswith(self.open):
+            return ReasoningStart.BEGUN
+        return ReasoningStart.NONE if end.endswith(self.close) else ReasoningStart.POSSIBLE
+
+    def read(self, reader: Reader, begins: ReasoningStart) -> Script[None]:
+        """Read up to where the answer proper begins."""
+        if begins is ReasoningStart.POSSIBLE and not (yield from reader.follows(SPACE, self.open)):
+            begins = ReasoningStart.NONE
+        if begins is not ReasoningStart.NONE:
+            yield from reader.skip(SPACE, self.open)
             yield from reader.spaces()
-            return
-        reader.mark(len(reader.buffer))
-    reader.reasoning_chars = reader.writer.num_chars
+            if (yield from reader.until([self.close], reader.writer.reasoning, is_inside=True)):
+                reader.mark(len(self.close))
+                reader.reasoning_chars = reader.writer.num_chars
+                yield from reader.spaces()
+                return
+            reader.mark(len(reader.buffer))
+        reader.reasoning_chars = reader.writer.num_chars
+
+
+#: DeepSeek-R1, Qwen3 and many others; Mistral's Magistral.
+THINK = ReasoningMarkers("<think>", "</think>")
+FAMILIES = (THINK, ReasoningMarkers("[THINK]", "[/THINK]"))
+
+
+def markers_of(template: str, vocabulary: Collection[str]) -> ReasoningMarkers | None:
+    """Return what a checkpoint's models reason between; None if they do not."""
+    return next((each for each in FAMILIES if each.close in template or each.close in vocabulary), None)
