@@ -24,7 +24,7 @@ async def test_embeddings_equal_transformers_in_parts_beside_others_and_through_
     inputs = [[*shared[: 150 * (number % 3)], *rng.choices(range(256), k=1 + 9 * number)] for number in range(24)]
     reference = HfReference(model)
     expected = [np.array(reference.embedding(prompt)) for prompt in inputs]
-    settings = {"POLICY_BUNDLE": "fcfs", "POLICY_CHUNK_TOKENS": "64", "GATEWAY_MAX_CONCURRENT_REQUESTS": "64"}
+    settings = {"SCHEDULER_BUNDLE": "fcfs", "POLICY_CHUNK_TOKENS": "64", "GATEWAY_MAX_CONCURRENT_REQUESTS": "64"}
     with running_mesh(tmp_path / "mesh", model=model, prefill=2, decode=1, settings=settings) as mesh:
         url = f"http://{mesh.record.http_address}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
