@@ -455,7 +455,7 @@ def test_mistrals_reasoning_has_markers_of_its_own(tmp_path: Path) -> None:
         assert whole.text_of(ItemKind.REASONING) == "They <think> of it."
         assert shown(whole) == ("I look.", [("stop", {})])
     grammars = Grammars(directory, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(258, 256))
-    held = (grammars, tokenizer, {})
+    held: Any = (grammars, tokenizer, {})
     grammar = answer_format.grammar(ReasoningStart.POSSIBLE, calls(required=True), "")
     assert allows(held, grammar, text.replace("I look.", "")) == (True, True)
     assert not allows(held, grammar, text)[0]
