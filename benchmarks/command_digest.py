@@ -91,6 +91,8 @@ ADDED: Sequence[str] = (
     "TransferPaused.transfer_id",
     "TransferLanded.transfer_id",
     "TransferSent.transfer_id",
+    "RequestFinished.num_drafted_tokens",
+    "RequestFinished.num_accepted_tokens",
     "TransferSent.sent_s",
     "TransferSent.destination_id",
     "MoveSent.sent_s",
