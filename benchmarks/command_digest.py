@@ -91,6 +91,7 @@ ADDED: Sequence[str] = (
     "TransferPaused.transfer_id",
     "TransferLanded.transfer_id",
     "TransferSent.transfer_id",
+    "InstanceJoined.profile.drafts",
     "RequestFinished.num_drafted_tokens",
     "RequestFinished.num_accepted_tokens",
     "TransferSent.sent_s",

@@ -57,7 +57,7 @@ class Mailbox(Generic[T]):
         return bool(self._ready)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Stop the timer: nobody waits any more."""
         if self._timer is not None:
             self._timer.cancel()
 

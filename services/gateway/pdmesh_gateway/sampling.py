@@ -102,7 +102,7 @@ def stop_strings(fields: SamplingFields) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """To how many tokens a prompt is cut, -1 being as many as fit, and whether its end is kept, or its beginning."""
+    """A cut of prompts to so many tokens, -1 being as many as fit, of which the end is kept, or the beginning."""
 
     num_tokens: int
     keeps_end: bool
