@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from importlib.util import find_spec
 
 
@@ -10,3 +11,8 @@ def core_build() -> str:
     spec = find_spec("pdmesh.core.scheduler")
     is_python = spec is None or spec.origin is None or spec.origin.endswith(".py")
     return "Python" if is_python else "compiled by mypyc"
+
+
+def version() -> str:
+    """Return this installation's version of pdmesh."""
+    return metadata.version("pdmesh")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import ssl
 import subprocess
@@ -245,6 +246,33 @@ async def test_a_second_instance_of_one_name_is_refused_until_the_first_ones_hos
     second.stop()
     hosts.restore_power("c")
     hosts["c"].start("decode", "decode-c", settings)
+
+
+async def test_the_doctor_says_which_hosts_do_not_reach_each_other(hosts: Hosts, load: Load) -> None:
+    """Two instances that are cut one way, and a gateway that told the mesh a wrong address for its tokens."""
+    await load.run(lambda: None, max_tokens=10)  # all is there
+    assert doctor(hosts) == []
+    settings = {"GATEWAY_PORT": str(GATEWAY_PORT + 1), "GATEWAY_TOKEN_ADDRESS": "10.77.0.99:1"}
+    second = hosts["d"].start("gateway", "gateway-2", settings)
+    hosts.cut("b", "c", both=False)
+    found = doctor(hosts)
+    assert {problem[:12] for _, problem in found if "kv" in problem} >= {"kv from pref", "kv from deco"}
+    wrong = [where for where, problem in found if problem.startswith("tokens to") and "10.77.0.99:1" in problem]
+    assert len(wrong) == 3
+    hosts.heal("b", "c")
+    second.stop()
+    await load.run(lambda: None, max_tokens=10)
+
+
+def doctor(hosts: Hosts) -> list[tuple[str, str]]:
+    """Where `pdmesh doctor --mesh` finds a problem, and which."""
+    address = f"{hosts['a'].address}:{SCHEDULER_PORT}"
+    command = [sys.executable, "-m", "pdmesh.cli", "doctor", "--mesh", "-o", "json", "--scheduler", address]
+    environ = {**os.environ, **{f"PDMESH_{key}": value for key, value in hosts["a"].settings.items()}}
+    with hosts["a"].entered():
+        said = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert said.returncode in (0, 1), said.stderr
+    return [(each["where"], each["problem"]) for each in json.loads(said.stdout)["findings"]]
 
 
 async def test_tokens_are_those_of_transformers(tmp_path: Path, checkpoint: Path) -> None:

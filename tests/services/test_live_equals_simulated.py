@@ -20,7 +20,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdmesh.config import SchedulerConfig
+from pdmesh.config import SchedulerConfig, SecurityConfig
 from pdmesh.core.commands import (
     Command,
     ForgetRequest,
@@ -89,6 +89,7 @@ from pdmesh.wire.messages import (
 from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
+from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
@@ -397,14 +398,14 @@ def serve(
         silences: Leases[InstanceId] = Leases(settings.suspect_s)
         absences: Leases[InstanceId] = Leases(settings.max_queue_s)
         gateway_leases: Leases[GatewayId] = Leases(settings.lease_s)
-        stopping = anyio.Event()
-        worker_streams = WorkerStreams(driver, workers, worker_leases, silences, absences, settings, stopping)
+        stopping, check = anyio.Event(), MeshCheck(workers, SecurityConfig())
+        worker_streams = WorkerStreams(driver, workers, worker_leases, silences, absences, settings, stopping, check)
 
         async def is_refused(_address: str) -> bool:
             return False
 
         gateway_streams = GatewayStreams(
-            driver, gateways, gateway_leases, settings, stopping, lambda: agenda.now_s, is_refused
+            driver, gateways, gateway_leases, settings, stopping, lambda: agenda.now_s, is_refused, check
         )
         gateway = Gateway(arrivals, mesh)
         async with anyio.create_task_group() as tasks:

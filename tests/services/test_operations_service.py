@@ -34,6 +34,7 @@ from pdmesh.wire.messages import (
     AdminRequest,
     AdminResponse,
     CancelOperation,
+    CheckMesh,
     ExpectInstances,
     FollowPools,
     GetPolicies,
@@ -168,6 +169,7 @@ async def test_operators_have_tokens_and_scopes_of_their_own_and_changes_bear_th
 #: Every message to the Admin method, by who may say it.
 ASKS: tuple[AdminRequest, ...] = (
     GetStatus(),
+    CheckMesh(),
     GetRequest(request_id="x"),
     ListRequests(),
     GetPolicies(),
@@ -307,6 +309,7 @@ def test_what_comes_from_this_machine_may_come_from_another_where_the_scheduler_
         operators=Operators(SecurityConfig()),
         mesh_token="ours",
         tenants=nothing,
+        check=nothing,
         is_wide=is_wide,
     )
     refusal = admin._why_not(None, "ipv4:127.0.0.1:5000")

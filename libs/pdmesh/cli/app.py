@@ -31,6 +31,7 @@ from pdmesh.cli.options import (
     Output,
     OutputFormat,
     Prefill,
+    Scheduler,
     Settings,
     Url,
     asks_quietly,
@@ -303,14 +304,25 @@ def chat(
     raise typer.Exit(run_chat(target, options, message))
 
 
-@app.command(epilog="Example: pdmesh doctor --port 8001")
+@app.command(epilog="Example: pdmesh doctor --mesh")
 def doctor(
     output: OutputFormat = Output.TABLE,
     port: Annotated[int | None, typer.Option(help="HTTP port to check. [default: 8000]")] = None,
+    mesh: Annotated[
+        bool,
+        typer.Option("--mesh", help="Check a running mesh instead: its instances try each other and the gateways."),
+    ] = False,
+    name: Name = DEFAULT_NAME,
+    scheduler: Scheduler = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Check this machine: processor, kernels, torch, UCX, GPU, ports, memory. Says how to fix what is missing."""
+    if mesh:
+        from pdmesh.cli.mesh_doctor import run_mesh_doctor
+
+        tree = build_config(config, settings, scheduler_address=scheduler)
+        raise typer.Exit(run_mesh_doctor(tree, state_folder(os.environ, name), output))
     from pdmesh.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(build_config(config, settings, gateway__port=port), output, os.environ))

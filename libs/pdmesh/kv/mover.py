@@ -54,6 +54,7 @@ from pdmesh.kv.incoming import PieceReader
 from pdmesh.kv.outcome import OnOutcome
 from pdmesh.kv.peer_reads import PeerReads
 from pdmesh.kv.piece import PieceKind, unpack_header
+from pdmesh.kv.probes import KvProbes
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.base import KvTransport
@@ -139,6 +140,7 @@ class KvMover:
         self.arrivals = KvArrivals(context, reader)
         #: What members of prefill groups exchange.
         self.groups = KvGroups(context, reader)
+        self.probes = KvProbes(context)
         self._tasks.start_soon(self._receive)
         return self
 
@@ -195,7 +197,10 @@ class KvMover:
             except ProtocolError:
                 self._context.drop(piece, "malformed")
                 continue
-            if header.request_key in self.groups:
+            if header.kind is PieceKind.PROBE:
+                self.probes.take(header)
+                piece.release()
+            elif header.request_key in self.groups:
                 self.groups.take(header, piece)
             elif header.kind in (PieceKind.LANDED, PieceKind.AGAIN, PieceKind.NO_PEER_READS):
                 self.departures.take(header, piece)

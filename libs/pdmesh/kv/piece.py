@@ -40,6 +40,7 @@ class PieceKind(IntEnum):
     AGAIN = 8  # to the sender of KV: this part of it came damaged
     PEER_READ = 9  # as KV, between instances on one host: where the blocks may be read (`pdmesh.kv.peer_reads`)
     NO_PEER_READS = 10  # as AGAIN: this part cannot be read here; send it, and what follows, as bytes
+    PROBE = 11  # of no request: whether a peer is reached (`pdmesh.kv.probes`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

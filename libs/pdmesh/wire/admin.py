@@ -14,6 +14,7 @@ from pdmesh.wire.endpoint import open_operator_channel
 
 ADMIN_METHOD = "/pdmesh.v1.Scheduler/Admin"
 _DEADLINE_S = 5.0
+_CHECK_DEADLINE_S = 10.0  # while instances try each other
 
 #: Answers, though no good ones: asked again they are the same.
 _REFUSALS = (
@@ -39,7 +40,8 @@ async def ask_scheduler(
     async with open_operator_channel(address, security) as channel:
         call: Any = channel.unary_unary(ADMIN_METHOD)
         try:
-            frame = await call(msgspec.msgpack.encode([question]), timeout=_DEADLINE_S, wait_for_ready=False)
+            limit_s = _CHECK_DEADLINE_S if isinstance(question, messages.CheckMesh) else _DEADLINE_S
+            frame = await call(msgspec.msgpack.encode([question]), timeout=limit_s, wait_for_ready=False)
         except grpc.aio.AioRpcError as error:
             if error.code() in _REFUSALS:
                 raise QuestionRefused(f"the scheduler at {address} rejected the command:  {error.details()}") from error

@@ -40,6 +40,7 @@ from pdmesh.worker.engines import (
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.measuring import measure_at_start
 from pdmesh.worker.metrics import WorkerMetrics
+from pdmesh.worker.peer_checks import PeerChecks
 from pdmesh.worker.ranks import RankProcesses, start_ranks
 from pdmesh.worker.scheduler_link import WorkerSession
 from pdmesh.worker.steps import run_steps
@@ -164,8 +165,10 @@ async def serve_instance(
             registration=registration,
             load=instance.load,
             handle=instance.handle,
+            check=lambda message: checks.begin(message),
             lost=instance.lose_scheduler,
         )
+        checks = PeerChecks(links, instance_id, mover.probes, config.security, scheduler.answer)
         metrics.watch(
             pool,
             model=served_model_name(config),

@@ -15,9 +15,11 @@ from pdmesh.core.events import InstanceEvent, LoadReported
 from pdmesh.errors import ProtocolError
 from pdmesh.wire.endpoint import MeshChannel
 from pdmesh.wire.messages import (
+    CheckPeers,
     CommandMessage,
     EventMessage,
     Goodbye,
+    PeersChecked,
     RegisterWorker,
     WelcomeWorker,
     WorkerDown,
@@ -50,11 +52,13 @@ class WorkerSession:
         registration: Callable[[], RegisterWorker],
         load: Callable[[], LoadReported],
         handle: Callable[[Instruction], None],
+        check: Callable[[CheckPeers], None],
         lost: Callable[[], None],
     ) -> None:
         self._registration = registration
         self._load = load
         self._handle = handle
+        self._check = check
         self._lost = lost
         self._session: Session[WorkerUp, WorkerDown] = Session(channel, METHOD, WorkerDown, self)
         self._prepare = prepare
@@ -64,6 +68,10 @@ class WorkerSession:
     def report(self, event: InstanceEvent) -> None:
         """Queue an event; dropped while the scheduler is away."""
         self._session.post(EventMessage.of(event))
+
+    def answer(self, checked: PeersChecked) -> None:
+        """Queue what a check found; dropped while the scheduler is away."""
+        self._session.post(checked)
 
     async def run(self) -> None:
         """Stay registered until cancelled or `leave`."""
@@ -97,6 +105,8 @@ class WorkerSession:
         match message:
             case CommandMessage():
                 self._handle(message.command)
+            case CheckPeers():
+                self._check(message)
             case WelcomeWorker():
                 raise ProtocolError("a second welcome from the scheduler")
             case _:

@@ -41,6 +41,7 @@ from pdmesh.wire.messages import (
     AdminResponse,
     CancelOperation,
     Change,
+    CheckMesh,
     ExpectInstances,
     FollowPools,
     GetPolicies,
@@ -60,6 +61,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh_scheduler.actuators import ActuatorLinks
 from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.operations import OperationStatuses
 from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.records import RequestRecords
@@ -86,6 +88,7 @@ class Admin:
     operators: Operators
     mesh_token: str
     tenants: TenantUsage
+    check: MeshCheck
     is_wide: bool = False  # other machines reach the port: what comes from this one may be passed on from there
 
     def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
@@ -117,6 +120,7 @@ class Admin:
     async def _answer(
         self,
         question: GetStatus
+        | CheckMesh
         | GetRequest
         | ListRequests
         | GetPolicies
@@ -128,6 +132,8 @@ class Admin:
         match question:
             case GetStatus():
                 return msgspec.structs.replace(self.driver.state(), tenants=self.tenants.statuses)
+            case CheckMesh():
+                return await self.check.run()
             case GetRequest():
                 match self.records.find(question.request_id):
                     case ():

@@ -32,6 +32,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh.wire.session import converse, registration
 from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.peers import Connection, Leases, Peers
 
 log = structlog.get_logger()
@@ -51,6 +52,7 @@ class GatewayStreams:
     stopping: anyio.Event
     clock: Callable[[], float]
     is_refused: Callable[[str], Awaitable[bool]]  # whether nobody listens at an address
+    check: MeshCheck
     scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
@@ -72,6 +74,7 @@ class GatewayStreams:
             connection: Connection[GatewayId, GatewayDown] = Connection(gateway_id, link, scope, address=peer)
             self.peers.add(connection)
             self.leases.renew(gateway_id)
+            self.check.token_addresses[gateway_id] = registered.token_address
             log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(waiting), peer=peer)
             try:
                 welcome = WelcomeGateway(scheduler_id=self.scheduler_id, heartbeat_s=self.config.heartbeat_s)
@@ -96,6 +99,7 @@ class GatewayStreams:
 
     def expired(self, gateway_id: GatewayId) -> None:
         log.error("gateway lost: its lease ran out", gateway_id=gateway_id)
+        self.check.token_addresses.pop(gateway_id, None)
         self.peers.end(gateway_id)
         self.driver.post(GatewayLost(gateway_id))
 

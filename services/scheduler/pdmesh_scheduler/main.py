@@ -39,6 +39,7 @@ from pdmesh_scheduler.admin import Admin
 from pdmesh_scheduler.desired_file import DesiredFile, read_desired
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
+from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.operations import OperationStatuses
 from pdmesh_scheduler.operators import Operators
@@ -130,11 +131,12 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             event_log=event_log,
         )
         actuators = ActuatorLinks(core, driver, operations.changed)
+        check = MeshCheck(workers, config.security)
         worker_streams = WorkerStreams(
-            driver, workers, worker_leases, silences, absences, settings, context.stopping, profile
+            driver, workers, worker_leases, silences, absences, settings, context.stopping, check, profile
         )
         gateway_streams = GatewayStreams(
-            driver, gateways, gateway_leases, settings, context.stopping, clock, is_refused
+            driver, gateways, gateway_leases, settings, context.stopping, clock, is_refused, check
         )
         methods = {
             "Worker": serve_link(
@@ -152,6 +154,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 operators=operators,
                 mesh_token=config.security.mesh_token,
                 tenants=tenants,
+                check=check,
                 is_wide=not (is_loopback(settings.host) or config.security.trusted_network),
             ).handler(),
         }

@@ -18,6 +18,7 @@ from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     EventMessage,
     Goodbye,
+    PeersChecked,
     RegisterWorker,
     WelcomeWorker,
     WorkerDown,
@@ -25,6 +26,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh.wire.session import converse, registration
 from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.peers import Connection, Leases, Peers
 
 log = structlog.get_logger()
@@ -52,10 +54,10 @@ class WorkerStreams:
     absences: Leases[InstanceId]  # of those given up for silence: how long they are waited for
     config: SchedulerConfig
     stopping: anyio.Event
+    check: MeshCheck
     profile: Profile | None = None  # what steps are predicted by, if the operator named it
     _suspected: set[InstanceId] = field(default_factory=set[InstanceId])
     _loads: dict[InstanceId, LoadReported] = field(default_factory=dict[InstanceId, LoadReported])
-    _profiles: dict[InstanceId, InstanceProfile] = field(default_factory=dict[InstanceId, InstanceProfile])
 
     async def watch(self) -> None:
         """Suspect workers that are silent, and give up those whose leases run out, until cancelled."""
@@ -84,7 +86,7 @@ class WorkerStreams:
                     self._heard(instance_id)
                     done = await self._report(connection, messages)
 
-            self._profiles[instance_id] = registered.profile
+            self.check.profiles[instance_id] = registered.profile
             self.peers.add(connection)
             self._loads.pop(instance_id, None)
             self.absences.drop(instance_id)
@@ -115,7 +117,7 @@ class WorkerStreams:
         """
         instance_id = instance.instance_id
         there = self.peers.get(instance_id)
-        if there is None or instance_id in self._suspected or self._profiles[instance_id].is_process_of(instance):
+        if there is None or instance_id in self._suspected or self.check.profiles[instance_id].is_process_of(instance):
             return
         log.error("instance refused: another has its id", instance_id=instance_id, peer=peer, other=there.address)
         raise ProtocolError(
@@ -129,7 +131,7 @@ class WorkerStreams:
         Raises ProtocolError.
         """
         problem = None if self.profile is None else self.profile.mismatch(Subject.of(instance))
-        problem = problem or why_not_joins(instance, self._profiles.values())
+        problem = problem or why_not_joins(instance, self.check.profiles.values())
         if problem is not None:
             log.error("instance refused", instance_id=instance.instance_id, reason=problem)
             raise ProtocolError(problem)
@@ -155,7 +157,7 @@ class WorkerStreams:
     def _expired(self, instance_id: InstanceId) -> None:
         log.error("instance lost: its lease ran out", instance_id=instance_id)
         self._forget_silence(instance_id)
-        self._profiles.pop(instance_id, None)
+        self.check.profiles.pop(instance_id, None)
         if self.peers.end(instance_id):
             self.absences.renew(instance_id)
             self.driver.wait_for(instance_id)
@@ -172,12 +174,14 @@ class WorkerStreams:
             match message:
                 case RegisterWorker():
                     raise ProtocolError("RegisterWorker twice")
+                case PeersChecked():
+                    self.check.answered(instance_id, message)
                 case Goodbye():
                     log.info("instance left", instance_id=instance_id)
                     self.peers.remove(connection)
                     self.leases.drop(instance_id)
                     self._forget_silence(instance_id)
-                    self._profiles.pop(instance_id, None)
+                    self.check.profiles.pop(instance_id, None)
                     self.driver.post(InstanceLost(instance_id))
                     return True
                 case EventMessage():

@@ -8,6 +8,7 @@ import msgspec
 
 from pdmesh.core.operator_events import MAX_OPERATION_S, OperationRequested
 from pdmesh.model import (
+    GatewayId,
     InstanceId,
     OperationId,
     OperationKind,
@@ -19,10 +20,33 @@ from pdmesh.ranges import Range
 from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsDesired
 from pdmesh.wire.messages.envelope import Message
 from pdmesh.wire.messages.state import MeshStatus
+from pdmesh.wire.messages.workers import PeersChecked
 
 
 class GetStatus(Message, frozen=True, kw_only=True):
     """Answered by a `MeshStatus`."""
+
+
+class CheckMesh(Message, frozen=True, kw_only=True):
+    """Answered by a `MeshChecked`: instances try each other, and the gateways."""
+
+
+class InstanceChecked(msgspec.Struct, frozen=True, kw_only=True):
+    """What one instance found."""
+
+    instance_id: InstanceId
+    host: str
+    checked: PeersChecked | None  # None: it did not answer
+    clock_offset_s: float = 0.0  # its clock, less the scheduler's; the message's way is in it
+
+
+class MeshChecked(Message, frozen=True, kw_only=True):
+    """The answer to `CheckMesh`."""
+
+    version: str  # of the scheduler's pdmesh
+    certificate_expires_at: float | None
+    instances: tuple[InstanceChecked, ...]
+    gateways: tuple[tuple[GatewayId, str], ...]  # that were tried, by their token addresses
 
 
 class GetRequest(Message, frozen=True, kw_only=True):
@@ -105,6 +129,7 @@ class WaitOperation(Message, frozen=True, kw_only=True):
 
 AdminRequest = (
     GetStatus
+    | CheckMesh
     | GetRequest
     | ListRequests
     | GetPolicies
@@ -206,5 +231,13 @@ class AdminError(Message, frozen=True, kw_only=True):
 
 
 AdminResponse = (
-    MeshStatus | RequestRecord | RequestList | Policies | OperationStatus | OperationList | PoolsDesired | AdminError
+    MeshStatus
+    | MeshChecked
+    | RequestRecord
+    | RequestList
+    | Policies
+    | OperationStatus
+    | OperationList
+    | PoolsDesired
+    | AdminError
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, SetGroup
 from pdmesh.model import (
+    GatewayId,
+    InstanceId,
     InstanceProfile,
     PrefixHashes,
     Resident,
@@ -26,7 +30,25 @@ class Goodbye(Message, frozen=True, kw_only=True):
     """The worker is stopping in good order: no lease to wait for."""
 
 
-WorkerUp = RegisterWorker | EventMessage | Goodbye
+class PeerProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer that an instance does not reach, or is not reached by."""
+
+    kind: str  # "kv to", "kv from" or "tokens to"
+    peer: str
+    reason: str
+
+
+class PeersChecked(Message, frozen=True, kw_only=True):
+    """An instance's answer to `CheckPeers`."""
+
+    check_id: int
+    problems: tuple[PeerProblem, ...]
+    wall_time_s: float  # its clock when it was asked, Unix time
+    version: str  # of pdmesh
+    certificate_expires_at: float | None = None  # Unix time; None without TLS
+
+
+WorkerUp = RegisterWorker | EventMessage | Goodbye | PeersChecked
 
 
 class WelcomeWorker(Message, frozen=True, kw_only=True):
@@ -89,4 +111,12 @@ class PeerGone(Message, frozen=True, kw_only=True):
     data_address: bytes
 
 
-WorkerDown = WelcomeWorker | CommandMessage | Admit | Regroup | ExpectKv | ExpectMove | Grant | PeerGone
+class CheckPeers(Message, frozen=True, kw_only=True):
+    """See which of these peers you reach; answered by `PeersChecked`. All instances are asked at the same time."""
+
+    check_id: int
+    kv_peers: tuple[tuple[InstanceId, bytes], ...]  # other instances, by their data addresses
+    gateways: tuple[tuple[GatewayId, str], ...]  # by their token addresses
+
+
+WorkerDown = WelcomeWorker | CommandMessage | Admit | Regroup | ExpectKv | ExpectMove | Grant | PeerGone | CheckPeers

@@ -1,0 +1,110 @@
+"""`pdmesh doctor --mesh`: whether the instances of a running mesh reach each other and the gateways, and what to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import anyio
+import msgspec
+import typer
+from rich.table import Table
+
+from pdmesh.cli.admin import target
+from pdmesh.cli.options import Output
+from pdmesh.cli.state import StateFolder
+from pdmesh.cli.terminal import terminal
+from pdmesh.config import MeshConfig
+from pdmesh.errors import ProtocolError
+from pdmesh.wire import messages
+from pdmesh.wire.admin import ask_scheduler
+
+#: Clocks may differ by so much: logs and traces of two hosts are read side by side.
+MAX_OFFSET_S = 1.0
+
+#: A certificate that ends sooner is named.
+MIN_CERTIFICATE_S = 7 * 86400.0
+
+_ADVICE = {
+    "kv": "let the two hosts reach each other on UCX's ports (UCX_TCP_PORT_RANGE), and check transfer.ucx_net_devices, "
+    "and that both have the same security.mesh_token",
+    "tokens": "let that host reach the gateway's token port, or set gateway.token_address to one that it reaches",
+    "trust": "give both a certificate of the same authority (security.tls_ca), made for the address that is dialled",
+}
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is wrong, and what to do about it."""
+
+    where: str
+    problem: str
+    advice: str
+
+
+def run_mesh_doctor(config: MeshConfig, state: StateFolder, output: Output) -> int:
+    """Print what is wrong in a mesh; return 1 if anything is. Raises PdmeshError if it cannot be asked."""
+    _, address, security = target(config, state)
+    answer = anyio.run(ask_scheduler, address, security, messages.CheckMesh())
+    if not isinstance(answer, messages.MeshChecked):
+        raise ProtocolError(f"the scheduler at {address} answered another question")
+    found = list(findings(answer, time.time()))
+    if output is Output.JSON:
+        typer.echo(msgspec.json.encode({"checked": answer, "findings": found}).decode())
+    else:
+        _print(answer, found)
+    return 1 if found else 0
+
+
+def findings(answer: messages.MeshChecked, now: float) -> Iterator[Finding]:
+    """Yield all that is wrong. ``now`` is Unix time."""
+    yield from _certificate("scheduler", answer.certificate_expires_at, now)
+    for row in answer.instances:
+        where, checked = f"{row.instance_id} on {row.host}", row.checked
+        if checked is None:
+            yield Finding(
+                where=where, problem="it did not answer", advice="see its log: it hangs, or was cut off just now"
+            )
+            continue
+        for problem in checked.problems:
+            kind = problem.kind.partition(" ")[0]
+            advice = _ADVICE["trust" if "trust" in problem.reason else kind]
+            yield Finding(where=where, problem=f"{problem.kind} {problem.peer}: {problem.reason}", advice=advice)
+        if checked.version != answer.version:
+            yield Finding(
+                where=where,
+                problem=f"version {checked.version}, the scheduler has {answer.version}",
+                advice="install the same version of pdmesh everywhere",
+            )
+        if abs(row.clock_offset_s) > MAX_OFFSET_S:
+            yield Finding(
+                where=where,
+                problem=f"its clock is {row.clock_offset_s:+.1f} s off the scheduler's",
+                advice="set both clocks by NTP: times in logs and traces do not agree",
+            )
+        yield from _certificate(where, checked.certificate_expires_at, now)
+
+
+def _certificate(where: str, expires_at: float | None, now: float) -> Iterator[Finding]:
+    if expires_at is None or expires_at - now >= MIN_CERTIFICATE_S:
+        return
+    days = (expires_at - now) / 86400
+    problem = f"its certificate ends in {days:.1f} days" if days > 0 else f"its certificate ended {-days:.1f} days ago"
+    advice = "replace security.tls_cert and tls_key: services read them again by themselves"
+    yield Finding(where=where, problem=problem, advice=advice)
+
+
+def _print(answer: messages.MeshChecked, found: list[Finding]) -> None:
+    console = terminal()
+    num_pairs = len(answer.instances) * (len(answer.instances) - 1)
+    console.print(
+        f"{len(answer.instances)} instances, {num_pairs} ways of KV, "
+        f"{len(answer.instances) * len(answer.gateways)} of tokens: {f'{len(found)} problems' if found else 'all well'}"
+    )
+    if not found:
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("where", "what is wrong", "what to do"):
+        table.add_column(title)
+    for each in found:
+        table.add_row(each.where, each.problem, each.advice)
+    console.print(table)

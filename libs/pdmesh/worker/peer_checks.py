@@ -1,0 +1,114 @@
+"""Whether an instance reaches each of its peers, when an operator asks (`pdmesh doctor --mesh`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import anyio
+import anyio.abc
+
+from pdmesh.build_info import version
+from pdmesh.config import SecurityConfig
+from pdmesh.errors import ConfigError, KvTransferError
+from pdmesh.kv.probes import KvProbes, probe_key
+from pdmesh.model import InstanceId
+from pdmesh.wire.certificates import expires_at
+from pdmesh.wire.dialing import split_address
+from pdmesh.wire.endpoint import open_channel
+from pdmesh.wire.messages import CheckPeers, PeerProblem, PeersChecked
+
+#: For a peer to take a probe, and for its own to come; more than a connection takes, less than the asker waits.
+LIMIT_S = 2.5
+
+#: Peers that are tried at once.
+MAX_AT_ONCE = 64
+
+
+class PeerChecks:
+    """Carries out what `CheckPeers` asks for, and says how it went. One check at a time."""
+
+    def __init__(
+        self,
+        tasks: anyio.abc.TaskGroup,
+        instance_id: InstanceId,
+        probes: KvProbes,
+        security: SecurityConfig,
+        say: Callable[[PeersChecked], None],
+    ) -> None:
+        self._tasks = tasks
+        self._instance_id = instance_id
+        self._probes = probes
+        self._security = security
+        self._say = say
+        self._scope: anyio.CancelScope | None = None
+
+    def begin(self, message: CheckPeers) -> None:
+        """Check all peers in the background; what is being checked for an earlier question is given up."""
+        if self._scope is not None:
+            self._scope.cancel()
+        self._scope = scope = anyio.CancelScope()
+        self._tasks.start_soon(self._check, message, scope, time.time())
+
+    async def _check(self, message: CheckPeers, scope: anyio.CancelScope, wall_time_s: float) -> None:
+        problems: list[PeerProblem] = []
+        limit = anyio.CapacityLimiter(MAX_AT_ONCE)
+        with scope:
+            async with anyio.create_task_group() as tasks:
+                for peer_id, address in message.kv_peers:
+                    tasks.start_soon(self._probe, message.check_id, peer_id, address, problems, limit)
+                for gateway_id, address in message.gateways:
+                    tasks.start_soon(self._dial, gateway_id, address, problems, limit)
+                tasks.start_soon(self._listen, message, problems)
+            self._say(
+                PeersChecked(
+                    check_id=message.check_id,
+                    problems=tuple(problems),
+                    wall_time_s=wall_time_s,
+                    version=version(),
+                    certificate_expires_at=await anyio.to_thread.run_sync(expires_at, self._security.tls_cert),
+                )
+            )
+
+    async def _probe(
+        self,
+        check_id: int,
+        peer_id: InstanceId,
+        address: bytes,
+        problems: list[PeerProblem],
+        limit: anyio.CapacityLimiter,
+    ) -> None:
+        async with limit:
+            try:
+                with anyio.fail_after(LIMIT_S):
+                    await self._probes.send(address, probe_key(check_id, self._instance_id, peer_id))
+            except (KvTransferError, TimeoutError) as error:
+                reason = str(error) or f"it took nothing for {LIMIT_S:g} s"
+                problems.append(PeerProblem(kind="kv to", peer=peer_id, reason=reason))
+
+    async def _listen(self, message: CheckPeers, problems: list[PeerProblem]) -> None:
+        """Note the peers of which no probe came."""
+        own = self._instance_id
+        peers = {probe_key(message.check_id, peer_id, own): peer_id for peer_id, _ in message.kv_peers}
+        for key in await self._probes.wait(peers, LIMIT_S):
+            problems.append(PeerProblem(kind="kv from", peer=peers[key], reason=f"nothing came for {LIMIT_S:g} s"))
+
+    async def _dial(
+        self, gateway_id: str, address: str, problems: list[PeerProblem], limit: anyio.CapacityLimiter
+    ) -> None:
+        """Connect to a gateway's token port as tokens do; if that fails, see at what."""
+        async with limit:
+            try:
+                with anyio.move_on_after(LIMIT_S / 2):
+                    async with open_channel(address, self._security) as channel:
+                        await channel.channel_ready()
+                        return
+                with anyio.fail_after(LIMIT_S / 2):
+                    host, port = split_address(address)
+                    await (await anyio.connect_tcp(host, port)).aclose()
+                reason = "it is there, and the two do not trust each other's certificates"
+            except TimeoutError:
+                reason = "no answer"
+            except (OSError, ValueError, ConfigError) as error:
+                reason = str(error)
+            problems.append(PeerProblem(kind="tokens to", peer=gateway_id, reason=f"{address}: {reason}"))

@@ -1,0 +1,86 @@
+"""A check of the whole mesh: every instance is asked which of its peers it reaches, all at the same time."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.to_thread
+
+from pdmesh.build_info import version
+from pdmesh.config import SecurityConfig
+from pdmesh.model import GatewayId, InstanceId, InstanceProfile
+from pdmesh.wire.certificates import expires_at
+from pdmesh.wire.messages import AdminError, CheckPeers, InstanceChecked, MeshChecked, PeersChecked, WorkerDown
+from pdmesh_scheduler.peers import Peers
+
+#: For the instances to answer: longer than they try each other, shorter than who asks waits.
+LIMIT_S = 4.0
+
+
+@dataclass(slots=True)
+class MeshCheck:
+    """Asks, and puts the answers together. One check at a time."""
+
+    workers: Peers[InstanceId, WorkerDown]
+    security: SecurityConfig
+    #: Of the instances and gateways that are there.
+    profiles: dict[InstanceId, InstanceProfile] = field(default_factory=dict[InstanceId, InstanceProfile])
+    token_addresses: dict[GatewayId, str] = field(default_factory=dict[GatewayId, str])
+    wall_clock: Callable[[], float] = time.time
+    _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _check_id: int = 0  # under way; 0: none
+    _answers: dict[InstanceId, tuple[PeersChecked, float]] = field(
+        default_factory=dict[InstanceId, tuple[PeersChecked, float]]
+    )
+    _changed: anyio.Event = field(default_factory=anyio.Event)
+
+    async def run(self) -> MeshChecked | AdminError:
+        """Ask all that are there, and wait for their answers, for `LIMIT_S` at most."""
+        if self._check_id:
+            return AdminError(message="the mesh is being checked already: ask again in a few seconds")
+        self._check_id = next(self._ids)
+        self._answers.clear()
+        asked_at = self.wall_clock()
+        try:
+            profiles = {name: profile for name, profile in self.profiles.items() if self.workers.get(name) is not None}
+            gateways = tuple([(name, address) for name, address in self.token_addresses.items() if address])
+            for instance_id in profiles:
+                kv_peers = tuple(
+                    (peer_id, peer.data_address)
+                    for peer_id, peer in profiles.items()
+                    if peer_id != instance_id and peer.kv_layout == profiles[instance_id].kv_layout
+                )
+                question = CheckPeers(check_id=self._check_id, kv_peers=kv_peers, gateways=gateways)
+                self.workers.post(instance_id, question)
+            with anyio.move_on_after(LIMIT_S):
+                while not profiles.keys() <= self._answers.keys():
+                    await self._changed.wait()
+            return MeshChecked(
+                version=version(),
+                certificate_expires_at=await anyio.to_thread.run_sync(expires_at, self.security.tls_cert),
+                instances=tuple(self._checked(profile, asked_at) for profile in profiles.values()),
+                gateways=gateways,
+            )
+        finally:
+            self._check_id = 0
+
+    def answered(self, instance_id: InstanceId, answer: PeersChecked) -> None:
+        """Take an instance's answer; one that comes too late is dropped."""
+        if answer.check_id == self._check_id:
+            self._answers[instance_id] = answer, self.wall_clock()
+            self._changed.set()
+            self._changed = anyio.Event()
+
+    def _checked(self, profile: InstanceProfile, asked_at: float) -> InstanceChecked:
+        answer, _ = self._answers.get(profile.instance_id, (None, 0.0))
+        offset_s = 0.0 if answer is None else answer.wall_time_s - asked_at
+        return InstanceChecked(
+            instance_id=profile.instance_id,
+            host=profile.host or profile.instance_id,
+            checked=answer,
+            clock_offset_s=offset_s,
+        )
