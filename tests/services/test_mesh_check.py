@@ -11,9 +11,9 @@ from pdmesh.config import SecurityConfig
 from pdmesh.kv.probes import probe_key
 from pdmesh.model import GatewayId, InstanceId
 from pdmesh.testing.core import named_profile
-from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER
+from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, TransportMaker
 from pdmesh.testing.scripted_peers import ScriptedGateway, serving_gateway
-from pdmesh.testing.transfers import TransportMaker, open_pair
+from pdmesh.testing.transfers import open_pair
 from pdmesh.wire.messages import (
     AdminError,
     CheckMesh,
@@ -105,7 +105,7 @@ async def test_the_scheduler_asks_all_at_once_and_says_who_did_not_answer(monkey
                 p.post(PeersChecked(check_id=check_id, problems=(), wall_time_s=0.0, version=str(check_id)))
         (answer,) = answers
         assert isinstance(answer, MeshChecked)
-        found = {row.instance_id: row.checked for row in answer.instances}
+        found = {str(row.instance_id): row.checked for row in answer.instances}
         assert found["d"] is None
         assert found["p"] is not None
         assert found["p"].version == str(new)

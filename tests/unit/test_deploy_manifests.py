@@ -45,7 +45,9 @@ def variables_in(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "file", [*sorted(CHART.rglob("*.*")), STACK, DEPLOY / "compose/compose.yaml"], ids=lambda f: f.name
+    "file",
+    [*sorted(CHART.rglob("*.*")), STACK, DEPLOY / "compose/compose.yaml", *sorted(DEPLOY.glob("s[yl]*/pdmesh*"))],
+    ids=lambda f: f.name,
 )
 def test_every_variable_is_a_setting(file: Path) -> None:
     known = {f"PDMESH_{setting.name.replace('.', '_').upper()}" for setting in settings_of(MeshConfig)}
@@ -124,3 +126,20 @@ def test_the_stack_is_what_docker_reads() -> None:
     read = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert read.returncode == 0, read.stderr
     assert "unsupported" not in read.stderr.lower()
+
+
+def test_the_unit_is_what_systemd_reads(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not here")
+    unit = (DEPLOY / "systemd/pdmesh@.service").read_text()
+    assert "/opt/pdmesh/bin/python -m pdmesh_%i" in unit
+    (tmp_path / "pdmesh@prefill.service").write_text(unit.replace("/opt/pdmesh/bin/python", sys.executable))
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "pdmesh@prefill.service")]
+    verified = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (verified.returncode, verified.stderr) == (0, "")
+
+
+def test_the_job_is_what_bash_reads() -> None:
+    script = DEPLOY / "slurm/pdmesh.sbatch"
+    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False, timeout=60)
+    assert (checked.returncode, checked.stderr) == (0, "")

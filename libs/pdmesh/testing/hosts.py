@@ -240,7 +240,7 @@ def _connect(host: Host, switch: str) -> None:
 
 
 def _settings(folder: Path, host: Host) -> dict[str, str]:
-    make_certificates(folder, hosts=("127.0.0.1", host.address, SCHEDULER_NAME), days=2)
+    make_certificates(folder, hosts=("127.0.0.1", host.address, SCHEDULER_NAME), days=30)
     host.folder.mkdir()
     for file in ("ca.pem", "mesh.pem", "mesh.key"):
         shutil.copy(folder / file, host.folder)

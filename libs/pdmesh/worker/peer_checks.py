@@ -57,8 +57,8 @@ class PeerChecks:
             async with anyio.create_task_group() as tasks:
                 for peer_id, address in message.kv_peers:
                     tasks.start_soon(self._probe, message.check_id, peer_id, address, problems, limit)
-                for gateway_id, address in message.gateways:
-                    tasks.start_soon(self._dial, gateway_id, address, problems, limit)
+                for gateway_id, token_address in message.gateways:
+                    tasks.start_soon(self._dial, gateway_id, token_address, problems, limit)
                 tasks.start_soon(self._listen, message, problems)
             self._say(
                 PeersChecked(
