@@ -339,6 +339,20 @@ async def test_the_others_are_told_of_a_data_address_that_is_gone() -> None:
             assert (await d.expect(PeerGone)).data_address == b"started again"
 
 
+async def test_an_instance_that_was_given_up_and_is_there_is_told_what_the_others_have_closed() -> None:
+    """Else the first that it sends to each comes to nothing: seconds are lost."""
+    async with running() as mesh, mesh.worker(decode()):
+        async with mesh.worker(prefill()) as p:
+            p.post(Goodbye())
+            assert await p.ended() == "OK"
+        async with mesh.worker(prefill()) as p:
+            assert (await p.expect(PeerGone)).data_address == decode().data_address
+        async with mesh.worker(replace(prefill(), data_address=b"another process")) as p:
+            p.post(LoadReported(prefill().instance_id, 0, 0, 0, 0))
+            with pytest.raises(TimeoutError):
+                await p.expect(PeerGone, limit_s=0.1)
+
+
 async def test_a_broken_stream_is_a_death_unless_the_instance_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BROKEN_STREAM_GRACE_S", 0.01)
     async with running() as mesh, mesh.gateway() as g:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import anyio
 import msgspec
@@ -30,7 +31,15 @@ from pdmesh.service import ServiceContext
 from pdmesh.testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
 from pdmesh.testing.worker import a_shard, chunk_plans, make_generation
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import Admit, Generation, Goodbye, RegisterWorker, TokenOut
+from pdmesh.wire.messages import (
+    Admit,
+    Generation,
+    Goodbye,
+    RegisterTokens,
+    RegisterWorker,
+    TokenOut,
+    TokensAccepted,
+)
 from pdmesh.worker import plans, token_links
 from pdmesh.worker.runtime import run_worker, serve_instance
 from pdmesh.worker.threads import EngineThread
@@ -281,6 +290,34 @@ async def test_a_gateway_that_cannot_be_reached_is_told_to_the_scheduler_and_so_
             await said.wait()
     assert told[-1]
     assert not any(told[:-1])
+
+
+async def test_a_gateway_that_is_back_is_told_at_once_however_often_it_was_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what the scheduler keeps from the pair stays away for as long as it takes until the next look."""
+    monkeypatch.setattr(token_links, "OPEN_LIMIT_S", 0.0)
+    channel: Any = None
+    told, gone = list[bool](), anyio.Event()
+
+    def report(is_up: bool) -> None:
+        told.append(is_up)
+        gone.set()
+
+    link = token_links._GatewayLink(channel, RegisterTokens(instance_id=W), report, 10)
+    accepted = TokensAccepted(heartbeat_s=1.0, max_unanswered=4)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(link._watch)
+        link.welcomed(accepted)
+        await anyio.wait_all_tasks_blocked()
+        link.lost()
+        await gone.wait()
+        await anyio.wait_all_tasks_blocked()
+        link.lost()  # another attempt failed
+        link.welcomed(accepted)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    assert told == [False, True]
 
 
 async def test_a_broken_engine_is_told_to_everybody() -> None:

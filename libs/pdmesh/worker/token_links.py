@@ -173,8 +173,9 @@ class _GatewayLink:
         self._remembered.clear()
 
     def lost(self) -> None:
-        self._opened = anyio.Event()
-        self._broke.set()
+        if self._opened.is_set():  # else it was lost before, and somebody waits for it
+            self._opened = anyio.Event()
+            self._broke.set()
         self._limit.deadline = min(self._limit.deadline, anyio.current_time() + GIVE_UP_S)
 
 

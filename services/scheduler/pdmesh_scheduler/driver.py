@@ -81,6 +81,9 @@ MAX_INBOX = 4096
 MAX_GROUPS = 64
 MAX_LINKS = 64
 
+#: Data addresses of instances that are gone, of which it is remembered that the others were told.
+MAX_TOLD_GONE = 1024
+
 #: Events applied before other tasks get their turn.
 BATCH = 64
 
@@ -140,6 +143,7 @@ class Driver:
         self._waiting: dict[RequestKey, Generation] = {}  # with the prompts that instances may still need
         self._moving: dict[RequestKey, _Moving] = {}  # what a receiver needs of those whose KV has not landed
         self._profiles: dict[InstanceId, InstanceProfile] = {}
+        self._told_gone: dict[bytes, None] = {}  # data addresses that the others have closed, the latest
         self._drafting: set[InstanceId] = set()  # of these: they want prompts of what they decode
         self._loads: dict[InstanceId, LoadReported] = {}
         self._num_operation_changes = 0
@@ -249,6 +253,8 @@ class Driver:
                     self._drafting.add(event.profile.instance_id)
                 if before is not None and before.data_address != event.profile.data_address:
                     self._tell_gone(before)
+                if event.profile.data_address in self._told_gone:
+                    self._tell_closed(event.profile)
                 self._loads.pop(event.profile.instance_id, None)
             case LoadReported():
                 self._loads[event.instance_id] = event
@@ -351,8 +357,21 @@ class Driver:
             case _:
                 assert_never(command)
 
+    def _tell_closed(self, profile: InstanceProfile) -> None:
+        """Let an instance that was given up, and is there after all, close its ends of what the others have closed.
+
+        Else what it sends first to each of them comes to nothing, which it notices seconds later.
+        """
+        del self._told_gone[profile.data_address]
+        for other in self._profiles.values():
+            if other.instance_id != profile.instance_id:
+                self._workers.post(profile.instance_id, PeerGone(data_address=other.data_address))
+
     def _tell_gone(self, profile: InstanceProfile) -> None:
         """Let the others give back what they keep for this instance's KV transport."""
+        self._told_gone[profile.data_address] = None
+        if len(self._told_gone) > MAX_TOLD_GONE:
+            del self._told_gone[next(iter(self._told_gone))]
         for instance_id in self._profiles:
             if instance_id != profile.instance_id:
                 self._workers.post(instance_id, PeerGone(data_address=profile.data_address))
