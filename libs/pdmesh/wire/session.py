@@ -194,7 +194,7 @@ class Session(Generic[SendT, RecvT]):
 
     async def _beat(self, link: FrameLink[SendT, RecvT], heartbeat_s: float, max_unanswered: int | None) -> None:
         while not self._finishing:
-            if self._num_unanswered == max_unanswered:
+            if max_unanswered is not None and self._num_unanswered >= max_unanswered:
                 raise TimeoutError(f"no word from the peer for {max_unanswered * heartbeat_s:g} s")
             self._num_unanswered += 1
             link.post(self._talk.heartbeat())
