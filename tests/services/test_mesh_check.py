@@ -87,10 +87,10 @@ async def test_an_instance_says_which_peers_it_does_not_reach(monkeypatch: pytes
 
 async def test_the_scheduler_asks_all_at_once_and_says_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_check, "LIMIT_S", 1.0)
+    answers, new = list[object](), 0
     async with running_scheduler() as mesh:
         profiles = [replace(named_profile(name), data_address=name.encode()) for name in ("p", "d")]
         async with mesh.worker(profiles[0]) as p, mesh.worker(profiles[1]) as d, anyio.create_task_group() as tasks:
-            answers = list[object]()
 
             async def ask() -> None:
                 answers.append(await mesh.ask(CheckMesh()))
