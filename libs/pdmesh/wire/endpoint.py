@@ -89,7 +89,7 @@ class MeshChannel:
     """A channel to one of our services, whose calls carry the mesh token."""
 
     def __init__(self, address: str, security: SecurityConfig, tokens: Mapping[str, str]) -> None:
-        """With TLS if and only if we are configured with it. Raises ConfigError."""
+        """Open a channel, with TLS if and only if we are configured with it. Raises ConfigError."""
         self._address = address
         self._server_name = security.tls_server_name
         self._files = None if security.tls_cert is None else CertificateFiles(security)

@@ -57,7 +57,7 @@ class CutPairs:
             self.forgive(*next(iter(self._until_s)))
 
     def of(self, one: str) -> Set[str]:
-        """Whom it could not reach."""
+        """Return those that it could not reach."""
         return self._others.get(one, _NOBODY)
 
 

@@ -182,7 +182,7 @@ class Rebalancer:
         return [each for each in targets if each.instance_id not in slow] or targets
 
     def _heard(self, state: RequestState, targets: Iterable[InstanceState]) -> list[InstanceState]:
-        """Those of ``targets`` that the request's gateway hears of, as far as is known."""
+        """Return those of ``targets`` that the request's gateway hears of, as far as is known."""
         unheard = self._mesh.cut.of(state.request.gateway_id)
         return [each for each in targets if each.instance_id not in unheard]
 
