@@ -9,11 +9,13 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.grammars import Grammars
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh_gateway.grammar_process import GrammarProcess
 from pdmesh_gateway.grammars import MAX_PROPERTIES, GrammarChecker, asked_for
 from pdmesh_gateway.http.unknown import without_unknown
 from pdmesh_gateway.protocol import ChatRequest
@@ -47,6 +49,22 @@ def tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
+class InProcess:
+    """A `pdmesh_gateway.grammars.GrammarJudge`."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+
+    def prepare(self) -> None:
+        """It is there."""
+
+    def problem(self, grammar: str) -> str | None:
+        return self._grammars.problem(grammar)
+
+    def give_up(self) -> None:
+        """It goes on, on its thread."""
+
+
 def json_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
@@ -77,7 +95,7 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
 async def test_what_is_asked_for_is_what_is_allowed(
     grammars: Grammars, tokenizer: Tokenizer, fields: dict[str, Any], allowed: str, forbidden: str
 ) -> None:
-    grammar = await GrammarChecker(grammars).grammar(request(**fields))
+    grammar = await GrammarChecker(InProcess(grammars)).grammar(request(**fields))
     matcher = grammars.matcher(grammar)
     good, bad = (tokenizer.encode(text, add_special_tokens=False).ids for text in (allowed, forbidden))
     assert matcher.consume_tokens(good), matcher.get_error()
@@ -88,7 +106,7 @@ async def test_what_is_asked_for_is_what_is_allowed(
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, structured(), structured(json=None)])
 async def test_nothing_is_asked_for(grammars: Grammars, fields: dict[str, Any]) -> None:
     assert asked_for(request(**fields)) is None
-    assert await GrammarChecker(grammars).grammar(request(**fields)) == ""
+    assert await GrammarChecker(InProcess(grammars)).grammar(request(**fields)) == ""
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -99,6 +117,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (json_schema({"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}), "over 1000 properties"),
     (json_schema({"enum": [str(i) for i in range(1001)]}), "over 1000 enum values"),
     (json_schema({"const": "x" * 70_000}), "over 65536 bytes"),
+    (json_schema({"items": {"minLength": 10_001}}), "`minLength` is over 10000"),
     (json_schema({"type": "no such type"}), "cannot be obeyed: "),
     (json_schema({"$ref": "#/no/where"}), "cannot be obeyed: "),
     (structured(json="{"), "not JSON"),
@@ -119,7 +138,7 @@ async def test_what_cannot_be_obeyed_is_a_400_that_names_the_field(
     grammars: Grammars, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RequestRejected) as caught:
-        await GrammarChecker(grammars).grammar(request(**fields))
+        await GrammarChecker(InProcess(grammars)).grammar(request(**fields))
     assert message in str(caught.value)
     assert caught.value.status == 400
     assert caught.value.param is not None
@@ -141,7 +160,7 @@ async def test_a_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytes
         return problem(self, grammar)
 
     monkeypatch.setattr(Grammars, "problem", count)
-    checker = GrammarChecker(grammars)
+    checker = GrammarChecker(InProcess(grammars))
     for _ in range(3):
         await checker.grammar(request(**structured(regex="once")))
     assert len(compiled) == 1
@@ -155,9 +174,44 @@ async def test_one_that_takes_too_long_is_refused_meanwhile(
     monkeypatch.setattr(Grammars, "problem", lambda _self, _grammar: anyio.from_thread.run(goes_on.wait))
     try:
         with pytest.raises(RequestRejected, match="make it simpler"):
-            await GrammarChecker(grammars).grammar(request(**structured(regex="a")))
+            await GrammarChecker(InProcess(grammars)).grammar(request(**structured(regex="a")))
     finally:
         goes_on.set()
+
+
+PRIMES = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (9973, 9967, 9949, 9941)]}
+
+
+async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_judged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled here, the first goes on for minutes; what takes all memory is judged no more, and ends the process."""
+    monkeypatch.setattr("pdmesh_gateway.grammars.COMPILE_LIMIT_S", 1.0)
+    judge = GrammarProcess(directory, vocab_size=512, eos_token_ids=(258, 256))
+    checker = GrammarChecker(judge)
+    try:
+        with pytest.raises(RequestRejected, match=r"longer|too much"):
+            await checker.grammar(request(**json_schema(PRIMES)))
+        assert "integer" in await checker.grammar(request(**json_schema({"type": "integer"})))
+        with pytest.raises(RequestRejected, match="cannot be obeyed"):
+            await checker.grammar(request(**structured(regex="(a")))
+        huge = {"type": "array", "items": {"type": "string"}, "minItems": 10**9}
+        problem = await checker.problem(LLMatcher.grammar_from_json_schema(json.dumps(huge)))
+        assert problem is not None
+        assert await checker.grammar(request(**structured(regex="a")))
+    finally:
+        judge.close()
+
+
+@pytest.mark.parametrize("bound", [10**400, -(10**400)])
+async def test_numbers_beyond_all_that_are_read_are_a_400(grammars: Grammars, bound: int) -> None:
+    with pytest.raises(RequestRejected, match="cannot be read"):
+        await GrammarChecker(InProcess(grammars)).grammar(request(**json_schema({"type": "integer", "minimum": bound})))
+
+
+async def test_a_schema_that_nothing_fits_is_a_400(grammars: Grammars) -> None:
+    with pytest.raises(RequestRejected, match="cannot be obeyed"):
+        await GrammarChecker(InProcess(grammars)).grammar(request(**json_schema(False)))
 
 
 def test_without_a_tokenizer_a_grammar_says_what_is_missing(tmp_path: Path) -> None:
@@ -192,7 +246,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", HOSTILE, ids=[str(index) for index in range(len(HOSTILE))])
 async def test_hostile_grammars_are_obeyed_or_refused(grammars: Grammars, fields: dict[str, Any]) -> None:
-    checker, status = GrammarChecker(grammars), 400
+    checker, status = GrammarChecker(InProcess(grammars)), 400
     try:
         status = 200 if not grammars.matcher(await checker.grammar(request(**fields))).is_error() else 500
     except RequestRejected as refused:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
@@ -18,7 +18,7 @@ import msgspec
 from llguidance import LLMatcher, StructTag, grammar_from
 
 from pdmesh.errors import RequestRejected
-from pdmesh.grammars import MAX_GRAMMAR_BYTES, Grammars
+from pdmesh.grammars import MAX_GRAMMAR_BYTES
 from pdmesh_gateway.protocol import SamplingFields, StructuredOutputs
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.schemas import closed
@@ -28,19 +28,38 @@ MAX_SCHEMA_BYTES = 64 * 1024
 MAX_PROPERTIES = 1000
 MAX_ENUM_VALUES = 1000
 MAX_DEPTH = 64
+#: Of what there must be at least: lists of a million compile, and take seconds a token.
+MAX_LEAST = 10_000
+_LEAST = ("minItems", "minLength", "minProperties", "minContains")
 
-#: Compiling takes longer than this only for what is meant to; its thread goes on to the library's own limits.
-COMPILE_LIMIT_S = 3.0
+#: Compiling takes longer than this only for what is meant to.
+COMPILE_LIMIT_S = 2.0
 
 #: Grammars of which it is known whether they can be obeyed, the latest.
 MAX_KEPT = 4096
 
 
+class GrammarJudge(Protocol):
+    """Compiles grammars. All but ``give_up`` block."""
+
+    def prepare(self) -> None:
+        """Return when `problem` can be asked, whatever that takes."""
+        ...
+
+    def problem(self, grammar: str) -> str | None:
+        """Return what is wrong with a grammar, in a sentence; None if it can be obeyed."""
+        ...
+
+    def give_up(self) -> None:
+        """Let `problem` return soon, if it is being asked."""
+        ...
+
+
 class GrammarChecker:
     """Checks grammars: each is compiled once, off the event loop."""
 
-    def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
+    def __init__(self, judge: GrammarJudge) -> None:
+        self._judge = judge
         self._problems: dict[bytes, str | None] = {}  # by digest
         self._limiter = anyio.CapacityLimiter(1)  # whoever asks for hard ones waits for their own kind
 
@@ -63,17 +82,18 @@ class GrammarChecker:
             return f"makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes."
         digest = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass")).digest()
         if digest not in self._problems:
-            self._problems[digest] = await self._find_problem(grammar)
+            async with self._limiter:
+                self._problems[digest] = await self._find_problem(grammar)
             if len(self._problems) > MAX_KEPT:
                 del self._problems[next(iter(self._problems))]
         return self._problems[digest]
 
     async def _find_problem(self, grammar: str) -> str | None:
+        await anyio.to_thread.run_sync(self._judge.prepare)
         with anyio.move_on_after(COMPILE_LIMIT_S):
-            problem = await anyio.to_thread.run_sync(
-                self._grammars.problem, grammar, abandon_on_cancel=True, limiter=self._limiter
-            )
+            problem = await anyio.to_thread.run_sync(self._judge.problem, grammar, abandon_on_cancel=True)
             return None if problem is None else f"cannot be obeyed: {problem}"
+        self._judge.give_up()
         return f"takes longer than {COMPILE_LIMIT_S:g} s to compile: make it simpler."
 
 
@@ -117,9 +137,13 @@ def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str 
         raise invalid(param, f"`{param}` has a schema that is not a JSON object.")
     check_size(schema, param)
     schema = closed(schema)
-    if pattern is not None:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": pattern})
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": blanks})
+    overrides = {"whitespace_flexible": blanks} if pattern is None else {"whitespace_pattern": pattern}
+    if isinstance(schema, bool):  # everything fits, or nothing
+        schema = {} if schema else {"enum": []}
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+    except ValueError as error:  # as of numbers that are too large
+        raise invalid(param, f"`{param}` has a schema that cannot be read: {error}") from None
 
 
 def _of_options(options: StructuredOutputs) -> tuple[str, str] | None:
@@ -195,6 +219,10 @@ def check_size(schema: Any, param: str) -> None:
                 properties, values = value.get("properties"), value.get("enum")
                 num_properties += len(properties) if isinstance(properties, Mapping) else 0
                 num_values += len(values) if isinstance(values, Sequence) else 0
+                for name in _LEAST:
+                    least = value.get(name)
+                    if isinstance(least, int | float) and least > MAX_LEAST:
+                        raise invalid(param, f"`{param}` has a schema whose `{name}` is over {MAX_LEAST}.")
                 below += value.values()
             elif isinstance(value, list):
                 below += value

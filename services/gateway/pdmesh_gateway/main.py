@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,6 @@ import anyio.to_thread
 from pdmesh.config import LOOPBACK, MeshConfig
 from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.errors import ConfigError, RequestRejected
-from pdmesh.grammars import Grammars
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import watch_event_loop
@@ -23,6 +24,7 @@ from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.answer_format import find_format
 from pdmesh_gateway.auth import ApiKeys
 from pdmesh_gateway.generate import Generator
+from pdmesh_gateway.grammar_process import GrammarProcess
 from pdmesh_gateway.grammars import GrammarChecker
 from pdmesh_gateway.grpc_service import serve_grpc
 from pdmesh_gateway.http.app import build_app
@@ -84,6 +86,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             model=model,
             no_instance_grace_s=gateway.no_instance_grace_s,
         )
+        judge = GrammarProcess(directory, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         serving = Serving(
             config=gateway,
             model=model,
@@ -93,7 +96,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             tokenizer=tokenizer,
             answer_format=answer_format,
             pooling=pooling,
-            grammars=GrammarChecker(Grammars(directory, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)),
+            grammars=GrammarChecker(judge),
             generator=generator,
             link=link,
             admission=RequestLimiter(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
@@ -111,6 +114,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         # The edge's clients show keys, not certificates of ours.
         edge_security = replace(config.security, tls_ca=None)
         async with (
+            _ending(judge),
             anyio.create_task_group() as tasks,
             serve_grpc(serving, edge_security, context.stopping) as grpc_port,
         ):
@@ -170,3 +174,12 @@ def _served_name(model: str) -> str:
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@asynccontextmanager
+async def _ending(judge: GrammarProcess) -> AsyncGenerator[None]:
+    """End the process that compiles grammars when the block is left."""
+    try:
+        yield
+    finally:
+        judge.close()

@@ -1,0 +1,113 @@
+"""Compiles strangers' grammars within limits: a grammar is a JSON line on stdin, what is wrong with it one on stdout.
+
+A process of its own, because the library's limits do not bound all: some schemas never end, or take all memory and
+then the process with it. The tokenizer is read once.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+
+import msgspec
+
+from pdmesh.errors import InstanceUnavailable
+from pdmesh.grammars import Grammars
+
+CPU_LIMIT_S = 2
+MEMORY_LIMIT_BYTES = 2 * 1024**3
+_ANYTHING = json.dumps({"grammars": [{"json_schema": {}}]})
+TOO_MUCH = "it takes too much time or memory."
+
+
+class GrammarProcess:
+    """Judges grammars, one at a time, for a model's tokenizer. Used by threads."""
+
+    def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._command = [sys.executable, "-m", "pdmesh_gateway.grammar_process", str(directory), str(vocab_size)]
+        self._command += map(str, eos_token_ids)
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def prepare(self) -> None:
+        """Start the process if it does not run, and return once it has read the tokenizer. Blocking.
+
+        Raises InstanceUnavailable if it ends instead.
+        """
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                return
+            process = self._process = subprocess.Popen(  # which on Linux does not fork
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            assert process.stdout is not None
+            if not process.stdout.readline():
+                self._end(process)
+                raise InstanceUnavailable("the process that compiles grammars has ended as it started")
+
+    def problem(self, grammar: str) -> str | None:
+        """Return what is wrong with a grammar, in a sentence; None if it can be obeyed. Blocking; after `prepare`."""
+        with self._lock:
+            process = self._process
+            if process is None:
+                return TOO_MUCH
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(msgspec.json.encode(grammar) + b"\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except OSError:  # it was ended
+                answer = b""
+            if not answer:
+                self._end(process)
+                return TOO_MUCH
+            return msgspec.json.decode(answer, type=str | None)
+
+    def give_up(self) -> None:
+        """End what runs: whoever waits for it hears so."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """End the process."""
+        self.give_up()
+        with self._lock:
+            if self._process is not None:
+                self._end(self._process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process = None
+
+
+def main() -> int:
+    """Judge grammars until stdin ends; returns the exit code. The kernel ends it if one goes beyond the limits."""
+    directory, vocab_size, *eos_token_ids = sys.argv[1:]
+    grammars = Grammars(Path(directory), vocab_size=int(vocab_size), eos_token_ids=list(map(int, eos_token_ids)))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    grammars.problem(_ANYTHING)  # reads the tokenizer
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        most_s = int(time.process_time()) + 1 + CPU_LIMIT_S
+        resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
+        problem = grammars.problem(msgspec.json.decode(line, type=str))
+        sys.stdout.buffer.write(msgspec.json.encode(problem) + b"\n")
+        sys.stdout.buffer.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
