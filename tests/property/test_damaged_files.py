@@ -10,6 +10,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import zlib
@@ -27,9 +28,10 @@ from pdmesh.cli.options import Output
 from pdmesh.cli.replay import ReplayOptions, run_replay
 from pdmesh.config import MeshConfig, WorkerConfig, load_config, to_toml
 from pdmesh.engine.architectures import architectures, parse_model_config
-from pdmesh.engine.files import load_model_config, load_model_info
+from pdmesh.engine.files import load_model_config, load_model_info, resolve_model
 from pdmesh.errors import ConfigError
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
+from pdmesh.testing.gguf_files import write_gguf
 from pdmesh.testing.mutants import damaged_bytes, damaged_sequence, damaged_tree
 from pdmesh.testing.quantized_checkpoints import FORMATS, write_quantized
 from pdmesh.testing.recorded import record_run
@@ -176,6 +178,31 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
         load_model_config(directory)
         ModelTokenizer.load(directory)
         build_engine(config, 0)
+
+    judge(make, read)
+
+
+def test_damaged_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    source = write_checkpoint(tmp_path / "source", shape=replace(TINY, max_position_embeddings=256))
+    write_gguf(source, file, "Q8_0")
+    original = file.read_bytes()
+    end = original.index(b"token_embd.weight") + 4096  # of the header, or nearly
+    worker = WorkerConfig(kv_cache_bytes=1 << 20, device="cpu")
+    build_engine(MeshConfig(model=str(source), worker=worker), 0)  # imports torch, which takes longer than a mutant may
+
+    def make(rng: random.Random) -> str:
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        begin = rng.choice((0, 0, end - 8192))  # tokens are most of it
+        head = damaged_bytes(rng, original[max(0, begin) : end])
+        file.write_bytes(original[: max(0, begin)] + head + original[end:])
+        return "gguf"
+
+    def read() -> None:
+        directory = resolve_model(str(file))
+        ModelTokenizer.load(directory)
+        build_engine(MeshConfig(model=str(directory), worker=worker), 0)
 
     judge(make, read)
 

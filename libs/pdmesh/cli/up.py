@@ -252,9 +252,11 @@ def resolved(config: MeshConfig) -> MeshConfig:
         directory = demo_checkpoint()
     else:
         directory = resolve_model(config.model)
-        # A directory goes by its name, a hub id as it is (its snapshot's directory is a hash).
-        is_directory = Path(config.model).expanduser().is_dir()
-        name = directory.resolve().name if is_directory else config.model
+        # A directory or file goes by its name, a hub id as it is (its snapshot's directory is a hash).
+        given_path = Path(config.model).expanduser()
+        name = directory.resolve().name if given_path.is_dir() else config.model
+        if given_path.is_file():
+            name = given_path.stem
     served = config.worker.served_model_name or name
     given = {name: getattr(config.security, name) for name in ("tls_cert", "tls_key", "tls_ca")}
     files: dict[str, Any] = {name: path.absolute() for name, path in given.items() if path is not None}

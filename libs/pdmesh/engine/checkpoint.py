@@ -53,6 +53,7 @@ class ModelWeights:
     """All weights, in the dtype and on the device of the computation. A tied ``lm_head`` is the embedding itself."""
 
     embedding: Vocabulary
+    positions: Tensor | None  # learned ones
     layers: tuple[LayerWeights, ...]
     norm: Norm
     lm_head: Vocabulary
@@ -77,7 +78,7 @@ def load_weights(
     ``packed`` allows projections in the order that their products read fastest; ``library`` has kernels for them.
     Of a ``group``, a rank reads its own part.
     """
-    with open_tensors(directory, config.quantization, dtype) as tensors:
+    with open_tensors(directory, config, dtype) as tensors:
         _Reader(config, UnreadTensors(tensors), dtype, torch.device("meta"), False, None).model()
         return _Reader(config, tensors, dtype, device, packed, library, group).model()
 
@@ -120,8 +121,10 @@ class _Reader:
         vocabulary = (config.vocab_size, config.hidden_size)
         tied = config.tie_word_embeddings
         embedding = self._vocabulary(f"{names.embedding}.weight", vocabulary, multiplies=tied)
+        positions = (config.num_learned_positions, config.hidden_size)
         return ModelWeights(
             embedding=embedding,
+            positions=self._tensor(f"{names.positions}.weight", positions) if config.num_learned_positions else None,
             layers=tuple(self._layer(names.layer.format(number), layer) for number, layer in enumerate(config.layers)),
             norm=self._norm(names.norm, config.hidden_size),
             lm_head=embedding if tied else self._vocabulary(f"{names.lm_head}.weight", vocabulary, multiplies=True),
@@ -228,7 +231,7 @@ class _Reader:
             sizes = [sum(sizes)]
         outputs = {f"{prefix}.{name}": size for name, size in zip(names, sizes, strict=True)}
         for name, num_outputs in outputs.items():
-            self.tensors.check(f"{name}.weight", (num_outputs, num_inputs))
+            self.tensors.check(f"{name}.weight", self._stored_shape(num_outputs, num_inputs))
         weight = torch.empty(sum(part.size for part in parts), num_inputs, dtype=self.dtype, device=self.device)
         bias = torch.empty(weight.shape[0], dtype=self.dtype, device=self.device) if has_bias else None
         first, row = 0, 0
@@ -237,7 +240,7 @@ class _Reader:
             for part in filter(lambda part: part.size, [whole.common(part) for part in parts]):
                 rows = None if part == whole else part.moved(-first)
                 here = slice(row, row + part.size)
-                weight[here] = self.tensors.read(f"{name}.weight", (num_outputs, num_inputs), rows)
+                weight[here] = self._matrix(f"{name}.weight", num_outputs, num_inputs, rows)
                 if bias is not None:
                     bias[here] = self.tensors.read(f"{name}.bias", (num_outputs,), rows)
                 row += part.size
@@ -245,6 +248,17 @@ class _Reader:
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
         return fastest_linear(weight, bias, self.memory, self.library) if self.packed else PlainLinear(weight, bias)
+
+    def _stored_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
+        return (num_inputs, num_outputs) if self.config.transposes_weights else (num_outputs, num_inputs)
+
+    def _matrix(self, name: str, num_outputs: int, num_inputs: int, rows: IndexRange | None) -> Tensor:
+        """A weight (num_outputs, num_inputs), or some of its rows."""
+        shape = self._stored_shape(num_outputs, num_inputs)
+        if not self.config.transposes_weights:
+            return self.tensors.read(name, shape, rows)
+        weight = self.tensors.read(name, shape).t()
+        return weight if rows is None else weight[slice(*rows)]
 
     def _vocabulary(self, name: str, shape: tuple[int, ...], *, multiplies: bool) -> Vocabulary:
         weight = self._tensor(name, shape, rows=None if self.group is None else self.share.outputs(shape[0]))

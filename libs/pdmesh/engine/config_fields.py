@@ -318,7 +318,7 @@ def _rotary_dim(fields: Fields, head_dim: int, partial: float) -> int:
 
 
 def _max_model_len(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """As in vLLM, RoPE scaling stretches the context; llama3 and longrope state the stretched figure."""
+    """The context as RoPE scaling stretches it, as in vLLM; llama3 and longrope state the stretched figure."""
     match rope.rope_type:
         case RopeType.DEFAULT | RopeType.LLAMA3 | RopeType.LONGROPE:
             return max_position_embeddings

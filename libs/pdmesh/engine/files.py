@@ -55,7 +55,11 @@ def resolve_model(model: str) -> Path:
     if model and path.is_dir():
         return path
     if path.is_file():
-        raise ConfigError(f"model {model!r} is a file; give the directory that holds config.json")
+        if path.suffix != ".gguf":
+            raise ConfigError(f"model {model!r} is a file; give the directory that holds config.json, or a .gguf file")
+        from pdmesh.engine.gguf.directory import gguf_directory  # imported late: only such a file needs it
+
+        return gguf_directory(path)
     # Only hub ids are looked up: "name" or "owner/name". Anything else was meant as a path.
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model:
         raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face hub id")
@@ -88,7 +92,12 @@ def load_model_config(directory: Path) -> ModelConfig:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises ConfigError for one that is missing or not its content."""
+    """The files that hold a checkpoint's weights: safetensors, or one GGUF.
+
+    Raises ConfigError for one that is missing or not its content.
+    """
+    if (weights := directory / "model.gguf").exists():  # as `pdmesh.engine.gguf.directory` made it
+        return [weights]
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists():
         paths = [single]

@@ -105,6 +105,8 @@ class Transformer:
         hidden = self._weights.embedding.embed(inputs.token_ids)
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
+        if self._weights.positions is not None:
+            hidden = hidden + functional.embedding(inputs.positions, self._weights.positions)
         tables = [rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens) for rotary in self._rotaries]
         return hidden, [Rotation(cos=cos, sin=sin, slots=inputs.slots) for cos, sin in tables]
 

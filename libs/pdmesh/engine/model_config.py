@@ -25,6 +25,7 @@ class QuantizedFormat(StrEnum):
     FLOAT8_BLOCKS = "float8 blocks"  # scales of blocks of outputs and inputs
     AWQ = "awq"
     GPTQ = "gptq"
+    GGUF = "gguf"  # a file of its own; each tensor has a type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Quantization:
     has_zeros: bool = False
     zero_offset: int = 0  # what is added to stored zeros
     block: tuple[int, int] = (0, 0)  # outputs, inputs
+    interleaves_rotation: bool = False  # rows of queries and keys are stored as neighbours that rotate
 
 
 class RopeType(StrEnum):
@@ -131,10 +133,13 @@ class LayerConfig:
 class TensorNames:
     """Where a checkpoint keeps its weights: names behind the layer's prefix, without ``.weight``. None: it has none.
 
-    One name for several projections: they lie there one after the other.
+    One name for several projections: they lie there one after the other. ``renames`` are beginnings that names of a
+    file may have, and what they are here.
     """
 
+    renames: tuple[tuple[str, str], ...] = ()
     embedding: str = "model.embed_tokens"
+    positions: str = ""
     layer: str = "model.layers.{}"
     norm: str = "model.norm"
     lm_head: str = "lm_head"
@@ -181,6 +186,8 @@ class ModelConfig:
     is_gated: bool = True  # the activation of one product times another one
     attention_scale: float = 0.0  # the factor of attention scores; 0: 1 / sqrt(head_dim)
     score_cap: float | None = None  # attention scores are squeezed into -cap ... cap
+    num_learned_positions: int = 0  # embeddings of positions, which are added to those of tokens
+    transposes_weights: bool = False  # matrices of linear layers lie in the file as (inputs, outputs)
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
@@ -234,7 +241,7 @@ class ModelConfig:
 
     @property
     def num_weights(self) -> int:
-        """Those that are held in memory: `num_parameters`, and experts that a token does not go through."""
+        """Weights that are held in memory: `num_parameters`, and experts that a token does not go through."""
         return self._num_weights(lambda experts: experts.num_experts)
 
     def _num_weights(self, num_experts: Callable[[ExpertsConfig], int]) -> int:

@@ -25,6 +25,9 @@ def quantization_of(fields: Fields) -> Quantization | None:
             return _awq(found)
         case "gptq":
             return _gptq(found)
+        case "gguf":  # as `pdmesh.engine.gguf.directory` writes it
+            interleaves = found.boolean("interleaves_rotation")
+            return Quantization(format=QuantizedFormat.GGUF, interleaves_rotation=interleaves)
         case other:
             raise fields.error(
                 f"the checkpoint is quantised by {other!r}, which is not served; served are {_SERVED}, or one in "

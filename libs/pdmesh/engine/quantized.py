@@ -82,6 +82,8 @@ def layout_of(quantization: Quantization) -> Layout:
             return _awq(quantization)
         case QuantizedFormat.GPTQ:
             return _gptq(quantization)
+        case QuantizedFormat.GGUF:
+            raise ValueError("a GGUF file has no layout of tensors: it is read by pdmesh.engine.gguf")
 
 
 class LayoutError(Exception):

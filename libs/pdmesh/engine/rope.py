@@ -82,7 +82,7 @@ class RotaryEmbedding:
                 return self._longrope(config.short_factors)
 
     def _inverse_frequencies_for(self, lengths: Tensor) -> Tensor:
-        """Of sequences of ``lengths``; (n, rotary_dim / 2)."""
+        """Frequencies of sequences of ``lengths``; (n, rotary_dim / 2)."""
         factor, trained = self._config.factor, self._config.original_max_position_embeddings
         if self._config.rope_type is RopeType.LONGROPE:
             long = self._longrope(self._config.long_factors)

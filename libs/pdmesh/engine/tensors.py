@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdmesh.engine.files import weight_files
-from pdmesh.engine.model_config import Quantization
+from pdmesh.engine.gguf.tensors import GgufTensors
+from pdmesh.engine.model_config import ModelConfig, QuantizedFormat, TensorNames
 from pdmesh.engine.quantized import FLOATS, Layout, LayoutError, Shape, Stored, layout_of
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
@@ -156,15 +157,28 @@ def _some(tensor: Tensor, rows: IndexRange | None) -> Tensor:
 
 
 @contextmanager
-def open_tensors(directory: Path, quantization: Quantization | None, dtype: torch.dtype) -> Iterator[Tensors]:
+def open_tensors(directory: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[Tensors]:
     """The weights of a checkpoint."""
+    quantization = config.quantization
+    if quantization is not None and quantization.format is QuantizedFormat.GGUF:
+        [file] = weight_files(directory)
+        yield GgufTensors(file, dtype)
+        return
     with ExitStack() as stack:
         files: dict[str, tuple[Any, str]] = {}
         for path in weight_files(directory):
             file = stack.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                # Checkpoints for embeddings are of the bare model, whose names have no prefix.
-                is_bare = not name.startswith(("model.", "lm_head."))
-                files[f"model.{name}" if is_bare else name] = file, name
+            files |= {_name_of(name, config.names): (file, name) for name in file.keys()}  # noqa: SIM118
         tensors = FileTensors(directory, files)
         yield tensors if quantization is None else QuantizedTensors(tensors, layout_of(quantization), dtype)
+
+
+def _name_of(name: str, names: TensorNames) -> str:
+    """What a tensor of a file is called here."""
+    for before, after in names.renames:
+        if name.startswith(before):
+            name = after + name.removeprefix(before)
+            break
+    # Checkpoints for embeddings are of the bare model, whose names have no prefix.
+    is_bare = names.embedding.startswith("model.") and not name.startswith(("model.", "lm_head."))
+    return f"model.{name}" if is_bare else name

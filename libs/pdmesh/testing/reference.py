@@ -77,8 +77,9 @@ class HfReference:
 
     def _forget(self) -> None:
         """Dynamic RoPE keeps the longest length seen across calls; every call here starts afresh."""
-        rotary = self._model.model.rotary_emb
-        self._model.model.rotary_emb = type(rotary)(config=self._model.config)
+        base = self._model.base_model
+        if hasattr(base, "rotary_emb"):
+            base.rotary_emb = type(base.rotary_emb)(config=self._model.config)
 
 
 def hf_greedy(directory: Path, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:

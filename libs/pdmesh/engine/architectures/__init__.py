@@ -18,6 +18,9 @@ from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.quantization import quantization_of
 from pdmesh.errors import ConfigError
 
+#: Models that see images, too, of which text is served; and what their text model is if it is not said.
+WITH_TEXT_PARTS = {"Gemma3ForConditionalGeneration": "gemma3_text", "Mistral3ForConditionalGeneration": "mistral"}
+
 
 @cache
 def architectures() -> Mapping[str, Architecture]:
@@ -30,8 +33,26 @@ def architectures() -> Mapping[str, Architecture]:
 def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """Read a ``config.json``. Raises ConfigError, naming ``where``, for whatever cannot be served exactly."""
     fields = Fields(raw, where)
-    config = _architecture(raw, where).describe(fields)
-    return replace(config, quantization=quantization_of(fields))
+    config = _text_part(fields) or _architecture(raw, where).describe(fields)
+    quantization = quantization_of(fields)
+    interleaves = config.interleaves_rotation or (quantization is not None and quantization.interleaves_rotation)
+    return replace(config, quantization=quantization, interleaves_rotation=interleaves)
+
+
+def _text_part(fields: Fields) -> ModelConfig | None:
+    """The text model of a checkpoint that sees images, too; None where it is not such a one."""
+    names = fields.raw.get("architectures")
+    if not isinstance(names, list) or not names or names[0] not in WITH_TEXT_PARTS:
+        return None
+    text = fields.part("text_config")
+    if text is None:
+        raise fields.error("text_config is missing")
+    model_type = text.raw.get("model_type", WITH_TEXT_PARTS[names[0]])
+    inherited = {name: fields.raw[name] for name in ("dtype", "torch_dtype") if name in fields.raw}
+    raw = {**inherited, **text.raw, "architectures": None, "model_type": model_type}
+    config = _architecture(raw, text.where).describe(Fields(raw, text.where))
+    renames = (("language_model.", ""), ("model.language_model.", "model."))
+    return replace(config, architecture=names[0], names=replace(config.names, renames=renames))
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
@@ -46,4 +67,5 @@ def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
         for architecture in served.values():
             if name == architecture.model_type:
                 return architecture
-    raise ConfigError(f"{where}: the architecture is {name!r}, which is not served; served are {', '.join(served)}")
+    known = ", ".join([*served, *WITH_TEXT_PARTS])
+    raise ConfigError(f"{where}: the architecture is {name!r}, which is not served; served are {known}")

@@ -229,7 +229,7 @@ class GraphDecode:
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
-        """No windows: models with any do not come here."""
+        """Attention without windows: models with any do not come here."""
         return self._attention.attend(query, cache, with_lse=with_lse)
 
 
@@ -248,7 +248,7 @@ class FlashInferPlan:
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
-        """No windows: models with any do not come here."""
+        """Attention without windows: models with any do not come here."""
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
         self.attend_into(output, query, cache, lse)

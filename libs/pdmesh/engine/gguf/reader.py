@@ -1,0 +1,173 @@
+"""The header of a GGUF file (versions 2 and 3, little-endian): metadata, and where tensors lie.
+
+Nothing is allocated from a length in the file: a string or list is read as far as the file goes, at most.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pdmesh.errors import ConfigError
+
+_MAGIC = b"GGUF"
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS: Mapping[int, str] = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", _BOOL: "<?", 10: "<Q", 11: "<q", 12: "<d",
+}  # fmt: skip
+_MAX_DIMS = 4
+_MAX_NAME = 64
+_DEFAULT_ALIGNMENT = 32
+
+
+class StoredType(NamedTuple):
+    """How values lie in a file: so many to a block of so many bytes."""
+
+    name: str
+    num_values: int
+    num_bytes: int
+
+
+#: By the file's number. What is not among them is refused by its number.
+TYPES: Mapping[int, StoredType] = {
+    0: StoredType("F32", 1, 4),
+    1: StoredType("F16", 1, 2),
+    2: StoredType("Q4_0", 32, 18),
+    3: StoredType("Q4_1", 32, 20),
+    6: StoredType("Q5_0", 32, 22),
+    7: StoredType("Q5_1", 32, 24),
+    8: StoredType("Q8_0", 32, 34),
+    12: StoredType("Q4_K", 256, 144),
+    13: StoredType("Q5_K", 256, 176),
+    14: StoredType("Q6_K", 256, 210),
+    30: StoredType("BF16", 1, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that lies within its file."""
+
+    shape: tuple[int, ...]  # outermost first
+    type_number: int
+    offset: int  # of the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a file says of itself. Long lists are of plain values."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Raises ConfigError for what is no GGUF file, or a damaged one."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Parser(data, path).header()
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (struct.error, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is a damaged GGUF file; download it again") from error
+
+
+class _Parser:
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data = data
+        self._path = path
+        self._place = 0
+
+    def header(self) -> GgufHeader:
+        if self._take(4) != _MAGIC:
+            raise ConfigError(f"{self._path} is no GGUF file")
+        version = self._number("<I")
+        if version not in (2, 3):
+            raise ConfigError(f"{self._path} is a GGUF file of version {version}; served are 2 and 3, little-endian")
+        num_tensors, num_fields = self._number("<Q"), self._number("<Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(self._bounded(num_fields, least_bytes=13)):
+            name = self._string()
+            metadata[name] = self._value(self._number("<I"))
+        infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(self._bounded(num_tensors, least_bytes=32)):
+            name, num_dims = self._string(), self._number("<I")
+            if len(name) > _MAX_NAME or not name.isprintable():
+                raise self._damaged("a tensor's name is none")
+            if not 0 < num_dims <= _MAX_DIMS:
+                raise self._damaged(f"tensor {name!r} has {num_dims} dimensions")
+            shape = tuple(reversed([self._number("<Q") for _ in range(num_dims)]))
+            infos[name] = shape, self._number("<I"), self._number("<Q")
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise self._damaged(f"general.alignment is {alignment!r}")
+        begin = -(-self._place // alignment) * alignment
+        tensors = {name: self._tensor(name, *info, begin) for name, info in infos.items()}
+        return GgufHeader(metadata, tensors)
+
+    def _tensor(self, name: str, shape: tuple[int, ...], type_number: int, offset: int, begin: int) -> StoredTensor:
+        stored = TYPES.get(type_number)
+        if stored is None:
+            served = ", ".join(each.name for each in TYPES.values())
+            raise ConfigError(
+                f"{self._path}: tensor {name!r} is of GGML's type {type_number}, which is not served; served are "
+                f"{served}"
+            )
+        num_values = 1
+        for size in shape:
+            num_values *= size
+        if shape[-1] % stored.num_values:
+            raise self._damaged(f"tensor {name!r} has rows of {shape[-1]} values in blocks of {stored.num_values}")
+        num_bytes = num_values // stored.num_values * stored.num_bytes
+        if num_values == 0 or begin + offset + num_bytes > len(self._data):
+            raise self._damaged(f"tensor {name!r} reaches beyond the file")
+        return StoredTensor(shape, type_number, begin + offset, num_bytes)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            of, length = self._number("<I"), self._number("<Q")
+            if of == _STRING:
+                return [self._string() for _ in range(self._bounded(length, least_bytes=8))]
+            return self._scalars(of, length)
+        return self._number(self._format(kind))
+
+    def _scalars(self, kind: int, length: int) -> list[Any]:
+        form = self._format(kind)
+        size = struct.calcsize(form)
+        data = self._take(self._bounded(length, least_bytes=size) * size)
+        return [value for (value,) in struct.iter_unpack(form, data)]
+
+    def _format(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise self._damaged(f"a field is of type {kind}")
+        return _SCALARS[kind]
+
+    def _string(self) -> str:
+        length = self._number("<Q")
+        return self._take(self._bounded(length, least_bytes=1)).decode("utf-8", errors="replace")
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _bounded(self, number: int, *, least_bytes: int) -> int:
+        """``number`` of things that take so many bytes each, if the file has room for them."""
+        if number * least_bytes > len(self._data) - self._place:
+            raise self._damaged("it says of more than it holds")
+        return number
+
+    def _take(self, num_bytes: int) -> bytes:
+        data = self._data[self._place : self._place + num_bytes]
+        if len(data) < num_bytes:
+            raise self._damaged("it ends in the middle")
+        self._place += num_bytes
+        return data
+
+    def _damaged(self, how: str) -> ConfigError:
+        return ConfigError(f"{self._path} is a damaged GGUF file ({how}); download it again")

@@ -1,0 +1,77 @@
+"""Weights of a GGUF file, dequantised as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdmesh.engine.gguf.blocks import VALUES
+from pdmesh.engine.gguf.reader import TYPES, StoredTensor, read_header
+from pdmesh.errors import ConfigError
+from pdmesh.model import IndexRange
+
+_NAMES: Mapping[str, str] = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER_NAMES: Mapping[str, str] = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+#: Values dequantised at once: what they take in fp32 stays small beside the weight.
+_PANEL_VALUES = 1 << 22
+
+
+class GgufTensors:
+    """Implements `pdmesh.engine.tensors.Tensors`, in ``dtype``."""
+
+    def __init__(self, file: Path, dtype: torch.dtype) -> None:
+        self._file = file
+        self._dtype = dtype
+        self._tensors = read_header(file).tensors
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        found = self._find(name)
+        if found.shape != shape:
+            raise ConfigError(f"{self._file}: tensor {name!r} has shape {found.shape}; its header needs {shape}")
+
+    def read(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> Tensor:
+        self.check(name, shape)
+        stored = self._find(name)
+        kind = TYPES[stored.type_number]
+        first, stop = rows or (0, shape[0])
+        row_blocks = stored.num_bytes // kind.num_bytes // shape[0]
+        num_blocks = (stop - first) * row_blocks
+        offset = stored.offset + first * row_blocks * kind.num_bytes
+        data = np.memmap(self._file, dtype=np.uint8, mode="c", offset=offset, shape=(num_blocks, kind.num_bytes))
+        out = torch.empty(num_blocks, kind.num_values, dtype=self._dtype)
+        panel = _PANEL_VALUES // kind.num_values
+        for begin in range(0, num_blocks, panel):
+            blocks = slice(begin, begin + panel)
+            out[blocks] = VALUES[stored.type_number](torch.from_numpy(data[blocks]))
+        return out.view(stop - first, *shape[1:])
+
+    def _find(self, name: str) -> StoredTensor:
+        own_name = _own_name(name)
+        if own_name is None or own_name not in self._tensors:
+            raise ConfigError(f"{self._file} holds no tensor {own_name or name!r}")
+        return self._tensors[own_name]
+
+
+def _own_name(name: str) -> str | None:
+    """What the file calls a tensor."""
+    name, _, end = name.rpartition(".")
+    if name in _NAMES:
+        return f"{_NAMES[name]}.{end}"
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{_LAYER_NAMES[part]}.{end}" if part in _LAYER_NAMES else None

@@ -1,0 +1,136 @@
+"""A GGUF file is served as the model that it was made from, with its tokenizer and template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from pdmesh.engine.files import load_model_info, resolve_model
+from pdmesh.engine.gguf.blocks import VALUES
+from pdmesh.engine.gguf.reader import TYPES, read_header
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.errors import ConfigError
+from pdmesh.model import SamplingParams
+from pdmesh.testing.checkpoints import Family, write_checkpoint
+from pdmesh.testing.gguf_files import GgufType, encoded, write_gguf
+from pdmesh.testing.stepping import generate
+from pdmesh_gateway.tokenizer import ModelTokenizer
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0)
+PROMPT = [number * 37 % 300 for number in range(30)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "gguf_type"),
+    [("llama", "F32"), ("llama", "Q8_0"), ("qwen2", "Q8_0"), ("qwen3", "F16"), ("qwen3", "Q4_0")],
+)
+def test_a_file_is_the_model_that_it_was_made_from(tmp_path: Path, architecture: Family, gguf_type: GgufType) -> None:
+    source = write_checkpoint(tmp_path / "source", architecture=architecture, tie_word_embeddings=gguf_type == "F16")
+    meanings = write_gguf(source, tmp_path / "model.gguf", gguf_type)
+    save_file(meanings, source / "model.safetensors", metadata={"format": "pt"})
+    directory = resolve_model(str(tmp_path / "model.gguf"))
+    assert resolve_model(str(tmp_path / "model.gguf")) == directory  # made once
+    expected, found = (
+        generate(TorchEngine(path, num_blocks=4, num_threads=1, dtype="float32"), PROMPT, 8, params=PARAMS)
+        for path in (source, directory)
+    )
+    assert found.output_ids == expected.output_ids
+    for one, other in zip(found.results, expected.results, strict=True):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+
+
+def test_its_tokenizer_and_template_come_with_it(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    write_gguf(source, tmp_path / "model.gguf")
+    directory = resolve_model(str(tmp_path / "model.gguf"))
+    expected, found = (Tokenizer.from_file(str(path / "tokenizer.json")) for path in (source, directory))
+    text = "The mesh's  prefill,\n\n12345 tokens; déjà vu <|im_end|>"
+    assert found.encode(text).ids == expected.encode(text).ids
+    assert found.decode(found.encode(text).ids, skip_special_tokens=False) == text
+    ModelTokenizer.load(directory)
+    configs = [json.loads((path / "tokenizer_config.json").read_text()) for path in (source, directory)]
+    assert configs[0]["chat_template"] == configs[1]["chat_template"]
+    assert load_model_info(directory).eos_token_ids == (258,)
+
+
+def test_blocks_stand_for_what_ggml_says() -> None:
+    """Digests of the ``gguf`` package's (0.19) values of these bytes; equal bit by bit when they were taken."""
+    digests = {}
+    for number, stored in TYPES.items():
+        data = np.random.default_rng(number).integers(0, 256, (64, stored.num_bytes), dtype=np.uint8)
+        values = VALUES[number](torch.from_numpy(data)).numpy()
+        assert values.shape == (64, stored.num_values)
+        digests[stored.name] = hashlib.sha256(np.nan_to_num(values).tobytes()).hexdigest()[:12]
+    assert digests == DIGESTS
+
+
+DIGESTS = {
+    "F32": "e575764b485e",
+    "F16": "e9cfc41b9f0d",
+    "Q4_0": "50dc1637df90",
+    "Q4_1": "5d75c0541661",
+    "Q5_0": "43992a8f2b20",
+    "Q5_1": "e4668ef1cfb1",
+    "Q8_0": "b5a02f868190",
+    "Q4_K": "ed04b9216820",
+    "Q5_K": "978bc23709a6",
+    "Q6_K": "3d57dc3a170f",
+    "BF16": "099b912bafa7",
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "cannot be read"),
+        (b"GGML" + bytes(40), "is no GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "is a GGUF file of version 1; served are 2 and 3"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "it says of more than it holds"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 62), "it says of more than it holds"),
+        (
+            encoded({"general.architecture": "gpt-oss"}, {}),
+            "architecture is 'gpt-oss', which is not served; served are",
+        ),
+        (encoded({"general.architecture": "llama"}, {}), "no matrix 'token_embd.weight'"),
+        (encoded({}, {"x": ((1 << 40, 32), 8, b"")}), "tensor 'x' reaches beyond the file"),
+        (encoded({}, {"x": ((2, 33), 8, b"")}), "tensor 'x' has rows of 33 values in blocks of 32"),
+        (encoded({}, {"x": ((2, 32), 18, b"")}), "GGML's type 18, which is not served; served are F32"),
+    ],
+)
+def test_damaged_and_foreign_files_are_refused_in_a_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence) as error:
+        resolve_model(str(file))
+    assert "\n" not in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_a_tokenizer_that_is_not_served_is_named(tmp_path: Path) -> None:
+    source, file = write_checkpoint(tmp_path / "source"), tmp_path / "model.gguf"
+    write_gguf(source, file)
+    header = read_header(file)
+    metadata = {**header.metadata, "tokenizer.ggml.model": "llama"}
+    data = file.read_bytes()
+    tensors = {
+        name: (each.shape, each.type_number, data[each.offset : each.offset + each.num_bytes])
+        for name, each in header.tensors.items()
+    }
+    file.write_bytes(encoded(metadata, tensors))
+    with pytest.raises(ConfigError, match="has a 'llama' tokenizer, which is not served from GGUF"):
+        resolve_model(str(file))
