@@ -9,7 +9,7 @@ import msgspec
 
 from pdmesh_gateway.templates import TemplateFailed, compile_template
 
-CPU_LIMIT_S = 3
+CPU_LIMIT_S = 2
 MEMORY_LIMIT_BYTES = 1024**3
 MAX_TEXT_CHARS = 32 * 1024 * 1024
 

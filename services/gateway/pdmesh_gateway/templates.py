@@ -27,7 +27,7 @@ from pdmesh.errors import RequestRejected
 MAX_REQUEST_TEMPLATE_CHARS = 64 * 1024
 
 #: Wall-clock time for a request's own template, its process's start included.
-RENDER_TIMEOUT_S = 2.5
+RENDER_TIMEOUT_S = 10.0
 
 #: Requests' templates rendered at once, and waiting for that.
 MAX_RENDERING = 2
