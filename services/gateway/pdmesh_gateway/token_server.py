@@ -31,7 +31,7 @@ log = structlog.get_logger()
 SERVICE = "pdmesh.v1.Gateway"
 
 #: How often a worker says that it is there, and how many of these may be missing on either side: what broke in one
-#: direction alone is noticed within 3 s. Fewer, and a machine with many more processes than cores starts requests again.
+#: direction alone is noticed within 3 s. With fewer, a machine that is far too busy starts requests again.
 HEARTBEAT_S = 0.4
 MAX_MISSING = 6
 
