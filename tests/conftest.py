@@ -5,9 +5,12 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextvars import Context
+from pathlib import Path
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
+
+from pdmesh.testing.checkpoints import write_checkpoint
 
 # `pytest --hypothesis-profile=all` draws as many examples as a test asks for, any other run a quarter (see
 # `pdmesh.testing.examples`). A machine that is busy is slow: how long an example takes says nothing about the code.
@@ -41,6 +44,12 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 @pytest.fixture
 async def event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.get_running_loop()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with a context of 512 tokens. No test writes to it."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=512)
 
 
 @pytest.fixture(autouse=True)

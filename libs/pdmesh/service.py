@@ -21,7 +21,8 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from pdmesh.config import MeshConfig, load_config
+from pdmesh.config import MeshConfig
+from pdmesh.config_sources import load_config
 from pdmesh.errors import ConfigError, leaves
 from pdmesh.failures import sentences
 from pdmesh.telemetry.logs import configure_logging

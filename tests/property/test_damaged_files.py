@@ -26,7 +26,8 @@ import pytest
 
 from pdmesh.cli.options import Output
 from pdmesh.cli.replay import ReplayOptions, run_replay
-from pdmesh.config import MeshConfig, WorkerConfig, load_config, to_toml
+from pdmesh.config import MeshConfig, WorkerConfig
+from pdmesh.config_sources import load_config, to_toml
 from pdmesh.engine.architectures import architectures, parse_model_config
 from pdmesh.engine.files import load_model_config, load_model_info, resolve_model
 from pdmesh.errors import ConfigError

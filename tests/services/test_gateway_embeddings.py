@@ -17,6 +17,7 @@ import pytest
 from pdmesh.config import GatewayConfig
 from pdmesh.model import FinishReason
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.gateway import ready_gateway
 from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
@@ -42,13 +43,9 @@ async def served(
     model: Path, script: Script = echo_prompt, **settings: Any
 ) -> AsyncGenerator[tuple[openai.AsyncOpenAI, httpx.AsyncClient, ScriptedMesh]]:
     async with (
-        scripted_mesh(script) as mesh,
-        running_gateway(model, mesh.address, gateway=GatewayConfig(**settings)) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30) as http,
+        ready_gateway(model, script, gateway=GatewayConfig(**settings)) as (http, mesh, running),
         openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="-", max_retries=0) as client,
     ):
-        while (await http.get("/ready")).status_code != 200:
-            pass
         yield client, http, mesh
 
 

@@ -17,7 +17,6 @@ from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
 from pdmesh.model import Epoch
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh
 from pdmesh.wire.messages import Generation, TokenOut
 from pdmesh_gateway.choices import Choice
@@ -49,13 +48,6 @@ DEPTHS: dict[str, tuple[type[Any], str]] = {
     "transcript": (Transcript, "offer"),
     "text": (Choice, "advance"),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint(directory, max_position_embeddings=512)
-    return directory
 
 
 @asynccontextmanager

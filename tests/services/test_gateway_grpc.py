@@ -24,13 +24,6 @@ from pdmesh_gateway.testing import running_gateway
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint(directory, max_position_embeddings=512)
-    return directory
-
-
 @asynccontextmanager
 async def served(
     model: Path, security: SecurityConfig | None = None

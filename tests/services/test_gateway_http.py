@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +17,14 @@ from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import READY, Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
+from pdmesh.testing.gateway import ready_gateway
+from pdmesh.testing.scripted_mesh import READY, echo_prompt, token_out
 from pdmesh.wire.messages import Generation, MeshStatus, PromptLogprobs, Submit, TokenOut
 from pdmesh_gateway.scheduler_link import GatewaySession
-from pdmesh_gateway.testing import RunningGateway, running_gateway
 
 pytestmark = pytest.mark.anyio
 
 CONTEXT = 512
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint(directory, max_position_embeddings=CONTEXT)
-    return directory
-
-
-@asynccontextmanager
-async def served(
-    model: Path,
-    script: Script = echo_prompt,
-    *,
-    gateway: GatewayConfig | None = None,
-    security: SecurityConfig | None = None,
-) -> AsyncGenerator[tuple[httpx.AsyncClient, ScriptedMesh, RunningGateway]]:
-    async with (
-        scripted_mesh(script) as mesh,
-        running_gateway(model, mesh.address, gateway=gateway, security=security) as running,
-    ):
-        await mesh.until(lambda: len(mesh.registrations) == 1)
-        async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
-            while (await client.get("/ready")).status_code != 200:
-                pass
-            yield client, mesh, running
 
 
 def events(text: str) -> list[Any]:
@@ -71,7 +44,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 async def test_a_chat_stream_has_the_shape_that_clients_know(model: Path) -> None:
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         response = await client.post(
             "/v1/chat/completions",
             json={
@@ -106,7 +79,7 @@ async def test_a_chat_stream_has_the_shape_that_clients_know(model: Path) -> Non
 
 
 async def test_a_completion_stream_has_the_shape_that_clients_know(model: Path) -> None:
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         response = await client.post(
             "/v1/completions",
             json={"prompt": "abc", "max_tokens": 6, "stream": True, "return_token_ids": True, "logprobs": 1},
@@ -130,7 +103,7 @@ async def test_a_completion_stream_has_the_shape_that_clients_know(model: Path) 
 
 
 async def test_continuous_usage_counts_up(model: Path) -> None:
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         response = await client.post(
             "/v1/completions",
             json={
@@ -147,7 +120,7 @@ async def test_continuous_usage_counts_up(model: Path) -> None:
 
 
 async def test_each_prompt_says_how_much_its_client_asked_for_before_it(model: Path) -> None:
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
         prompts = [[5, 6, 7], [5, 6], [5]]
         await client.post("/v1/completions", json={"prompt": prompts, "n": 2, "max_tokens": 1})
         assert sorted({submit.num_tokens_before for submit in mesh.submitted}) == [0, 6, 10]
@@ -155,7 +128,7 @@ async def test_each_prompt_says_how_much_its_client_asked_for_before_it(model: P
 
 async def test_the_openai_client_works_unmodified(model: Path) -> None:
     async with (
-        served(model) as (_client, mesh, running),
+        ready_gateway(model) as (_client, mesh, running),
         openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="-", max_retries=0) as client,
     ):
         assert [card.id async for card in client.models.list()] == ["tiny"]
@@ -206,7 +179,7 @@ async def test_the_openai_client_works_unmodified(model: Path) -> None:
 
 async def test_echo_gives_prompt_logprobs_as_evaluation_harnesses_read_them(model: Path) -> None:
     prompts = [[10, 11, 12, 13], [20, 21]]
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
         for max_tokens in (1, 0):
             response = await client.post(
                 "/v1/completions",
@@ -229,7 +202,7 @@ async def test_echo_gives_prompt_logprobs_as_evaluation_harnesses_read_them(mode
 @pytest.mark.parametrize("skip", [True, False])
 async def test_text_offsets_agree_with_the_text(model: Path, echo: bool, skip: bool) -> None:
     """Special tokens that are not shown take no room, nor do bytes that do not end a character."""
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         prompt = "a<|im_start|>b\u00e9c<|im_end|>d"
         body = {
             "prompt": prompt,
@@ -260,7 +233,7 @@ async def test_stop_strings_end_a_generation_and_cancel_the_rest(model: Path) ->
         tokens = echo_prompt(generation)
         return [token for token in tokens if isinstance(token, TokenOut) and token.finish_reason is None]
 
-    async with served(model, endless) as (client, mesh, _running):
+    async with ready_gateway(model, endless) as (client, mesh, _running):
         for include_stop, text in ((False, "a"), (True, "abcdab")):
             response = await client.post(
                 "/v1/completions",
@@ -278,7 +251,7 @@ async def test_stop_strings_end_a_generation_and_cancel_the_rest(model: Path) ->
 
 
 async def test_a_stop_token_is_named_and_not_shown(model: Path) -> None:
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         ids = (await client.post("/tokenize", json={"prompt": "xyz"})).json()["tokens"]
         response = await client.post(
             "/v1/completions", json={"prompt": "xyz", "max_tokens": 9, "stop_token_ids": [ids[-1]]}
@@ -289,7 +262,7 @@ async def test_a_stop_token_is_named_and_not_shown(model: Path) -> None:
 
 
 async def test_tokenize_and_detokenize_are_inverse(model: Path) -> None:
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         response = await client.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True})
         body = response.json()
         assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
@@ -302,7 +275,7 @@ async def test_tokenize_and_detokenize_are_inverse(model: Path) -> None:
 
 
 async def test_probes_documents_and_metrics(model: Path) -> None:
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
         await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
         for path in ("/health", "/ready", "/live", "/ping", "/version", "/docs", "/openapi.json", "/v1/models/tiny"):
             assert (await client.get(path)).status_code == 200, path
@@ -391,7 +364,7 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
 
 
 async def test_bad_requests_get_a_clear_error(model: Path) -> None:
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
         for path, body, status, param, message in BAD_REQUESTS:
             response = await client.post(f"/v1/{path}", json=body)
             error = error_of(response)
@@ -418,7 +391,7 @@ async def test_fields_of_benchmarks_and_clients_are_accepted(model: Path) -> Non
         "response_format": {"type": "text"},
         "max_tokens": 3,
     }
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
         response = await client.post("/v1/chat/completions", json={**CHAT, **fields, "max_completion_tokens": 2})
         assert response.json()["usage"]["completion_tokens"] == 2
         assert response.headers["x-request-id"] == "mine"
@@ -434,7 +407,7 @@ async def test_fields_of_benchmarks_and_clients_are_accepted(model: Path) -> Non
 
 async def test_unknown_fields_are_passed_over_counted_and_named(model: Path) -> None:
     body = {**CHAT, "max_tokens": 1, "colour": 1, "shape": None, "nice": {"a": 1}, "audio": None}
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         response = await client.post("/v1/chat/completions", json=body)
         assert (response.status_code, response.headers["x-ignored-fields"]) == (200, "colour, nice")
         tokenized = await client.post("/tokenize", json={"prompt": "a", "colour": 1})
@@ -442,13 +415,13 @@ async def test_unknown_fields_are_passed_over_counted_and_named(model: Path) -> 
         refused = await client.post("/v1/chat/completions", json={**body, "temperature": 5})
         assert (refused.status_code, refused.headers["x-ignored-fields"]) == (400, "colour, nice")
         assert "\npdmesh:ignored_fields_total 5.0\n" in (await client.get("/metrics")).text
-    async with served(model, gateway=GatewayConfig(strict_fields=True)) as (client, _mesh, _running):
+    async with ready_gateway(model, gateway=GatewayConfig(strict_fields=True)) as (client, _mesh, _running):
         error = error_of(await client.post("/v1/chat/completions", json=body))
         assert (error["code"], error["param"]) == ("unknown_parameter", "colour")
 
 
 async def test_default_lengths(model: Path) -> None:
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
         await client.post("/v1/completions", json={"prompt": [65] * 12})
         await client.post("/v1/completions", json={"prompt": [65] * 12, "max_tokens": None})
         await client.post("/v1/completions", json={"prompt": [65] * 510})
@@ -456,7 +429,7 @@ async def test_default_lengths(model: Path) -> None:
 
 
 async def test_keys_guard_the_api_and_not_the_probes(model: Path) -> None:
-    async with served(model, security=SecurityConfig(api_key="secret")) as (client, _mesh, _running):
+    async with ready_gateway(model, security=SecurityConfig(api_key="secret")) as (client, _mesh, _running):
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/tokenize")):
                 response = await client.request(method, path, headers=headers)
@@ -467,7 +440,7 @@ async def test_keys_guard_the_api_and_not_the_probes(model: Path) -> None:
 
 
 async def test_wrong_methods_paths_and_ids(model: Path) -> None:
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         for method, path, allowed in (("GET", "/v1/completions", "POST"), ("POST", "/health", "GET, HEAD")):
             response = await client.request(method, path)
             assert (response.status_code, response.headers["allow"]) == (405, allowed)
@@ -480,7 +453,7 @@ async def test_wrong_methods_paths_and_ids(model: Path) -> None:
 
 async def test_limits_answer_413_408_and_429(model: Path) -> None:
     config = GatewayConfig(max_body_bytes=1000, body_timeout_s=0.2, max_concurrent_requests=8)  # a quarter for one
-    async with served(model, gateway=config) as (client, _mesh, running):
+    async with ready_gateway(model, gateway=config) as (client, _mesh, running):
         big = await client.post("/v1/completions", content=b" " * 1001)
         assert (big.status_code, error_of(big)["code"]) == (413, "body_too_large")
 
@@ -513,7 +486,7 @@ async def test_limits_answer_413_408_and_429(model: Path) -> None:
     ],
 )
 async def test_the_schedulers_refusals_become_statuses(model: Path, reason: RejectReason, status: int) -> None:
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
 
         def refuse(generation: Generation) -> list[TokenOut]:
             mesh.say(
@@ -552,7 +525,7 @@ async def test_what_was_just_refused_is_refused_at_the_door_and_nothing_else(mod
     path = tmp_path / "keys.toml"
     keys = [ApiKey(name=name, hash=hash_key(name)) for name in ("floods", "quiet")]
     path.write_text("".join(map(entry_of, keys)))
-    async with served(model, security=SecurityConfig(api_keys_file=path)) as (client, mesh, _running):
+    async with ready_gateway(model, security=SecurityConfig(api_keys_file=path)) as (client, mesh, _running):
 
         def refuse_floods(generation: Generation) -> list[TokenOut | PromptLogprobs]:
             if mesh.submitted[-1].tenant == "quiet":
@@ -592,7 +565,7 @@ async def test_what_was_just_refused_is_refused_at_the_door_and_nothing_else(mod
 @pytest.mark.parametrize("prompts", [["a", "b" * 40], [[97], [98] * 20]])
 async def test_prompts_that_are_asked_for_at_once_close_the_door_to_nobody(model: Path, prompts: list[Any]) -> None:
     """The last of them would wait for the first, which are taken back with it."""
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
 
         def refuse_the_second(generation: Generation) -> list[TokenOut | PromptLogprobs]:
             if len(mesh.submitted) != 2:
@@ -617,7 +590,7 @@ async def test_a_failure_in_the_middle_of_a_stream_is_an_error_event(model: Path
     def fail(generation: Generation) -> list[TokenOut]:
         return [token_out(generation, 1, None, finish_reason=FinishReason.ERROR, error="the engine broke")]
 
-    async with served(model, begin) as (client, mesh, _running):
+    async with ready_gateway(model, begin) as (client, mesh, _running):
         async with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
             lines = response.aiter_lines()
             assert json.loads((await anext(lines))[6:])["choices"][0]["finish_reason"] is None
@@ -630,7 +603,7 @@ async def test_a_failure_in_the_middle_of_a_stream_is_an_error_event(model: Path
 
 
 async def test_targets_reach_the_scheduler_and_the_goodput(model: Path) -> None:
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
         body = {"prompt": "abc", "max_tokens": 2, "slo_ttft_ms": 60_000, "slo_tpot_ms": 30_000}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         headers = {"x-slo-ttft-ms": "0.001"}
@@ -649,7 +622,7 @@ async def test_targets_reach_the_scheduler_and_the_goodput(model: Path) -> None:
 
 @pytest.mark.parametrize("value", ["-5", "nan", "inf", "soon", "0"])
 async def test_a_bad_target_in_a_header_is_refused_by_name(model: Path, value: str) -> None:
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
         response = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-slo-tpot-ms": value})
         assert response.status_code == 400
         assert error_of(response)["param"] == "x-slo-tpot-ms"
@@ -669,7 +642,7 @@ async def test_a_prompt_crosses_once_for_all_its_choices(model: Path, monkeypatc
 
     monkeypatch.setattr(GatewaySession, "submit", spy)
     prompts = [[1 + i] * 500 for i in range(4)]
-    async with served(model) as (client, mesh, _running):
+    async with ready_gateway(model) as (client, mesh, _running):
         response = await client.post(
             "/v1/completions", json={"prompt": prompts, "n": 32, "max_tokens": 1, "return_token_ids": True, "seed": 7}
         )
@@ -692,14 +665,14 @@ async def test_a_prompt_crosses_once_for_all_its_choices(model: Path, monkeypatc
 async def test_what_could_never_run_is_refused_before_it_is_built(
     model: Path, body: dict[str, Any], param: str
 ) -> None:
-    async with served(model, gateway=GatewayConfig(max_queued_bytes=8_000_000)) as (client, mesh, _running):
+    async with ready_gateway(model, gateway=GatewayConfig(max_queued_bytes=8_000_000)) as (client, mesh, _running):
         response = await client.post("/v1/completions", json=body)
         assert (response.status_code, error_of(response)["param"]) == (400, param)
         assert not mesh.submitted
 
 
 async def test_tokenizing_has_the_limits_of_a_prompt(model: Path) -> None:
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         for path, body in (
             ("/tokenize", {"prompt": "word " * 200_000}),
             ("/tokenize", {"messages": [{"role": "user", "content": "word " * 200_000}]}),
@@ -718,7 +691,7 @@ async def test_tokenizing_has_the_limits_of_a_prompt(model: Path) -> None:
     ],
 )
 async def test_an_endless_head_is_refused(model: Path, sent: bytes) -> None:
-    async with served(model) as (client, _mesh, running):
+    async with ready_gateway(model) as (client, _mesh, running):
         host, port = running.facts["http_address"].split(":")
         async with await anyio.connect_tcp(host, int(port)) as stream:
             answer = b""
@@ -731,7 +704,7 @@ async def test_an_endless_head_is_refused(model: Path, sent: bytes) -> None:
 
 
 async def test_endless_trailers_end_the_connection(model: Path) -> None:
-    async with served(model) as (client, _mesh, running):
+    async with ready_gateway(model) as (client, _mesh, running):
         host, port = running.facts["http_address"].split(":")
         async with await anyio.connect_tcp(host, int(port)) as stream:
             head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
@@ -745,7 +718,7 @@ async def test_endless_trailers_end_the_connection(model: Path) -> None:
 async def test_idle_uploads_keep_nobody_out(model: Path) -> None:
     config = GatewayConfig(max_queued_bytes=4_000_000, max_body_bytes=500_000)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 500000\r\n\r\n"
-    async with served(model, gateway=config) as (client, _mesh, running), AsyncExitStack() as stack:
+    async with ready_gateway(model, gateway=config) as (client, _mesh, running), AsyncExitStack() as stack:
         host, port = running.facts["http_address"].split(":")
         for _ in range(16):
             stream = await stack.enter_async_context(await anyio.connect_tcp(host, int(port)))
@@ -759,7 +732,7 @@ async def test_idle_uploads_keep_nobody_out(model: Path) -> None:
 async def test_arguments_nested_deep_are_no_failure_of_ours(model: Path, depth: int) -> None:
     nested = '{"a":' * depth + "1" + "}" * depth
     start, end = '{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":', "}}]}]}"
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         for arguments in (nested, json.dumps(nested)):
             for path in ("/v1/chat/completions", "/tokenize"):
                 response = await client.post(path, content=start + arguments + end)
@@ -772,7 +745,7 @@ async def test_arguments_nested_deep_are_no_failure_of_ours(model: Path, depth: 
 
 
 async def test_half_a_surrogate_pair_is_no_text(model: Path) -> None:
-    async with served(model) as (client, _mesh, _running):
+    async with ready_gateway(model) as (client, _mesh, _running):
         for body in (
             b'{"prompt": "\\ud800"}',
             b'{"prompt": "\\ud800", "min_p": NaN}',
@@ -783,7 +756,7 @@ async def test_half_a_surrogate_pair_is_no_text(model: Path) -> None:
 
 
 async def test_templates_of_requests_are_rendered_where_they_are_trusted(model: Path) -> None:
-    async with served(model, gateway=GatewayConfig(trust_request_templates=True)) as (client, _mesh, _running):
+    async with ready_gateway(model, gateway=GatewayConfig(trust_request_templates=True)) as (client, _mesh, _running):
         body = {**CHAT, "max_tokens": 2, "chat_template": "{{ messages[0].content }}", "return_token_ids": True}
         statuses: list[int] = []
 
@@ -823,7 +796,7 @@ PROMPT = {"prompt": "abc", "max_tokens": 1}
 )
 async def test_without_keys_strangers_pages_are_kept_out(model: Path, headers: dict[str, str], status: int) -> None:
     config = GatewayConfig(allowed_hosts="llm.example.com", cors_origins="https://pages.example.org")
-    async with served(model, gateway=config) as (client, mesh, _running):
+    async with ready_gateway(model, gateway=config) as (client, mesh, _running):
         response = await client.post("/v1/completions", json=PROMPT, headers=headers)
         assert response.status_code == status, response.text
         assert bool(mesh.submitted) == (status == 200)
@@ -831,7 +804,7 @@ async def test_without_keys_strangers_pages_are_kept_out(model: Path, headers: d
 
 
 async def test_a_key_is_enough_whatever_the_page(model: Path) -> None:
-    async with served(model, security=SecurityConfig(api_key="k")) as (client, _mesh, _running):
+    async with ready_gateway(model, security=SecurityConfig(api_key="k")) as (client, _mesh, _running):
         headers = {"host": "llm.example.com", "origin": "https://pages.example.org", "authorization": "Bearer k"}
         response = await client.post("/v1/completions", json=PROMPT, headers=headers)
         assert response.status_code == 200
@@ -840,7 +813,7 @@ async def test_a_key_is_enough_whatever_the_page(model: Path) -> None:
 
 async def test_a_browser_is_told_which_pages_may_read(model: Path) -> None:
     config = GatewayConfig(cors_origins="https://a.example, https://b.example")
-    async with served(model, gateway=config, security=SecurityConfig(api_key="k")) as (client, _mesh, _running):
+    async with ready_gateway(model, gateway=config, security=SecurityConfig(api_key="k")) as (client, _mesh, _running):
         asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
         response = await client.options("/v1/completions", headers={"origin": "https://b.example", **asked})
         assert response.status_code == 204
@@ -861,7 +834,7 @@ async def test_keys_have_names_scopes_and_limits(model: Path, tmp_path: Path) ->
         ApiKey(name="bob", hash=hash_key("b"), scopes=frozenset({"tokenize"})),
     ]
     path.write_text("".join(map(entry_of, keys)))
-    async with served(model, security=SecurityConfig(api_keys_file=path)) as (client, mesh, _running):
+    async with ready_gateway(model, security=SecurityConfig(api_keys_file=path)) as (client, mesh, _running):
 
         async def ask(key: str, **more: Any) -> httpx.Response:
             headers = {"authorization": f"Bearer {key}", **more.pop("headers", {})}

@@ -13,7 +13,6 @@ import pytest
 
 from pdmesh.config import SecurityConfig
 from pdmesh.model import Epoch, FinishReason, InstanceId
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import echo_prompt, scripted_mesh, silence, token_out
 from pdmesh.wire.messages import Generation, TokenOut
 from pdmesh_gateway.testing import RunningGateway, running_gateway
@@ -22,13 +21,6 @@ pytestmark = pytest.mark.anyio
 
 #: The law was seen to break at the first run; ISOLATION_ATTACKS=2000 says so of more.
 NUM_ATTACKS = int(os.environ.get("ISOLATION_ATTACKS", "400"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint(directory, max_position_embeddings=512)
-    return directory
 
 
 @pytest.fixture

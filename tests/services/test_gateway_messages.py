@@ -14,24 +14,17 @@ from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
+from pdmesh.testing.gateway import ready_gateway
+from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, token_out
 from pdmesh.testing.sse import named_events
 from pdmesh.wire.messages import Generation, TokenOut
-from pdmesh_gateway.testing import RunningGateway, running_gateway
+from pdmesh_gateway.testing import RunningGateway
 
 pytestmark = pytest.mark.anyio
 
 CONTEXT = 512
 HELLO: list[MessageParam] = [{"role": "user", "content": "hello"}]
 BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "messages": HELLO}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint(directory, max_position_embeddings=CONTEXT)
-    return directory
 
 
 @asynccontextmanager
@@ -43,14 +36,11 @@ async def served(
     security: SecurityConfig | None = None,
     key: str = "-",
 ) -> AsyncGenerator[tuple[anthropic.AsyncAnthropic, httpx.AsyncClient, ScriptedMesh, RunningGateway]]:
+    headers = {"x-api-key": key}
     async with (
-        scripted_mesh(script) as mesh,
-        running_gateway(model, mesh.address, gateway=gateway, security=security) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30, headers={"x-api-key": key}) as http,
+        ready_gateway(model, script, gateway=gateway, security=security, headers=headers) as (http, mesh, running),
         anthropic.AsyncAnthropic(base_url=running.url, api_key=key, max_retries=0) as client,
     ):
-        while (await http.get("/ready")).status_code != 200:
-            pass
         yield client, http, mesh, running
 
 

@@ -12,24 +12,17 @@ import pytest
 from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import FinishReason
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
+from pdmesh.testing.gateway import ready_gateway
+from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, token_out
 from pdmesh.testing.sse import named_events
 from pdmesh.wire.messages import Generation, TokenOut, unpack_token_ids
-from pdmesh_gateway.testing import RunningGateway, running_gateway
+from pdmesh_gateway.testing import RunningGateway
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio
 
 CONTEXT = 512
 BODY: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint(directory, max_position_embeddings=CONTEXT)
-    return directory
 
 
 @asynccontextmanager
@@ -41,14 +34,11 @@ async def served(
     security: SecurityConfig | None = None,
     key: str = "-",
 ) -> AsyncGenerator[tuple[openai.AsyncOpenAI, httpx.AsyncClient, ScriptedMesh, RunningGateway]]:
+    headers = {"authorization": f"Bearer {key}"}
     async with (
-        scripted_mesh(script) as mesh,
-        running_gateway(model, mesh.address, gateway=gateway, security=security) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30, headers={"authorization": f"Bearer {key}"}) as http,
+        ready_gateway(model, script, gateway=gateway, security=security, headers=headers) as (http, mesh, running),
         openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0) as client,
     ):
-        while (await http.get("/ready")).status_code != 200:
-            pass
         yield client, http, mesh, running
 
 

@@ -20,7 +20,6 @@ import pytest
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.core.commands import Reject
 from pdmesh.model import Epoch, FinishReason, RejectReason, RequestId
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
 from pdmesh.wire import session
 from pdmesh.wire.endpoint import bind_socket, open_channel, serving
@@ -36,13 +35,6 @@ pytestmark = pytest.mark.anyio
 
 BODY = {"prompt": "abc", "max_tokens": 6, "stream": True, "seed": 1}
 WHOLE = "abcabc"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint(directory, max_position_embeddings=512)
-    return directory
 
 
 @asynccontextmanager

@@ -8,29 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import ScriptedMesh, scripted_mesh
-from pdmesh_gateway.testing import running_gateway
+from pdmesh.testing.gateway import ready_gateway
+from pdmesh.testing.scripted_mesh import ScriptedMesh
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_checkpoint(directory, max_position_embeddings=512)
-    return directory
-
-
 @asynccontextmanager
 async def served(model: Path) -> AsyncGenerator[tuple[httpx.AsyncClient, ScriptedMesh]]:
-    async with (
-        scripted_mesh() as mesh,
-        running_gateway(model, mesh.address) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-    ):
-        while (await client.get("/ready")).status_code != 200:
-            pass
+    async with ready_gateway(model) as (client, mesh, _):
         yield client, mesh
 
 

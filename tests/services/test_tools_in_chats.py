@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Tokenizer
 from pdmesh.config import GatewayConfig
 from pdmesh.model import FinishReason
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import ScriptedMesh, scripted_mesh, silence, token_out
+from pdmesh.testing.gateway import ready_gateway
+from pdmesh.testing.scripted_mesh import ScriptedMesh, silence, token_out
 from pdmesh.testing.tokenizers import TOOL_TEMPLATE
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
-from pdmesh_gateway.testing import running_gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -68,12 +68,8 @@ async def saying(model: Path, text: str) -> AsyncGenerator[tuple[httpx.AsyncClie
             out.append(token_out(generation, index, token_ids[index], finish_reason=finish))
         return out
 
-    async with scripted_mesh(say) as mesh, running_gateway(model, mesh.address) as running:
-        await mesh.until(lambda: len(mesh.registrations) == 1)
-        async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
-            while (await client.get("/ready")).status_code != 200:
-                pass
-            yield client, mesh
+    async with ready_gateway(model, say) as (client, mesh, _):
+        yield client, mesh
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> Any:
@@ -359,19 +355,12 @@ def hostile_tools() -> Iterator[Any]:
 @pytest.mark.parametrize("tool_format", ["hermes", "llama", "mistral", "mistral_list", "qwen_coder"])
 @pytest.mark.slow
 async def test_hostile_tools_are_refused_or_held_to_an_object(model: Path, tool_format: str) -> None:
-    async with (
-        scripted_mesh() as mesh,
-        running_gateway(model, mesh.address, gateway=GatewayConfig(tool_format=tool_format)) as running,
-    ):
-        await mesh.until(lambda: len(mesh.registrations) == 1)
-        async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
-            while (await client.get("/ready")).status_code != 200:
-                pass
-            for fields in hostile_tools():
-                body = {"messages": CHAT["messages"], "max_tokens": 2, **fields}
-                response = await client.post("/v1/chat/completions", json=body)
-                assert response.status_code in (200, 400), (fields, response.text)
-                if response.status_code == 400:
-                    assert response.json()["error"]["param"] in ("tools", "tool_choice", "messages"), response.text
-                elif "auto" in fields and fields["strict"]:
-                    assert "x-pdmesh-warning" not in response.headers
+    async with ready_gateway(model, gateway=GatewayConfig(tool_format=tool_format)) as (client, _mesh, _running):
+        for fields in hostile_tools():
+            body = {"messages": CHAT["messages"], "max_tokens": 2, **fields}
+            response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code in (200, 400), (fields, response.text)
+            if response.status_code == 400:
+                assert response.json()["error"]["param"] in ("tools", "tool_choice", "messages"), response.text
+            elif "auto" in fields and fields["strict"]:
+                assert "x-pdmesh-warning" not in response.headers

@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 from pdmesh import __version__
 from pdmesh.cli.app import app
 from pdmesh.cli.processes import ProcessId, wait_for_end
-from pdmesh.config import COMPOSE_VARIABLES, MeshConfig, variable_of
+from pdmesh.config import MeshConfig
+from pdmesh.config_sources import COMPOSE_VARIABLES, variable_of
 from pdmesh.profiles import load_profile
 from pdmesh.settings import settings_of
 from pdmesh.testing.checkpoints import write_checkpoint

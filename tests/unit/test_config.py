@@ -10,16 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.cli.reference import with_tables
-from pdmesh.config import (
-    GatewayConfig,
-    MeshConfig,
-    SecurityConfig,
-    WorkerConfig,
-    environment_of,
-    load_config,
-    to_dict,
-    to_toml,
-)
+from pdmesh.config import GatewayConfig, MeshConfig, SecurityConfig, WorkerConfig
+from pdmesh.config_sources import environment_of, load_config, to_dict, to_toml
 from pdmesh.errors import ConfigError
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import PROFILES

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.config import CONFIG_FILE_VARIABLE, MeshConfig, load_config
+from pdmesh.config import MeshConfig
+from pdmesh.config_sources import CONFIG_FILE_VARIABLE, load_config
 from pdmesh.settings import settings_of
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -132,7 +132,7 @@ def test_a_wrong_setting_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_service_that_stops_sends_what_is_left() -> None:
     program = (
-        "from pdmesh.config import load_config\n"
+        "from pdmesh.config_sources import load_config\n"
         "from pdmesh.service import run_service\n"
         "import os\n"
         "async def serve(config, context):\n"

@@ -385,7 +385,7 @@ def config_show(
     settings: Settings = None,
 ) -> None:
     """Print the resolved configuration; flags override the environment, and that overrides the file."""
-    from pdmesh.config import to_dict, to_toml
+    from pdmesh.config_sources import to_dict, to_toml
 
     tree = build_config(config, settings)
     typer.echo(json.dumps(to_dict(tree), indent=2) if output == "json" else to_toml(tree), nl=output == "json")

@@ -9,7 +9,8 @@ import anyio
 import httpx
 
 from pdmesh.cli.state import StateFolder
-from pdmesh.config import CLIENT_KEY_VARIABLE, MeshConfig, SecurityConfig
+from pdmesh.config import MeshConfig, SecurityConfig
+from pdmesh.config_sources import CLIENT_KEY_VARIABLE
 from pdmesh.errors import PdmeshError
 from pdmesh.host import is_loopback
 

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Concatenate, ParamSpec
 import typer
 
 from pdmesh.cli.state import DEFAULT_NAME, StateFolder, state_folder
-from pdmesh.config import CLIENT_KEY_VARIABLE, MeshConfig, load_config
+from pdmesh.config import MeshConfig
+from pdmesh.config_sources import CLIENT_KEY_VARIABLE, load_config
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.model import OperationId
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from pdmesh.cli.processes import ChildSpec, is_gateway
 from pdmesh.cli.state import StateFolder
-from pdmesh.config import PREFIX, MeshConfig, WorkerConfig, environment_of
+from pdmesh.config import MeshConfig, WorkerConfig
+from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.errors import ConfigError
 from pdmesh.host import num_usable_cores
 from pdmesh.model import PoolCounts, PoolMember, Role

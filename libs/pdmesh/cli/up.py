@@ -35,7 +35,8 @@ from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.cli.supervisor_actuator import follow_scheduler
-from pdmesh.config import PREFIX, MeshConfig, environment_of, to_dict
+from pdmesh.config import MeshConfig
+from pdmesh.config_sources import PREFIX, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.host import num_usable_cores
 from pdmesh.model import InstanceId, PoolCounts, Role

@@ -56,7 +56,7 @@ class BlockPool:
 
     @property
     def references(self) -> Mapping[int, int]:
-        """In how many tables each held block is."""
+        """Number of tables that each held block is in."""
         return self._references
 
     @property

@@ -191,7 +191,7 @@ class SimInstance:
         return self._drawn_s(key, run, bisect_right(self._running_s, self._agenda.now_s))
 
     def _drawn_s(self, key: RequestKey, run: RequestRun, num_running: int) -> Sequence[float]:
-        """Those of all steps that have ended, and of so many of those under way."""
+        """Tokens of all steps that have ended, and of so many of those under way."""
         joined_step = self._untimed.residents.joined_step(key)
         if joined_step is None:
             return [*run.token_times_s]

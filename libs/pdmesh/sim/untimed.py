@@ -572,7 +572,7 @@ class UntimedInstance:
         self._report(MoveFailed(self.instance_id, *held.key, transfer_id, committed, reason))
 
     def _stay(self, held: Held) -> None:
-        """It does not leave after all."""
+        """Let a request go on here that was to leave."""
         self._surroundings.stops_sending(held)
         was_frozen = held.is_frozen
         held.leaving = None

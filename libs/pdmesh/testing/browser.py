@@ -28,9 +28,6 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 30.0
 
-#: It writes its address here, in its profile's folder.
-PORT_FILE = "DevToolsActivePort"
-
 
 def find_chromium() -> str | None:
     """The browser's path, if one is installed."""

@@ -13,7 +13,7 @@ PREFIX = "spiffe://pdmesh/"
 
 
 class ServiceRole(StrEnum):
-    """Who opens streams to others."""
+    """Roles that open streams to others."""
 
     WORKER = "worker"
     GATEWAY = "gateway"
@@ -24,7 +24,7 @@ class ServiceRole(StrEnum):
 
 
 class RoleRule(NamedTuple):
-    """Who may open a stream of one kind."""
+    """Which roles may open a stream of one kind."""
 
     role: ServiceRole
     is_needed: bool  # also of those whose certificate names no role

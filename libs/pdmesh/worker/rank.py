@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from pdmesh.config import load_config
+from pdmesh.config_sources import load_config
 from pdmesh.engine.ranks.commands import Failed, OpenCache, Ready, frame, read_command
 from pdmesh.engine.ranks.following import Follower
 from pdmesh.engine.ranks.group import SharedMemoryGroup

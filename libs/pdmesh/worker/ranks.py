@@ -21,7 +21,8 @@ import msgspec
 import structlog
 from torch import Tensor
 
-from pdmesh.config import PREFIX, MeshConfig, environment_of
+from pdmesh.config import MeshConfig
+from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.engine.ranks.commands import Command, Failed, OpenCache, frame, read_answer
 from pdmesh.engine.ranks.group import EXCHANGE_BYTES, SharedMemoryGroup
 from pdmesh.engine.ranks.memory import create_memory, map_memory

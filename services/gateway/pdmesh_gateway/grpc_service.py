@@ -167,7 +167,7 @@ class _Inference(pb_grpc.InferenceServicer):
         return response
 
     def _client(self, context: Any) -> tuple[Client, str | None]:
-        """Who calls, and the trace that the call is part of. Raises RequestRejected."""
+        """The calling client, and the trace that the call is part of. Raises RequestRejected."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         client = self._serving.keys.check(metadata.get("authorization"))
         client.check_scope("generate")
@@ -175,7 +175,7 @@ class _Inference(pb_grpc.InferenceServicer):
 
     @asynccontextmanager
     async def _told(self, context: Any, where: str, request_id: str, label: str) -> AsyncGenerator[None]:
-        """Whatever goes wrong within the block ends the call with an error."""
+        """End the call with an error, whatever goes wrong within the block."""
         try:
             yield
         except RequestRejected as error:

@@ -38,7 +38,7 @@ class ItemBegun(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextAdded(msgspec.Struct, frozen=True, gc=False):
-    """More of a text, or of reasoning (``kind``); never empty. ``start``: characters of the answer drawn before it."""
+    """A piece of text, or of reasoning (``kind``); never empty. ``start``: characters of the answer drawn before it."""
 
     item: int
     kind: ItemKind
@@ -47,7 +47,7 @@ class TextAdded(msgspec.Struct, frozen=True, gc=False):
 
 
 class ArgumentsAdded(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments: a piece of a JSON object's text; never empty."""
+    """A piece of a call's arguments: text of a JSON object; never empty."""
 
     item: int
     text: str

@@ -114,10 +114,6 @@ class ModelTokenizer:
             config=config,
         )
 
-    @property
-    def has_template(self) -> bool:
-        return self._render is not None
-
     def min_tokens_of(self, text: str) -> int:
         """A lower bound of how many tokens ``text`` is, without tokenizing it."""
         return -(-len(text) // self._longest_token_chars)

@@ -103,7 +103,7 @@ class KeptHere:
 
     @property
     def num_saved_blocks(self) -> int:
-        """By how much fewer blocks are taken than live requests have, each counted by itself, since they share."""
+        """Return how many fewer blocks are taken than live requests have, each counted by itself, since they share."""
         num_stranded = sum([granule in self._users for granule in self._orphans]) if self._orphans else 0
         return (self._num_held - len(self._in_use) - num_stranded) * self.granule_blocks
 

@@ -31,7 +31,7 @@ class Replacements:
 
     @property
     def desired(self) -> tuple[OperationRequested, ...]:
-        """Those under way, for the next scheduler: often enough it is the one that is replaced."""
+        """Return those under way, for the next scheduler: often enough it is the one that is replaced."""
         return tuple(each.requested for each in self._running.values())
 
     def replaced_by(self, report: ActuatorReported) -> tuple[ManagedProcess, ...]:

@@ -78,7 +78,7 @@ class Membership:
         self._operations.lost(event.instance_id, now_s)
 
     def stops(self, event: DrainRequested) -> None:
-        """It takes nothing new, and what decodes there moves away; or it takes that back."""
+        """Let an instance take nothing new, and what decodes there move away; or take that back."""
         if instance := self._mesh.instance_of(event):
             instance.set_draining(event.enabled)
             self._moves.stops(event.instance_id, event.enabled)

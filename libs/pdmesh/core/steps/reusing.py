@@ -21,7 +21,7 @@ from pdmesh.policy.reuse import ReuseCost
 
 
 class Reusing:
-    """For one round of packing."""
+    """What is reused in one round of packing."""
 
     def __init__(self, mesh: MeshState, now_s: float) -> None:
         self._mesh = mesh

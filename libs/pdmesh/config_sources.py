@@ -1,0 +1,163 @@
+"""Where the configuration comes from, and how it is passed on: TOML file < environment < flags.
+
+Every setting has three names that follow from its field: ``[worker] kv_cache_bytes`` in the file,
+``PDMESH_WORKER_KV_CACHE_BYTES`` in the environment, and, where a command offers it, ``--kv-cache-bytes``. No other
+module reads the environment.
+
+`load_config` builds the tree, `environment_of` turns it back into the environment of a child process, and `to_toml` and
+`to_dict` record it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pdmesh.config import MeshConfig
+from pdmesh.errors import ConfigError
+from pdmesh.settings import Setting, settings_of, values_of, with_values
+
+PREFIX = "PDMESH_"
+
+#: Names the TOML file.
+CONFIG_FILE_VARIABLE = "PDMESH_CONFIG"
+
+#: No settings either: what the compose files take, which may stand in the same environment or ``.env``.
+COMPOSE_VARIABLES = frozenset(
+    {"PDMESH_PORT", "PDMESH_MODELS", "PDMESH_TORCH", "PDMESH_GPU_IMAGE", "PDMESH_PREFILL_GPU", "PDMESH_DECODE_GPU"}
+)
+
+#: No setting of any service: the key that our own commands show to a gateway. A mesh's settings may have hashes only.
+CLIENT_KEY_VARIABLE = "PDMESH_API_KEY"
+
+_NO_SETTINGS = frozenset({CONFIG_FILE_VARIABLE, CLIENT_KEY_VARIABLE, *COMPOSE_VARIABLES})
+
+#: OpenTelemetry's own names of `telemetry.otlp_endpoint`, taken where we are told nothing; the SDK reads all others.
+_OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> MeshConfig:
+    """Build the tree from ``file`` (else the one `PDMESH_CONFIG` names), environment and flags, the last one winning.
+
+    ``flags`` are dotted names (``gateway.port``) with a value or None for "not given". Variables without our prefix
+    are left to those they belong to (HF_*, UCX_*, CUDA_*, OTEL_*). Raises ConfigError.
+    """
+    settings = {setting.name: setting for setting in settings_of(MeshConfig)}
+    values: dict[str, object] = {}
+    if file is None and environ.get(CONFIG_FILE_VARIABLE):
+        file = Path(environ[CONFIG_FILE_VARIABLE])
+    if file is not None:
+        for name, value in _read_toml(file):
+            values[name] = _lookup(settings, name, f"{name} in {file}").checked(value, f"{name} in {file}")
+
+    for variable in _OTLP_VARIABLES:
+        if environ.get(variable):
+            values.setdefault("telemetry.otlp_endpoint", environ[variable])
+
+    by_variable = {variable_of(setting): setting for setting in settings.values()}
+    for variable, text in environ.items():
+        if variable.startswith(PREFIX) and variable not in _NO_SETTINGS:
+            _check_no_service_link(variable, text)
+            setting = _lookup(by_variable, variable, variable)
+            values[setting.name] = setting.checked(setting.parsed(text), variable)
+
+    for name, value in flags.items():
+        if value is not None:
+            setting = _lookup(settings, name, name)
+            values[name] = setting.checked(value if setting.secret else setting.parsed(value), name)
+
+    config = typing.cast(MeshConfig, with_values(MeshConfig, values))
+    if (config.security.tls_cert is None) != (config.security.tls_key is None):
+        raise ConfigError("security.tls_cert and security.tls_key go together: set both or neither")
+    return config
+
+
+def to_dict(config: MeshConfig, *, secrets: bool = False) -> dict[str, Any]:
+    """The tree as plain values. Secrets that are set show as ``***`` unless asked for."""
+
+    tree: dict[str, Any] = {}
+    for setting, value in values_of(config):
+        section, _, key = setting.name.rpartition(".")
+        shown = "***" if setting.secret and value and not secrets else value
+        (tree.setdefault(section, {}) if section else tree)[key] = str(shown) if isinstance(shown, Path) else shown
+    return tree
+
+
+def to_toml(config: MeshConfig) -> str:
+    """The tree as a TOML file that `load_config` reads back; what is unset or secret is left out as a comment."""
+    lines: list[str] = []
+    for setting, value in values_of(config):
+        section, _, key = setting.name.rpartition(".")
+        if section and f"[{section}]" not in lines:
+            lines += ["", f"[{section}]"]
+        left_out = value is None or setting.secret
+        lines.append(f"# {key} =" if left_out else f"{key} = {_toml_value(value)}")
+    return "\n".join(lines).lstrip() + "\n"
+
+
+def environment_of(config: MeshConfig) -> dict[str, str]:
+    """The variables that make `load_config` build ``config`` again, secrets among them; defaults are left out."""
+    return {
+        variable_of(setting): _environment_value(value)
+        for setting, value in values_of(config)
+        if value != setting.default
+    }
+
+
+def variable_of(setting: Setting) -> str:
+    """Its name in the environment."""
+    return PREFIX + setting.name.replace(".", "_").upper()
+
+
+def _read_toml(file: Path) -> Iterator[tuple[str, object]]:
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    return _flat(tree)
+
+
+def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _check_no_service_link(variable: str, text: str) -> None:
+    """Raise ConfigError for what Kubernetes puts into the pods beside a Service whose name begins like ours."""
+    if text.startswith(("tcp://", "udp://")) or variable.endswith(("_SERVICE_HOST", "_SERVICE_PORT")):
+        raise ConfigError(
+            f"{variable} = {text} is no setting but a service link of Kubernetes, made for a Service whose name begins "
+            "with pdmesh: set enableServiceLinks: false in the pod's spec, or name the Service otherwise"
+        )
+
+
+def _lookup(known: Mapping[str, Setting], name: str, where: str) -> Setting:
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]}?" if close else "`pdmesh config show` lists all settings"
+    raise ConfigError(f"unknown setting {where}: {hint}")
+
+
+def _environment_value(value: object) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    if isinstance(value, Path):
+        return _toml_value(str(value))
+    return str(value).lower() if isinstance(value, bool) else repr(value)
