@@ -14,12 +14,13 @@ from pdmesh.engine.base import SequenceSlice
 from pdmesh.engine.ranks.commands import Abandon, Step
 from pdmesh.engine.ranks.leading import LeadingForward
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.errors import InstanceUnavailable
+from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import CheckpointShape, Family, write_checkpoint
 from pdmesh.testing.exactness import reference
 from pdmesh.testing.ranks import ranked_engine
 from pdmesh.testing.stepping import SteppedRequest, block_table, generate, new_sequence, separate_tables, step
+from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 SHAPE = CheckpointShape(hidden_size=128, intermediate_size=192, num_heads=8, num_kv_heads=2, head_dim=32)
 ALL = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=2, prompt_logprobs=1)
@@ -94,6 +95,47 @@ def test_ranks_answer_as_transformers(architecture: Family, tied: bool, num_rank
                 assert tuple(found.output_ids) == expected.token_ids
                 logprobs = [result.logprobs.logprob for result in found.results if result.logprobs is not None]
                 assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(model_variants()))
+def test_every_architecture_is_divided(model_type: str, tmp_path: Path) -> None:
+    """Windows, caps, experts, fused projections, partial rotation: the bits of one rank, or one sentence."""
+    checkpoint = write_transformers_checkpoint(tmp_path, model_type, seed=1, **model_variants()[model_type][0])
+    found: list[object] = []
+    for num_ranks in (1, 2):
+        try:
+            with ranked_engine(checkpoint, num_ranks, num_blocks=32, dtype="float32", deterministic=True) as engine:
+                found.append([generate(engine, prompt_of(length), 4, params=ALL).results for length in (60, 3)])
+        except ConfigError as error:
+            assert "normalises over all heads" in str(error)  # noqa: PT017
+            return
+    assert found[1] == found[0]
+
+
+def test_drafts_are_verified_by_all_ranks(checkpoint: Path) -> None:
+    """A draft that is right in part, then the tokens after it."""
+    found: list[object] = []
+    for num_ranks in (1, 2):
+        with ranked_engine(checkpoint, num_ranks, num_blocks=8, dtype="bfloat16") as engine:
+            right = generate(engine, prompt_of(20), 4, params=ALL).output_ids
+            request = SteppedRequest(new_sequence(prompt_of(20), block_table(engine, 60), ALL), 8)
+            step(engine, [(request, 100)])
+            draft = (*right[1:3], 5, 6)
+            start = len(request.sequence.token_ids) - 1
+            (result,) = engine.execute(
+                [
+                    SequenceSlice(
+                        sequence=request.sequence, start=start, num_tokens=1 + len(draft), sample=True, draft=draft
+                    )
+                ]
+            )
+            assert [drawn.token_id for drawn in result.drawn[:3]] == right[1:4]
+            request.sequence.token_ids.extend(drawn.token_id for drawn in result.drawn)
+            request.num_computed = len(request.sequence.token_ids) - 1
+            step(engine, [(request, 1)])
+            found.append((result, request.results[-1]))
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

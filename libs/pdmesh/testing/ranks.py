@@ -20,7 +20,7 @@ from pdmesh.engine.ranks.following import Follower
 from pdmesh.engine.ranks.group import EXCHANGE_BYTES, RankGroup, SharedMemoryGroup
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.errors import InstanceUnavailable
+from pdmesh.errors import ConfigError, InstanceUnavailable
 
 
 @contextmanager
@@ -106,5 +106,7 @@ def _follow(
             compute = model.compute(command.num_blocks, memory())
             leader.sendall(frame(Ready(compute.arithmetic)))
             Follower(compute.forward, group, partial(read_command, leader)).run()
+    except ConfigError:
+        pass  # the leader says the same
     finally:
         group.close()
