@@ -117,13 +117,16 @@ SCHEMAS: dict[str, Schema] = {
     "recursive": NESTED,
     "tree": {
         "$defs": {
-            "tree": an_object(leaf=DIGIT, left={"$ref": "#/$defs/maybe"}),
-            "maybe": any_of(NULL, {"$ref": "#/$defs/tree"}),
+            **{
+                f"tree{depth}": an_object(leaf=DIGIT, left=any_of(NULL, {"$ref": f"#/$defs/tree{depth + 1}"}))
+                for depth in range(6)
+            },
+            "tree6": an_object(leaf=DIGIT),
         },
-        **an_object(root={"$ref": "#/$defs/tree"}),
+        **an_object(root={"$ref": "#/$defs/tree0"}),
     },
     # maps
-    "map": {"type": "object", "additionalProperties": DIGIT, "maxProperties": 3},
+    "map": {"type": "object", "patternProperties": {"^[a-z]{1,3}$": text(0, 3)}, "additionalProperties": False},
     "names by pattern": {
         "type": "object",
         "patternProperties": {"^[ab]$": DIGIT},

@@ -1,13 +1,13 @@
 """A thousand answers that are held to fifty schemas, drawn by random weights: each parses and fits, through faults too.
 
-Usage: python benchmarks/structured_soak.py [--rounds 8] [--streams 12] [--seed 1] [--quiet] [--drafts]
+Usage: python benchmarks/structured_soak.py [--rounds 8] [--streams 12] [--seed 1] [--quiet]
 
 Chats at temperature 1 are asked twice, by ``response_format`` and as arguments of a tool that must be called, of 1 to 4
 choices each, streamed: of a quiet mesh (1 prefill, 2 decode instances), and of one with little memory, so that decodes
 are retracted, whose decodes are moved to and fro, whose instances are drained, and killed. Each answer must parse, fit
 its schema (by the package `jsonschema`, which is not among ours: ``uv pip install jsonschema``), and be the quiet one.
 
-``--drafts`` has instances guess tokens in the second mesh (`worker.speculation`); ``--quiet`` leaves that mesh out.
+``--quiet`` leaves the second mesh out.
 Exit code 1 if an answer was lost, does not fit, or differs, or if one of the faults never came about.
 """
 
@@ -243,7 +243,6 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quiet", action="store_true", help="no faults")
-    parser.add_argument("--drafts", action="store_true", help="guess tokens where there are faults")
     options = parser.parse_args()
     try:
         import jsonschema  # noqa: F401
@@ -258,13 +257,10 @@ def main() -> None:
             settings = {"SCHEDULER_MAX_QUEUE_S": "600", "WORKER_NUM_THREADS": "1"}
             if what == "faults":
                 settings["WORKER_KV_CACHE_BYTES"] = str(KV_BYTES)
-                settings["WORKER_SPECULATION"] = "ngram" if options.drafts else "off"
             with running_mesh(Path(name) / what, model=model, decode=2, settings=settings) as mesh:
                 began_s = time.monotonic()
                 seen[what] = asyncio.run(run(mesh, options, disturbed=what == "faults"))
                 report(what, seen[what], limits, time.monotonic() - began_s)
-                if what == "faults" and options.drafts:
-                    print(f"  {mesh.num_accepted_tokens():.0f} of {mesh.num_drafted_tokens():.0f} drafts accepted")
     if not options.quiet:
         quiet, faults = seen["quiet"].answers, seen["faults"].answers
         differ = [key for key, choices in faults.items() if key in quiet and choices != quiet[key]]
