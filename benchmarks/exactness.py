@@ -8,7 +8,8 @@ turn (pipelined prefill), all at once (parallel prefill), and by groups of two u
 instances, too, which decode beside it.
 
     python benchmarks/exactness.py [--dtypes float32,bfloat16,float16] [--levels auto,avx2,baseline]
-        [--architectures llama,qwen2,qwen3,demo] [--chunks 1,16,512,8192,adaptive] [--groups pipelined,parallel,fixed]
+        [--architectures llama,qwen2,qwen3,demo,gemma2,…] [--chunks 1,16,512,8192,adaptive]
+        [--groups pipelined,parallel,fixed]
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pdmesh.testing.exactness import (
     reference,
 )
 from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 TOPOLOGIES = {"1P+1D": (1, 1, 0), "2P+2D": (2, 2, 0), "2 mixed": (0, 0, 2)}
 GROUPS = {"2P+1D": (2, 1, 0), "3P+1D": (3, 1, 0)}
@@ -109,6 +111,16 @@ def references_of(checkpoint: Path, dtype: str, level: str) -> list[Reference]:
     return [engine_reference(engine, prompt, MAX_TOKENS) for prompt in prompts]
 
 
+def checkpoint_of(architecture: str, directory: Path) -> Path:
+    """A model of the architecture: the demo, one of our own, or the most particular one that transformers makes."""
+    if architecture == "demo":
+        return demo_checkpoint()
+    for family in get_args(Family):
+        if family == architecture:
+            return write_checkpoint(directory, architecture=family, shape=SHAPE, seed=1)
+    return write_transformers_checkpoint(directory, architecture, seed=1, **model_variants()[architecture][0])
+
+
 @contextmanager
 def capped_torch(level: str) -> Generator[None]:
     """Let torch in processes that are started meanwhile use no more of the processor than a level has."""
@@ -125,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="float32")
     parser.add_argument("--levels", default="auto", help="the processor's best, or caps")
-    parser.add_argument("--architectures", default=",".join(get_args(Family)))
+    parser.add_argument("--architectures", default=",".join(get_args(Family)), help="or any served")
     parser.add_argument("--chunks", default="1,16,512,8192,adaptive", help="sizes under fcfs; adaptive: under pdmesh")
     parser.add_argument("--groups", default=",".join(SCHEDULES), help="how members share a prompt; empty: no groups")
     arguments = parser.parse_args()
@@ -141,10 +153,7 @@ def main() -> None:
     for dtype, level, architecture in models:
         with tempfile.TemporaryDirectory() as name, capped_torch(level):
             folder = Path(name)
-            if architecture == "demo":
-                checkpoint = demo_checkpoint()
-            else:
-                checkpoint = write_checkpoint(folder / "model", architecture=architecture, shape=SHAPE, seed=1)
+            checkpoint = checkpoint_of(architecture, folder / "model")
             references = references_of(checkpoint, dtype, level)
             first_sample: list[tuple[int, ...]] | None = None
             for (topology, (prefill, decode, mixed)), way in ways:
