@@ -206,6 +206,46 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StandbyConfig:
+    """Several schedulers, of which one leads and the others stand by."""
+
+    store: Annotated[
+        str,
+        one_of("", "file", "etcd", "kubernetes"),
+        "where schedulers agree which one of them leads: a file of one host, etcd, or a Lease of Kubernetes. Empty: "
+        "there is one scheduler. It keeps what operators set, too, instead of `scheduler.operations_file`",
+    ] = ""
+    name: Annotated[str, "name of the lease: its key in etcd, or the Lease in Kubernetes"] = "pdmesh"
+    file: Annotated[Path | None, "the file, for `store = file`"] = None
+    lease_s: Annotated[
+        float,
+        Range(0.5, 300),
+        "time without a renewal after which a standby takes over; its leader stops a quarter of it before",
+    ] = 3.0
+    address: Annotated[
+        str | None,
+        "host:port by which workers and gateways reach this scheduler. Default: scheduler.host and its port",
+    ] = None
+    etcd_endpoints: Annotated[str, "addresses of etcd's members, comma-separated"] = "http://127.0.0.1:2379"
+    etcd_ca: Annotated[Path | None, "authority that etcd's certificates are checked against"] = None
+    etcd_cert: Annotated[Path | None, "certificate to show to etcd"] = None
+    etcd_key: Annotated[Path | None, "private key of etcd_cert"] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesConfig:
+    """The API server of Kubernetes, for the lease of a standby and for `pdmesh actuator`."""
+
+    release: Annotated[
+        str, "name of the chart's release: its StatefulSets are NAME-prefill, NAME-decode and NAME-mixed"
+    ] = "mesh"
+    api: Annotated[str, "URL of the API server"] = "https://kubernetes.default.svc"
+    account: Annotated[Path, "folder with token, ca.crt and namespace of the service account"] = Path(
+        "/var/run/secrets/kubernetes.io/serviceaccount"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """What an instance runs."""
 
@@ -364,7 +404,11 @@ class MeshConfig:
     """The whole tree."""
 
     model: Annotated[str | None, "directory or hub id of the checkpoint; if not set, the demo model"] = None
-    scheduler_address: Annotated[str, "host:port of the scheduler, for workers and gateways; `pdmesh up` sets it"] = ""
+    scheduler_address: Annotated[
+        str,
+        "host:port of the scheduler, for workers and gateways; of several schedulers, one of which leads: all of them, "
+        "comma-separated. `pdmesh up` sets it",
+    ] = ""
     drain_s: Annotated[
         float | None,
         Range(0),
@@ -377,6 +421,8 @@ class MeshConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    standby: StandbyConfig = field(default_factory=StandbyConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     prefill: PoolConfig = field(default_factory=PoolConfig)

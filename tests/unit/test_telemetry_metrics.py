@@ -30,7 +30,7 @@ from pdmesh.testing.worker import a_shard
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.transcripts import Transcripts
-from pdmesh_scheduler.metrics import SchedulerMetrics
+from pdmesh_scheduler.metrics import SchedulerMetrics, leads_gauge
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.tenants import TenantUsage
 
@@ -79,6 +79,7 @@ async def test_the_schedulers() -> None:
     core = SchedulerCore(CoreConfig(), make_bundle("fcfs", PolicyConfig()), random.Random(0))
     registry = CollectorRegistry()
     metrics = SchedulerMetrics(registry, core, TenantUsage(core))
+    leads_gauge(registry)
     watch_event_loop(registry)
     lives = Lives()
 

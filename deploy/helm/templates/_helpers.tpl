@@ -5,7 +5,6 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- define "pdmesh.pod" -}}
 enableServiceLinks: false # else Kubernetes sets variables that look like settings
-automountServiceAccountToken: false
 terminationGracePeriodSeconds: {{ add .Values.drainSeconds 10 }}
 securityContext:
   runAsNonRoot: true
@@ -62,7 +61,7 @@ volumeMounts:
 - {name: HOME, value: /tmp}
 - {name: HF_HOME, value: /tmp/huggingface}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
-- {name: PDMESH_SCHEDULER_ADDRESS, value: "{{ .Release.Name }}-scheduler:7000"}
+- {name: PDMESH_SCHEDULER_ADDRESS, value: {{ include "pdmesh.schedulers" . | quote }}}
 - {name: PDMESH_DRAIN_S, value: {{ .Values.drainSeconds | quote }}}
 - {name: PDMESH_TELEMETRY_METRICS_HOST, value: "0.0.0.0"}
 {{- if .Values.secretName }}
@@ -86,5 +85,18 @@ volumeMounts:
 {{- define "pdmesh.model" -}}
 {{- with .Values.model }}
 - {name: PDMESH_MODEL, value: {{ . | quote }}}
+{{- end }}
+{{- end }}
+
+{{- define "pdmesh.schedulers" -}}
+{{- $name := printf "%s-scheduler" .Release.Name }}
+{{- if gt (int .Values.scheduler.replicas) 1 }}
+{{- $addresses := list }}
+{{- range $number := until (int .Values.scheduler.replicas) }}
+{{- $addresses = append $addresses (printf "%s-%d.%s:7000" $name $number $name) }}
+{{- end }}
+{{- join "," $addresses }}
+{{- else }}
+{{- printf "%s:7000" $name }}
 {{- end }}
 {{- end }}

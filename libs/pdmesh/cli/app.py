@@ -378,6 +378,20 @@ def decode(
     _run_service("decode", build_config(config, settings, model=model, scheduler_address=scheduler, worker__role=role))
 
 
+@app.command(epilog="Example: pdmesh actuator --release mesh --scheduler mesh-scheduler:7000")
+def actuator(
+    release: Annotated[str | None, typer.Option(help="Name of the chart's release. [default: mesh]")] = None,
+    scheduler: Dial = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Start and stop instances in Kubernetes for the scheduler, from a pod there (`pool resize`, `pool auto`)."""
+    from pdmesh.cli.kubernetes_actuator import run_actuator
+
+    tree = build_config(config, settings, scheduler_address=scheduler, kubernetes__release=release)
+    raise typer.Exit(run_actuator(tree))
+
+
 @config_app.command("show", epilog="Example: pdmesh config show --set scheduler.bundle=fcfs")
 def config_show(
     output: Annotated[str, typer.Option("-o", "--output", help="toml or json.")] = "toml",

@@ -134,6 +134,7 @@ class ActuatorReported:
     available_bytes: Annotated[int, ANY_COUNT]  # of its host's memory
     name_prefix: str = ""  # of the ids of its instances
     failed: tuple[FailedStart, ...] = ()  # since it was last heard
+    last_leaves_first: bool = False  # of instances whose names differ by their number alone, only the last can leave
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pdmesh.config import SecurityConfig
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.wire import messages
 from pdmesh.wire.endpoint import open_operator_channel
+from pdmesh.wire.scheduler_channel import scheduler_addresses
 
 ADMIN_METHOD = "/pdmesh.v1.Scheduler/Admin"
 _DEADLINE_S = 5.0
@@ -32,11 +33,37 @@ class QuestionRefused(PdmeshError):
 async def ask_scheduler(
     address: str, security: SecurityConfig, question: messages.AdminRequest
 ) -> messages.AdminResponse:
-    """Ask the scheduler's Admin method one question and return its answer.
+    """Ask the scheduler's Admin method one question and return its answer; of several schedulers, the one that leads.
 
-    Raises InstanceUnavailable, QuestionRefused, ProtocolError, or PdmeshError with the scheduler's reason for saying
-    no.
+    ``address`` is as in `MeshConfig.scheduler_address`. Raises InstanceUnavailable, QuestionRefused, ProtocolError, or
+    PdmeshError with the scheduler's reason for saying no.
     """
+    left = list(scheduler_addresses(address)) or [address]
+    asked: set[str] = set()
+    problems: list[str] = []
+    while left:
+        if (asking := left.pop(0)) in asked:
+            continue
+        asked.add(asking)
+        try:
+            answer = await ask_one(asking, security, question)
+        except InstanceUnavailable as error:
+            problems.append(str(error))
+            continue
+        match answer:
+            case messages.StandingBy():
+                problems.append(f"the scheduler at {asking} stands by")
+                if answer.leader:
+                    left.insert(0, answer.leader)
+            case messages.AdminError():
+                raise PdmeshError(answer.message)
+            case _:
+                return answer
+    raise InstanceUnavailable("; ".join(problems))
+
+
+async def ask_one(address: str, security: SecurityConfig, question: messages.AdminRequest) -> messages.AdminResponse:
+    """Do what `ask_scheduler` does with one scheduler, whose answer may be that it stands by, or says no."""
     async with open_operator_channel(address, security) as channel:
         call: Any = channel.unary_unary(ADMIN_METHOD)
         try:
@@ -52,6 +79,4 @@ async def ask_scheduler(
         (answer,) = msgspec.msgpack.decode(frame, type=list[messages.AdminResponse])
     except (msgspec.MsgspecError, ValueError) as error:
         raise ProtocolError(f"the scheduler at {address} sent a malformed answer: {error}") from error
-    if isinstance(answer, messages.AdminError):
-        raise PdmeshError(answer.message)
     return answer

@@ -109,12 +109,15 @@ class MeshChannel:
         Where our certificate, key or authority have changed since, it is another one. No call may be under way.
         """
         while True:
-            if self._files is not None and self._files.renewed() is not None:
-                before, self._channel = self._channel, self._open()
-                await before.close()
+            await self._renew()
             with anyio.move_on_after(None if self._files is None else LOOK_S):
                 await self._channel.channel_ready()
                 return
+
+    async def _renew(self) -> None:
+        if self._files is not None and self._files.renewed() is not None:
+            before, self._channel = self._channel, self._open()
+            await before.close()
 
     def _open(self) -> grpc.aio.Channel:
         if self._files is None:
@@ -122,6 +125,17 @@ class MeshChannel:
         named = () if self._server_name is None else (("grpc.ssl_target_name_override", self._server_name),)
         credentials = channel_credentials(self._files.current)
         return grpc.aio.secure_channel(self._address, credentials, options=(*GRPC_OPTIONS, *named))
+
+    async def connect(self) -> bool:
+        """Try to connect as `channel_ready` does; False as soon as that has failed."""
+        await self._renew()
+        state = self._channel.get_state(try_to_connect=True)
+        while state is not grpc.ChannelConnectivity.READY:
+            if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+                return False
+            await self._channel.wait_for_state_change(state)
+            state = self._channel.get_state(try_to_connect=True)
+        return True
 
     def stream_stream(self, method: str) -> Callable[..., Any]:
         multi: Any = self._channel.stream_stream(method)

@@ -107,8 +107,11 @@ class Session(Generic[SendT, RecvT]):
         talk: Talk[SendT, RecvT],
         *,
         max_queued: int = MAX_QUEUED_MESSAGES,
+        answer_limit_s: float = ANSWER_LIMIT_S,
     ) -> None:
+        """``answer_limit_s`` is for the welcome."""
         self._channel = channel
+        self._answer_limit_s = answer_limit_s
         self._method = method
         self._receive_type = receive_type
         self._talk = talk
@@ -177,7 +180,7 @@ class Session(Generic[SendT, RecvT]):
                 link.close()
             tasks.start_soon(link.pump)
             frames = link.frames()
-            first = await _next(frames, ANSWER_LIMIT_S)
+            first = await _next(frames, self._answer_limit_s)
             if not first:
                 raise InstanceUnavailable("the peer ended the stream")
             terms = talk.welcomed(first[0])

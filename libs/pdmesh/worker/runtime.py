@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
@@ -26,8 +27,9 @@ from pdmesh.transport.address import host_label
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
-from pdmesh.wire.endpoint import check_kv_devices, open_channel
+from pdmesh.wire.endpoint import check_kv_devices
 from pdmesh.wire.messages import RegisterWorker
+from pdmesh.wire.scheduler_channel import open_scheduler_channel
 from pdmesh.worker.drafts import PromptLookup
 from pdmesh.worker.engines import (
     EngineFacts,
@@ -48,6 +50,8 @@ from pdmesh.worker.threads import EngineThread, fair_num_threads
 from pdmesh.worker.token_links import open_token_links
 
 log = structlog.get_logger()
+
+_BEGAN_AT = int(time.time()) % (1 << 31)
 
 
 async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) -> None:
@@ -113,7 +117,7 @@ async def serve_instance(
             num_transfer_backends=config.transfer.num_backends,
             data_address=transport.address,
             device=device,
-            pid=os.getpid(),
+            pid=_process_number(),
             rank_pids=() if ranks is None else ranks.pids,
             device_name=facts.device_name,
             num_parameters=facts.num_parameters,
@@ -140,7 +144,7 @@ async def serve_instance(
             mesh_token=config.security.mesh_token,
         ) as mover,
         open_token_links(instance_id, config.security, report=report, arithmetic=engine.arithmetic) as tokens,
-        open_channel(config.scheduler_address, config.security) as channel,
+        open_scheduler_channel(config.scheduler_address, config.security) as channel,
         anyio.create_task_group() as links,
     ):
         instance = Instance(
@@ -204,6 +208,12 @@ async def serve_instance(
         links.cancel_scope.cancel()
     if failure is not None:
         raise InstanceUnavailable(f"the engine failed: {failure}") from failure
+
+
+def _process_number() -> int:
+    """Return a number that no process had under this instance's name: in a container of its own each is the first."""
+    pid = os.getpid()
+    return pid if pid != 1 else _BEGAN_AT
 
 
 async def _announce(context: ServiceContext, scheduler: WorkerSession, facts: dict[str, object]) -> None:

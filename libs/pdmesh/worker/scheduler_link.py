@@ -13,7 +13,6 @@ import structlog
 
 from pdmesh.core.events import InstanceEvent, LoadReported
 from pdmesh.errors import ProtocolError
-from pdmesh.wire.endpoint import MeshChannel
 from pdmesh.wire.messages import (
     CheckPeers,
     CommandMessage,
@@ -21,10 +20,13 @@ from pdmesh.wire.messages import (
     Goodbye,
     PeersChecked,
     RegisterWorker,
+    SchedulerHeartbeat,
+    StandingBy,
     WelcomeWorker,
     WorkerDown,
     WorkerUp,
 )
+from pdmesh.wire.scheduler_channel import SchedulerChannel
 from pdmesh.wire.session import Session, Terms
 from pdmesh.worker.instance import Instruction
 
@@ -46,7 +48,7 @@ class WorkerSession:
 
     def __init__(
         self,
-        channel: MeshChannel,
+        channel: SchedulerChannel,
         *,
         prepare: Callable[[], Awaitable[None]],
         registration: Callable[[], RegisterWorker],
@@ -60,7 +62,10 @@ class WorkerSession:
         self._handle = handle
         self._check = check
         self._lost = lost
-        self._session: Session[WorkerUp, WorkerDown] = Session(channel, METHOD, WorkerDown, self)
+        self._channel = channel
+        self._session: Session[WorkerUp, WorkerDown] = Session(
+            channel, METHOD, WorkerDown, self, answer_limit_s=channel.answer_limit_s
+        )
         self._prepare = prepare
         #: Set at the first accepted registration.
         self.registered = anyio.Event()
@@ -92,11 +97,10 @@ class WorkerSession:
         return [self._registration()]
 
     def welcomed(self, welcome: Any) -> Terms:
-        if not isinstance(welcome, WelcomeWorker):
-            raise ProtocolError("the scheduler's first message must be a welcome")
+        welcome = self._channel.check(welcome, WelcomeWorker)
         log.info("registered with the scheduler")
         self.registered.set()
-        return Terms(heartbeat_s=welcome.heartbeat_s)
+        return Terms(heartbeat_s=welcome.heartbeat_s, max_unanswered=welcome.silent_beats)
 
     def heartbeat(self) -> WorkerUp:
         return EventMessage.of(self._load())
@@ -107,7 +111,9 @@ class WorkerSession:
                 self._handle(message.command)
             case CheckPeers():
                 self._check(message)
-            case WelcomeWorker():
+            case SchedulerHeartbeat():
+                pass
+            case WelcomeWorker() | StandingBy():
                 raise ProtocolError("a second welcome from the scheduler")
             case _:
                 self._handle(message)

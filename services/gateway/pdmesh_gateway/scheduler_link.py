@@ -19,7 +19,6 @@ from pdmesh.core.commands import ForgetRequest, GatewayCommand, Reject, Restart
 from pdmesh.core.events import RequestCancelled
 from pdmesh.errors import ProtocolError, RequestRejected
 from pdmesh.model import Epoch, GatewayId, RequestId
-from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import (
     Activity,
     CommandMessage,
@@ -30,9 +29,11 @@ from pdmesh.wire.messages import (
     MeshStatus,
     NextActivity,
     RegisterGateway,
+    StandingBy,
     Submit,
     WelcomeGateway,
 )
+from pdmesh.wire.scheduler_channel import SchedulerChannel, open_scheduler_channel
 from pdmesh.wire.session import Session, Terms
 
 log = structlog.get_logger()
@@ -81,7 +82,7 @@ class GatewaySession:
     """`run` keeps the stream up; the other methods never block."""
 
     def __init__(self, gateway_id: GatewayId, address: str, security: SecurityConfig, *, token_address: str) -> None:
-        """``address`` is the scheduler's; workers reach us at ``token_address``."""
+        """``address`` is the scheduler's, or those of several; workers reach us at ``token_address``."""
         self._gateway_id = gateway_id
         self._token_address = token_address
         self._address = address
@@ -139,8 +140,9 @@ class GatewaySession:
 
     async def run(self, waiting: Waiting, watchers: Watchers) -> None:
         """Connect, and connect again whenever the stream ends, until cancelled."""
-        async with open_channel(self._address, self._security) as channel:
-            self._session = Session(channel, METHOD, GatewayDown, _Talk(self, waiting, watchers))
+        async with open_scheduler_channel(self._address, self._security) as channel:
+            talk = _Talk(self, channel, waiting, watchers)
+            self._session = Session(channel, METHOD, GatewayDown, talk, answer_limit_s=channel.answer_limit_s)
             await self._session.run()
 
     # For `_Talk`.
@@ -180,6 +182,7 @@ class _Talk:
     """What is said on the stream (`pdmesh.wire.session.Talk`)."""
 
     link: GatewaySession
+    channel: SchedulerChannel
     waiting: Waiting
     watchers: Watchers
 
@@ -190,13 +193,13 @@ class _Talk:
         return [self.link.registration(self.waiting)]
 
     def welcomed(self, welcome: Any) -> Terms:
-        if not isinstance(welcome, WelcomeGateway):
-            raise ProtocolError("the scheduler's first message must be WelcomeGateway")
+        welcome = self.channel.check(welcome, WelcomeGateway)
         self.link.connected(welcome)
         self.waiting.on_connected()
         if self.watchers.is_watched:
             self.link.ask_activity()
-        return Terms(heartbeat_s=welcome.heartbeat_s, max_unanswered=SILENT_BEATS)
+        silent_beats = welcome.silent_beats if welcome.silent_beats is not None else SILENT_BEATS
+        return Terms(heartbeat_s=welcome.heartbeat_s, max_unanswered=silent_beats)
 
     def heartbeat(self) -> GatewayUp:
         return GatewayHeartbeat()
@@ -211,7 +214,7 @@ class _Talk:
                 self.watchers.publish(message)
                 if self.watchers.is_watched:
                     self.link.ask_activity()
-            case WelcomeGateway():
+            case WelcomeGateway() | StandingBy():
                 raise ProtocolError("WelcomeGateway twice")
 
     def _obey(self, command: GatewayCommand) -> None:

@@ -1,9 +1,9 @@
-"""The file of what operators asked for, which the next scheduler reads."""
+"""What operators asked for is kept for the next scheduler: in a file, or beside the lease of several schedulers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,8 @@ WRITE_AGAIN_S = 5.0
 #: A larger file is none of ours: it holds a few hundred bytes an operation.
 MAX_FILE_BYTES = 1 << 20
 
+_UNREADABLE = "cannot read the operators' earlier changes; starting without them"
+
 
 def read_desired(path: Path | None, *, now: float, patience_s: float) -> DesiredState:
     """Return what the scheduler before this one was asked for; if the file cannot be read, log that and return nothing.
@@ -35,15 +37,23 @@ def read_desired(path: Path | None, *, now: float, patience_s: float) -> Desired
         return DesiredState()
     try:
         with path.open("rb") as file:
-            desired = msgspec.json.decode(file.read(MAX_FILE_BYTES), type=DesiredState)
-        if (problem := out_of_range(desired)) is not None:
-            raise ValueError(problem)
+            content = file.read(MAX_FILE_BYTES)
     except FileNotFoundError:
         return DesiredState()
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
-        log.error(
-            "cannot read the operators' earlier changes; starting without them", path=str(path), reason=str(error)
-        )
+    except OSError as error:
+        log.error(_UNREADABLE, where=str(path), reason=str(error))
+        return DesiredState()
+    return decode_desired(content, str(path), now=now, patience_s=patience_s)
+
+
+def decode_desired(content: bytes, where: str, *, now: float, patience_s: float) -> DesiredState:
+    """Do what `read_desired` does with what was kept ``where``."""
+    try:
+        desired = msgspec.json.decode(content, type=DesiredState)
+        if (problem := out_of_range(desired)) is not None:
+            raise ValueError(problem)
+    except (msgspec.MsgspecError, ValueError) as error:
+        log.error(_UNREADABLE, where=where, reason=str(error))
         return DesiredState()
     if desired.rolling is None:
         return desired
@@ -51,19 +61,22 @@ def read_desired(path: Path | None, *, now: float, patience_s: float) -> Desired
     return replace(desired, rolling=replace(desired.rolling, age_s=age_s, patience_s=patience_s))
 
 
-class DesiredFile:
-    """Writes what operators want of a core whenever it has changed."""
+#: Keeps the JSON of what operators want; whether that could be done.
+Keep = Callable[[bytes], Awaitable[bool]]
 
-    def __init__(self, core: SchedulerCore, path: Path | None, changed: Callable[[], anyio.Event]) -> None:
-        """``changed`` returns an event that is set at the next change."""
+
+class DesiredKeeper:
+    """Keeps what operators want of a core whenever it has changed."""
+
+    def __init__(self, core: SchedulerCore, keep: Keep | None, changed: Callable[[], anyio.Event]) -> None:
+        """``changed`` returns an event that is set at the next change; without ``keep`` nothing is kept."""
         self._core = core
-        self._path = path
+        self._keep_content = keep
         self._changed = changed
-        self._written = DesiredState()
-        self._is_complaining = False
+        self._kept = DesiredState()
 
     async def run(self) -> None:
-        """Write until cancelled, and once more then. A failed write ends nothing; it is tried again."""
+        """Keep until cancelled, and once more then. A failure ends nothing; it is tried again."""
         try:
             while True:
                 changed = self._changed()
@@ -75,22 +88,34 @@ class DesiredFile:
                 await self._keep()
 
     async def _keep(self) -> bool:
-        """Whether what is written is what is wanted."""
-        while (desired := self._core.desired) != self._written:
-            if self._path is not None and not await anyio.to_thread.run_sync(self._write, self._path, desired):
+        """Whether what is kept is what is wanted."""
+        while (desired := self._core.desired) != self._kept:
+            if self._keep_content is not None and not await self._keep_content(msgspec.json.encode(desired)):
                 return False
-            self._written = desired
+            self._kept = desired
         return True
 
-    def _write(self, path: Path, desired: DesiredState) -> bool:
-        part = path.with_name(path.name + ".part")
+
+class DesiredFile:
+    """The file of what operators want; `keep` writes it anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_complaining = False
+
+    async def keep(self, content: bytes) -> bool:
+        """Write the file; whether that could be done. The first failure of several is logged."""
+        return await anyio.to_thread.run_sync(self._write, content)
+
+    def _write(self, content: bytes) -> bool:
+        path, part = self._path, self._path.with_name(self._path.name + ".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with suppress(FileNotFoundError):
                 part.unlink()
             descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(desired)))
+                file.write(msgspec.json.format(content))
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)

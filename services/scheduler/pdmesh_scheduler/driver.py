@@ -128,8 +128,11 @@ class Driver:
         activity: ActivityFeed,
         observers: Sequence[Observer],
         event_log: EventLogWriter | None = None,
+        may_command: Callable[[], bool] = lambda: True,
     ) -> None:
+        """Apply no more events once ``may_command`` says no."""
         self._core = core
+        self._may_command = may_command
         self._clock = clock
         self._workers = workers
         self._gateways = gateways
@@ -189,6 +192,8 @@ class Driver:
                 if not self._inbox:
                     self._filled = anyio.Event()
                     await self._filled.wait()
+                if not self._may_command():
+                    await anyio.sleep_forever()  # another scheduler leads, or will
                 for _ in range(min(BATCH, len(self._inbox))):
                     queued = self._inbox.popleft()
                     if queued.first is not None:

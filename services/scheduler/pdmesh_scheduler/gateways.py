@@ -34,6 +34,7 @@ from pdmesh.wire.session import converse, registration
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.peers import Connection, Leases, Peers
+from pdmesh_scheduler.standby.mandate import ALONE, Mandate
 
 log = structlog.get_logger()
 
@@ -53,6 +54,7 @@ class GatewayStreams:
     clock: Callable[[], float]
     is_refused: Callable[[str], Awaitable[bool]]  # whether nobody listens at an address
     check: MeshCheck
+    mandate: Mandate = ALONE
     scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
@@ -77,7 +79,13 @@ class GatewayStreams:
             self.check.token_addresses[gateway_id] = registered.token_address
             log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(waiting), peer=peer)
             try:
-                welcome = WelcomeGateway(scheduler_id=self.scheduler_id, heartbeat_s=self.config.heartbeat_s)
+                beat_s = self.mandate.beat_s(self.config.heartbeat_s)
+                welcome = WelcomeGateway(
+                    scheduler_id=self.scheduler_id,
+                    heartbeat_s=beat_s,
+                    term=self.mandate.term,
+                    silent_beats=self.mandate.silent_beats(beat_s),
+                )
                 link.post(welcome)
                 unbegun = registered.unbegun if registered.scheduler_id == self.scheduler_id else ()
                 self.driver.post(GatewayJoined(gateway_id, waiting, unbegun))

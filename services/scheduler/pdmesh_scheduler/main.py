@@ -36,7 +36,7 @@ from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.actuators import ActuatorLinks
 from pdmesh_scheduler.admin import Admin
-from pdmesh_scheduler.desired_file import DesiredFile, read_desired
+from pdmesh_scheduler.desired_file import DesiredFile, DesiredKeeper, decode_desired, read_desired
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
 from pdmesh_scheduler.mesh_check import MeshCheck
@@ -46,6 +46,8 @@ from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
+from pdmesh_scheduler.standby.mandate import ALONE, Mandate
+from pdmesh_scheduler.standby.standing_by import lead_in_turn
 from pdmesh_scheduler.startup_grace import REGISTER_S, StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.workers import RETURN_GRACE_S, WorkerStreams
@@ -62,14 +64,37 @@ def main(config: MeshConfig) -> int:
 
 
 async def serve(config: MeshConfig, context: ServiceContext) -> None:
+    """Schedule until ``context.stopping`` is set; among several schedulers, once it is this one's turn.
+
+    Raises LeaseLost if another one takes over.
+    """
+    registry = CollectorRegistry()
+    watch_event_loop(registry)
+    operators = await anyio.to_thread.run_sync(Operators, config.security)
+    with serve_metrics(
+        registry, host=config.telemetry.metrics_host, port=config.scheduler.metrics_port, security=config.security
+    ) as metrics_port:
+        if not config.standby.store:
+            await _lead(context, operators, registry, metrics_port, config, ALONE)
+            return
+        lead = partial(_lead, context, operators, registry, metrics_port)
+        await lead_in_turn(config, context, operators, registry, SERVICE, lead, metrics_port=metrics_port)
+
+
+async def _lead(
+    context: ServiceContext,
+    operators: Operators,
+    registry: CollectorRegistry,
+    metrics_port: int,
+    config: MeshConfig,
+    mandate: Mandate,
+) -> None:
     """Schedule until ``context.stopping`` is set, then end all streams with UNAVAILABLE."""
     settings, clock = config.scheduler, time.monotonic  # finer than the clock of the event loop
     began_at, began_s = time.time(), clock()
     profile = None if settings.profile is None else load_profile(settings.profile)
     core_config, seed = core_config_of(config, profile), secrets.randbits(63)
     core = SchedulerCore(core_config, make_bundle(settings.bundle, core_config.policy), random.Random(seed))
-    registry = CollectorRegistry()
-    watch_event_loop(registry)
     workers: Peers[InstanceId, WorkerDown] = Peers()
     gateways: Peers[GatewayId, GatewayDown] = Peers()
     worker_leases: Leases[InstanceId] = Leases(settings.lease_s)
@@ -83,12 +108,17 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     records = RequestRecords(wall_time)
     startup_grace = StartupGrace(core, until_s=began_s + settings.orphan_grace_s, clock=clock)
     operations = OperationStatuses(core, wall_time)
-    desired_file = DesiredFile(core, settings.operations_file, operations.changed)
-    operators = await anyio.to_thread.run_sync(Operators, config.security)
+    keep = mandate.keep
+    if keep is None and settings.operations_file is not None:
+        keep = DesiredFile(settings.operations_file).keep
+    desired_keeper = DesiredKeeper(core, keep, operations.changed)
     patience_s = settings.orphan_grace_s + REGISTER_S
-    desired = await anyio.to_thread.run_sync(
-        partial(read_desired, settings.operations_file, now=began_at, patience_s=patience_s)
-    )
+    if mandate.desired is None:
+        desired = await anyio.to_thread.run_sync(
+            partial(read_desired, settings.operations_file, now=began_at, patience_s=patience_s)
+        )
+    else:
+        desired = decode_desired(mandate.desired or b"{}", "the lease", now=began_at, patience_s=patience_s)
     tenants = TenantUsage(core)
 
     with ExitStack() as closing:
@@ -108,11 +138,6 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 raise ConfigError(
                     f"scheduler.event_log: cannot write {settings.event_log}: {error.strerror}"
                 ) from error
-        metrics_port = closing.enter_context(
-            serve_metrics(
-                registry, host=config.telemetry.metrics_host, port=settings.metrics_port, security=config.security
-            )
-        )
         driver = Driver(
             core,
             clock=clock,
@@ -129,14 +154,15 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 tenants,
             ),
             event_log=event_log,
+            may_command=mandate.is_valid,
         )
         actuators = ActuatorLinks(core, driver, operations.changed)
         check = MeshCheck(workers, config.security)
         worker_streams = WorkerStreams(
-            driver, workers, worker_leases, silences, absences, settings, context.stopping, check, profile
+            driver, workers, worker_leases, silences, absences, settings, context.stopping, check, profile, mandate
         )
         gateway_streams = GatewayStreams(
-            driver, gateways, gateway_leases, settings, context.stopping, clock, is_refused, check
+            driver, gateways, gateway_leases, settings, context.stopping, clock, is_refused, check, mandate
         )
         methods = {
             "Worker": serve_link(
@@ -164,7 +190,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             tasks.start_soon(driver.run)
             for event in desired.events():
                 await driver.act(event)
-            tasks.start_soon(desired_file.run)  # now that the core has heard of all that the file holds
+            tasks.start_soon(desired_keeper.run)  # now that the core has heard of all that was kept
             tasks.start_soon(actuators.run)
             tasks.start_soon(worker_streams.watch)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
@@ -179,7 +205,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
                 admits=lambda method, metadata: method == ADMIN_METHOD and operators.admits(metadata),
             ) as port:
                 closing.enter_context(rare_collections())
-                context.announce(address=f"{settings.host}:{port}", metrics_port=metrics_port)
+                if mandate is ALONE:
+                    context.announce(address=f"{settings.host}:{port}", metrics_port=metrics_port)
                 await context.stopping.wait()
             tasks.cancel_scope.cancel()
 

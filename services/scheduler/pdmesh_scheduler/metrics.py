@@ -29,6 +29,11 @@ _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 _DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2)
 
 
+def leads_gauge(registry: CollectorRegistry) -> Gauge:
+    """Return the gauge that says whether a scheduler among several leads."""
+    return Gauge("pdmesh:scheduler_leads", "1 if this scheduler leads, 0 if it stands by", registry=registry)
+
+
 class SchedulerMetrics:
     """Counts events and commands, and times milestones; gauges are read from the core when Prometheus asks."""
 

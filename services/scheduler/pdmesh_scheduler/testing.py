@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig
@@ -32,6 +33,8 @@ from pdmesh.wire.messages import (
     WorkerDown,
 )
 from pdmesh_scheduler.main import serve
+from pdmesh_scheduler.standby.leadership import LeaseRecord
+from pdmesh_scheduler.standby.store import StoredRecord, StoreUnavailable
 
 MessageT = TypeVar("MessageT")
 
@@ -138,6 +141,31 @@ class SchedulerBench:
         call: Any = self.channel.unary_unary("/pdmesh.v1.Scheduler/Admin")
         (answer,) = msgspec.msgpack.decode(await call(msgspec.msgpack.encode([question])), type=list[AdminResponse])
         return answer
+
+
+class MemoryStore:
+    """A lease record in memory. Implements `pdmesh_scheduler.standby.store.LeaseStore`."""
+
+    def __init__(self) -> None:
+        self.stored = StoredRecord(None, None)
+        self.is_away = False
+        self._revision = 0
+
+    async def read(self) -> StoredRecord:
+        await anyio.lowlevel.checkpoint()
+        if self.is_away:
+            raise StoreUnavailable("the store is away")
+        return self.stored
+
+    async def swap(self, record: LeaseRecord, version: str | None) -> str | None:
+        await anyio.lowlevel.checkpoint()
+        if self.is_away:
+            raise StoreUnavailable("the store is away")
+        if version != self.stored.version:
+            return None
+        self._revision += 1
+        self.stored = StoredRecord(record, str(self._revision))
+        return self.stored.version
 
 
 @asynccontextmanager

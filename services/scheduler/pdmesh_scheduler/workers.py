@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import anyio
@@ -20,6 +21,7 @@ from pdmesh.wire.messages import (
     Goodbye,
     PeersChecked,
     RegisterWorker,
+    SchedulerHeartbeat,
     WelcomeWorker,
     WorkerDown,
     WorkerUp,
@@ -28,6 +30,7 @@ from pdmesh.wire.session import converse, registration
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.peers import Connection, Leases, Peers
+from pdmesh_scheduler.standby.mandate import ALONE, MIN_BEATS, Mandate
 
 log = structlog.get_logger()
 
@@ -56,8 +59,10 @@ class WorkerStreams:
     stopping: anyio.Event
     check: MeshCheck
     profile: Profile | None = None  # what steps are predicted by, if the operator named it
+    mandate: Mandate = ALONE
     _suspected: set[InstanceId] = field(default_factory=set[InstanceId])
     _loads: dict[InstanceId, LoadReported] = field(default_factory=dict[InstanceId, LoadReported])
+    _answered_s: dict[InstanceId, float] = field(default_factory=dict[InstanceId, float])
 
     async def watch(self) -> None:
         """Suspect workers that are silent, and give up those whose leases run out, until cancelled."""
@@ -84,6 +89,7 @@ class WorkerStreams:
                 done = await self._report(connection, rest)
                 while not done and (messages := await anext(frames, None)) is not None:
                     self._heard(instance_id)
+                    self._answer(connection)
                     done = await self._report(connection, messages)
 
             self.check.profiles[instance_id] = registered.profile
@@ -94,8 +100,17 @@ class WorkerStreams:
             self._heard(instance_id)
             log.info("instance joined", instance_id=instance_id, role=registered.profile.role, peer=peer)
             try:
-                beat_s = min(self.config.heartbeat_s, self.config.suspect_s / BEATS_BEFORE_SUSPICION)
-                link.post(WelcomeWorker(lease_s=self.config.lease_s, heartbeat_s=beat_s))
+                beat_s = self.mandate.beat_s(
+                    min(self.config.heartbeat_s, self.config.suspect_s / BEATS_BEFORE_SUSPICION)
+                )
+                link.post(
+                    WelcomeWorker(
+                        lease_s=self.config.lease_s,
+                        heartbeat_s=beat_s,
+                        term=self.mandate.term,
+                        silent_beats=self.mandate.silent_beats(beat_s),
+                    )
+                )
                 joined = InstanceJoined(registered.profile, registered.residents, registered.stopping, registered.kept)
                 self.driver.post(joined, first=connection.open)
                 await converse(link, read, self.stopping)
@@ -143,6 +158,14 @@ class WorkerStreams:
             self._suspected.discard(instance_id)
             log.info("instance reports again", instance_id=instance_id)
             self.driver.post(InstanceSuspected(instance_id, suspected=False))
+
+    def _answer(self, connection: Connection[InstanceId, WorkerDown]) -> None:
+        """Say now and then that this scheduler lives, so that workers leave one that does not."""
+        silence_s, now_s = self.mandate.silence_s, anyio.current_time()
+        said_s = self._answered_s.get(connection.peer_id, -math.inf)
+        if silence_s is not None and now_s - said_s > silence_s / (2 * MIN_BEATS):
+            self._answered_s[connection.peer_id] = now_s
+            self.peers.post(connection.peer_id, SchedulerHeartbeat())
 
     def _silent(self, instance_id: InstanceId) -> None:
         log.warning("instance is silent; nothing new is placed on it until it reports again", instance_id=instance_id)

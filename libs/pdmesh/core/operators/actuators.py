@@ -92,6 +92,28 @@ class Actuators:
         named = (instance_id in report.unsettled or _runs(report, instance_id) for report in reports)
         return not reports or any(named)
 
+    def leaves_last(self, instance_id: InstanceId) -> int:
+        """Return how late an instance can leave: the higher its number, the sooner; 0 if its actuator can stop any."""
+        return -number_of(instance_id)[1] if self._is_ordered(instance_id) else 0
+
+    def why_stays(self, leaves: Sequence[InstanceId]) -> str | None:
+        """Return why these cannot leave while others stay; None if they can."""
+        for instance_id in leaves:
+            if not self._is_ordered(instance_id):
+                continue
+            stem, number = number_of(instance_id)
+            for other in self.instance_ids:
+                if other not in leaves and number_of(other)[0] == stem and number_of(other)[1] > number:
+                    return (
+                        f"{instance_id} can leave only after {other}, which has another role: change that first "
+                        f"(`pdmesh role`)"
+                    )
+        return None
+
+    def _is_ordered(self, instance_id: InstanceId) -> bool:
+        home = self.home_of(instance_id)
+        return home is not None and home.last_leaves_first
+
     # --- what is to be started ---
 
     def home_of(self, instance_id: InstanceId) -> ActuatorReported | None:
@@ -123,6 +145,12 @@ class Actuators:
     def instance_bytes(self) -> int:
         """Bytes of host memory that another instance takes, at most."""
         return max((host_bytes(each.profile) for each in self._mesh.instances.values()), default=0)
+
+
+def number_of(instance_id: InstanceId) -> tuple[str, int]:
+    """Return an instance's name without the number behind its last dash, and that number; -1 if it has none."""
+    stem, _, number = instance_id.rpartition("-")
+    return (stem, int(number)) if number.isdecimal() and len(number) < 10 else (instance_id, -1)
 
 
 def _runs(report: ActuatorReported, instance_id: InstanceId) -> bool:

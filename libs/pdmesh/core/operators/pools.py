@@ -10,7 +10,7 @@ which there are. A resize that fails, or is cancelled, is taken back by another 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from math import inf
@@ -41,8 +41,11 @@ def plan_pools(
     wanted: PoolCounts,
     prefixes: Iterator[str] | None = None,
     first: Collection[InstanceId] = (),
+    leaves_last: Callable[[InstanceId], int] = lambda _: 0,
 ) -> PoolPlan:
     """Change as few processes as possible. ``first`` go first, then those that do least; of equal ones, the newest.
+
+    Before all that goes who is least by ``leaves_last``.
 
     What is started has a name that begins with the next of ``prefixes``, by default with its role.
     """
@@ -53,9 +56,11 @@ def plan_pools(
     for role in Role:
         of_role = sorted((each for each in there if each.role is role), key=_least_used)
         of_role.sort(key=lambda each: each.instance_id not in first)
+        of_role.sort(key=lambda each: leaves_last(each.instance_id))
         num_more = wanted.of(role) - len(of_role)
         missing += [role] * num_more
         surplus += of_role[: max(0, -num_more)]
+    surplus.sort(key=lambda each: -leaves_last(each.instance_id))  # who cannot leave yet changes its role
     flips = [PoolMember(instance_id=each.instance_id, role=role) for each, role in zip(surplus, missing, strict=False)]
     names = {each.instance_id for each in there}
     starts: list[PoolMember] = []
@@ -144,7 +149,13 @@ class Pools:
         self._records.add(resize)
         if not requested.again:
             prefixes = self._actuators.prefixes()
-            plan = plan_pools(self._mesh.instances.values(), requested.pools, prefixes, requested.leaves)
+            plan = plan_pools(
+                self._mesh.instances.values(),
+                requested.pools,
+                prefixes,
+                requested.leaves,
+                self._actuators.leaves_last,
+            )
             resize.requested = requested = replace(requested, flips=plan.flips, starts=plan.starts, leaves=plan.leaves)
             if (refusal := self._refusal(resize)) is not None:
                 self._end(resize, OperationState.REFUSED, refusal, now_s)
@@ -260,7 +271,7 @@ class Pools:
         strangers = [each for each in requested.leaves if each not in self._actuators.instance_ids]
         if strangers:
             return f"{', '.join(strangers)} would have to stop, but was not started by this mesh's supervisor"
-        return self._actuators.why_no_memory(requested.starts)
+        return self._actuators.why_stays(requested.leaves) or self._actuators.why_no_memory(requested.starts)
 
     def _ask(
         self, resize: _Resize, kind: OperationKind, instance_id: InstanceId, now_s: float, role: Role | None = None

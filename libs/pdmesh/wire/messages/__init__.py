@@ -18,7 +18,7 @@ carries it as metadata (`pdmesh.wire.endpoint`).
 """
 
 from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsDesired
-from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
+from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
 from pdmesh.wire.messages.gateways import (
     GatewayDown,
     GatewayHeartbeat,
@@ -96,6 +96,7 @@ from pdmesh.wire.messages.workers import (
     PeersChecked,
     RegisterWorker,
     Regroup,
+    SchedulerHeartbeat,
     WelcomeWorker,
     WorkerDown,
     WorkerUp,
@@ -158,8 +159,10 @@ __all__ = [
     "RequestActivity",
     "RequestList",
     "RequestRecord",
+    "SchedulerHeartbeat",
     "SetBatching",
     "SetPolicy",
+    "StandingBy",
     "StartOperation",
     "StartResize",
     "StartRolling",

@@ -13,11 +13,17 @@ from pdmesh.errors import ProtocolError
 from pdmesh.ranges import out_of_range
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Base of all messages; the tag is the class name."""
+
+
+class StandingBy(Message, frozen=True, kw_only=True):
+    """Said instead of a welcome, or an answer, by a scheduler that does not lead."""
+
+    leader: str  # its address; empty: nobody leads, and it may be this one soon
 
 
 class EventMessage(Message, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from pdmesh.model import (
     InstanceId,
     RequestId,
 )
-from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
+from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
 from pdmesh.wire.messages.generation import Generation
 from pdmesh.wire.messages.state import Activity, MeshStatus
 
@@ -75,6 +75,8 @@ class WelcomeGateway(Message, frozen=True, kw_only=True):
 
     scheduler_id: str  # of this process: one that was started again has another
     heartbeat_s: float
+    term: int = 0  # of the leader, among several schedulers; higher than those of all before
+    silent_beats: int | None = None  # after so many heartbeats without an answer the leader is given up
 
 
-GatewayDown = WelcomeGateway | CommandMessage | MeshStatus | Activity
+GatewayDown = StandingBy | WelcomeGateway | CommandMessage | MeshStatus | Activity

@@ -18,7 +18,7 @@ from pdmesh.model import (
 )
 from pdmesh.ranges import Range
 from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsDesired
-from pdmesh.wire.messages.envelope import Message
+from pdmesh.wire.messages.envelope import Message, StandingBy
 from pdmesh.wire.messages.state import MeshStatus
 from pdmesh.wire.messages.workers import PeersChecked
 
@@ -239,5 +239,6 @@ AdminResponse = (
     | OperationStatus
     | OperationList
     | PoolsDesired
+    | StandingBy
     | AdminError
 )

@@ -12,7 +12,7 @@ from pdmesh.model import (
     PrefixHashes,
     Resident,
 )
-from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message
+from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
 from pdmesh.wire.messages.generation import Generation
 
 
@@ -56,6 +56,8 @@ class WelcomeWorker(Message, frozen=True, kw_only=True):
 
     lease_s: float
     heartbeat_s: float
+    term: int = 0  # of the leader, among several schedulers; higher than those of all before
+    silent_beats: int | None = None  # after so many heartbeats without an answer the leader is given up
 
 
 class Admit(Message, frozen=True, kw_only=True):
@@ -119,4 +121,20 @@ class CheckPeers(Message, frozen=True, kw_only=True):
     gateways: tuple[tuple[GatewayId, str], ...]  # by their token addresses
 
 
-WorkerDown = WelcomeWorker | CommandMessage | Admit | Regroup | ExpectKv | ExpectMove | Grant | PeerGone | CheckPeers
+class SchedulerHeartbeat(Message, frozen=True, kw_only=True):
+    """The leader lives. Sent if the welcome says ``silent_beats``."""
+
+
+WorkerDown = (
+    StandingBy
+    | SchedulerHeartbeat
+    | WelcomeWorker
+    | CommandMessage
+    | Admit
+    | Regroup
+    | ExpectKv
+    | ExpectMove
+    | Grant
+    | PeerGone
+    | CheckPeers
+)

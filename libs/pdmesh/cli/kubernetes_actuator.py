@@ -1,0 +1,225 @@
+"""Kubernetes as an actuator: the pods of StatefulSets are the instances that the scheduler wants.
+
+A StatefulSet gives its pods numbers, and the one with the highest leaves first. So the scheduler drains that one
+(`ActuatorReported.last_leaves_first`), and a pod that comes again has its name, and what operators asked for it. A pod
+whose process has ended, to be started again, and that was made from an older template, is deleted: then it is made from
+the present one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.abc
+import structlog
+
+from pdmesh.cli.actuator import Ask, follow
+from pdmesh.config import MeshConfig
+from pdmesh.core.operator_events import ActuatorReported, FailedStart
+from pdmesh.core.operators.actuators import DesiredProcesses, number_of
+from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.kubernetes import KubernetesApi, KubernetesError, open_kubernetes
+from pdmesh.model import InstanceId, ManagedProcess, Role
+from pdmesh.service import ServiceContext, run_service
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import FollowPools, PoolsDesired
+
+log = structlog.get_logger()
+
+#: Between two looks at the cluster.
+LOOK_S = 1.0
+
+#: For an answer of the API server.
+API_LIMIT_S = 10.0
+
+#: Whether there is memory for another pod is the cluster's to say: it waits until there is.
+_PLENTY_BYTES = 1 << 50
+
+
+class PodSet(NamedTuple):
+    """A StatefulSet: how many pods it is to have, and the revision of the template that new ones are made from."""
+
+    num_pods: int
+    revision: str
+
+
+class Pod(NamedTuple):
+    """A pod of an instance."""
+
+    uid: str
+    revision: str  # of the template that it was made from
+    num_restarts: int
+    is_ready: bool
+    is_leaving: bool
+
+
+class KubernetesActuator:
+    """Does what the scheduler wants with the scale of StatefulSets. Implements `pdmesh.cli.actuator.Actuator`.
+
+    `look` has to be called again and again.
+    """
+
+    def __init__(self, api: KubernetesApi, release: str) -> None:
+        self._api = api
+        self._prefix = f"{release}-"
+        self._id = secrets.token_hex(8)
+        self._sets: Mapping[str, PodSet] = {}
+        self._pods: Mapping[str, Pod] = {}
+        self._num_restarts: dict[str, int] = {}  # of each pod, by its uid, when it was first seen
+        self._scaling: dict[str, int] = {}  # StatefulSets whose scale is being changed, and to what
+        self._deleting: set[str] = set()  # pods, by uid
+        self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
+        self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
+        self._complaint = ""
+        self.changed = anyio.Event()
+
+    # --- `pdmesh.cli.actuator.Actuator` ---
+
+    def report(self) -> ActuatorReported:
+        """Return which pods are there."""
+        settled = {name: pod for name, pod in self._pods.items() if pod.is_ready and not pod.is_leaving}
+        return ActuatorReported(
+            actuator_id=self._id,
+            processes=tuple(
+                ManagedProcess(name=name, pid=zlib.crc32(f"{pod.uid}/{pod.num_restarts}".encode()))
+                for name, pod in settled.items()
+            ),
+            unsettled=tuple(InstanceId(name) for name in self._pods if name not in settled),
+            available_bytes=_PLENTY_BYTES,
+            name_prefix=self._prefix,
+            failed=tuple(self._failed),
+            last_leaves_first=True,
+        )
+
+    def heard(self, report: ActuatorReported) -> None:
+        """Forget the failed starts that the scheduler has heard of."""
+        del self._failed[: len(report.failed)]
+
+    def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
+        """Begin to change the scale of StatefulSets that have more pods, or fewer, than are wanted."""
+        starts = {member.instance_id for member in desired.start}
+        self._refused &= starts
+        for instance_id in starts - self._refused:
+            if number_of(instance_id)[0] not in self._sets and self._sets:
+                self._refuse([instance_id], f"there is no StatefulSet {number_of(instance_id)[0]}")
+        for name, pods in self._sets.items():
+            wanted = [number for stem, number in map(number_of, starts - self._refused) if stem == name]
+            num_pods = max(pods.num_pods, max(wanted, default=-1) + 1)
+            while num_pods and (last := InstanceId(f"{name}-{num_pods - 1}")) in desired.stop and last not in starts:
+                num_pods -= 1
+            if num_pods != pods.num_pods and self._scaling.get(name) != num_pods:
+                self._scaling[name] = num_pods
+                tasks.start_soon(self._scale, name, num_pods, [InstanceId(f"{name}-{number}") for number in wanted])
+
+    async def _scale(self, name: str, num_pods: int, starts: Sequence[InstanceId]) -> None:
+        log.info("changing a StatefulSet's scale", name=name, replicas=num_pods)
+        path = f"/apis/apps/v1/namespaces/{self._api.namespace}/statefulsets/{name}/scale"
+        try:
+            await self._api.patch(path, {"spec": {"replicas": num_pods}})
+            await self.look()
+        except KubernetesError as error:
+            log.error("cannot change a StatefulSet's scale", name=name, reason=str(error))
+            self._refuse(starts, str(error))
+        finally:
+            if self._scaling.get(name) == num_pods:
+                del self._scaling[name]
+
+    def _refuse(self, starts: Sequence[InstanceId], reason: str) -> None:
+        self._refused.update(starts)
+        self._failed += [FailedStart(instance_id=each, reason=reason) for each in starts]
+        self._note_change()
+
+    # --- the cluster ---
+
+    async def watch(self) -> None:
+        """Look at the cluster until cancelled."""
+        while True:
+            try:
+                await self.look()
+                self._complaint = ""
+            except KubernetesError as error:
+                if str(error) != self._complaint:
+                    log.error("cannot look at the cluster; trying again", reason=str(error))
+                self._complaint = str(error)
+            await anyio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Take note of StatefulSets and pods, and delete those that are to be made anew. Raises KubernetesError."""
+        sets: dict[str, PodSet] = {}
+        for role in Role:
+            name = f"{self._prefix}{role}"
+            path = f"/apis/apps/v1/namespaces/{self._api.namespace}/statefulsets/{name}"
+            if (found := await self._api.get(path)) is not None:
+                sets[name] = _pod_set(found)
+        selector = f"app.kubernetes.io/instance={self._prefix[:-1]},app.kubernetes.io/component=worker"
+        pods_path = f"/api/v1/namespaces/{self._api.namespace}/pods"
+        listed = await self._api.get(pods_path, {"labelSelector": selector}) or {}
+        pods = {str(each["metadata"]["name"]): _pod(each) for each in listed.get("items", ())}
+        pods = {name: pod for name, pod in pods.items() if number_of(InstanceId(name))[0] in sets}
+        self._num_restarts = {pod.uid: self._num_restarts.get(pod.uid, pod.num_restarts) for pod in pods.values()}
+        self._deleting &= self._num_restarts.keys()
+        for name, pod in pods.items():
+            is_old = pod.revision != sets[number_of(InstanceId(name))[0]].revision
+            has_ended = pod.num_restarts > self._num_restarts[pod.uid]
+            if is_old and has_ended and not pod.is_leaving and pod.uid not in self._deleting:
+                log.info("deleting a pod, to be made from the present template", name=name)
+                await self._api.delete(f"{pods_path}/{name}", {"preconditions": {"uid": pod.uid}})
+                self._deleting.add(pod.uid)
+        if (sets, pods) != (self._sets, self._pods):
+            self._sets, self._pods = sets, pods
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
+
+
+def _pod_set(found: Mapping[str, Any]) -> PodSet:
+    return PodSet(int(found["spec"].get("replicas", 1)), str(found.get("status", {}).get("updateRevision", "")))
+
+
+def _pod(found: Mapping[str, Any]) -> Pod:
+    metadata, status = found["metadata"], found.get("status", {})
+    conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
+    return Pod(
+        uid=str(metadata["uid"]),
+        revision=str(metadata.get("labels", {}).get("controller-revision-hash", "")),
+        num_restarts=sum(int(each["restartCount"]) for each in status.get("containerStatuses", ())),
+        is_ready=conditions.get("Ready") == "True",
+        is_leaving="deletionTimestamp" in metadata,
+    )
+
+
+def run_actuator(config: MeshConfig) -> int:
+    """Run the actuator until it is told to stop; the exit code."""
+    return run_service("actuator", config, serve)
+
+
+async def serve(config: MeshConfig, context: ServiceContext) -> None:
+    """Follow the scheduler until told to stop. Raises ConfigError."""
+    if not config.scheduler_address:
+        raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
+    kubernetes = config.kubernetes
+    async with open_kubernetes(kubernetes.api, kubernetes.account, limit_s=API_LIMIT_S) as api:
+        actuator = KubernetesActuator(api, kubernetes.release)
+        ask: Ask = partial(_ask, config)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(actuator.watch)
+            tasks.start_soon(follow, actuator, ask)
+            context.announce(release=kubernetes.release)
+            await context.stopping.wait()
+            tasks.cancel_scope.cancel()
+
+
+async def _ask(config: MeshConfig, question: FollowPools) -> PoolsDesired | None:
+    try:
+        answer = await ask_scheduler(config.scheduler_address, config.security, question)
+    except PdmeshError as error:
+        log.warning("the scheduler does not answer", reason=str(error))
+        return None
+    return answer if isinstance(answer, PoolsDesired) else None

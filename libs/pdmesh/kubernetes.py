@@ -1,0 +1,119 @@
+"""The API server of Kubernetes, as a pod may ask it: with the token and the authority of its service account."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+
+from pdmesh.errors import ConfigError, PdmeshError
+
+#: A larger answer is not read to its end: a namespace's pods of one mesh take a few kilobytes each.
+MAX_ANSWER_BYTES = 16 << 20
+
+MERGE_PATCH = "application/merge-patch+json"
+
+
+class KubernetesError(PdmeshError):
+    """The API server cannot be reached, or says no. The message names what was asked."""
+
+
+class Conflict(KubernetesError):
+    """Raised if somebody else has changed the object, or made it, since it was read."""
+
+
+class Missing(KubernetesError):
+    """Raised if there is no object of that name."""
+
+
+class KubernetesApi:
+    """Asks the API server. Made by `open_kubernetes`."""
+
+    def __init__(self, client: httpx.AsyncClient, token_file: Path, namespace: str) -> None:
+        self._client = client
+        self._token_file = token_file
+        self.namespace = namespace
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> dict[str, Any] | None:
+        """Return an object, or a list of them; None if there is none of that name. Raises KubernetesError."""
+        try:
+            return await self._call("GET", path, params=params)
+        except Missing:
+            return None
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Make an object. Raises Conflict or KubernetesError."""
+        return await self._call("POST", path, body=body)
+
+    async def patch(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Merge ``body`` into an object, if that has the ``resourceVersion`` of ``body``, or ``body`` has none.
+
+        Raises Conflict, Missing or KubernetesError.
+        """
+        return await self._call("PATCH", path, body=body)
+
+    async def delete(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Delete an object; one that is not there counts as deleted. Raises Conflict or KubernetesError."""
+        with suppress(Missing):
+            await self._call("DELETE", path, body=body)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        try:
+            token = (await anyio.Path(self._token_file).read_text()).strip()  # it is replaced every hour
+            headers = {"authorization": f"Bearer {token}", "accept": "application/json"}
+            if body is not None:
+                headers["content-type"] = MERGE_PATCH if method == "PATCH" else "application/json"
+            content = None if body is None else msgspec.json.encode(body)
+            async with self._client.stream(method, path, params=params, content=content, headers=headers) as response:
+                answer = bytearray()
+                async for chunk in response.aiter_bytes():
+                    answer += chunk
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        raise KubernetesError(f"{method} {path}: the API server's answer is too long")
+        except (httpx.HTTPError, OSError) as error:
+            raise KubernetesError(f"{method} {path}: {str(error) or type(error).__name__}") from error
+        if response.status_code >= 400:
+            kind = {404: Missing, 409: Conflict}.get(response.status_code, KubernetesError)
+            raise kind(f"{method} {path}: {response.status_code} {_message(bytes(answer))}")
+        try:
+            return msgspec.json.decode(answer, type=dict[str, Any])
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise KubernetesError(f"{method} {path}: the API server's answer is no JSON object: {error}") from error
+
+
+def _message(answer: bytes) -> str:
+    """What the API server says is wrong: the message of a Status."""
+    try:
+        return str(msgspec.json.decode(answer, type=dict[str, Any])["message"])[:500]
+    except (msgspec.MsgspecError, ValueError, KeyError):
+        return answer[:200].decode(errors="replace")
+
+
+@asynccontextmanager
+async def open_kubernetes(api: str, account: Path, *, limit_s: float) -> AsyncGenerator[KubernetesApi]:
+    """Yield the API server at a URL, asked as the service account whose files are in a folder. Raises ConfigError."""
+    ca, token = account / "ca.crt", account / "token"
+    try:
+        namespace = (await anyio.Path(account / "namespace").read_text()).strip()
+        await anyio.Path(token).read_text()
+        trusts = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise ConfigError(
+            f"kubernetes.account: {account} lacks a file of a service account (token, ca.crt, namespace): {error}; "
+            "outside a cluster choose another standby.store"
+        ) from error
+    async with httpx.AsyncClient(base_url=api, verify=trusts, trust_env=False, timeout=limit_s) as client:
+        yield KubernetesApi(client, token, namespace)

@@ -1,0 +1,132 @@
+"""The way to the scheduler that leads, for workers and gateways: one address, or several of which one leads.
+
+A scheduler that stands by names the leader, and is asked again if it knows none: it may be the next. Leaders have
+*terms*, each higher than all before. Who has heard of one refuses those of before, which were stopped or cut off
+and do not know yet that another one leads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import anyio
+import structlog
+
+from pdmesh.config import SecurityConfig
+from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.wire.endpoint import MeshChannel, open_channel
+from pdmesh.wire.messages import StandingBy, WelcomeGateway, WelcomeWorker
+from pdmesh.wire.session import ANSWER_LIMIT_S
+
+log = structlog.get_logger()
+
+WelcomeT = TypeVar("WelcomeT", WelcomeWorker, WelcomeGateway)
+
+#: For one of several addresses to accept a connection, and for its welcome: another one may lead meanwhile.
+CONNECT_LIMIT_S = 1.0
+WELCOME_LIMIT_S = 2.0
+
+#: After all addresses were tried in vain.
+ROUND_PAUSE_S = 0.2
+
+
+def scheduler_addresses(setting: str) -> tuple[str, ...]:
+    """Return the addresses of a `MeshConfig.scheduler_address`; a target of gRPC, such as ``ipv4:a:1,b:2``, is one."""
+    if setting.startswith(("ipv4:", "ipv6:", "dns:", "unix:")):
+        return (setting,)
+    return tuple(address.strip() for address in setting.split(",") if address.strip())
+
+
+class SchedulerChannel:
+    """A channel to whichever scheduler leads. Made by `open_scheduler_channel`.
+
+    Implements `pdmesh.wire.session.ReadyChannel`: each `channel_ready` tries another address than the one before, or
+    that which was named.
+    """
+
+    def __init__(self, addresses: Sequence[str], security: SecurityConfig) -> None:
+        self._addresses = tuple(addresses)
+        self._security = security
+        self._channels: dict[str, MeshChannel] = {}
+        self._num_tried = 0  # of the addresses, over and over
+        self._next: str | None = None  # to be tried before the others
+        self._address = ""  # in use
+        self._term = 0  # the highest that was heard of
+
+    @property
+    def answer_limit_s(self) -> float:
+        """Seconds that the first message on a stream may take."""
+        return ANSWER_LIMIT_S if len(self._addresses) == 1 else WELCOME_LIMIT_S
+
+    async def channel_ready(self) -> None:
+        """Wait until a scheduler is connected: one that was named, or the next of the addresses."""
+        if len(self._addresses) == 1 and self._next is None:
+            self._address = self._addresses[0]
+            await self._channel(self._address).channel_ready()
+            return
+        while True:
+            self._address = self._take_next()
+            await self._close_others()
+            with anyio.move_on_after(CONNECT_LIMIT_S):
+                if await self._channel(self._address).connect():
+                    return
+            if self._num_tried % len(self._addresses) == 0:
+                await anyio.sleep(ROUND_PAUSE_S)
+
+    def stream_stream(self, method: str) -> Callable[..., Any]:
+        """Return a function that begins a call of ``method`` on the connected scheduler."""
+        return self._channel(self._address).stream_stream(method)
+
+    def check(self, first: object, kind: type[WelcomeT]) -> WelcomeT:
+        """Return a scheduler's first message, which is to be a welcome.
+
+        Raises InstanceUnavailable if it does not lead, or not any more, and ProtocolError for anything else.
+        """
+        if isinstance(first, StandingBy):
+            self._next = first.leader or self._address
+            raise InstanceUnavailable(f"{self._address} stands by, and {first.leader or 'nobody yet'} leads")
+        if not isinstance(first, kind):
+            raise ProtocolError(f"the scheduler's first message must be {kind.__name__}")
+        welcome = first
+        if 0 < welcome.term < self._term:
+            log.error("an earlier leader was refused", address=self._address, term=welcome.term)
+            raise InstanceUnavailable(
+                f"{self._address} led before another scheduler did (term {welcome.term}, and {self._term} was heard of)"
+            )
+        self._term = max(self._term, welcome.term)
+        return welcome
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        while self._channels:
+            _, channel = self._channels.popitem()
+            await channel.__aexit__(None, None, None)
+
+    def _take_next(self) -> str:
+        named, self._next = self._next, None
+        if named is not None:
+            return named
+        self._num_tried += 1
+        return self._addresses[(self._num_tried - 1) % len(self._addresses)]
+
+    def _channel(self, address: str) -> MeshChannel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address, self._security)
+        return self._channels[address]
+
+    async def _close_others(self) -> None:
+        """Close channels to leaders that were named and are not in use: of these there may be any number in time."""
+        for address in [each for each in self._channels if each not in (*self._addresses, self._address)]:
+            await self._channels.pop(address).__aexit__(None, None, None)
+
+
+@asynccontextmanager
+async def open_scheduler_channel(setting: str, security: SecurityConfig) -> AsyncGenerator[SchedulerChannel]:
+    """Yield a channel to the scheduler that leads, among the addresses of a `MeshConfig.scheduler_address`."""
+    channel = SchedulerChannel(scheduler_addresses(setting), security)
+    try:
+        yield channel
+    finally:
+        await channel.aclose()

@@ -1,0 +1,89 @@
+"""A lease record under a key of etcd, by the JSON gateway of its API v3."""
+
+from __future__ import annotations
+
+import ssl
+from base64 import b64decode, b64encode
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+
+from pdmesh.config import StandbyConfig
+from pdmesh.errors import ConfigError
+from pdmesh_scheduler.standby.leadership import LeaseRecord
+from pdmesh_scheduler.standby.store import StoredRecord, StoreUnavailable, decode_record, encode_record
+
+
+class EtcdStore:
+    """Reads and compares by a key's revision; implements `LeaseStore`. Made by `open_etcd`."""
+
+    def __init__(self, client: httpx.AsyncClient, endpoints: Sequence[str], key: str) -> None:
+        self._client = client
+        self._endpoints = list(endpoints)  # that which answered last is the first
+        self._key = b64encode(key.encode()).decode()
+
+    async def read(self) -> StoredRecord:
+        """Return the record. Raises StoreUnavailable."""
+        answer = await self._call("range", {"key": self._key})
+        match answer:
+            case {"kvs": [{"value": str(value), "mod_revision": str(revision)}]}:
+                return StoredRecord(decode_record(b64decode(value)), revision)
+            case {"kvs": _}:
+                raise StoreUnavailable("etcd sent an answer of another form")
+            case _:
+                return StoredRecord(None, None)
+
+    async def swap(self, record: LeaseRecord, version: str | None) -> str | None:
+        """Write a record if the key has that revision. Raises StoreUnavailable."""
+        same = {"target": "MOD", "mod_revision": version} if version else {"target": "VERSION", "version": "0"}
+        put = {"key": self._key, "value": b64encode(encode_record(record)).decode()}
+        transaction = {
+            "compare": [{"key": self._key, "result": "EQUAL", **same}],
+            "success": [{"request_put": put}],
+        }
+        match await self._call("txn", transaction):
+            case {"succeeded": True, "header": {"revision": str(revision)}}:
+                return revision
+            case _:
+                return None
+
+    async def _call(self, method: str, body: dict[str, Any]) -> Any:
+        """Ask one of the members. A write that is sent twice, because its answer was lost, is done once at most."""
+        problems: list[str] = []
+        for endpoint in tuple(self._endpoints):
+            answered = False
+            try:
+                response = await self._client.post(f"{endpoint}/v3/kv/{method}", json=body)
+                if response.status_code == 200:
+                    answered = True
+                    return msgspec.json.decode(response.content)
+                problems.append(f"{endpoint}: {response.status_code} {response.text[:200]}")
+            except (httpx.HTTPError, msgspec.DecodeError) as error:
+                problems.append(f"{endpoint}: {str(error) or type(error).__name__}")
+            finally:
+                if not answered and self._endpoints[0] == endpoint:  # also one that was waited for in vain
+                    self._endpoints.append(self._endpoints.pop(0))
+        raise StoreUnavailable(f"etcd does not answer: {'; '.join(problems)}")
+
+
+@asynccontextmanager
+async def open_etcd(config: StandbyConfig) -> AsyncGenerator[EtcdStore]:
+    """Yield a store on the cluster that the settings name. Raises ConfigError."""
+    endpoints = [each.strip().rstrip("/") for each in config.etcd_endpoints.split(",") if each.strip()]
+    if not endpoints or not all(each.startswith(("http://", "https://")) for each in endpoints):
+        raise ConfigError(
+            "standby.etcd_endpoints: name etcd's addresses, such as https://10.0.0.1:2379,https://10.0.0.2:2379"
+        )
+    if (config.etcd_cert is None) != (config.etcd_key is None):
+        raise ConfigError("standby.etcd_cert and standby.etcd_key go together: set both or neither")
+    try:
+        trusts = ssl.create_default_context(cafile=config.etcd_ca)
+        if config.etcd_cert is not None:
+            trusts.load_cert_chain(config.etcd_cert, config.etcd_key)
+    except OSError as error:
+        raise ConfigError(f"standby.etcd_ca, etcd_cert or etcd_key cannot be read: {error}") from error
+    async with httpx.AsyncClient(verify=trusts, trust_env=False, timeout=config.lease_s) as client:
+        yield EtcdStore(client, endpoints, config.name)

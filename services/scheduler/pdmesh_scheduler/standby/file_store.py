@@ -1,0 +1,85 @@
+"""A lease record in a file: for schedulers on one host, or on a shared disk whose locks and renames can be trusted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+import anyio.to_thread
+
+from pdmesh_scheduler.standby.leadership import LeaseRecord
+from pdmesh_scheduler.standby.store import (
+    MAX_RECORD_BYTES,
+    StoredRecord,
+    StoreUnavailable,
+    decode_record,
+    encode_record,
+)
+
+
+class FileStore:
+    """Reads and replaces a file under a lock that ends with its holder; implements `LeaseStore`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def read(self) -> StoredRecord:
+        """Return the record. Raises StoreUnavailable."""
+        return await anyio.to_thread.run_sync(self._read, abandon_on_cancel=True)
+
+    async def swap(self, record: LeaseRecord, version: str | None) -> str | None:
+        """Write a record if the file has ``version``. Raises StoreUnavailable."""
+        return await anyio.to_thread.run_sync(partial(self._swap, record, version), abandon_on_cancel=True)
+
+    def _read(self) -> StoredRecord:
+        try:
+            with self._path.open("rb") as file:
+                content = file.read(MAX_RECORD_BYTES + 1)
+        except FileNotFoundError:
+            return StoredRecord(None, None)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot read {self._path}: {error.strerror}") from error
+        return StoredRecord(decode_record(content), _version(content))
+
+    def _swap(self, record: LeaseRecord, version: str | None) -> str | None:
+        content = encode_record(record)
+        # A name of its own: a write that nobody waits for any more may still go on.
+        part = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.part")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            with self._locked():
+                if self._read().version != version:
+                    return None
+                part.replace(self._path)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot write {self._path}: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                part.unlink()
+        return _version(content)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep others from writing for the moment that a comparison takes; who finds it locked tries again later."""
+        lock = self._path.with_name(f"{self._path.name}.lock")
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _version(content: bytes) -> str:
+    return blake2b(content, digest_size=16).hexdigest()  # no two writes are alike: each raises the beat

@@ -1,0 +1,146 @@
+"""One scheduler's hold on the lease: waits until it may lead, renews while it leads, and says when that is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import anyio
+import structlog
+
+from pdmesh.errors import PdmeshError
+from pdmesh_scheduler.standby.leadership import Candidate, LeaseWrite
+from pdmesh_scheduler.standby.store import LeaseStore, StoreUnavailable
+
+log = structlog.get_logger()
+
+#: For the last write of a leader that leaves in good order.
+RELEASE_LIMIT_S = 2.0
+
+
+class LeaseLost(PdmeshError):
+    """The lease could not be renewed in time, or another scheduler has it."""
+
+
+def clock() -> float:
+    """Return seconds that also pass while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class LeaseKeeper:
+    """Acts for a `Candidate` on a store. `acquire`, `keep` and `release` are called once, in this order."""
+
+    def __init__(
+        self,
+        store: LeaseStore,
+        candidate: Candidate,
+        lease_s: float,
+        *,
+        clock: Callable[[], float] = clock,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._candidate = candidate
+        self._limit_s = lease_s / 2  # for an answer of the store
+        self._clock = clock
+        self._wall_time = wall_time
+        self._wanted = anyio.Event()  # set when there is something to write
+        self._kept = anyio.Event()  # set, and replaced, after each try
+        self._complaint = ""
+        self._is_asking = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether commands may be given now."""
+        return self._candidate.leads(self._clock())
+
+    @property
+    def term(self) -> int:
+        """The term of the leader that was seen last."""
+        return self._candidate.term
+
+    @property
+    def leader(self) -> str:
+        """The address of whoever leads; empty if that is nobody, or late with its renewal."""
+        return self._candidate.leader(self._clock())
+
+    @property
+    def state(self) -> str:
+        """What operators asked for, as it is to be kept."""
+        return self._candidate.state
+
+    async def acquire(self) -> None:
+        """Wait until this scheduler leads."""
+        said = None
+        while not self.leads:
+            await self._look()
+            if not self.leads:
+                if (leader := self.leader) != said:
+                    said = leader
+                    log.info("standing by", leader=leader or "nobody")
+                await anyio.sleep(self._candidate.next_s(self._clock()) - self._clock())
+        log.info("leading", term=self.term)
+
+    async def keep(self) -> None:
+        """Renew the lease until that fails. Raises LeaseLost as soon as this scheduler must not lead any more."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._renew)
+            while (left_s := self._candidate.until_s - self._clock()) > 0:  # noqa: ASYNC110  # renewed meanwhile
+                await anyio.sleep(left_s)
+            tasks.cancel_scope.cancel()
+        if self._candidate.successor:
+            raise LeaseLost(f"{self._candidate.successor} leads now")
+        why = "the store has not answered yet" if self._is_asking else "this process stood still"
+        raise LeaseLost(f"the lease could not be renewed in time: {self._complaint or why}")
+
+    async def save(self, state: str) -> bool:
+        """Keep what operators ask for beside the lease; whether the store has it."""
+        self._candidate.state = state
+        self._wanted.set()
+        with anyio.move_on_after(2 * self._limit_s):
+            while self.leads and not self._candidate.is_kept:
+                await self._kept.wait()
+        return self._candidate.is_kept
+
+    async def release(self) -> None:
+        """Let another scheduler lead at once. This one must have stopped giving commands."""
+        if (attempt := self._candidate.release()) is not None:
+            with anyio.move_on_after(RELEASE_LIMIT_S, shield=True), suppress(StoreUnavailable, TimeoutError):
+                await self._write(attempt)
+
+    async def _renew(self) -> None:
+        while True:
+            self._wanted = wanted = anyio.Event()
+            await self._look()
+            self._kept.set()
+            self._kept = anyio.Event()
+            with anyio.move_on_after(max(0.0, self._candidate.next_s(self._clock()) - self._clock())):
+                await wanted.wait()
+
+    async def _look(self) -> None:
+        """Do what is to be done now: write, after having read if need be."""
+        self._is_asking = True
+        try:
+            with anyio.fail_after(self._limit_s):
+                attempt = self._candidate.attempt(self._clock(), int(self._wall_time()))
+                if attempt is None or not self.leads:
+                    stored = await self._store.read()
+                    self._candidate.observed(stored.record, stored.version, self._clock())
+                    attempt = self._candidate.attempt(self._clock(), int(self._wall_time()))
+            if attempt is not None:
+                await self._write(attempt)
+            self._complaint = ""
+        except (StoreUnavailable, TimeoutError) as error:
+            complaint = str(error) or f"the store does not answer within {self._limit_s:g} s"
+            if complaint != self._complaint:
+                log.error("cannot ask who leads; trying again", reason=complaint)
+            self._complaint = complaint
+        self._is_asking = False
+
+    async def _write(self, attempt: LeaseWrite) -> None:
+        self._candidate.sent(attempt, self._clock())
+        with anyio.fail_after(self._limit_s):
+            version = await self._store.swap(attempt.record, attempt.version)
+        if version is not None:
+            self._candidate.written(attempt, version, self._clock())

@@ -1,0 +1,76 @@
+"""A lease record in a Lease of Kubernetes (``coordination.k8s.io/v1``), which compares by its resource version."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from pdmesh.kubernetes import Conflict, KubernetesApi, KubernetesError, Missing
+from pdmesh_scheduler.standby.leadership import LeaseRecord
+from pdmesh_scheduler.standby.store import StoredRecord, StoreUnavailable, decode_record, encode_record
+
+#: The annotation that has the record. The Lease's own fields tell people the same.
+RECORD = "pdmesh/record"
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class KubernetesStore:
+    """Implements `LeaseStore`."""
+
+    def __init__(self, api: KubernetesApi, name: str, lease_s: float, now: Callable[[], datetime] = _now) -> None:
+        self._api = api
+        self._name = name
+        self._lease_s = lease_s
+        self._now = now
+        self._leases = f"/apis/coordination.k8s.io/v1/namespaces/{api.namespace}/leases"
+
+    async def read(self) -> StoredRecord:
+        """Return the record. Raises StoreUnavailable."""
+        try:
+            lease = await self._api.get(f"{self._leases}/{self._name}")
+        except KubernetesError as error:
+            raise StoreUnavailable(str(error)) from error
+        if lease is None:
+            return StoredRecord(None, None)
+        record = (lease["metadata"].get("annotations") or {}).get(RECORD)
+        return StoredRecord(
+            None if record is None else decode_record(record), str(lease["metadata"]["resourceVersion"])
+        )
+
+    async def swap(self, record: LeaseRecord, version: str | None) -> str | None:
+        """Write a record if the Lease has that resource version. Raises StoreUnavailable."""
+        lease = self._lease(record, version)
+        try:
+            if version is None:
+                written = await self._api.post(self._leases, lease)
+            else:
+                written = await self._api.patch(f"{self._leases}/{self._name}", lease)
+        except (Conflict, Missing):
+            return None
+        except KubernetesError as error:
+            raise StoreUnavailable(str(error)) from error
+        return str(written["metadata"]["resourceVersion"])
+
+    def _lease(self, record: LeaseRecord, version: str | None) -> dict[str, Any]:
+        metadata: dict[str, Any] = {
+            "name": self._name,
+            "namespace": self._api.namespace,
+            "annotations": {RECORD: encode_record(record).decode()},
+        }
+        if version is not None:
+            metadata["resourceVersion"] = version
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": metadata,
+            "spec": {
+                "holderIdentity": record.address or None,
+                "leaseDurationSeconds": math.ceil(self._lease_s),
+                "renewTime": self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            },
+        }

@@ -1,0 +1,169 @@
+"""Who leads among several schedulers, and until when: pure, and without a clock that two of them would have to share.
+
+A *lease record* in a store says who leads. Whoever writes it has read what was there (compare and swap), and each
+write raises its ``beat``. A leader may lead for a *hold* after it **sent** its last successful write. Another one may
+take the lease when it has **seen** the record unchanged for ``lease_s``. It saw each beat after that was sent, and a
+hold is shorter than a lease. So the leader has stopped before the other begins, as long as their clocks do not differ
+in *rate* by more than the margin, a quarter of the lease.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+#: Of a lease: the part of it that its holder does not use.
+MARGIN = 0.25
+
+#: Renewals in a lease, and looks at it, by those who wait for it and by a holder whose renewal failed.
+RENEWALS, LOOKS = 4, 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """What the store says. Kept as JSON: a field that is renamed has to be read under both names."""
+
+    holder_id: str = ""  # of a process; empty: nobody leads
+    address: str = ""  # where the holder serves
+    term: int = 0  # each holder's is higher than all before
+    beat: int = 0  # higher with each write
+    state: str = ""  # what operators asked for, for the next holder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseWrite:
+    """A write that is to be tried: ``record``, if the store still has ``version``."""
+
+    record: LeaseRecord
+    version: str | None  # None: the store has no record
+
+
+class Candidate:
+    """One scheduler's part: what it has seen of the record, what it should write, and whether it leads.
+
+    All times are of its own clock, which must go on while the machine is suspended.
+    """
+
+    def __init__(self, holder_id: str, address: str, lease_s: float) -> None:
+        self._holder_id = holder_id
+        self._address = address
+        self._lease_s = lease_s
+        self._hold_s = lease_s * (1 - MARGIN)
+        self._record: LeaseRecord | None = None  # that was seen last
+        self._version: str | None = None
+        self._is_known = False  # whether the store is known to have that
+        self._changed_s = inf  # when it was first seen
+        self._tried: LeaseRecord | None = None  # written, perhaps in vain
+        self._tried_s = -inf
+        self._until_s = -inf  # it leads so long
+        self._sent_s = -inf  # its last successful write
+        self.state = ""  # to be kept, while it leads
+
+    # --- what it knows ---
+
+    def leads(self, now_s: float) -> bool:
+        """Whether it may command now."""
+        return now_s < self._until_s
+
+    @property
+    def until_s(self) -> float:
+        """The end of its leading, if it writes nothing more; it never led if that is -inf."""
+        return self._until_s
+
+    @property
+    def term(self) -> int:
+        """The term of the record that was seen last."""
+        return 0 if self._record is None else self._record.term
+
+    @property
+    def successor(self) -> str:
+        """The address of another holder of the record that was seen last; empty if that is this one, or nobody."""
+        return "" if self._record is None or self._is_ours else self._record.address
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the store has its present ``state``."""
+        return self._is_ours and self._record is not None and self._record.state == self.state
+
+    def leader(self, now_s: float) -> str:
+        """Return the address of whoever leads by now; empty if that is nobody, or late with its renewal."""
+        record = self._record
+        is_late = now_s - self._changed_s > 2 * self._lease_s / RENEWALS
+        return "" if record is None or not record.holder_id or is_late else record.address
+
+    def next_s(self, now_s: float) -> float:
+        """Return when to look, or to write, again."""
+        if self._is_known and self.leads(now_s):
+            return self._sent_s + self._lease_s / RENEWALS
+        return now_s + self._lease_s / LOOKS
+
+    @property
+    def _is_ours(self) -> bool:
+        return self._record is not None and self._record.holder_id == self._holder_id
+
+    # --- what happens ---
+
+    def observed(self, record: LeaseRecord | None, version: str | None, now_s: float) -> None:
+        """Take note of what the store had, some time before now."""
+        if version != self._version or self._changed_s == inf:
+            self._record, self._version, self._changed_s = record, version, now_s
+        self._is_known = True
+        if record is not None and record == self._tried:
+            self._has_written(now_s)  # though nobody answered
+        elif not self._is_ours:
+            self._until_s = min(self._until_s, now_s)  # somebody took it
+
+    def attempt(self, now_s: float, at_least: int) -> LeaseWrite | None:
+        """Return what to write now; None if nothing is to be written, or the record has to be read first.
+
+        The first term, of a store without a record, is ``at_least``; with a wall clock's seconds a store that was
+        emptied does not begin anew with terms that were heard before.
+        """
+        if not self._is_known:
+            return None
+        before = self._record or LeaseRecord()
+        if self.leads(now_s):
+            record = replace(before, beat=before.beat + 1, state=self.state)
+            is_due = now_s >= self.next_s(now_s) or before.state != self.state
+        else:
+            record = LeaseRecord(
+                holder_id=self._holder_id,
+                address=self._address,
+                term=max(before.term + 1, at_least),
+                beat=before.beat + 1,
+                state=before.state,
+            )
+            # Who has led once does not lead again: it does not know what happened meanwhile.
+            is_free = not before.holder_id or now_s - self._changed_s >= self._lease_s
+            is_due = is_free and self._until_s == -inf
+        return LeaseWrite(record=record, version=self._version) if is_due else None
+
+    def release(self) -> LeaseWrite | None:
+        """Return the write by which a leader that has stopped commanding lets others lead at once."""
+        self._until_s = min(self._until_s, self._sent_s)
+        if not self._is_known or not self._is_ours or self._record is None:
+            return None
+        record = replace(self._record, holder_id="", address="", beat=self._record.beat + 1, state=self.state)
+        return LeaseWrite(record=record, version=self._version)
+
+    def sent(self, attempt: LeaseWrite, now_s: float) -> None:
+        """Take note that a write is being sent: until an answer comes nobody knows what the store has."""
+        self._tried, self._tried_s = attempt.record, now_s
+        self._is_known = False
+
+    def written(self, attempt: LeaseWrite, version: str, now_s: float) -> None:
+        """Take note that the store has what was sent last."""
+        self._record, self._version, self._changed_s = attempt.record, version, now_s
+        self._is_known = True
+        if attempt.record.holder_id == self._holder_id:
+            self._has_written(now_s)
+
+    def _has_written(self, now_s: float) -> None:
+        if self._until_s == -inf:
+            assert self._record is not None
+            self.state = self._record.state
+        elif not self.leads(now_s):
+            return  # too late: it has stopped
+        self._sent_s = max(self._sent_s, self._tried_s)
+        self._until_s = max(self._until_s, self._tried_s + self._hold_s)
+        self._tried = None

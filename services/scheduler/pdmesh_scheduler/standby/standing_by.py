@@ -1,0 +1,174 @@
+"""A scheduler among several: it stands by until it leads, and leads until it is stopped or must not lead any more."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import grpc
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry
+
+from pdmesh.config import MeshConfig
+from pdmesh.errors import ConfigError
+from pdmesh.kubernetes import open_kubernetes
+from pdmesh.service import ServiceContext
+from pdmesh.wire.admin import ADMIN_METHOD
+from pdmesh.wire.dialing import is_wildcard
+from pdmesh.wire.endpoint import serving
+from pdmesh.wire.link import FrameLink, serve_link
+from pdmesh.wire.messages import GatewayUp, StandingBy, WorkerUp
+from pdmesh_scheduler.metrics import leads_gauge
+from pdmesh_scheduler.operators import Operators
+from pdmesh_scheduler.standby.etcd_store import open_etcd
+from pdmesh_scheduler.standby.file_store import FileStore
+from pdmesh_scheduler.standby.keeper import LeaseKeeper, LeaseLost
+from pdmesh_scheduler.standby.kubernetes_store import KubernetesStore
+from pdmesh_scheduler.standby.leadership import Candidate
+from pdmesh_scheduler.standby.mandate import Mandate
+from pdmesh_scheduler.standby.store import LeaseStore
+
+log = structlog.get_logger()
+
+#: Of a lease: the silence of a leader after which workers and gateways look for another one.
+SILENCE = 2 / 3
+
+#: For those who are told who leads to hear it.
+REFUSAL_LIMIT_S = 1.0
+
+#: Leads, with a mandate and on a port, until the service is told to stop.
+Lead = Callable[[MeshConfig, Mandate], Awaitable[None]]
+
+
+async def lead_in_turn(
+    config: MeshConfig,
+    context: ServiceContext,
+    operators: Operators,
+    registry: CollectorRegistry,
+    service: str,
+    lead: Lead,
+    **facts: Any,
+) -> None:
+    """Refuse all calls of ``service`` until this scheduler leads, and then ``lead``.
+
+    Raises LeaseLost once it must not lead any more, and ConfigError.
+    """
+    standby = config.standby
+    leads = leads_gauge(registry)
+    async with _open_store(config) as store:
+        async with _refusing(config, service, operators) as (port, keepers):
+            address = standby.address or _own_address(config, port)
+            keeper = LeaseKeeper(store, Candidate(secrets.token_hex(8), address, standby.lease_s), standby.lease_s)
+            keepers.append(keeper)
+            context.announce(address=f"{config.scheduler.host}:{port}", **facts)
+            if not await _acquired(keeper, context.stopping):
+                return
+        leads.set(1)
+        mandate = Mandate(
+            term=keeper.term,
+            silence_s=SILENCE * standby.lease_s,
+            is_valid=lambda: keeper.leads,
+            desired=keeper.state.encode(),
+            keep=lambda content: keeper.save(content.decode()),
+        )
+        lost: LeaseLost | None = None
+
+        async def keep() -> None:
+            nonlocal lost
+            try:
+                await keeper.keep()
+            except LeaseLost as error:
+                log.error("this scheduler must not lead any more; it ends", reason=str(error))
+                lost = error
+                context.stopping.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(keep)
+            await lead(replace(config, scheduler=replace(config.scheduler, port=port)), mandate)
+            tasks.cancel_scope.cancel()
+        await keeper.release()
+        if lost is not None:
+            raise LeaseLost(f"{lost}: start it again, to stand by") from lost
+
+
+async def _acquired(keeper: LeaseKeeper, stopping: anyio.Event) -> bool:
+    """Wait until the lease is held, or until told to stop; whether it is held."""
+    async with anyio.create_task_group() as racing:
+
+        async def stop() -> None:
+            await stopping.wait()
+            racing.cancel_scope.cancel()
+
+        racing.start_soon(stop)
+        await keeper.acquire()
+        racing.cancel_scope.cancel()
+    return keeper.leads
+
+
+@asynccontextmanager
+async def _refusing(
+    config: MeshConfig, service: str, operators: Operators
+) -> AsyncGenerator[tuple[int, list[LeaseKeeper]]]:
+    """Tell whoever calls who leads, within the block; yield the port, and where the keeper that knows it is to go."""
+    keepers: list[LeaseKeeper] = []
+
+    def answer() -> StandingBy:
+        return StandingBy(leader=keepers[0].leader if keepers else "")
+
+    async def refuse(link: FrameLink[Any, Any], _peer: str) -> None:
+        link.post(answer())
+        link.close()
+        with anyio.move_on_after(REFUSAL_LIMIT_S):
+            await link.pump()
+
+    async def refuse_question(_frame: bytes, _context: Any) -> bytes:
+        return msgspec.msgpack.encode([answer()])
+
+    methods = {
+        "Worker": serve_link(refuse, WorkerUp),
+        "Gateway": serve_link(refuse, GatewayUp),
+        "Admin": grpc.unary_unary_rpc_method_handler(refuse_question),
+    }
+    async with serving(
+        service,
+        methods,
+        host=config.scheduler.host,
+        port=config.scheduler.port,
+        security=config.security,
+        setting="scheduler.port",
+        grace_s=0.0,
+        admits=lambda method, metadata: method == ADMIN_METHOD and operators.admits(metadata),
+    ) as port:
+        yield port, keepers
+
+
+def _own_address(config: MeshConfig, port: int) -> str:
+    host = config.scheduler.host
+    if is_wildcard(host):
+        raise ConfigError(
+            f"others cannot be told to reach this scheduler at {host}: set standby.address to the host:port by which "
+            "workers and gateways reach it"
+        )
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@asynccontextmanager
+async def _open_store(config: MeshConfig) -> AsyncGenerator[LeaseStore]:
+    standby = config.standby
+    match standby.store:
+        case "file":
+            if standby.file is None:
+                raise ConfigError("standby.file: name the file by which the schedulers of this host agree")
+            yield FileStore(standby.file)
+        case "etcd":
+            async with open_etcd(standby) as etcd:
+                yield etcd
+        case _:
+            kubernetes = config.kubernetes
+            async with open_kubernetes(kubernetes.api, kubernetes.account, limit_s=standby.lease_s) as api:
+                yield KubernetesStore(api, standby.name, standby.lease_s)

@@ -1,0 +1,170 @@
+"""What every store of the leading scheduler's lease does: a file, etcd, a Lease of Kubernetes, and the fake."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio
+import pytest
+
+from pdmesh.config import StandbyConfig
+from pdmesh.testing.kubernetes import NAMESPACE, FakeApiServer, Rule, asking
+from pdmesh.testing.standby import running_etcd, why_no_etcd
+from pdmesh_scheduler.standby.etcd_store import open_etcd
+from pdmesh_scheduler.standby.file_store import FileStore
+from pdmesh_scheduler.standby.kubernetes_store import RECORD, KubernetesStore
+from pdmesh_scheduler.standby.leadership import LeaseRecord
+from pdmesh_scheduler.standby.store import LeaseStore, StoredRecord, StoreUnavailable
+from pdmesh_scheduler.testing import MemoryStore
+
+pytestmark = pytest.mark.anyio
+
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/pdmesh"
+
+RECORDS = [
+    LeaseRecord(holder_id=f"id-{beat}", address="10.0.0.1:7000", term=beat, beat=beat, state='{"é": "\\n"}')
+    for beat in range(12)
+]
+
+
+@dataclass
+class Kept:
+    """A store that nothing was written to, and what can be done to it."""
+
+    store: LeaseStore
+    break_it: Callable[[], object]
+    damage: Callable[[], object] | None = None
+
+
+@asynccontextmanager
+async def in_memory(_folder: Path) -> AsyncGenerator[Kept]:
+    store = MemoryStore()
+    yield Kept(store, lambda: setattr(store, "is_away", True))
+
+
+@asynccontextmanager
+async def in_a_file(folder: Path) -> AsyncGenerator[Kept]:
+    path = folder / "state/lease.json"
+
+    def break_it() -> None:
+        path.unlink(missing_ok=True)
+        path.mkdir()
+
+    yield Kept(FileStore(path), break_it, lambda: path.write_bytes(b"{"))
+
+
+@asynccontextmanager
+async def in_etcd(folder: Path) -> AsyncGenerator[Kept]:
+    if (why_not := why_no_etcd()) is not None:
+        pytest.skip(why_not)
+    async with running_etcd(folder) as port:
+        away = "http://127.0.0.1:9"
+        endpoints = f"{away},http://127.0.0.1:{port}"  # the first member is down
+        async with open_etcd(StandbyConfig(etcd_endpoints=endpoints)) as store:
+            yield Kept(store, lambda: store._endpoints.__setitem__(slice(None), [away]))
+
+
+@asynccontextmanager
+async def in_kubernetes(folder: Path) -> AsyncGenerator[Kept]:
+    server = FakeApiServer()
+    async with asking(server, folder) as api:
+
+        def damage() -> None:
+            server.put(LEASE, {"metadata": {"annotations": {RECORD: "{"}}})
+
+        yield Kept(KubernetesStore(api, "pdmesh", 3.0), lambda: setattr(server, "is_away", True), damage)
+
+
+@pytest.fixture(params=[in_memory, in_a_file, in_etcd, in_kubernetes], ids=lambda made: made.__name__)
+async def kept(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncGenerator[Kept]:
+    made: Callable[[Path], AbstractAsyncContextManager[Kept]] = request.param
+    async with made(tmp_path) as kept:
+        yield kept
+
+
+async def test_what_was_written_is_read(kept: Kept) -> None:
+    assert await kept.store.read() == StoredRecord(None, None)
+    version = None
+    for record in RECORDS[:3]:
+        version = await kept.store.swap(record, version)
+        assert version is not None
+        assert await kept.store.read() == StoredRecord(record, version)
+
+
+async def test_nobody_writes_over_what_it_has_not_read(kept: Kept) -> None:
+    assert await kept.store.swap(RECORDS[0], "7") is None
+    first = await kept.store.swap(RECORDS[0], None)
+    assert first is not None
+    assert await kept.store.swap(RECORDS[1], None) is None
+    second = await kept.store.swap(RECORDS[1], first)
+    assert second not in (None, first)
+    assert await kept.store.swap(RECORDS[2], first) is None
+    assert await kept.store.read() == StoredRecord(RECORDS[1], second)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_of_many_who_write_at_once_one_does(kept: Kept, is_first: bool) -> None:
+    version = None if is_first else await kept.store.swap(LeaseRecord(), None)
+    won: list[LeaseRecord] = []
+
+    async def write(record: LeaseRecord) -> None:
+        # A file that another one has locked for a moment is one that cannot be asked now.
+        try:
+            if await kept.store.swap(record, version) is not None:
+                won.append(record)
+        except StoreUnavailable:
+            assert isinstance(kept.store, FileStore)
+
+    async with anyio.create_task_group() as tasks:
+        for record in RECORDS:
+            tasks.start_soon(write, record)
+    assert [(await kept.store.read()).record] == won
+
+
+async def test_it_keeps_what_operators_of_a_large_mesh_ask_for(kept: Kept) -> None:
+    record = replace(RECORDS[0], state="x" * 100_000)
+    version = await kept.store.swap(record, None)
+    assert await kept.store.read() == StoredRecord(record, version)
+
+
+async def test_one_that_is_away_says_so(kept: Kept) -> None:
+    await kept.store.swap(RECORDS[0], None)
+    kept.break_it()
+    with pytest.raises(StoreUnavailable):
+        await kept.store.read()
+    with pytest.raises(StoreUnavailable):
+        await kept.store.swap(RECORDS[1], "1")
+
+
+async def test_a_damaged_record_is_no_record(kept: Kept) -> None:
+    """Nobody leads by it, or writes over it, until somebody has looked."""
+    if kept.damage is None:
+        pytest.skip("it cannot be damaged")
+    await kept.store.swap(RECORDS[0], None)
+    kept.damage()
+    with pytest.raises(StoreUnavailable, match="no lease record"):
+        await kept.store.read()
+
+
+async def test_kubernetes_keeps_what_others_wrote_on_the_lease_and_tells_people(tmp_path: Path) -> None:
+    server = FakeApiServer()
+    server.put(LEASE, {"metadata": {"labels": {"app.kubernetes.io/managed-by": "Helm"}}, "spec": {}})
+    async with asking(server, tmp_path) as api:
+        store = KubernetesStore(api, "pdmesh", 3.0)
+        empty = await store.read()
+        assert empty.record is None
+        version = await store.swap(RECORDS[1], empty.version)
+        assert await store.read() == StoredRecord(RECORDS[1], version)
+    lease = server.objects[LEASE]
+    assert lease["metadata"]["labels"] == {"app.kubernetes.io/managed-by": "Helm"}
+    assert lease["spec"]["holderIdentity"] == RECORDS[1].address
+
+
+async def test_kubernetes_says_what_a_role_lacks(tmp_path: Path) -> None:
+    server = FakeApiServer(rules=[Rule(("coordination.k8s.io",), ("leases",), ("get",))])
+    async with asking(server, tmp_path) as api:
+        with pytest.raises(StoreUnavailable, match="may not create leases"):
+            await KubernetesStore(api, "pdmesh", 3.0).swap(RECORDS[0], None)

@@ -1,0 +1,153 @@
+"""Kubernetes as an actuator, on a stand-in for its API server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import pytest
+
+from pdmesh.cli.kubernetes_actuator import KubernetesActuator
+from pdmesh.core.operators.actuators import DesiredProcesses, number_of
+from pdmesh.kubernetes import KubernetesError
+from pdmesh.model import InstanceId, PoolMember, Role
+from pdmesh.testing.kubernetes import FakeCluster, Rule, asking
+
+pytestmark = pytest.mark.anyio
+
+LABELS = {"app.kubernetes.io/instance": "mesh", "app.kubernetes.io/component": "worker"}
+
+#: What the chart's Role allows.
+RULES = [
+    Rule(("apps",), ("statefulsets",), ("get",), ("mesh-prefill", "mesh-decode", "mesh-mixed")),
+    Rule(("apps",), ("statefulsets/scale",), ("patch",), ("mesh-prefill", "mesh-decode", "mesh-mixed")),
+    Rule(("",), ("pods",), ("list", "delete")),
+]
+
+
+def member(name: str) -> PoolMember:
+    return PoolMember(instance_id=InstanceId(name), role=Role(name.split("-")[1]))
+
+
+def leaving(*names: str) -> tuple[InstanceId, ...]:
+    return tuple(InstanceId(name) for name in names)
+
+
+@asynccontextmanager
+async def acting(folder: Path, cluster: FakeCluster) -> AsyncGenerator[KubernetesActuator]:
+    async with asking(cluster, folder) as api:
+        actuator = KubernetesActuator(api, "mesh")
+        await actuator.look()
+        yield actuator
+
+
+async def pursue(actuator: KubernetesActuator, desired: DesiredProcesses) -> None:
+    """Do it to the end."""
+    async with anyio.create_task_group() as tasks:
+        actuator.pursue(desired, tasks)
+
+
+def a_cluster(num_decode: int = 2) -> FakeCluster:
+    cluster = FakeCluster(RULES)
+    cluster.add_set("mesh-prefill", 1, LABELS)
+    cluster.add_set("mesh-decode", num_decode, LABELS)
+    cluster.add_set("other-decode", 1, {**LABELS, "app.kubernetes.io/instance": "other"})
+    return cluster
+
+
+async def test_it_reports_the_pods_of_its_release_that_are_ready(tmp_path: Path) -> None:
+    cluster = a_cluster()
+    cluster.pod("mesh-decode-1")["status"]["conditions"] = []
+    async with acting(tmp_path, cluster) as actuator:
+        report = actuator.report()
+        assert [each.name for each in report.processes] == ["mesh-decode-0", "mesh-prefill-0"]
+        assert report.unsettled == ("mesh-decode-1",)
+        assert (report.name_prefix, report.last_leaves_first) == ("mesh-", True)
+        cluster.pod("mesh-decode-0")["metadata"]["deletionTimestamp"] = "2026-11-24T00:00:00Z"
+        changed = actuator.changed
+        await actuator.look()
+        assert changed.is_set()
+        assert [each.name for each in actuator.report().processes] == ["mesh-prefill-0"]
+
+
+async def test_what_is_wanted_is_started_once_however_often_it_is_asked_for(tmp_path: Path) -> None:
+    cluster = a_cluster()
+    async with acting(tmp_path, cluster) as actuator:
+        wanted = DesiredProcesses(start=(member("mesh-decode-2"), member("mesh-decode-3")))
+        for _ in range(3):
+            await pursue(actuator, wanted)
+        assert [name for name in cluster.pod_names if name.startswith("mesh-decode")] == [
+            f"mesh-decode-{number}" for number in range(4)
+        ]
+        assert cluster.asked.count("patch statefulsets/scale mesh-decode") == 1
+
+
+async def test_only_the_last_leaves_and_only_once_it_is_empty(tmp_path: Path) -> None:
+    cluster = a_cluster(4)
+    async with acting(tmp_path, cluster) as actuator:
+        await pursue(actuator, DesiredProcesses(stop=leaving("mesh-decode-2")))
+        assert "mesh-decode-3" in cluster.pod_names, "it is not empty"
+        await pursue(actuator, DesiredProcesses(stop=leaving("mesh-decode-2", "mesh-decode-3")))
+        assert [name for name in cluster.pod_names if name.startswith("mesh-decode")] == [
+            "mesh-decode-0",
+            "mesh-decode-1",
+        ]
+        assert "other-decode-0" in cluster.pod_names
+
+
+async def test_a_pod_that_was_started_again_is_made_from_the_present_template(tmp_path: Path) -> None:
+    """`pdmesh restart --rolling` after `helm upgrade`: a process that ended empty costs no stream."""
+    cluster = a_cluster()
+    async with acting(tmp_path, cluster) as actuator:
+        path = next(path for path in cluster.objects if path.endswith("statefulsets/mesh-decode"))
+        cluster.objects[path]["status"]["updateRevision"] = "two"
+        await actuator.look()
+        assert cluster.pod("mesh-decode-0")["metadata"]["labels"]["controller-revision-hash"] == "one"
+        cluster.pod("mesh-decode-0")["status"]["containerStatuses"] = [{"restartCount": 1}]
+        before = {name: cluster.pod(name)["metadata"]["uid"] for name in cluster.pod_names}
+        await actuator.look()
+        await actuator.look()
+        after = {name: cluster.pod(name)["metadata"]["uid"] for name in cluster.pod_names}
+        assert {name for name in before if before[name] != after[name]} == {"mesh-decode-0"}
+        assert cluster.pod("mesh-decode-0")["metadata"]["labels"]["controller-revision-hash"] == "two"
+
+
+async def test_what_cannot_be_started_is_told_once(tmp_path: Path) -> None:
+    cluster = a_cluster()
+    cluster.rules = RULES[:1] + RULES[2:]
+    async with acting(tmp_path, cluster) as actuator:
+        wanted = DesiredProcesses(start=(member("mesh-decode-2"), member("mesh-mixed-0")))
+        await pursue(actuator, wanted)
+        report = actuator.report()
+        reasons = {each.instance_id: each.reason for each in report.failed}
+        assert "may not patch statefulsets/scale" in reasons[InstanceId("mesh-decode-2")]
+        assert reasons[InstanceId("mesh-mixed-0")] == "there is no StatefulSet mesh-mixed"
+        actuator.heard(report)
+        await pursue(actuator, wanted)
+        assert actuator.report().failed == ()
+
+
+async def test_an_api_server_that_is_away_changes_nothing(tmp_path: Path) -> None:
+    cluster = a_cluster()
+    async with acting(tmp_path, cluster) as actuator:
+        before = actuator.report()
+        cluster.is_away = True
+        with pytest.raises(KubernetesError, match="503"):
+            await actuator.look()
+        assert actuator.report() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("mesh-decode-12", ("mesh-decode", 12)),
+        ("decode", ("decode", -1)),
+        ("decode-x", ("decode-x", -1)),
+        ("d-99999999999", ("d-99999999999", -1)),
+    ],
+)
+def test_numbers_of_names(name: str, parts: tuple[str, int]) -> None:
+    assert number_of(InstanceId(name)) == parts
