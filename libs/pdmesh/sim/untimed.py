@@ -164,14 +164,16 @@ class UntimedInstance:
                 assert held.transfer in (transfer, None), f"{command} of another transfer"
                 held.transfer, held.is_granted = transfer, True
                 self._surroundings.sends(held)
-            case PauseTransfer():
+            case PauseTransfer() if held.transfer is not None:  # else it failed here, too
                 assert held.is_granted, f"{command} without a grant"
                 assert not held.is_computed, f"{command}, but all of it is computed"
                 self._surroundings.stops_sending(held)
                 held.is_granted = False
                 self._report(TransferPaused(self.instance_id, *held.key, command.transfer_id))
+            case PauseTransfer():
+                pass
             case WithdrawTransfer():
-                if held.transfer is not None:  # else it failed here, too
+                if held.transfer is not None:
                     assert held.transfer.transfer_id == command.transfer_id, f"{command} of another transfer"
                     self._surroundings.stops_sending(held)
                     held.lose_receiver()

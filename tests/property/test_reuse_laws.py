@@ -1,0 +1,368 @@
+"""Laws of reuse between a core and modelled instances: prompts of several tenants share prefixes while all fails.
+
+Commands and reports cross, steps end in any order, groups lose helpers, instances, gateways and the scheduler go and
+come back. Each side checks the other: an instance has what it is to share and room for what it is told
+(`pdmesh.sim.untimed`), and the core's books balance after each event.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from hashlib import blake2b
+
+import pytest
+
+from pdmesh.core.commands import AdmitPrefill, Reject, Restart
+from pdmesh.core.config import CoreConfig, KvReservation
+from pdmesh.core.events import (
+    DrainRequested,
+    Event,
+    GatewayJoined,
+    InstanceLost,
+    InstanceUnreachable,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    Tick,
+)
+from pdmesh.core.operator_events import BundleChangeRequested
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import (
+    GRANULE_TOKENS,
+    Epoch,
+    FinishReason,
+    GatewayId,
+    InstanceId,
+    PrefixHash,
+    PrefixHashes,
+    Request,
+    RequestId,
+    RequestKey,
+    Role,
+)
+from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.policy.prefill_groups import Schedule
+from pdmesh.sim.held import Held
+from pdmesh.testing.modelled import ModelledInstance, modelled_profile
+from pdmesh.testing.modelled_mesh import ModelledMesh
+
+GATEWAY = GatewayId("g")
+MESHES = (
+    (Role.MIXED, Role.MIXED),
+    (Role.PREFILL, Role.PREFILL, Role.DECODE),
+    (Role.PREFILL, Role.MIXED, Role.DECODE),
+    (Role.PREFILL, Role.PREFILL, Role.PREFILL, Role.DECODE),
+)
+
+#: A block is a granule. A second for each 32 tokens.
+POLICY = PolicyConfig(
+    chunk_tokens=256,
+    latency=LinearLatencyModel(a_s=0.0, b_s=1 / 32, c_s=0.0, d_s=0.0),
+    prefill_step_s=8.0,
+    slo_tpot_s=4.0,
+    long_prompt_tokens=640,
+    local_step_share=2.0,
+)
+
+
+def a_chain(tenant: str, path: list[int]) -> PrefixHashes:
+    return tuple(
+        [PrefixHash(blake2b(f"{tenant} {path[:n]}".encode(), digest_size=16).digest()) for n in range(1, len(path) + 1)]
+    )
+
+
+class Workload:
+    """What may happen next, drawn by a seeded stream."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.now_s = 0.0
+        self.has_groups = bool(seed % 2)
+        schedule = rng.choice(list(Schedule))
+        self.policy = replace(POLICY, sequence_parallel=schedule)
+        self.config = CoreConfig(
+            max_queue_entries=8, max_queue_s=200.0, policy=self.policy, kv_reservation=rng.choice(list(KvReservation))
+        )
+        self.bundle = "pdmesh" if self.has_groups else rng.choice(BUNDLE_NAMES)
+        self.max_total_of: dict[RequestKey, int] = {}
+        self.chain_of: dict[RequestKey, PrefixHashes] = {}
+        self.path_of: dict[RequestId, tuple[str, list[int]]] = {}
+        num_blocks = rng.randint(12, 30)
+        self.profiles = {
+            profile.instance_id: profile
+            for index, role in enumerate(rng.choice(MESHES))
+            for profile in [
+                modelled_profile(
+                    f"i{index}",
+                    role,
+                    num_blocks=num_blocks,
+                    block_size=GRANULE_TOKENS,
+                    max_model_len=4096,
+                    max_num_seqs=3,
+                    num_transfer_backends=1,
+                    num_layers=3,
+                    joins_groups=self.has_groups,
+                )
+            ]
+        }
+        self.mesh = ModelledMesh(self.profiles.values(), self.max_total_of)
+        for instance in self.mesh.instances.values():
+            instance.chain_of = self.chain_of
+        self.awaited: dict[RequestId, Request] = {}
+        self.to_resume: dict[RequestId, None] = {}
+        self.gateway_of: dict[RequestKey, GatewayId] = {}
+        self.num_reused = self.num_requests = self.num_helpers = 0
+        self.new_core()
+
+    def new_core(self) -> None:
+        self.core = SchedulerCore(self.config, make_bundle(self.bundle, self.policy), random.Random(0))
+        waiting = tuple([(request.request_id, request.epoch) for request in self.awaited.values()])
+        self.feed(GatewayJoined(GATEWAY, waiting))
+        for instance in self.mesh.instances.values():
+            self.feed(instance.rejoin(self.gateway_of))
+
+    def feed(self, event: Event) -> None:
+        for command in self.core.handle(event, self.now_s):
+            if isinstance(command, Reject | Restart):
+                request = self.awaited.get(command.request_id)
+                if request is not None and request.epoch == command.epoch:
+                    if isinstance(command, Reject):
+                        del self.awaited[command.request_id]
+                    else:
+                        self.to_resume[command.request_id] = None
+            elif self.mesh.send(command) and isinstance(command, AdmitPrefill):
+                self.num_reused += command.num_reused_granules
+                self.num_helpers += not command.leads
+        self.core.check_integrity()
+
+    # --- requests ---
+
+    def arrive(self) -> None:
+        """A conversation begins, perhaps by a system prompt; goes on behind an answer; or is asked for once more."""
+        rng = self.rng
+        tenant = rng.choice("aab")
+        known = [path for of, path in self.path_of.values() if of == tenant]
+        path = list(rng.choice(known))[: rng.randint(0, 9)] if known and rng.random() < 0.8 else [0] * rng.randint(0, 2)
+        path += [rng.randrange(3) for _ in range(rng.randint(0, 8 - min(8, len(path))))]
+        self.num_requests += 1
+        request_id = RequestId(f"r{self.num_requests:04}")
+        self.path_of[request_id] = tenant, path
+        request = Request(
+            request_id=request_id,
+            epoch=Epoch(0),
+            gateway_id=GATEWAY,
+            num_prompt_tokens=len(path) * GRANULE_TOKENS + rng.choice((0, 1, 60, 127)) or 1,
+            max_tokens=rng.randint(1, 400),
+            arrival_s=self.now_s,
+            tenant=tenant,
+            share=1 + (tenant == "b"),
+            priority=rng.choice((0, 0, 1)),
+            prefix=a_chain(tenant, path),
+        )
+        self.submit(request)
+
+    def submit(self, request: Request) -> None:
+        key = request.request_id, request.epoch
+        self.awaited[request.request_id] = request
+        self.gateway_of[key], self.chain_of[key] = GATEWAY, tuple(request.chain)
+        self.max_total_of[key] = request.max_total_tokens
+        self.feed(RequestArrived(request))
+
+    def resume(self) -> None:
+        if self.to_resume:
+            request_id, _ = self.to_resume.popitem()
+            if (old := self.awaited.get(request_id)) is not None:
+                self.submit(replace(old, epoch=Epoch(old.epoch + 1)))
+
+    def cancel(self) -> None:
+        if self.awaited:
+            request = self.awaited.pop(self.rng.choice(sorted(self.awaited)))
+            self.feed(RequestCancelled(request.gateway_id, request.request_id, request.epoch))
+
+    # --- instances ---
+
+    def an_instance(self) -> ModelledInstance | None:
+        return self.rng.choice(list(self.mesh.instances.values())) if self.mesh.instances else None
+
+    def commands_arrive(self) -> None:
+        if instance := self.an_instance():
+            for _ in range(min(self.rng.choice((1, 9)), len(instance.commands))):
+                instance.take_command()
+
+    def reports_arrive(self) -> None:
+        if instance := self.an_instance():
+            for _ in range(min(self.rng.choice((1, 9)), len(instance.events))):
+                self.feed(instance.events.popleft())
+
+    def pieces_arrive(self) -> None:
+        if instance := self.an_instance():
+            instance.take_pieces(self.rng.choice((1, 9)))
+
+    def step(self) -> None:
+        if instance := self.an_instance():
+            if instance.can_begin and not instance.running:
+                instance.begin_step()
+            if instance.running and instance.can_end:
+                instance.end_step()
+                self.see_finished(instance)
+
+    def decode(self) -> None:
+        instance = self.an_instance()
+        if instance and instance.can_decode:
+            instance.decode(self.rng.choice((1, 50)))
+            self.see_finished(instance)
+
+    def see_finished(self, instance: ModelledInstance) -> None:
+        for event in instance.events:
+            if isinstance(event, RequestFinished):
+                request = self.awaited.get(event.request_id)
+                if request is not None and request.epoch == event.epoch:
+                    del self.awaited[event.request_id]
+
+    def finish(self) -> None:
+        """A generation ends; what it drew may be what others' prompts have there."""
+        for instance in self.mesh.instances.values():
+            for key, held in list(instance.held.items()):
+                if held.is_decoding and key not in instance.landed and not instance.running:
+                    held.length = instance._length_of(key)._replace(drawn=self.drawn_by(key, held))
+                    instance.untimed.finish(held, FinishReason.STOP)
+                    self.see_finished(instance)
+                    return
+
+    def drawn_by(self, key: RequestKey, held: Held) -> PrefixHashes:
+        tenant, path = self.path_of[key[0]]
+        num_more = self.rng.randint(0, max(0, held.num_blocks - len(held.chain) - 1))
+        answer = path[: len(held.chain) + num_more]
+        answer += [self.rng.randrange(2) for _ in range(len(held.chain) + num_more - len(answer))]
+        self.path_of[RequestId(f"{key[0]} and its answer")] = tenant, answer
+        return a_chain(tenant, answer)[len(held.chain) :]
+
+    def land(self) -> None:
+        transfers = [(s, r, key) for s, r, key in self.mesh.transfers() if s.held[key].is_computed]
+        if transfers:
+            self.mesh.land(*self.rng.choice(transfers))
+
+    def fail(self) -> None:
+        if transfers := self.mesh.transfers():
+            sender, receiver, key = self.rng.choice(transfers)
+            self.mesh.fail(self.rng.choice((sender, receiver)), key)
+
+    # --- what goes wrong, and operators ---
+
+    def lose_instance(self) -> None:
+        if len(self.mesh.instances) > 1 and (instance := self.an_instance()):
+            del self.mesh.instances[instance.instance_id]
+            self.mesh.pieces.cut_off(instance.instance_id)
+            self.feed(InstanceLost(instance.instance_id))
+
+    def return_instance(self) -> None:
+        for instance_id in sorted(set(self.profiles) - set(self.mesh.instances)):
+            instance = ModelledInstance(self.profiles[instance_id], self.max_total_of, self.mesh.pieces)
+            instance.chain_of = self.chain_of
+            self.mesh.instances[instance_id] = instance
+            self.feed(instance.rejoin(self.gateway_of))
+            return
+
+    def reconnect(self) -> None:
+        if instance := self.an_instance():
+            self.feed(InstanceUnreachable(instance.instance_id))
+            self.feed(instance.rejoin(self.gateway_of))
+
+    def drain(self) -> None:
+        instance_id: InstanceId = self.rng.choice(sorted(self.profiles))
+        self.feed(DrainRequested(instance_id, self.rng.random() < 0.4))
+
+    def switch(self) -> None:
+        if not self.has_groups:
+            self.feed(BundleChangeRequested(self.rng.choice(BUNDLE_NAMES)))
+
+    def pass_time(self) -> None:
+        self.now_s += self.rng.choice((0.0, 0.5, 5.0))
+        self.feed(Tick())
+
+    def check(self) -> None:
+        """Free, held, kept and quarantined blocks are all there are; each granule's owners are those that have it."""
+        for instance in self.mesh.instances.values():
+            untimed = instance.untimed
+            held = [*untimed.held.values(), *untimed.quarantined.values()]
+            num_own = sum(untimed.kept.num_own_blocks(each) for each in held)
+            assert num_own + untimed.kept.num_blocks + untimed.num_free_blocks == untimed.profile.num_blocks
+            owners = Counter(granule for each in held for granule in each.kept)
+            assert owners == Counter({granule: n for granule, n in untimed.kept._owners.items() if n})
+
+    def run(self, num_actions: int) -> None:
+        work = (
+            self.commands_arrive,
+            self.reports_arrive,
+            self.pieces_arrive,
+            self.step,
+            self.step,
+            self.decode,
+            self.land,
+        )
+        rare = (
+            self.cancel,
+            self.fail,
+            self.lose_instance,
+            self.return_instance,
+            self.reconnect,
+            self.new_core,
+            self.switch,
+            self.drain,
+        )
+        for _ in range(num_actions):
+            drawn = self.rng.random()
+            if drawn < 0.1:
+                self.arrive()
+            elif drawn < 0.15:
+                self.resume()
+            elif drawn < 0.2:
+                self.pass_time()
+            elif drawn < 0.28:
+                self.finish()
+            elif drawn < 0.3:
+                self.rng.choice(rare)()
+            else:
+                self.rng.choice(work)()
+            self.check()
+
+    def end(self) -> None:
+        """Everything is cancelled, and all that is on its way arrives: both sides keep the same."""
+        for request in list(self.awaited.values()):
+            self.feed(RequestCancelled(request.gateway_id, request.request_id, request.epoch))
+        for _ in range(40):
+            for instance in self.mesh.instances.values():
+                while instance.commands:
+                    instance.take_command()
+                instance.take_pieces(1 << 20)
+                if instance.can_begin and not instance.running:
+                    instance.begin_step()
+                if instance.running and instance.can_end:
+                    instance.end_step()
+                while instance.events:
+                    self.feed(instance.events.popleft())
+        for instance in self.mesh.instances.values():
+            if instance.held:
+                continue  # a resident that nobody claims any more, until its time is over
+            kept = self.core._mesh.instances[instance.instance_id].kept
+            assert {granule for granule in instance.untimed.kept.granules if granule not in kept} <= {*kept._orphans}
+            assert kept._where.of(kept._bit) <= {*instance.untimed.kept.granules}
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(20), *[pytest.param(range(20 + 60 * n, 80 + 60 * n), marks=pytest.mark.slow) for n in range(6)]]
+)
+def test_core_and_instances_agree_while_everything_fails(seeds: range) -> None:
+    num_reused = num_helpers = 0
+    for seed in seeds:
+        workload = Workload(seed)
+        workload.run(400)
+        workload.end()
+        num_reused += workload.num_reused
+        num_helpers += workload.num_helpers
+    assert num_reused > 5 * len(seeds)
+    assert num_helpers > 0
