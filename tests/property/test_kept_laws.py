@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -32,11 +32,12 @@ class Both:
 
     def begin(self, chain: tuple[PrefixHash, ...]) -> None:
         self._num_begun += 1
+        tenant = f"tenant {self._num_begun % 3}" if self._num_begun % 4 else None  # they share, here
         num_reused = self.core.depth(chain, len(chain))
         assert num_reused == sum(granule in self.core for granule in chain)
         held = Held((RequestId(f"r{self._num_begun}"), Epoch(0)), 4 * (len(chain) + 2), None, chain=chain)
         self.store.share(held, num_reused)
-        self.live[self._num_begun] = self.core.begin(chain, num_reused), held
+        self.live[self._num_begun] = self.core.begin(chain, num_reused, tenant), held
 
     def computed(self, number: int, num_granules: int) -> None:
         granules, held = self.live[number]
@@ -111,7 +112,7 @@ class Apart(Both):
         self._num_begun += 1
         number, num_reused = self._num_begun, self.core.depth(chain, len(chain))
         held = Held((RequestId(f"r{number}"), Epoch(0)), 4 * (len(chain) + 2), None, chain=chain)
-        self.live[number] = self.core.begin(chain, num_reused), held
+        self.live[number] = self.core.begin(chain, num_reused, f"tenant {number % 3}"), held
 
         def obey() -> None:
             self.store.share(held, num_reused)
@@ -140,7 +141,7 @@ class Apart(Both):
         self.here.remove(number)
 
         def hear() -> None:
-            self.core.drew(staying, num_known)
+            self.core.drew(staying, num_known, f"tenant {number % 3}")
             self.core.end(granules)
             del self.live[number]
 
@@ -226,3 +227,71 @@ def test_what_somebody_uses_is_not_dropped() -> None:
     here.computed(second, 2)
     here.end(second)
     assert here.drop(9) == (chain[1], chain[0])
+
+
+def keep(here: KeptHere, tenant: str, numbers: Sequence[int], share: int = 1) -> tuple[PrefixHash, ...]:
+    """A request of a tenant computes a chain there, and ends."""
+    chain = a_chain(numbers)
+    held = here.begin(chain, here.depth(chain, len(chain)), tenant, share)
+    here.computed(held, len(chain))
+    here.end(held)
+    return chain
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_tenant_is_left_its_share_of_what_stays(seed: int) -> None:
+    """Whatever is dropped, and whoever sends how much: nobody is below its share who was not before."""
+    rng, here = random.Random(seed), KeptHere(KeptWhere(), 1, BLOCK_SIZE)
+    shares = [rng.randint(1, 4) for _ in range(rng.randint(2, 5))]
+    of: dict[PrefixHash, int] = {}
+    for _ in range(60):
+        tenant = min(rng.randrange(2 * len(shares)), len(shares) - 1)  # one sends half of all
+        numbers = [tenant, *(rng.randrange(4) for _ in range(rng.randint(1, 5)))]
+        of |= dict.fromkeys(keep(here, f"t{tenant}", numbers, shares[tenant]), tenant)
+        before = Counter(of[granule] for granule in of)
+        number = min(rng.choice((0, 0, 1, 9)), len(of))
+        dropped = here.drop(number)
+        assert len(set(dropped)) == number
+        for granule in dropped:
+            del of[granule]
+        after, total = Counter(of.values()), len(of)
+        present = sum(share for tenant, share in enumerate(shares) if before[tenant])
+        for tenant, share in enumerate(shares):
+            assert after[tenant] >= min(before[tenant], total * share // present)
+        here.check_integrity("here", [])
+
+
+def test_who_floods_flushes_itself() -> None:
+    """A stranger's prompts without end leave another tenant half of the room, and its youngest half."""
+    here = KeptHere(KeptWhere(), 1, BLOCK_SIZE)
+    chains = [keep(here, "victim", [1, number]) for number in range(50)]
+    for number in range(1000):
+        keep(here, "flood", [2, number % 250, number // 250])
+        here.drop(max(0, len(here._idle) - 60))
+    assert sum(granule in here for chain in chains for granule in set(chain)) >= 30
+    assert all(granule in here for granule in chains[-1])
+    assert not all(granule in here for granule in chains[0])
+
+
+def test_what_several_tenants_use_goes_after_what_follows_it() -> None:
+    """Where tenants share, a chain's end is one's alone, below its share, and its beginning another's, above it."""
+    here = KeptHere(KeptWhere(), 1, BLOCK_SIZE)
+    keep(here, "a", [0, 1])
+    keep(here, "b", [0])
+    for number in range(20):
+        keep(here, "b", [3, number])
+    dropped = here.drop(20)
+    kept = [granule for granule in a_chain([0, 1]) if granule in here]
+    assert kept == list(a_chain([0, 1]))
+    assert a_chain([0])[0] not in dropped
+
+
+def test_what_nobody_is_known_to_have_used_goes_first_and_is_whose_uses_it() -> None:
+    """As an instance registers it says what it keeps, and not whose that is."""
+    here = KeptHere(KeptWhere(), 1, BLOCK_SIZE)
+    old, used = a_chain([0, 1]), a_chain([2, 1])
+    here.replace([*reversed(old), *reversed(used)], [])
+    keep(here, "a", [2, 1])
+    mine = keep(here, "b", [5])
+    assert here.drop(2) == (old[1], old[0])
+    assert set(here.drop(3)) == {*used, *mine}

@@ -193,3 +193,20 @@ def test_lengths_seen_tell_work_from_room() -> None:
     costs = seen.costs(model, 0.0)
     assert costs.prompt_token_s == pytest.approx(1e-4 + 1e-8 * 1000 + 1e-8 * 3000)
     assert costs.decode_token_s == pytest.approx(1e-7 * (4000 + 50))
+
+
+def test_a_second_tenant_flushes_only_what_is_its_own_or_more_than_the_others_share() -> None:
+    """It sends prompts without end; of what the first one has kept, half of the room stays, as if it had never come."""
+    bench = a_bench("m")  # room for 16 granules
+
+    def ask(request_id: str, name: int, tenant: str) -> int:
+        return serve(bench, replace(a_prompt(request_id, 513, name=name), tenant=tenant)).num_reused_granules
+
+    for name in (1, 2):
+        ask(f"mine-{name}", name, "a")
+    for number in range(40):
+        ask(f"flood-{number}", 10 + number, "b")
+    assert [ask(f"again-{name}", name, "a") for name in (2, 1)] == [4, 1]
+    for number in range(40):
+        ask(f"mine-too-{number}", 100 + number, "a")
+    assert ask("once more", 2, "a") == 0  # nobody is kept from flushing its own

@@ -210,7 +210,9 @@ class MeshState:
         if state.key in self.queue:
             self.queue.remove(state)
         instance = self.instances[instance_id]
-        state.adopt(instance.shard(instance.allocations[state.key].num_blocks))
+        allocation = instance.allocations[state.key]
+        allocation.tenant, allocation.share = state.request.tenant, state.request.share
+        state.adopt(instance.shard(allocation.num_blocks))
 
     # --- it is placed ---
 
@@ -249,6 +251,8 @@ class MeshState:
             slo_tpot_s=request.slo_tpot_s,
             chain=request.chain,
             num_reused=num_reused,
+            tenant=request.tenant,
+            share=request.share,
         )
         prefill.defer(state.key, awaits_receiver)
         self.commands.append(
@@ -284,6 +288,8 @@ class MeshState:
             transfer_id=transfer.plan.transfer_id,
             chain=request.chain,
             num_reused=num_reused,
+            tenant=request.tenant,
+            share=request.share,
         )
         self.commands.append(
             PlaceDecode(

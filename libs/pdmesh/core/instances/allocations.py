@@ -44,6 +44,8 @@ class Allocation:
         num_tokens: int = 0,
         transfer_id: TransferId = NO_TRANSFER,
         granules: HeldGranules = NOTHING,
+        tenant: str | None = None,
+        share: int = 1,
     ) -> None:
         self.kind = kind
         self.num_blocks = num_blocks
@@ -53,6 +55,7 @@ class Allocation:
         self.num_tokens = num_tokens  # that it was last heard to hold; 0: not yet
         self.transfer_id = transfer_id  # that is to bring its KV, or brought it
         self.granules = granules  # of its prompt, that are kept for others as they are computed
+        self.tenant, self.share = tenant, share  # whose it is, once it is known
         self.is_open = False  # it may grow by more than requests do in the mean
         self.freeing = False  # FreeKv was sent
         self.waits = False  # to move away: it is computed, or has no room promised where it is to go

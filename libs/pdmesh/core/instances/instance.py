@@ -120,6 +120,8 @@ class InstanceState:
         transfer_id: TransferId = NO_TRANSFER,
         chain: Sequence[PrefixHash] = (),
         num_reused: int = 0,
+        tenant: str | None = None,
+        share: int = 1,
     ) -> None:
         """``max_blocks``: that it may be granted in all, if that is more.
 
@@ -134,7 +136,9 @@ class InstanceState:
             max_blocks=max_blocks,
             num_tokens=num_tokens,
             transfer_id=transfer_id,
-            granules=self.kept.begin(chain, num_reused),
+            granules=self.kept.begin(chain, num_reused, tenant, share),
+            tenant=tenant,
+            share=share,
         )
         self.allocations[key] = allocation
         self._count(allocation, 1)
@@ -193,11 +197,14 @@ class InstanceState:
 
         ``drawn`` are granules that stay, of which the first ``num_known`` were kept before.
         """
-        self.kept.drew(drawn, num_known)
-        if key in self.allocations and self.allocations[key].transfer_id != transfer_id:
+        allocation = self.allocations.get(key)
+        if drawn:
+            tenant = None if allocation is None else allocation.tenant
+            self.kept.drew(drawn, num_known, tenant, 1 if allocation is None else allocation.share)
+        if allocation is not None and allocation.transfer_id != transfer_id:
             return None
         self.defer(key, False)
-        allocation = self.allocations.pop(key, None)
+        self.allocations.pop(key, None)
         self.low.pop(key, None)
         if allocation is not None:
             self.kept.end(allocation.granules)

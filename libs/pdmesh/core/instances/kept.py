@@ -2,9 +2,9 @@
 
 The core is the truth of this, as of all state: a granule is *kept* on an instance from when it is known to be computed
 there, or to have landed, until a command says to *drop* it. What live requests there have in their chains is *in use*
-and never dropped; all else is *idle* and counts as free: it goes, the longest unused first, when a command takes its
-blocks. A chain is let go of from its tail to its head, so leaves go before parents, and what is kept of a chain is
-always its beginning.
+and never dropped; all else is *idle* and counts as free: it goes when a command takes its blocks, the longest unused of
+tenants first that have more than their share (`pdmesh.core.instances.idle`). A chain is let go of from its tail to its
+head, so leaves go before parents, and what is kept of a chain is always its beginning.
 
 Of two requests that compute the same granule at once the first one's is kept. The other's blocks stay its own, and it
 counts as a user all the same, so that both sides agree whatever crosses on the way.
@@ -12,9 +12,10 @@ counts as a user all the same, so that both sides agree whatever crosses on the 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from pdmesh.core.instances.idle import IdleGranules, Line
 from pdmesh.model import PrefixHash, blocks_of_granule
 
 
@@ -73,14 +74,15 @@ class HeldGranules:
     """The granules of one request on an instance."""
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
-    def __init__(self, chain: Sequence[PrefixHash]) -> None:
+    def __init__(self, chain: Sequence[PrefixHash], line: Line) -> None:
         self.chain = chain
+        self.line = line  # of its tenant
         self.num_computed = 0  # from the first on
         self.kept = 0  # a bit for each granule that is kept in this request's own blocks, or those that it shares
         self.num_lost = 0  # of these, that the instance turned out not to keep: it refuses the request, or will
 
 
-NOTHING = HeldGranules(())
+NOTHING = HeldGranules((), Line())
 
 
 class KeptHere:
@@ -92,8 +94,8 @@ class KeptHere:
         self._where = where
         self._bit = 1 << number
         self._users: dict[PrefixHash, int] = {}  # live requests; also of what is not kept, or not yet
-        self._in_use: set[PrefixHash] = set()
-        self._idle: OrderedDict[PrefixHash, None] = OrderedDict()  # the longest unused first
+        self._in_use: dict[PrefixHash, Line] = {}  # by whose they are
+        self._idle = IdleGranules()
         self._num_held = 0  # kept granules in blocks of live requests, as often as they have them
         self._orphans: dict[PrefixHash, None] = {}  # kept there for nothing: to be dropped
 
@@ -112,7 +114,7 @@ class KeptHere:
 
     def depth(self, chain: Sequence[PrefixHash], most: int) -> int:
         """How many of the first ``most`` granules of a chain are kept."""
-        low, high = 0, most if self._in_use or self._idle else 0
+        low, high = 0, most if self._in_use or len(self._idle) else 0
         while low < high:
             middle = (low + high + 1) // 2
             if chain[middle - 1] in self:
@@ -123,17 +125,20 @@ class KeptHere:
 
     # --- live requests ---
 
-    def begin(self, chain: Sequence[PrefixHash], num_reused: int) -> HeldGranules:
+    def begin(
+        self, chain: Sequence[PrefixHash], num_reused: int, tenant: str | None = None, share: int = 1
+    ) -> HeldGranules:
         """A request begins that shares the first ``num_reused`` granules, which are all that are kept of its chain."""
         if not self.granule_blocks or not chain:
             return NOTHING
-        held = HeldGranules(chain)
+        held = HeldGranules(chain, self._idle.line_of(tenant, share))
+        held.line.num_live += 1
         held.num_computed = num_reused
         held.kept = (1 << num_reused) - 1
         for granule in chain[:num_reused]:
             if granule not in self:
-                self._keep(granule)  # of a request that was here before we were
-            self._use(granule)
+                self._keep(granule, held.line)  # of a request that was here before we were
+            self._use(granule, held.line)
         users = self._users
         for granule in chain[num_reused:]:
             users[granule] = users.get(granule, 0) + 1
@@ -152,7 +157,7 @@ class KeptHere:
         for granule in part if self._orphans else ():
             if granule in self._orphans:  # what is before it is kept, too, now
                 del self._orphans[granule]
-                self._keep(granule)
+                self._keep(granule, held.line)
         fresh = [granule for granule in part if granule not in in_use and granule not in idle]
         if len(fresh) == len(part):
             held.kept |= ((1 << len(part)) - 1) << start
@@ -161,56 +166,62 @@ class KeptHere:
             for index, granule in enumerate(part, start):
                 if granule in of_it:
                     held.kept |= 1 << index
+                elif granule in in_use:
+                    in_use[granule] = idle.used_by(in_use[granule], held.line)
         self._where.add_all(fresh, self._bit)
-        in_use.update(fresh)  # by this request
+        in_use.update(dict.fromkeys(fresh, held.line))  # by this request
         self._num_held += len(fresh)
         held.num_computed = max(start, num_granules)
 
-    def drew(self, granules: Sequence[PrefixHash], num_known: int) -> None:
+    def drew(self, granules: Sequence[PrefixHash], num_known: int, tenant: str | None = None, share: int = 1) -> None:
         """A request that gives back its blocks drew ``granules``, which are behind its chain, and stay.
 
         The first ``num_known`` of them were kept there already. What is not known here any more was dropped while this
         was on its way: nothing behind it is of use.
         """
-        if not self.granule_blocks:
+        if not self.granule_blocks or not granules:
             return
+        line, idle = self._idle.line_of(tenant, share), self._idle
         missing = [number for number, granule in enumerate(granules[:num_known]) if granule not in self]
         num_whole = missing[0] if missing else len(granules)
         for granule in granules[max(num_whole, num_known) :]:
             if granule not in self:
                 self._orphans[granule] = None
         for granule in reversed(granules[:num_whole]):
-            if granule in self._idle:
-                self._idle.move_to_end(granule)  # what is behind it must not outlive it
-            elif granule not in self._in_use:
-                self._keep(granule)
+            if granule in idle:
+                idle.add(granule, idle.used_by(idle.remove(granule), line))  # what is behind must not outlive it
+            elif granule in self._in_use:
+                self._in_use[granule] = idle.used_by(self._in_use[granule], line)
+            else:
+                self._keep(granule, line)
 
     def end(self, held: HeldGranules) -> None:
         """A request gives back its blocks, but for what is kept."""
         if held is NOTHING:
             return
         self._num_held -= held.kept.bit_count()
+        held.line.num_live -= 1
         users, in_use, idle = self._users, self._in_use, self._idle
         for granule in reversed(held.chain):
             number = users.pop(granule) - 1
             if number:
                 users[granule] = number
             elif granule in in_use:
-                in_use.remove(granule)
-                idle[granule] = None
+                idle.add(granule, in_use.pop(granule))
 
-    def _keep(self, granule: PrefixHash) -> None:
+    def _keep(self, granule: PrefixHash, line: Line) -> None:
         self._where.add(granule, self._bit)
         if granule in self._users:
-            self._in_use.add(granule)
+            self._in_use[granule] = line
         else:
-            self._idle[granule] = None
+            self._idle.add(granule, line)
 
-    def _use(self, granule: PrefixHash) -> None:
+    def _use(self, granule: PrefixHash, line: Line) -> None:
         self._users[granule] = self._users.get(granule, 0) + 1
-        if granule in self._idle:
-            del self._idle[granule]
-            self._in_use.add(granule)
+        before = self._in_use.get(granule)
+        if before is None:
+            before = self._idle.remove(granule)
+        self._in_use[granule] = self._idle.used_by(before, line)
 
     # --- what is given up ---
 
@@ -228,11 +239,9 @@ class KeptHere:
 
     def drop(self, num_granules: int) -> tuple[PrefixHash, ...]:
         """Give up so many idle granules, or all there are."""
-        dropped: list[PrefixHash] = []
-        while self._idle and len(dropped) < num_granules:
-            granule, _ = self._idle.popitem(last=False)
+        dropped = self._idle.take(num_granules)
+        for granule in dropped:
             self._where.discard(granule, self._bit)
-            dropped.append(granule)
         return tuple(dropped)
 
     def replace(self, kept: Sequence[PrefixHash], held: Iterable[HeldGranules]) -> None:
@@ -241,14 +250,15 @@ class KeptHere:
         But for news of what live requests have in their chains: it could not be dropped for the room that they were
         promised. The instance gives it up itself if it must.
         """
-        known, orphans = {*self._in_use, *self._idle}, self._orphans.keys() & set(kept)
+        known = self._idle.lines() | self._in_use
+        orphans = self._orphans.keys() & set(kept)
         self.clear()
         if not self.granule_blocks:
             return
         self._orphans = dict.fromkeys([granule for granule in kept if granule in orphans])
         for granule in kept:
             if granule not in self and granule not in orphans and (granule not in self._users or granule in known):
-                self._keep(granule)
+                self._keep(granule, known.get(granule, self._idle.unknown))
         for each in held:
             for index, granule in enumerate(each.chain):
                 if each.kept >> index & 1 and granule not in self:
@@ -258,7 +268,7 @@ class KeptHere:
 
     def clear(self) -> None:
         """Nothing is kept any more."""
-        for granule in (*self._in_use, *self._idle):
+        for granule in (*self._in_use, *self._idle.lines()):
             self._where.discard(granule, self._bit)
         self._in_use.clear()
         self._idle.clear()
@@ -275,9 +285,11 @@ class KeptHere:
                 assert not each.kept >> index & 1 or granule in self._in_use, f"{name}: a shared granule is not in use"
         assert users == Counter(self._users), f"{name}: granules have other users than recorded"
         assert num_held == self._num_held, f"{name}: {num_held} granules held, recorded: {self._num_held}"
-        assert self._in_use <= self._users.keys(), f"{name}: granules without a user are in use"
-        assert not self._idle.keys() & self._users.keys(), f"{name}: idle granules have users"
+        assert self._in_use.keys() <= self._users.keys(), f"{name}: granules without a user are in use"
+        idle = self._idle.lines().keys()
+        self._idle.check_integrity(name)
+        assert not idle & self._users.keys(), f"{name}: idle granules have users"
         for chain in [each.chain for each in held]:
             is_kept = [granule in self for granule in chain]
             assert is_kept == sorted(is_kept, reverse=True), f"{name}: what is kept of a chain is not its beginning"
-        assert self._where.of(self._bit) == self._in_use | self._idle.keys(), f"{name}: the index has other granules"
+        assert self._where.of(self._bit) == self._in_use.keys() | idle, f"{name}: the index has other granules"

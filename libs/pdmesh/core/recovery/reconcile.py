@@ -145,6 +145,7 @@ class Reconciler:
             if key in instance.allocations:
                 mesh.ignore("resident")
                 continue
+            known = mesh.find(key)
             instance.take(
                 key,
                 resident.num_blocks,
@@ -154,9 +155,10 @@ class Reconciler:
                 transfer_id=resident.transfer_id,
                 chain=resident.granules,
                 num_reused=len(resident.granules),
+                tenant=None if known is None else known.request.tenant,
+                share=1 if known is None else known.request.share,
             )
             being_freed = old is not None and key in old.allocations and old.allocations[key].freeing
-            known = mesh.find(key)
             if resident.decoding and known is not None and known.move and known.move.target_id == instance_id:
                 mesh.land_move(known)  # unheard of until now
             if being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):

@@ -88,6 +88,8 @@ class Moves:
             transfer_id=transfer.plan.transfer_id,
             chain=state.request.chain,
             num_reused=num_reused,
+            tenant=state.request.tenant,
+            share=state.request.share,
         )
         mesh.commands.append(
             PlaceDecode(

@@ -1,0 +1,142 @@
+"""Granules that are kept and that no live request has: whose they are, and which go first when room is needed.
+
+Each tenant has a line, the longest unused first. From a tenant nothing is taken while that would leave it less than its
+share of what stays idle: so nobody flushes what others keep, however much it sends. Of those that have more the longest
+unused granule goes.
+
+What is behind a granule must not outlive it, and a chain can be several tenants' where these share. So what several
+have used goes after what one alone has, and what nobody is known to have used goes first: as an instance registers, it
+says what it keeps, and not whose that is. Whoever uses the end of a chain uses its beginning.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from heapq import heapify, heappop, heapreplace
+from itertools import islice
+from typing import Final
+
+from pdmesh.model import PrefixHash
+
+#: Tenants with nothing there are forgotten when there are twice as many lines, and so many more, as at the last time.
+_SPARE_LINES: Final = 64
+
+
+class Line:
+    """A tenant's idle granules on one instance, and what stands for those of nobody, or of several."""
+
+    # Not a dataclass: mypyc would leave __init__ to the interpreter.
+    def __init__(self) -> None:
+        self.share = 1
+        self.num_live = 0  # requests of it that are there
+        # With when each came, in order. (An OrderedDict finds its first entry at once after many deletions in front.)
+        self.granules: OrderedDict[PrefixHash, int] = OrderedDict()
+
+    @property
+    def first(self) -> tuple[int, PrefixHash]:
+        """When its longest unused granule came, and that."""
+        granule, number = next(iter(self.granules.items()))
+        return number, granule
+
+
+class IdleGranules:
+    """Those of one instance."""
+
+    def __init__(self) -> None:
+        self.unknown, self.shared = Line(), Line()
+        self._tenants: dict[str, Line] = {}
+        self._line_of: dict[PrefixHash, Line] = {}
+        self._num_added = 0
+        self._num_known_lines = 0
+
+    def __len__(self) -> int:
+        return len(self._line_of)
+
+    def __contains__(self, granule: PrefixHash) -> bool:
+        return granule in self._line_of
+
+    def lines(self) -> dict[PrefixHash, Line]:
+        """Return all of them, with whose they are."""
+        return dict(self._line_of)
+
+    def line_of(self, tenant: str | None, share: int) -> Line:
+        """Return the line of a tenant, for a request of it; None: nobody knows whose that is."""
+        if tenant is None:
+            return self.unknown
+        line = self._tenants.get(tenant)
+        if line is None:
+            if len(self._tenants) > 2 * self._num_known_lines + _SPARE_LINES:
+                self._tenants = {name: line for name, line in self._tenants.items() if line.granules or line.num_live}
+                self._num_known_lines = len(self._tenants)
+            line = self._tenants[tenant] = Line()
+        line.share = share
+        return line
+
+    def used_by(self, before: Line, line: Line) -> Line:
+        """Return whose a granule is that was one's before, and is used by another now, or by the same."""
+        if before is line or before is self.unknown:
+            return line
+        return before if line is self.unknown else self.shared
+
+    def add(self, granule: PrefixHash, line: Line) -> None:
+        """Add one that was used just now."""
+        self._num_added += 1
+        line.granules[granule] = self._num_added
+        self._line_of[granule] = line
+
+    def remove(self, granule: PrefixHash) -> Line:
+        """Take one out, and return whose it was."""
+        line = self._line_of.pop(granule)
+        del line.granules[granule]
+        return line
+
+    def take(self, number: int) -> list[PrefixHash]:
+        """Take so many out, or all there are: those that go first."""
+        number = min(number, len(self._line_of))
+        taken = self._take_first(self.unknown, number)
+        taken += self._take_fairly(number - len(taken))
+        taken += self._take_first(self.shared, number - len(taken))
+        return taken
+
+    def _take_first(self, line: Line, number: int) -> list[PrefixHash]:
+        taken = list(islice(line.granules, number))
+        for granule in taken:
+            self.remove(granule)
+        return taken
+
+    def _take_fairly(self, number: int) -> list[PrefixHash]:
+        lines = [line for line in self._tenants.values() if line.granules] if number else []
+        if len(lines) < 2:
+            return self._take_first(lines[0], number) if lines else []
+        total, shares = sum([len(line.granules) for line in lines]), sum([line.share for line in lines])
+        number = min(number, total)
+        spare = [len(line.granules) - (total - number) * line.share // shares for line in lines]
+        heap = [(*line.first, index) for index, line in enumerate(lines) if spare[index] > 0]
+        heapify(heap)
+        taken: list[PrefixHash] = []
+        while len(taken) < number:
+            _, granule, index = heap[0]
+            self.remove(granule)
+            taken.append(granule)
+            spare[index] -= 1
+            if spare[index] and lines[index].granules:
+                heapreplace(heap, (*lines[index].first, index))
+            else:
+                heappop(heap)
+        return taken
+
+    def clear(self) -> None:
+        for line in (self.unknown, self.shared, *self._tenants.values()):
+            line.granules.clear()
+        self._line_of.clear()
+
+    def check_integrity(self, name: str) -> None:
+        """AssertionError names what does not balance."""
+        lines = [self.unknown, self.shared, *self._tenants.values()]
+        assert sum([len(line.granules) for line in lines]) == len(self._line_of), (
+            f"{name}: idle granules without a line"
+        )
+        for line in lines:
+            numbers = list(line.granules.values())
+            assert numbers == sorted(numbers), f"{name}: a line is out of order"
+            assert all(self._line_of.get(granule) is line for granule in line.granules), f"{name}: in another line"
