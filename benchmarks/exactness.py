@@ -2,10 +2,10 @@
 
 fp32 against `transformers`; bf16 and float16 against one engine alone, to the last bit. Dtypes x processor levels x
 architectures x topologies x chunk sizes, and the default bundle with prompts that it interrupts; prompts of 1 to 4,000
-tokens, alone and 32 at a time; log-probabilities of fp32 to 1e-4; and sampled tokens of one seed, which must be the
-same in every topology and chunk size of a model. And long prompts that 2 and 3 prefill instances compute together: in
-turn (pipelined prefill), all at once (parallel prefill), and by groups of two under `pecsched` (fixed), of mixed
-instances, too, which decode beside it.
+tokens, alone and 32 at a time, when their KV is kept; log-probabilities of fp32 to 1e-4; and sampled tokens of one
+seed, which must be the same in every topology and chunk size of a model. And long prompts that 2 and 3 prefill
+instances compute together: in turn (pipelined prefill), all at once (parallel prefill), and by groups of two under
+`pecsched` (fixed), of mixed instances, too, which decode beside it.
 
     python benchmarks/exactness.py [--dtypes float32,bfloat16,float16] [--levels auto,avx2,baseline]
         [--architectures llama,qwen2,qwen3,demo,gemma2,…] [--chunks 1,16,512,8192,adaptive]
@@ -100,6 +100,12 @@ def was_shared(mesh: RunningMesh) -> bool:
     return any(float(number) > 0 for number in sent)
 
 
+def num_reused(mesh: RunningMesh) -> int:
+    """Prompt tokens whose KV was not computed again."""
+    found = re.findall(r"^pdmesh:prefix_cache_hits_total(?:{[^}]*})? (\S+)$", "\n".join(mesh.metrics().values()), re.M)
+    return sum(int(float(number)) for number in found)
+
+
 def references_of(checkpoint: Path, dtype: str, level: str) -> list[Reference]:
     """What is expected of a mesh that computes in this dtype at this level, for prompts that the model has room for."""
     config = load_model_config(checkpoint)
@@ -165,6 +171,7 @@ def main() -> None:
                     found, sampled = anyio.run(check, mesh, references, 1e-4 if dtype == "float32" else 0.0)
                     if way in SCHEDULES and not was_shared(mesh):
                         found.append("every prompt was computed by one instance")
+                    reused = num_reused(mesh)
                     classes = {row.arithmetic for row in mesh.status().instances}
                 first_sample = first_sample or sampled
                 if sampled != first_sample:
@@ -174,7 +181,7 @@ def main() -> None:
                 verdict = "exact" if not found else f"{len(found)} differ"
                 took_s = time.monotonic() - began_s
                 what = f"{architecture:6} {level:11} {' '.join(classes)} {topology:8} {way:>8}"
-                print(f"{what}: {verdict} ({took_s:.0f} s)", flush=True)
+                print(f"{what}: {verdict} ({took_s:.0f} s, {reused:,} tokens reused)", flush=True)
                 for sentence in found[:3]:
                     print(f"       {sentence}")
     print(f"{num_asked} completions, {num_wrong} differ")
