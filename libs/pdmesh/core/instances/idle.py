@@ -40,7 +40,7 @@ class Line:
 
 
 class IdleGranules:
-    """Those of one instance."""
+    """Keeps the idle granules of one instance, and says which go first."""
 
     def __init__(self) -> None:
         self.unknown, self.shared = Line(), Line()
