@@ -105,7 +105,7 @@ class KeptHere:
 
     @property
     def num_saved_blocks(self) -> int:
-        """Return how many fewer blocks are taken than live requests have, each counted by itself, since they share."""
+        """By how much fewer blocks are taken than each of the live requests has by itself, since they share."""
         num_stranded = sum([granule in self._users for granule in self._orphans]) if self._orphans else 0
         return (self._num_held - len(self._in_use) - num_stranded) * self.granule_blocks
 
@@ -151,7 +151,7 @@ class KeptHere:
         return sum([self._users[granule] > 1 for granule in shared]) * self.granule_blocks
 
     def computed(self, held: HeldGranules, num_granules: int) -> None:
-        """So many granules of a request are computed here, or have landed."""
+        """Note that so many granules of a request are computed here, or have landed."""
         start, in_use, idle = held.num_computed, self._in_use, self._idle
         part = held.chain[start:num_granules]
         for granule in part if self._orphans else ():
@@ -267,7 +267,7 @@ class KeptHere:
             self._num_held += each.kept.bit_count()
 
     def clear(self) -> None:
-        """Nothing is kept any more."""
+        """Forget all: nothing is kept any more."""
         for granule in (*self._in_use, *self._idle.lines()):
             self._where.discard(granule, self._bit)
         self._in_use.clear()
