@@ -78,6 +78,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.prefix",
     "KvReleased.granules",
     "KvReleased.num_known",
+    "AdmitPrefill.keeps_prefix",
     "LoadReported.num_kept_blocks",
     "Reject.reject_ttl_s",
     "Restart.retracted",

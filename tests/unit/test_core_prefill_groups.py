@@ -35,7 +35,7 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.model import Epoch, InstanceId, RequestId, Role
+from pdmesh.model import Epoch, InstanceId, PrefixHash, RequestId, Role
 from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.improvement import ImprovementInForce, ImprovementTable
@@ -707,3 +707,36 @@ def test_without_a_member_the_rest_of_a_parallel_step_goes_on_from_what_it_has()
     assert [[name for name, _ in parallel] for parallel in parallel_steps] == [["p2", LEADER]] * 2
     assert parallel_steps[0][0][1].start == num_computed
     assert not of(Restart, bench.commands)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_helper_keeps_what_it_has_of_the_prompt(is_known: bool) -> None:
+    """Its chunk was computed with all before it. It may keep the beginning already, and could not give that up now."""
+    bench = bench_of(num_blocks=1024 if is_known else 512)
+    prefix = tuple([PrefixHash(bytes([number]).ljust(16, b"-")) for number in range(8)])
+    request = replace(a_request(KEY[0], 1024), prefix=prefix)
+    helper = bench.core._mesh.instances[HELPER]
+    for name in (LEADER, HELPER) if is_known else ():
+        bench.core._mesh.instances[name].replace_kept(prefix[:2])
+    placed = bench.feed(RequestArrived(request))
+    (admit,) = [admit for admit in of(AdmitPrefill, placed) if not admit.leads]
+    assert admit.keeps_prefix
+    assert helper.num_taken_blocks == 256 + 64 * is_known
+    join(bench)
+    running = Running(bench)
+    running.end(LEADER)
+    running.end(HELPER)  # the second 64 tokens
+    assert helper.num_kept_granules(request) == (3 if is_known else 1)
+    bench.feed(InstanceLost(LEADER))
+    bench.feed(KvReleased(HELPER, *KEY))
+    assert helper.num_kept_granules(request) == (3 if is_known else 1)
+    assert helper.num_free_blocks == helper.profile.num_blocks
+
+
+def test_a_helper_without_room_for_both_keeps_nothing_more() -> None:
+    bench = bench_of(num_blocks=272)
+    prefix = tuple([PrefixHash(bytes([number]).ljust(16, b"-")) for number in range(8)])
+    helper = bench.core._mesh.instances[HELPER]
+    helper.replace_kept(prefix[:1])
+    placed = bench.feed(RequestArrived(replace(a_request(KEY[0], 1024), prefix=prefix)))
+    assert not any(admit.keeps_prefix for admit in of(AdmitPrefill, placed) if not admit.leads)

@@ -252,7 +252,9 @@ async def test_a_move_brings_what_is_not_there() -> None:
         target.assert_all_free(num_kept=len(all_kept))
 
 
-async def test_a_groups_leader_passes_on_what_it_reuses() -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_a_groups_leader_passes_on_what_it_reuses(keeps: bool) -> None:
+    """A helper that is told to keeps what it has of the prompt once it has computed a chunk."""
     prompt = a_prompt(400)
     maker = TransportMaker("memory")
     async with (
@@ -264,7 +266,7 @@ async def test_a_groups_leader_passes_on_what_it_reuses() -> None:
         await run(leader, a_request("before", prompt[:300]))
         generation = a_request("r", prompt)
         for member in group:
-            admit_member(member, generation, group, num_reused=2 if member is leader else 0)
+            admit_member(member, generation, group, num_reused=2 if member is leader else 0, keeps_prefix=keeps)
         chunks = [chunk for chunk in block_chunks(generation, 4, [8]) if chunk.start >= 256]
         for number, chunk in enumerate(chunks):
             (leader if chunk.is_last or number % 2 == 0 else helper).run([chunk])
@@ -274,7 +276,11 @@ async def test_a_groups_leader_passes_on_what_it_reuses() -> None:
         helper.free("r")
         await helper.reported(KvReleased, "r")
         leader.assert_all_free(num_kept=3)
-        helper.assert_all_free()
+        helper.assert_all_free(num_kept=3 if keeps else 0)
+        if keeps:
+            again = a_request("again", prompt)
+            await run(helper, again, num_reused=3)
+            assert output(helper, "again") == reference_output(prompt, GREEDY)
 
 
 async def test_a_prefix_that_is_not_there_is_refused_and_told_of() -> None:

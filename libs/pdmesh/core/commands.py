@@ -71,7 +71,7 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     of ``group`` that does not lead it is asked for one shard, its own copy, and has no transfer: it computes chunks,
     and passes their KV on to the other members. The first ``num_reused_granules`` of the request's chain are kept
     there: it shares their blocks, which count among those of its shard, and its chunks begin behind them. ``drop`` are
-    granules to give up first, in this order.
+    granules to give up first, in this order. A member that does not lead keeps what it computes if it ``keeps_prefix``.
     """
 
     shards: tuple[KvShard, ...]
@@ -80,6 +80,7 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     awaits_receiver: bool = False
     num_reused_granules: int = 0
     drop: PrefixHashes = ()
+    keeps_prefix: bool = False
 
     @property
     def moves_on(self) -> bool:

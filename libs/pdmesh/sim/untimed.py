@@ -202,12 +202,12 @@ class UntimedInstance:
 
     def _admit(self, command: AdmitPrefill) -> None:
         key = (command.request_id, command.epoch)
-        length = self._length_of(key) if command.leads else None
+        length = self._length_of(key)
         held = Held(
             key,
             command.num_blocks,
-            length,
-            chain=() if length is None else length.chain,
+            length if command.leads else None,
+            chain=length.chain if command.leads or command.keeps_prefix else (),
             num_computed_tokens=command.num_reused_granules * GRANULE_TOKENS,
             leads=command.leads,
             group=command.group,

@@ -44,6 +44,7 @@ def admit_member(
     decode: RunningInstance | None = None,
     capability: int = GROUP_CAPABILITY,
     num_reused: int = 0,
+    keeps_prefix: bool = False,
 ) -> None:
     """Let one of ``members`` hold the request, and tell it who they are.
 
@@ -61,6 +62,7 @@ def admit_member(
         transfer=a_transfer(shard, decode.shard(num_blocks)) if leads and decode is not None else None,
         group=group_of(members, capability),
         num_reused_granules=num_reused,
+        keeps_prefix=keeps_prefix,
     )
     addresses = tuple(other.address for other in members)
     member.instance.handle(Admit(command=command, generation=generation, member_addresses=addresses))

@@ -54,6 +54,7 @@ class Intake:
                 command.num_blocks,
                 num_tokens + num_output_tokens_kept,
                 num_reused_granules=command.num_reused_granules,
+                keeps_prefix=command.leads or command.keeps_prefix,
             )
         except PdmeshError as error:
             self.refuse(generation, error)
@@ -92,6 +93,7 @@ class Intake:
         max_kv_tokens: int,
         *,
         num_reused_granules: int,
+        keeps_prefix: bool = True,
     ) -> LocalRequest:
         """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be."""
         self.check_new(generation.request_id, generation.epoch)
@@ -103,7 +105,7 @@ class Intake:
             block_size=self._context.block_size,
             max_model_len=self._context.max_model_len,
         )
-        chain = generation.prefix[: (len(token_ids) - 1) // GRANULE_TOKENS]
+        chain = generation.prefix[: (len(token_ids) - 1) // GRANULE_TOKENS] if keeps_prefix else ()
         request = LocalRequest(
             generation=generation,
             sequence=EngineSequence(

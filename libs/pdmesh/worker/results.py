@@ -107,9 +107,8 @@ class Results:
         request.num_computed_tokens += plan.num_tokens
         if request.exchange is not None and chunk.exchange is None and not plan.is_last:
             request.exchange.add_computed(*chunk.completed_blocks(self._context.block_size))
-        # A chunk is computed with all KV before it. But helpers are not asked to keep any.
-        if request.exchange is None or request.exchange.leads:
-            self._context.tables.keep_prompt(request, plan.start + plan.num_tokens)
+        # A chunk is computed with all KV before it, a helper's, too.
+        self._context.tables.keep_prompt(request, plan.start + plan.num_tokens)
         self._context.metrics.prompt_tokens.inc(plan.num_tokens)
         if not plan.is_last:
             return

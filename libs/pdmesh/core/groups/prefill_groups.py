@@ -319,7 +319,18 @@ class GroupPlanner:
         capability = mesh.broker.new_capability() if state.group is None else state.group.told.capability
         state.ask_helper(helper.instance_id, leader.instance_id, capability)
         shard = helper.shard(helper.num_prefill_blocks(state.request))
-        helper.take(state.key, shard.num_blocks, AllocationKind.PREFILL, long_tokens=long_tokens)
+        # What is kept there of its chain could not be given up meanwhile, and the helper has blocks of its own for it.
+        request, num_idle_blocks = state.request, helper.kept.num_idle_blocks_of(state.request.chain)
+        keeps = bool(request.chain) and shard.num_blocks + num_idle_blocks <= helper.num_free_blocks
+        helper.take(
+            state.key,
+            shard.num_blocks,
+            AllocationKind.PREFILL,
+            long_tokens=long_tokens,
+            chain=request.chain if keeps else (),
+            tenant=request.tenant,
+            share=request.share,
+        )
         mesh.commands.append(
             AdmitPrefill(
                 instance_id=helper.instance_id,
@@ -329,6 +340,7 @@ class GroupPlanner:
                 transfer=None,
                 group=PrefillGroup(member_ids=(leader.instance_id, helper.instance_id), capability=capability),
                 drop=helper.drop_for_room(),
+                keeps_prefix=keeps,
             )
         )
 

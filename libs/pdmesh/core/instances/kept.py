@@ -105,7 +105,7 @@ class KeptHere:
 
     @property
     def num_saved_blocks(self) -> int:
-        """By how much fewer blocks are taken than each of the live requests has by itself, since they share."""
+        """Return how many fewer blocks are taken than live requests have, each counted by itself, since they share."""
         num_stranded = sum([granule in self._users for granule in self._orphans]) if self._orphans else 0
         return (self._num_held - len(self._in_use) - num_stranded) * self.granule_blocks
 
@@ -128,7 +128,7 @@ class KeptHere:
     def begin(
         self, chain: Sequence[PrefixHash], num_reused: int, tenant: str | None = None, share: int = 1
     ) -> HeldGranules:
-        """A request begins that shares the first ``num_reused`` granules, which are all that are kept of its chain."""
+        """A request begins that shares the first ``num_reused`` granules of its chain, and none behind these."""
         if not self.granule_blocks or not chain:
             return NOTHING
         held = HeldGranules(chain, self._idle.line_of(tenant, share))
@@ -139,11 +139,17 @@ class KeptHere:
             if granule not in self:
                 self._keep(granule, held.line)  # of a request that was here before we were
             self._use(granule, held.line)
-        users = self._users
+        users, idle = self._users, self._idle
         for granule in chain[num_reused:]:
             users[granule] = users.get(granule, 0) + 1
+            if granule in idle:  # kept, and computed again: it may be found there
+                self._in_use[granule] = idle.used_by(idle.remove(granule), held.line)
         self._num_held += num_reused
         return held
+
+    def num_idle_blocks_of(self, chain: Sequence[PrefixHash]) -> int:
+        """How many blocks a chain has here that nobody uses."""
+        return sum([granule in self._idle for granule in chain]) * self.granule_blocks
 
     def num_shared_blocks(self, held: HeldGranules) -> int:
         """How many blocks of a request stay taken when it ends, since others have them, too."""
