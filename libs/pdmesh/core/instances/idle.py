@@ -22,7 +22,7 @@ from pdmesh.model import PrefixHash
 _SPARE_LINES: Final = 64
 
 
-class Line:
+class IdleLine:
     """A tenant's idle granules on one instance, and what stands for those of nobody, or of several."""
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
@@ -43,9 +43,9 @@ class IdleGranules:
     """Keeps the idle granules of one instance, and says which go first."""
 
     def __init__(self) -> None:
-        self.unknown, self.shared = Line(), Line()
-        self._tenants: dict[str, Line] = {}
-        self._line_of: dict[PrefixHash, Line] = {}
+        self.unknown, self.shared = IdleLine(), IdleLine()
+        self._tenants: dict[str, IdleLine] = {}
+        self._line_of: dict[PrefixHash, IdleLine] = {}
         self._num_added = 0
         self._num_known_lines = 0
 
@@ -55,11 +55,11 @@ class IdleGranules:
     def __contains__(self, granule: PrefixHash) -> bool:
         return granule in self._line_of
 
-    def lines(self) -> dict[PrefixHash, Line]:
+    def lines(self) -> dict[PrefixHash, IdleLine]:
         """Return all of them, with whose they are."""
         return dict(self._line_of)
 
-    def line_of(self, tenant: str | None, share: int) -> Line:
+    def line_of(self, tenant: str | None, share: int) -> IdleLine:
         """Return the line of a tenant, for a request of it; None: nobody knows whose that is."""
         if tenant is None:
             return self.unknown
@@ -68,23 +68,23 @@ class IdleGranules:
             if len(self._tenants) > 2 * self._num_known_lines + _SPARE_LINES:
                 self._tenants = {name: line for name, line in self._tenants.items() if line.granules or line.num_live}
                 self._num_known_lines = len(self._tenants)
-            line = self._tenants[tenant] = Line()
+            line = self._tenants[tenant] = IdleLine()
         line.share = share
         return line
 
-    def used_by(self, before: Line, line: Line) -> Line:
+    def used_by(self, before: IdleLine, line: IdleLine) -> IdleLine:
         """Return whose a granule is that was one's before, and is used by another now, or by the same."""
         if before is line or before is self.unknown:
             return line
         return before if line is self.unknown else self.shared
 
-    def add(self, granule: PrefixHash, line: Line) -> None:
+    def add(self, granule: PrefixHash, line: IdleLine) -> None:
         """Add one that was used just now."""
         self._num_added += 1
         line.granules[granule] = self._num_added
         self._line_of[granule] = line
 
-    def remove(self, granule: PrefixHash) -> Line:
+    def remove(self, granule: PrefixHash) -> IdleLine:
         """Take one out, and return whose it was."""
         line = self._line_of.pop(granule)
         del line.granules[granule]
@@ -98,7 +98,7 @@ class IdleGranules:
         taken += self._take_first(self.shared, number - len(taken))
         return taken
 
-    def _take_first(self, line: Line, number: int) -> list[PrefixHash]:
+    def _take_first(self, line: IdleLine, number: int) -> list[PrefixHash]:
         taken = list(islice(line.granules, number))
         for granule in taken:
             self.remove(granule)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pdmesh.core.instances.idle import IdleGranules, Line
+from pdmesh.core.instances.idle import IdleGranules, IdleLine
 from pdmesh.model import PrefixHash, blocks_of_granule
 
 
@@ -74,7 +74,7 @@ class HeldGranules:
     """The granules of one request on an instance."""
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
-    def __init__(self, chain: Sequence[PrefixHash], line: Line) -> None:
+    def __init__(self, chain: Sequence[PrefixHash], line: IdleLine) -> None:
         self.chain = chain
         self.line = line  # of its tenant
         self.num_computed = 0  # from the first on
@@ -82,7 +82,7 @@ class HeldGranules:
         self.num_lost = 0  # of these, that the instance turned out not to keep: it refuses the request, or will
 
 
-NOTHING = HeldGranules((), Line())
+NOTHING = HeldGranules((), IdleLine())
 
 
 class KeptHere:
@@ -94,7 +94,7 @@ class KeptHere:
         self._where = where
         self._bit = 1 << number
         self._users: dict[PrefixHash, int] = {}  # live requests; also of what is not kept, or not yet
-        self._in_use: dict[PrefixHash, Line] = {}  # by whose they are
+        self._in_use: dict[PrefixHash, IdleLine] = {}  # by whose they are
         self._idle = IdleGranules()
         self._num_held = 0  # kept granules in blocks of live requests, as often as they have them
         self._orphans: dict[PrefixHash, None] = {}  # kept there for nothing: to be dropped
@@ -215,14 +215,14 @@ class KeptHere:
             elif granule in in_use:
                 idle.add(granule, in_use.pop(granule))
 
-    def _keep(self, granule: PrefixHash, line: Line) -> None:
+    def _keep(self, granule: PrefixHash, line: IdleLine) -> None:
         self._where.add(granule, self._bit)
         if granule in self._users:
             self._in_use[granule] = line
         else:
             self._idle.add(granule, line)
 
-    def _use(self, granule: PrefixHash, line: Line) -> None:
+    def _use(self, granule: PrefixHash, line: IdleLine) -> None:
         self._users[granule] = self._users.get(granule, 0) + 1
         before = self._in_use.get(granule)
         if before is None:
