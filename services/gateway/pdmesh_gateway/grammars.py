@@ -137,11 +137,12 @@ def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str 
         raise invalid(param, f"`{param}` has a schema that is not a JSON object.")
     check_size(schema, param)
     schema = closed(schema)
-    overrides = {"whitespace_flexible": blanks} if pattern is None else {"whitespace_pattern": pattern}
     if isinstance(schema, bool):  # everything fits, or nothing
         schema = {} if schema else {"enum": []}
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+        if pattern is not None:
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": pattern})
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": blanks})
     except ValueError as error:  # as of numbers that are too large
         raise invalid(param, f"`{param}` has a schema that cannot be read: {error}") from None
 
