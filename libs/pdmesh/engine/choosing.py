@@ -52,7 +52,8 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         kernels, name = native_kernels, f"native {library.level}"
         needs_torch = config.masks_more or config.has_experts or not native_kernels.are_complete
     if needs_torch:
-        kinds.append(torch_kind(device, deterministic=loaded.deterministic))
+        kind = torch_kind(device, deterministic=loaded.deterministic)
+        kinds.append(kind if loaded.share.rounds_as_one(loaded.config) else f"{kind}-of-{loaded.share.num_ranks}")
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(loaded.layout, loaded.num_blocks, loaded.memory)
     forward = DirectForward(transformer, attention, store.layers, layout=loaded.layout, device=device)

@@ -60,6 +60,11 @@ class RankShare:
             layers=tuple(replace(layer, experts=self._experts_of(layer.experts)) for layer in model.layers),
         )
 
+    def rounds_as_one(self, model: ModelConfig) -> bool:
+        """Whether torch computes the bits of one rank: its loops treat what is left of 32 values otherwise."""
+        sizes = (model.hidden_size, *model.inner_sizes, model.vocab_size)
+        return self.is_whole or min(sizes) >= _PANEL_OUTPUTS * self.num_ranks
+
     def heads(self, model: ModelConfig) -> IndexRange:
         """Return its attention heads."""
         return _equal_part(model.num_heads, self.rank, self.num_ranks)
