@@ -120,6 +120,7 @@ ADDED: Sequence[str] = (
     "InstanceJoined.profile.compute",
     "InstanceJoined.profile.arithmetic",
     "InstanceJoined.profile.deterministic",
+    "InstanceJoined.profile.rank_pids",
 )
 
 #: Fields that are no more, with what they had where nothing asked for them.
