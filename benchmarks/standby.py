@@ -139,9 +139,9 @@ async def run(options: argparse.Namespace, folder: Path) -> tuple[StreamLoad, li
             stack.callback(lambda: options.logs.write_text(mesh.logs()))
         requests = requests_of(options.seed, [24 + 7 * i for i in range(16)], NUM_TOKENS)
         (probe,) = requests_of(options.seed + 1, [20], 3)
+        looking_after = asyncio.create_task(mesh.look_after())  # a busy machine may end a leader before the first fault
         async with running_load(mesh.base_url, "model", [*requests, probe], at_once=options.streams) as load:
             await load.all_draw(options.streams)
-            looking_after = asyncio.create_task(mesh.look_after())
             for kind in kinds:
                 await asyncio.sleep(rng.uniform(*PAUSE_S))
                 faults.append(await disturb(mesh, kind, options.lease, probe))
