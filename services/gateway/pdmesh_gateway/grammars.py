@@ -81,20 +81,22 @@ class GrammarChecker:
         if len(grammar) > MAX_GRAMMAR_BYTES:
             return f"makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes."
         digest = hashlib.blake2b(grammar.encode("utf-8", "surrogatepass")).digest()
-        if digest not in self._problems:
-            async with self._limiter:
-                self._problems[digest] = await self._find_problem(grammar)
-            if len(self._problems) > MAX_KEPT:
-                del self._problems[next(iter(self._problems))]
-        return self._problems[digest]
-
-    async def _find_problem(self, grammar: str) -> str | None:
-        await anyio.to_thread.run_sync(self._judge.prepare)
-        with anyio.move_on_after(COMPILE_LIMIT_S):
-            problem = await anyio.to_thread.run_sync(self._judge.problem, grammar, abandon_on_cancel=True)
-            return None if problem is None else f"cannot be obeyed: {problem}"
-        self._judge.give_up()
+        if digest in self._problems:
+            return self._problems[digest]
+        async with self._limiter:
+            await anyio.to_thread.run_sync(self._judge.prepare)
+            with anyio.move_on_after(COMPILE_LIMIT_S):
+                problem = await anyio.to_thread.run_sync(self._judge.problem, grammar, abandon_on_cancel=True)
+                self._keep(digest, None if problem is None else f"cannot be obeyed: {problem}")
+                return self._problems[digest]
+            self._judge.give_up()
+        # Not kept: on a busy machine the same grammar may be compiled in time when it is asked for again.
         return f"takes longer than {COMPILE_LIMIT_S:g} s to compile: make it simpler."
+
+    def _keep(self, digest: bytes, problem: str | None) -> None:
+        self._problems[digest] = problem
+        if len(self._problems) > MAX_KEPT:
+            del self._problems[next(iter(self._problems))]
 
 
 def asked_for(fields: SamplingFields) -> tuple[str, str] | None:
