@@ -15,20 +15,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import combinations
 from time import monotonic, sleep
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
 import structlog
-from torch import Tensor
 
 from pdmesh.config import MeshConfig
 from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.engine.ranks.commands import Command, Failed, OpenCache, frame, read_answer
-from pdmesh.engine.ranks.group import EXCHANGE_BYTES, SharedMemoryGroup
-from pdmesh.engine.ranks.memory import create_memory, map_memory
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.failures import describe_exit
+
+if TYPE_CHECKING:  # torch takes seconds to import, and an instance of one rank may need none
+    from torch import Tensor
+
+    from pdmesh.engine.ranks.group import SharedMemoryGroup
 
 log = structlog.get_logger()
 
@@ -87,6 +90,8 @@ class RankProcesses:
             os.ftruncate(self._cache_fd, num_bytes)
         except OSError as error:
             raise ConfigError(f"ranks cannot share {num_bytes} bytes of KV cache: {error.strerror}") from error
+        from pdmesh.engine.ranks.memory import map_memory
+
         self.tell(OpenCache(num_blocks))
         return map_memory(self._cache_fd, num_bytes)
 
@@ -170,6 +175,9 @@ def start_ranks(config: MeshConfig, num_ranks: int, num_threads: int) -> Iterato
     if num_ranks == 1:
         yield None
         return
+    from pdmesh.engine.ranks.group import EXCHANGE_BYTES, SharedMemoryGroup
+    from pdmesh.engine.ranks.memory import create_memory, map_memory
+
     exchange_fd, cache_fd = create_memory("pdmesh-exchange", EXCHANGE_BYTES), create_memory("pdmesh-kv")
     pairs = {pair: socket.socketpair() for pair in combinations(range(num_ranks), 2)}
 
