@@ -14,13 +14,22 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Reject
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import Event, InstanceJoined, KvReleased, RequestArrived, RequestFinished, StepDone, Tick
+from pdmesh.core.events import (
+    Event,
+    InstanceJoined,
+    KvReleased,
+    RequestArrived,
+    RequestFinished,
+    StepDone,
+    Tick,
+    TransferSent,
+)
 from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import ExchangedBytes, TransferCounters
 from pdmesh.metrics import Slo
-from pdmesh.model import Epoch, FinishReason, GatewayId, RejectReason, Request, RequestId, Role
+from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RejectReason, Request, RequestId, Role, TransferId
 from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
@@ -90,7 +99,19 @@ async def test_the_schedulers() -> None:
     profile = modelled_profile("i", Role.MIXED)
     core.handle(InstanceJoined(profile, ()), 0.0)
     core.handle(KvReleased(profile.instance_id, RequestId("nobody's"), Epoch(0)), 0.0)
+    core.handle(InstanceJoined(modelled_profile("other", Role.MIXED), ()), 0.0)
     key: dict[str, Any] = {"request_id": RequestId("r"), "epoch": Epoch(0)}
+    sent = TransferSent(
+        profile.instance_id,
+        **key,
+        transfer_id=TransferId(1),
+        num_bytes=1 << 30,
+        duration_s=1.0,
+        exposed_s=0.0,
+        sent_s=1.0,
+        destination_id=InstanceId("other"),
+    )
+    core.handle(sent, 0.0)
     gateway_id = GatewayId("g")
     request = Request(**key, gateway_id=gateway_id, num_prompt_tokens=8, max_tokens=1, arrival_s=0.0, tenant="k")
     core.handle(RequestArrived(request), 0.0)
@@ -118,6 +139,7 @@ async def test_a_workers() -> None:
     metrics.step_s.labels("prefill")
     metrics.transfer_bytes.labels("out")
     metrics.failed_transfers.labels("in")
+    metrics.drafted(num_tokens=2, num_accepted=1)
     metrics.watch(
         BlockPool(4),
         model="m",
