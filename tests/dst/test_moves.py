@@ -117,7 +117,7 @@ def test_and_whatever_becomes_of_the_pieces(seen: Counter[str], seed: int) -> No
     assert seen["failed before the commit"] + seen["failed after the commit"]
 
 
-@pytest.mark.parametrize("seed", slow_beyond(1, [1, 3]))
+@pytest.mark.parametrize("seed", slow_beyond(1, [3, 9]))  # the others below 16 restart instead
 def test_what_moves_because_memory_is_short_is_the_stream_of_an_undisturbed_run(
     seen: Counter[str], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

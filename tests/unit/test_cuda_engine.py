@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdmesh.engine import runner
+from pdmesh.engine import loading
 from pdmesh.engine.base import SequenceSlice, SliceResult
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.cuda import layer_graphs
@@ -52,7 +52,7 @@ class FakeDevice:
             return fake_cuda_compute(loaded, self.library, self.streams, self.recorder)
 
         with monkeypatch.context() as patched:
-            patched.setattr(runner, "choose_compute", choose)
+            patched.setattr(loading, "choose_compute", choose)
             return TorchEngine(directory, num_blocks=num_blocks, max_num_seqs=max_num_seqs, num_threads=1, device="cpu")
 
     def calls(self, method: str) -> int:

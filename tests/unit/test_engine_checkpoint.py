@@ -37,7 +37,7 @@ def edit_config(directory: Path, **changes: Any) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "architecture is 'MambaForCausalLM', which is not served"),
-        ({"architectures": ..., "model_type": "gpt2"}, "architecture is 'gpt2'"),
+        ({"architectures": ..., "model_type": "opt"}, "architecture is 'opt'"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; it must be a positive integer"),
         ({"num_key_value_heads": 3}, "4 attention heads are not a multiple of 3"),
