@@ -235,6 +235,7 @@ async def test_a_channel_connects_with_the_certificate_that_is_there_by_then(
 
 
 async def ask_once(channel: MeshChannel) -> list[object] | None:
+    answer: list[object] | None = None
     async with (
         open_link(channel, f"/{SERVICE}/Echo", WorkerDown) as link,
         anyio.create_task_group() as tasks,

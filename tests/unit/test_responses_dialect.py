@@ -199,11 +199,12 @@ def test_each_token_of_the_text_is_told_once_with_its_log_probability(num_chars:
         for delta in [*deltas, end]:
             collected.add(delta)
         response = Response.model_validate_json(msgspec.json.encode(out.response([collected], generation)), strict=True)
-    texts = [part for item in response.output if item.type == "message" for part in item.content]
+    parts = [part for item in response.output if item.type == "message" for part in item.content]
+    texts = [part for part in parts if part.type == "output_text"]
     assert [part.text for part in texts] == [said[1], said[3]]
     first, last = len(said[0]), len(text) - len(said[3])
     expected = [[at for at in starts if first <= at < first + len(said[1])], [at for at in starts if at >= last]]
-    assert [[-token.logprob for token in part.logprobs] for part in texts] == expected
+    assert [[-token.logprob for token in part.logprobs or ()] for part in texts] == expected
 
 
 def test_a_stream_that_fails_says_so_twice() -> None:
