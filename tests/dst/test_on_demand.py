@@ -18,7 +18,7 @@ from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
 from pdmesh.testing.dst.run import run
 from pdmesh.testing.examples import slow_beyond
 from pdmesh_gateway.generate import Generator
-from pdmesh_gateway.transcripts import Transcript
+from pdmesh_gateway.transcript import Transcript
 
 ROLES = [(Role.MIXED,), (Role.PREFILL, Role.DECODE), (Role.MIXED, Role.MIXED)]
 NUM_ASKS = 12

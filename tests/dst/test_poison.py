@@ -20,7 +20,7 @@ from pdmesh.testing.dst.process import running_process
 from pdmesh.testing.dst.run import run
 from pdmesh.testing.dst.simulation import Simulation
 from pdmesh.testing.examples import slow_beyond
-from pdmesh_gateway.transcripts import MAX_BLAME
+from pdmesh_gateway.transcript import MAX_BLAME
 
 #: Tokens of its prompt. Others have more, and where a request decodes that is all that is known of its prompt.
 NUM_POISON_TOKENS = 3

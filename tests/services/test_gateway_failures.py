@@ -26,7 +26,7 @@ from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
 from pdmesh_gateway.testing import RunningGateway, running_gateway
 from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.transcripts import Transcript
+from pdmesh_gateway.transcript import Transcript
 
 pytestmark = pytest.mark.anyio
 

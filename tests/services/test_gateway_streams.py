@@ -29,7 +29,7 @@ from pdmesh_gateway import generate, token_server, transcripts
 from pdmesh_gateway.http import server
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_gateway.testing import RunningGateway, running_gateway
-from pdmesh_gateway.transcripts import MAX_BLAME
+from pdmesh_gateway.transcript import MAX_BLAME
 
 pytestmark = pytest.mark.anyio
 

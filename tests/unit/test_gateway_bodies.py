@@ -15,7 +15,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.testing.examples import examples
 from pdmesh_gateway.http import body as bodies
 from pdmesh_gateway.http.body import INLINE_BYTES, decode_body, read_in_pieces
-from pdmesh_gateway.protocol import ChatRequest
+from pdmesh_gateway.protocol.chat import ChatRequest
 
 JSON = st.recursive(
     st.none()

@@ -18,7 +18,9 @@ from pdmesh_gateway.http.body import ClientGone, decode_body, may_hold_more_valu
 from pdmesh_gateway.http.chat import template_messages
 from pdmesh_gateway.http.unknown import _INSTEAD, REFUSED, header_value
 from pdmesh_gateway.limits import SMALL_BODY_BYTES, RequestLimiter
-from pdmesh_gateway.protocol import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from pdmesh_gateway.protocol.chat import ChatMessage, ChatRequest
+from pdmesh_gateway.protocol.completions import CompletionRequest
+from pdmesh_gateway.protocol.tokens import TokenizeRequest
 from pdmesh_gateway.sampling import sampling_params, target_s
 from pdmesh_gateway.templates import MAX_NESTING, RequestTemplates, TemplateFailed, check_nesting, compile_template
 from pdmesh_gateway.tokenizer import ModelTokenizer

@@ -18,7 +18,7 @@ from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.grammar_process import GrammarProcess
 from pdmesh_gateway.grammars import MAX_PROPERTIES, GrammarChecker, asked_for
 from pdmesh_gateway.http.unknown import without_unknown
-from pdmesh_gateway.protocol import ChatRequest
+from pdmesh_gateway.protocol.chat import ChatRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from pdmesh.wire.messages import TokenOut, pack_token_ids
 from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.prefixes import INLINE_BYTES, Prefixes, PromptPrefix
 from pdmesh_gateway.sampling import cache_salt
-from pdmesh_gateway.transcripts import Transcript
+from pdmesh_gateway.transcript import Transcript
 
 pytestmark = pytest.mark.anyio
 

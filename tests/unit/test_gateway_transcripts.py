@@ -10,15 +10,8 @@ from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids, unpack_token_ids
 from pdmesh_gateway.mailbox import Mailbox
-from pdmesh_gateway.transcripts import (
-    BREAK_GRACE_S,
-    MAX_AHEAD,
-    MAX_BLAME,
-    MAX_SOURCES_AHEAD,
-    STALL_GRACE_S,
-    Transcript,
-    Transcripts,
-)
+from pdmesh_gateway.transcript import BREAK_GRACE_S, MAX_AHEAD, MAX_BLAME, MAX_SOURCES_AHEAD, STALL_GRACE_S, Transcript
+from pdmesh_gateway.transcripts import Transcripts
 
 pytestmark = pytest.mark.anyio
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdmesh.errors import RequestRejected
+from pdmesh.model import FinishReason
 from pdmesh.wire.messages import TokenLogprobs, TokenOut
 from pdmesh_gateway.detokenizer import Detokenizer
 from pdmesh_gateway.stop import StopFinder
-from pdmesh_gateway.transcripts import Transcript, finish_of
+from pdmesh_gateway.transcript import Transcript
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Choice:
         delta = Delta(index=self.index)
         params = self.transcript.params
         for token in tokens:
-            finish = finish_of(token)
+            finish = _finish_of(token)
             if finish == "error":
                 raise GenerationFailed(token.error or "The generation was aborted.")
             delta.embedding = token.embedding
@@ -83,3 +84,16 @@ class Choice:
                 delta.finish_reason = self.finish_reason = finish
                 break
         return delta
+
+
+def _finish_of(token: TokenOut) -> str | None:
+    """OpenAI's word for how a generation ended."""
+    match token.finish_reason:
+        case None:
+            return None
+        case FinishReason.STOP:
+            return "stop"
+        case FinishReason.LENGTH:
+            return "length"
+        case FinishReason.CANCELLED | FinishReason.ERROR:
+            return "error"

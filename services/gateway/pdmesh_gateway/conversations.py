@@ -18,7 +18,7 @@ from pdmesh_gateway.answer_format import AnswerFormat, Calls
 from pdmesh_gateway.grammars import asked_for
 from pdmesh_gateway.items import ChoiceItems, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
-from pdmesh_gateway.protocol import SamplingFields
+from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.sampling import Truncation, invalid
 from pdmesh_gateway.serving import Serving

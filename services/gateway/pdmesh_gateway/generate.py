@@ -27,7 +27,8 @@ from pdmesh_gateway.spans import REQUEST, request_attributes, response_attribute
 from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.transcripts import FIRST_EPOCH, Transcript, Transcripts
+from pdmesh_gateway.transcript import FIRST_EPOCH, Transcript
+from pdmesh_gateway.transcripts import Transcripts
 
 log = structlog.get_logger()
 

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, StructTag, grammar_from
 
 from pdmesh.errors import RequestRejected
 from pdmesh.grammars import MAX_GRAMMAR_BYTES
-from pdmesh_gateway.protocol import SamplingFields, StructuredOutputs
+from pdmesh_gateway.protocol.sampling import SamplingFields, StructuredOutputs
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.schemas import closed
 

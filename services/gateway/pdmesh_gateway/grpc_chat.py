@@ -18,7 +18,7 @@ from pdmesh_gateway.items import (
     TextAdded,
 )
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
-from pdmesh_gateway.protocol import StructuredOutputs
+from pdmesh_gateway.protocol.sampling import StructuredOutputs
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.templates import check_nesting
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice

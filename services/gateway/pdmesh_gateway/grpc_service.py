@@ -28,7 +28,7 @@ from pdmesh_gateway.grpc_guard import MAX_PROBES, Guard
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
-from pdmesh_gateway.protocol import SamplingFields
+from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent
 from pdmesh_gateway.text_stream import TextStream

@@ -14,7 +14,7 @@ from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.mailbox import Mailbox
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.spans import FIRST_TOKEN
-from pdmesh_gateway.transcripts import Transcript
+from pdmesh_gateway.transcript import Transcript
 
 
 class Requests(Protocol):

@@ -30,7 +30,7 @@ from pdmesh_gateway.items import (
     WholeAnswer,
 )
 from pdmesh_gateway.jobs import GenerationJob
-from pdmesh_gateway.protocol import (
+from pdmesh_gateway.protocol.chat import (
     ChatChoice,
     ChatDelta,
     ChatLogprobs,
@@ -38,13 +38,13 @@ from pdmesh_gateway.protocol import (
     ChatRequest,
     ChatResponse,
     FunctionCall,
-    PromptLogprobList,
     ResponseMessage,
-    TokenizeRequest,
     ToolCall,
     ToolCallDelta,
-    Usage,
 )
+from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
+from pdmesh_gateway.protocol.tokens import TokenizeRequest
+from pdmesh_gateway.protocol.usage import Usage
 from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, num_choices, number, truncation_of
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import check_nesting, nested_too_deep

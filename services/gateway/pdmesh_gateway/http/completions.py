@@ -16,15 +16,15 @@ from pdmesh_gateway.http.logprobs import completion_logprobs, prompt_logprobs
 from pdmesh_gateway.http.prompts import prompt_ids, prompts_of
 from pdmesh_gateway.http.sse import ChunkWriter, text_body, usage_of
 from pdmesh_gateway.jobs import GenerationJob
-from pdmesh_gateway.protocol import (
+from pdmesh_gateway.protocol.completions import (
     DEFAULT_COMPLETION_TOKENS,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
-    PromptLogprobList,
-    Usage,
 )
+from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
+from pdmesh_gateway.protocol.usage import Usage
 from pdmesh_gateway.sampling import (
     check_stream_options,
     fit_max_tokens,

@@ -16,7 +16,7 @@ from pdmesh_gateway.http.body import INLINE_BYTES
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.intake import decode_request, read_body
 from pdmesh_gateway.jobs import GenerationJob
-from pdmesh_gateway.protocol import SamplingFields
+from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.reject_cache import RequestKind
 from pdmesh_gateway.sampling import cache_salt, stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent

@@ -14,7 +14,8 @@ from pdmesh_gateway.embeddings import EMBEDS, check_inputs, embeddings
 from pdmesh_gateway.http.computing import ComputingEndpoint
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.prompts import prompt_ids, prompts_of
-from pdmesh_gateway.protocol import EmbeddingObject, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage, SamplingFields
+from pdmesh_gateway.protocol.embeddings import EmbeddingObject, EmbeddingRequest, EmbeddingResponse, EmbeddingUsage
+from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.sampling import invalid, truncation_of
 from pdmesh_gateway.serving import Serving
 

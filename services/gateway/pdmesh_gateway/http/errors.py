@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.protocol import ErrorBody, ErrorResponse
+from pdmesh_gateway.protocol.errors import ErrorBody, ErrorResponse
 
 
 def error_json(error: RequestRejected) -> bytes:

@@ -24,7 +24,7 @@ from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.sse import KEEP_ALIVE
 from pdmesh_gateway.items import ChoiceItems, ItemEvent, WholeAnswer, collect
 from pdmesh_gateway.jobs import GenerationJob
-from pdmesh_gateway.protocol import SamplingFields
+from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.sampling import fit_max_tokens, sampling_params
 from pdmesh_gateway.text_stream import TextStream
 

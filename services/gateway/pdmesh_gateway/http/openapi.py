@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from pdmesh_gateway import protocol
 from pdmesh_gateway.http.messages.protocol import CountTokensRequest, MessagesRequest, MessagesResponse, TokenCount
 from pdmesh_gateway.http.responses.protocol import (
     InputItemList,
@@ -19,22 +18,28 @@ from pdmesh_gateway.http.responses.protocol import (
     ResponsesRequest,
 )
 from pdmesh_gateway.http.unknown import HEADER, REFUSED
+from pdmesh_gateway.protocol.chat import ChatRequest, ChatResponse
+from pdmesh_gateway.protocol.completions import CompletionRequest, CompletionResponse
+from pdmesh_gateway.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
+from pdmesh_gateway.protocol.errors import ErrorResponse
+from pdmesh_gateway.protocol.models import ModelCard, ModelList
+from pdmesh_gateway.protocol.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
 #: path → (method, summary, request, response)
 _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None]] = {
-    "/v1/chat/completions": ("post", "Answer a conversation", protocol.ChatRequest, protocol.ChatResponse),
-    "/v1/completions": ("post", "Continue a text", protocol.CompletionRequest, protocol.CompletionResponse),
-    "/v1/embeddings": ("post", "Embed texts", protocol.EmbeddingRequest, protocol.EmbeddingResponse),
+    "/v1/chat/completions": ("post", "Answer a conversation", ChatRequest, ChatResponse),
+    "/v1/completions": ("post", "Continue a text", CompletionRequest, CompletionResponse),
+    "/v1/embeddings": ("post", "Embed texts", EmbeddingRequest, EmbeddingResponse),
     "/v1/messages": ("post", "Answer a conversation, as Anthropic's API", MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": ("post", "Tokens of such a conversation", CountTokensRequest, TokenCount),
     "/v1/responses": ("post", "Answer a conversation of items", ResponsesRequest, ResponseObject),
     "/v1/responses/input_tokens": ("post", "Tokens of such a conversation", InputTokensRequest, InputTokenCount),
     "/v1/responses/{response_id}": ("get", "A response that is kept", None, ResponseObject),
     "/v1/responses/{response_id}/input_items": ("get", "What such a response answered", None, InputItemList),
-    "/v1/models": ("get", "The models served here", None, protocol.ModelList),
-    "/v1/models/{model}": ("get", "One model", None, protocol.ModelCard),
-    "/tokenize": ("post", "Text or conversation to token ids", protocol.TokenizeRequest, protocol.TokenizeResponse),
-    "/detokenize": ("post", "Token ids to text", protocol.DetokenizeRequest, protocol.DetokenizeResponse),
+    "/v1/models": ("get", "The models served here", None, ModelList),
+    "/v1/models/{model}": ("get", "One model", None, ModelCard),
+    "/tokenize": ("post", "Text or conversation to token ids", TokenizeRequest, TokenizeResponse),
+    "/detokenize": ("post", "Token ids to text", DetokenizeRequest, DetokenizeResponse),
     "/tokenizer_info": ("get", "What the checkpoint says of its tokenizer", None, None),
     "/load": ("get", "Number of requests that are being answered", None, None),
     "/health": ("get", "200 if a request would be served, else 503", None, None),
@@ -46,16 +51,16 @@ _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec
 }
 
 #: Answers that may be streamed.
-_STREAMED = (protocol.ChatResponse, protocol.CompletionResponse, MessagesResponse, ResponseObject)
+_STREAMED = (ChatResponse, CompletionResponse, MessagesResponse, ResponseObject)
 
 
 def openapi_document(version: str) -> dict[str, Any]:
     """OpenAPI 3.1."""
     types = [kind for operation in _OPERATIONS.values() for kind in operation[2:] if kind is not None]
-    all_types = [*types, protocol.ErrorResponse]
+    all_types = [*types, ErrorResponse]
     references, components = msgspec.json.schema_components(all_types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(all_types, references, strict=True))
-    error = {"description": "An error", "content": {"application/json": {"schema": schemas[protocol.ErrorResponse]}}}
+    error = {"description": "An error", "content": {"application/json": {"schema": schemas[ErrorResponse]}}}
     paths: dict[str, Any] = {}
     for path, (method, summary, request, response) in _OPERATIONS.items():
         ok: dict[str, Any] = {"description": "OK"}

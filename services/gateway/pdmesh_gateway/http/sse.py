@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdmesh_gateway.protocol import ChatDelta, CompletionTokensDetails, PromptTokensDetails, StreamOptions, Usage
+from pdmesh_gateway.protocol.chat import ChatDelta
+from pdmesh_gateway.protocol.sampling import StreamOptions
+from pdmesh_gateway.protocol.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 
 DONE = b"data: [DONE]\n\n"
 

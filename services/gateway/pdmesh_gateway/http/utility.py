@@ -16,14 +16,8 @@ from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.intake import decode_request, read_body
 from pdmesh_gateway.http.messages.protocol import AnthropicModel, AnthropicModelList
 from pdmesh_gateway.http.openapi import docs_page, openapi_document
-from pdmesh_gateway.protocol import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    ModelCard,
-    ModelList,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from pdmesh_gateway.protocol.models import ModelCard, ModelList
+from pdmesh_gateway.protocol.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from pdmesh_gateway.sampling import too_long
 from pdmesh_gateway.serving import Serving, check_token_ids
 

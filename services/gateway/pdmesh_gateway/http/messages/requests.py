@@ -15,7 +15,7 @@ from pdmesh_gateway.http.messages.protocol import (
     ToolChoiceField,
     ToolDefinition,
 )
-from pdmesh_gateway.protocol import JsonSchema, ResponseFormat, SamplingFields
+from pdmesh_gateway.protocol.sampling import JsonSchema, ResponseFormat, SamplingFields
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
 from pdmesh_gateway.turns import TurnBuilder

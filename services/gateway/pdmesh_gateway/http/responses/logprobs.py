@@ -7,7 +7,7 @@ from collections import deque
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.logprobs import chat_logprobs
-from pdmesh_gateway.protocol import ChatTokenLogprob
+from pdmesh_gateway.protocol.chat import ChatTokenLogprob
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 

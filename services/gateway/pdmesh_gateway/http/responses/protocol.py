@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdmesh_gateway.protocol import ChatTokenLogprob
+from pdmesh_gateway.protocol.chat import ChatTokenLogprob
 
 
 class Reasoning(msgspec.Struct, kw_only=True):

@@ -36,7 +36,7 @@ from pdmesh_gateway.items import (
     ItemKind,
     TextAdded,
 )
-from pdmesh_gateway.protocol import ChatTokenLogprob
+from pdmesh_gateway.protocol.chat import ChatTokenLogprob
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.turns import arguments_of
 

@@ -8,7 +8,7 @@ from typing import Any
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.http.responses.protocol import InputTokensRequest, ResponsesRequest, TextFormat
-from pdmesh_gateway.protocol import JsonSchema, ResponseFormat, SamplingFields
+from pdmesh_gateway.protocol.sampling import JsonSchema, ResponseFormat, SamplingFields
 from pdmesh_gateway.sampling import MAX_LOGPROBS, invalid, number
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
 from pdmesh_gateway.turns import TurnBuilder, arguments_of

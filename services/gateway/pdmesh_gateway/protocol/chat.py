@@ -1,0 +1,153 @@
+"""``/v1/chat/completions``: what clients send and get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
+from pdmesh_gateway.protocol.sampling import SamplingFields
+from pdmesh_gateway.protocol.usage import Usage
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A part of a message's content; types other than ``text`` are refused by name."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One message; what a template may look at."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under its other name
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    best_of: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    # Accepted; they change nothing here.
+    echo: bool | None = None
+    include_reasoning: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    verbosity: str | None = None
+
+
+class ChatTopLogprob(msgspec.Struct):
+    """A token that could have been drawn. Log-probabilities are natural; ``bytes`` are those of its UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    """A token that was drawn, and the most likely ones at its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """An entry for each token of a choice, or of a chunk of one."""
+
+    content: list[ChatTokenLogprob]
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A called function's name and JSON arguments; a piece of these in a chunk."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that the answer makes."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is new of a call; its first one has id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall
+
+
+class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What is new of an answer."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under its other name
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ResponseMessage(msgspec.Struct, kw_only=True):
+    """The answer. It is never a refusal; its content is null where it only calls tools."""
+
+    role: str = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, under its other name
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer. ``finish_reason`` is ``stop``, ``tool_calls`` or ``length``; ``stop_reason`` the string or token id
+    that ended it.
+    """
+
+    index: int
+    message: ResponseMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(msgspec.Struct, kw_only=True):
+    """A whole answer to ``POST /v1/chat/completions``; ``created`` is Unix time in seconds."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobList | None = None
+    prompt_token_ids: list[int] | None = None
