@@ -25,17 +25,17 @@ from pdmesh.core.instances.kept import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.numbers import Numbers
 from pdmesh.core.recovery.cut_pairs import CutPairs
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.requests import RequestState
 from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
 from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.core.transfers.link_rates import MeasuredLinks
 from pdmesh.core.transfers.transfer import Transfer
+from pdmesh.core.waiting.computing import Computing
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import (
     GRANULE_TOKENS,
     GatewayId,
     InstanceId,
-    PrefixHash,
     RejectReason,
     Request,
     RequestId,
@@ -66,7 +66,7 @@ class MeshState:
         self.numbers = Numbers()  # of the instances
         self.kept_where = KeptWhere()  # the granules that these keep
         self.by_number: dict[int, InstanceState] = {}
-        self._coming: dict[PrefixHash, list[RequestState]] = {}  # by the first granule that each computes of its prompt
+        self.computing = Computing()
         self.suspected: dict[InstanceId, None] = {}  # silent instances
         self.cut = CutPairs(cut_memory_s)
         self.links = MeasuredLinks()
@@ -75,7 +75,7 @@ class MeshState:
             InstanceId, InstanceState
         ] = {}  # their residents wait for the end of a prefill phase
         self._kinds: list[InstanceState] | None = None
-        self._exact_groups, self._kv_groups = Counter[str](), Counter[str]()  # of the instances that are there
+        self.exact_groups, self.kv_groups = Counter[str](), Counter[str]()  # of the instances that are there
         self.queue = WaitingQueue()
         self.awaiting_decode = AwaitingDecode()
         self.recovering: dict[
@@ -123,8 +123,8 @@ class MeshState:
         """Enter an instance whose number comes from `numbers`, or is that of its predecessor."""
         self.instances[instance.instance_id] = self.by_number[instance.number] = instance
         self.links.joined(instance.profile)
-        self._exact_groups[instance.exact_group] += 1
-        self._kv_groups[instance.kv_group] += 1
+        self.exact_groups[instance.exact_group] += 1
+        self.kv_groups[instance.kv_group] += 1
         self.regroup()
 
     def remove_instance(self, instance_id: InstanceId) -> InstanceState | None:
@@ -137,14 +137,14 @@ class MeshState:
         if instance is not None:
             instance.kept.clear()
             del self.by_number[instance.number]
-            self._exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
-            self._kv_groups -= Counter((instance.kv_group,))
+            self.exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
+            self.kv_groups -= Counter((instance.kv_group,))
         return instance
 
     @property
     def spans_classes(self) -> bool:
         """Whether instances of several arithmetic classes exchange KV."""
-        return len(self._exact_groups) > len(self._kv_groups)
+        return len(self.exact_groups) > len(self.kv_groups)
 
     def slow_from(
         self, source: InstanceState, num_blocks: int, among: Collection[InstanceId] | None = None
@@ -177,26 +177,6 @@ class MeshState:
         """How many tokens of its prompt some other instance than this one keeps."""
         depths = self.depths(request)
         return GRANULE_TOKENS * max([depths[number] for number in depths if number != instance.number], default=0)
-
-    def computing(self, request: Request) -> list[RequestState]:
-        """The requests that compute granules now which a waiting one has, too."""
-        coming = self._coming
-        if not coming or not request.prefix:
-            return []
-        return [state for granule in request.chain if granule in coming for state in coming[granule]]
-
-    def _begin_computing(self, state: RequestState) -> None:
-        if (granule := state.first_granule) is not None:
-            self._coming.setdefault(granule, []).append(state)
-
-    def _end_computing(self, state: RequestState) -> None:
-        """Its prompt is computed, or never will be. Does nothing the second time."""
-        granule = state.first_granule
-        states = None if granule is None else self._coming.get(granule)
-        if granule is not None and states is not None and state in states:
-            states.remove(state)
-            if not states:
-                del self._coming[granule]
 
     def open(self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0) -> RequestState:
         """Note a new request, of whose prompt so many tokens are kept somewhere."""
@@ -268,7 +248,7 @@ class MeshState:
             )
         )
         prefill.add_prefill(state)
-        self._begin_computing(state)
+        self.computing.begin(state)
 
     def promise(self, state: RequestState, decode: InstanceState, long_tokens: int) -> Transfer:
         """Room on ``decode`` for a request whose prompt is computed elsewhere, and the transfer of its KV."""
@@ -315,7 +295,7 @@ class MeshState:
     def computed(self, state: RequestState) -> None:
         """Its prompt is computed, and its KV is to move on."""
         self._free_helpers(state)
-        self._end_computing(state)
+        self.computing.end(state)
         state.end_prompt()
         self.awaiting_decode.is_ready(state.key)
         self.instances[state.prefill_ids[0]].defer(state.key, True)
@@ -359,7 +339,7 @@ class MeshState:
     def land(self, state: RequestState) -> None:
         """Its whole KV is where it decodes."""
         self._free_helpers(state)
-        self._end_computing(state)
+        self.computing.end(state)
         if not state.decodes:  # or this was heard before
             state.land()
         for instance_id in state.decode_ids:
@@ -431,7 +411,7 @@ class MeshState:
             self.queue.remove(state)
         self.awaiting_decode.discard(key)
         self.recovering.pop(key, None)
-        self._end_computing(state)
+        self.computing.end(state)
         if state.is_in_prefill or state.chunks_in_flight:
             for instance_id in state.prefill_ids:
                 if instance_id in self.instances:
@@ -516,50 +496,3 @@ class MeshState:
             self.commands.append(
                 FreeKv(instance_id=instance_id, request_id=key[0], epoch=key[1], transfer_id=allocation.transfer_id)
             )
-
-    def check_integrity(self) -> None:
-        """Check that all state agrees; AssertionError names the numbers."""
-        instances = self.instances.values()
-        assert self._exact_groups == Counter(each.exact_group for each in instances), "exact groups miscounted"
-        assert self._kv_groups == Counter(each.kv_group for each in instances), "KV groups miscounted"
-        self.queue.check_integrity()
-        self.broker.check_integrity()
-        self.awaiting_decode.check_integrity()
-        self.numbers.check_integrity([instance.number for instance in self.instances.values()])
-        suspected = {instance.instance_id for instance in self.instances.values() if instance.suspected}
-        assert suspected == set(self.suspected), f"{suspected} are suspected, recorded: {set(self.suspected)}"
-        for instance in self.instances.values():
-            instance.check_integrity()
-            for key in self.broker.granted(instance.instance_id):
-                assert key in instance.allocations, f"{instance.instance_id}: a backend for {key}, which holds nothing"
-        in_flight: dict[RequestKey, set[tuple[InstanceId, int]]] = {}
-        for instance in self.instances.values():
-            for plan in instance.plans.values():
-                for chunk in plan.chunks:
-                    chunks = in_flight.setdefault((chunk.request_id, chunk.epoch), set())
-                    chunks.add((instance.instance_id, plan.plan_id))
-        num_waiting = sum(state.phase is Phase.WAITING for state in self.requests.values())
-        assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} are in the queue"
-        num_of_gateways = sum(len(requests) for requests in self.of_gateway.values())
-        assert num_of_gateways == len(self.requests), f"gateways have {num_of_gateways} of {len(self.requests)}"
-        for granule, states in self._coming.items():
-            for state in states:
-                assert state.first_granule == granule, f"{state.key} computes another granule first"
-                assert self.find(state.key) is state, f"{state.key} is over, and said to compute"
-                assert state.phase is Phase.PREFILLING, f"{state.key} is {state.phase}, and said to compute"
-        for state in self.requests.values():
-            state.check_integrity()
-            assert state.is_recovering == (state.key in self.recovering), (
-                f"{state.key} is healing: {state.is_recovering}"
-            )
-            chunks, known = in_flight.get(state.key, set()), state.chunks_in_flight
-            assert known <= chunks, f"chunks {chunks} of {state.key} are in flight, recorded: {known}"
-            lost = [each for each in chunks - known if each[0] in state.prefill_ids]
-            assert not lost, f"chunks {lost} of {state.key} are in flight, and not in the mesh state"
-            is_awaiting_decode = state.is_in_prefill and not state.decode_shards
-            assert is_awaiting_decode == (state.key in self.awaiting_decode), (
-                f"{state.key} has no receiver: {is_awaiting_decode}"
-            )
-            if state.phase is not Phase.WAITING and not is_awaiting_decode:
-                assert state.decode_id is not None, f"{state.key} runs without a decode instance"
-                assert state.key in self.instances[state.decode_id].allocations, f"{state.key} has no room to decode"

@@ -56,6 +56,7 @@ from pdmesh.core.handlers import Handlers
 from pdmesh.core.instances.allocations import MOVES_AWAY
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.on_demand import OnDemandKv
+from pdmesh.core.integrity import check_integrity
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
 from pdmesh.core.operators.actuators import Actuators, DesiredProcesses
@@ -456,7 +457,7 @@ class SchedulerCore:
 
     def check_integrity(self) -> None:
         """Check that all state agrees; AssertionError names the numbers."""
-        self._mesh.check_integrity()
+        check_integrity(self._mesh)
         self._operations.check_integrity()
         self._moves.check_integrity()
         for instance in self._mesh.instances.values():

@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import anyio
 import anyio.lowlevel
-import msgspec
 import structlog
 
 from pdmesh.core.commands import (
@@ -39,47 +38,37 @@ from pdmesh.core.events import (
     InstanceUnreachable,
     LoadReported,
     RequestArrived,
-    StepDone,
     Tick,
-    TransferLanded,
 )
 from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.engine.base import needs_prompt_tokens
 from pdmesh.eventlog import EventLogWriter
-from pdmesh.model import GRANULE_TOKENS, GatewayId, InstanceId, InstanceProfile, RequestKey, Role, TransferPurpose
-from pdmesh.policy.batching import Mode
+from pdmesh.model import GatewayId, InstanceId, InstanceProfile, TransferPurpose
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.views import InstanceView
 from pdmesh.wire.messages import (
     Admit,
-    BatchingStatus,
     CommandMessage,
     ExpectKv,
     ExpectMove,
     GatewayDown,
     Generation,
     Grant,
-    GroupStatus,
-    InstanceStatus,
-    LinkStatus,
     MeshStatus,
     PeerGone,
     Regroup,
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
+from pdmesh_scheduler.mesh_status import max_model_len, mesh_status
 from pdmesh_scheduler.observing import Handled, Observer
 from pdmesh_scheduler.peers import Peers
+from pdmesh_scheduler.prompts import Prompts
 
 log = structlog.get_logger()
 
 #: Events waiting to be applied; beyond them streams are not read, and their peers feel it.
 MAX_INBOX = 4096
-
-#: Groups and links that are told of.
-MAX_GROUPS = 64
-MAX_LINKS = 64
 
 #: Data addresses of instances that are gone, of which it is remembered that the others were told.
 MAX_TOLD_GONE = 1024
@@ -96,22 +85,6 @@ class _Queued:
     generation: Generation | None = None  # of a request that arrived
     first: Callable[[], None] | None = None  # called before
     applied: anyio.Event | None = None  # set after
-
-
-class _Moving(NamedTuple):
-    """What a receiver of a request's KV has to know of it."""
-
-    generation: Generation  # without its tokens, unless sampling, or a guess of what comes, looks at them
-    num_context_tokens: int
-    tail: bytes  # the packed tokens behind its last full granule, where it is without tokens and its KV may be kept
-
-    @classmethod
-    def of(cls, generation: Generation, *, with_prompt: bool) -> _Moving:
-        num_context_tokens = generation.num_tokens
-        if with_prompt or needs_prompt_tokens(generation.params) or generation.num_output_tokens:
-            return cls(generation, num_context_tokens, b"")
-        tail = generation.token_ids[4 * GRANULE_TOKENS * len(generation.prefix) :] if generation.prefix_root else b""
-        return cls(msgspec.structs.replace(generation, token_ids=b""), num_context_tokens, tail)
 
 
 class Driver:
@@ -143,11 +116,9 @@ class Driver:
         self._inbox: deque[_Queued] = deque()
         self._filled = anyio.Event()
         self._emptied = anyio.Event()
-        self._waiting: dict[RequestKey, Generation] = {}  # with the prompts that instances may still need
-        self._moving: dict[RequestKey, _Moving] = {}  # what a receiver needs of those whose KV has not landed
+        self._prompts = Prompts(core)
         self._profiles: dict[InstanceId, InstanceProfile] = {}
         self._told_gone: dict[bytes, None] = {}  # data addresses that the others have closed, the latest
-        self._drafting: set[InstanceId] = set()  # of these: they want prompts of what they decode
         self._loads: dict[InstanceId, LoadReported] = {}
         self._num_operation_changes = 0
         self._wake_at_s: float | None = None
@@ -249,13 +220,11 @@ class Driver:
     def _remember(self, event: Event, generation: Generation | None) -> None:
         match event:
             case RequestArrived() if generation is not None:
-                key = (generation.request_id, generation.epoch)
-                self._waiting.setdefault(key, generation)
+                self._prompts.arrived(generation)
             case InstanceJoined():
                 before = self._profiles.get(event.profile.instance_id)
                 self._profiles[event.profile.instance_id] = event.profile
-                if event.profile.drafts:
-                    self._drafting.add(event.profile.instance_id)
+                self._prompts.joined(event.profile)
                 if before is not None and before.data_address != event.profile.data_address:
                     self._tell_gone(before)
                 if event.profile.data_address in self._told_gone:
@@ -266,23 +235,9 @@ class Driver:
             case _:
                 pass
 
-    def _forget_landed(self, key: RequestKey) -> None:
-        """Its KV is where it decodes: no other receiver will need what it was asked for."""
-        if key in self._moving and not self._core.may_change_receiver(key):
-            del self._moving[key]
-
     def _follow_up(self, event: Event) -> None:
+        self._prompts.handled(event)
         match event:
-            case RequestArrived():
-                key = (event.request.request_id, event.request.epoch)
-                if not self._core.is_active(key):
-                    self._waiting.pop(key, None)  # one of an older epoch, or refused
-            case StepDone():
-                for key in [(chunk.request_id, chunk.epoch) for chunk in event.chunks if chunk.is_last]:
-                    if not self._core.needs_prompt(key):  # nobody will help with it any more
-                        self._waiting.pop(key, None)
-            case TransferLanded():
-                self._forget_landed((event.request_id, event.epoch))
             case GatewayJoined():
                 self._gateways.post(event.gateway_id, self.state())
             case InstanceJoined():
@@ -293,7 +248,6 @@ class Driver:
                 self._tell_readiness()
             case InstanceLost():
                 lost = self._profiles.pop(event.instance_id, None)
-                self._drafting.discard(event.instance_id)
                 self._loads.pop(event.instance_id, None)
                 if lost is not None:
                     self._tell_gone(lost)
@@ -306,12 +260,7 @@ class Driver:
     def _carry_out(self, command: Command) -> None:
         match command:
             case AdmitPrefill():
-                key = (command.request_id, command.epoch)
-                generation = self._waiting[key]
-                if command.instance_id == command.shards[-1].instance_id and not self._core.needs_prompt(key):
-                    del self._waiting[key]  # all that need the prompt have it
-                if command.moves_on:
-                    self._moving[key] = self._to_move(generation)
+                generation = self._prompts.admitted(command)
                 member_ids = () if command.group is None else command.group.member_ids
                 admit = Admit(command=command, generation=generation, member_addresses=self._addresses(member_ids))
                 self._workers.post(command.instance_id, admit)
@@ -339,7 +288,16 @@ class Driver:
                 expect = ExpectMove(command=command, chain=chain, source_addresses=addresses)
                 self._workers.post(command.instance_id, expect)
             case PlaceDecode():
-                self._expect_kv(command)
+                prompt = self._prompts.expected(command)
+                addresses = self._addresses(command.transfer.source_ids)
+                expect_kv = ExpectKv(
+                    command=command,
+                    generation=prompt.generation,
+                    num_context_tokens=prompt.num_context_tokens,
+                    source_addresses=addresses,
+                    tail=prompt.tail,
+                )
+                self._workers.post(command.instance_id, expect_kv)
             case GrantTransfer():
                 addresses = self._addresses(command.transfer.destination_ids)
                 self._workers.post(command.instance_id, Grant(command=command, destination_addresses=addresses))
@@ -347,8 +305,7 @@ class Driver:
                 if command.outcome is Outcome.FINISHED:
                     # Its last token goes to the gateway on another way, and may be lost there with its instance.
                     self._gateways.post(command.gateway_id, CommandMessage.of(command))
-                self._waiting.pop((command.request_id, command.epoch), None)
-                self._moving.pop((command.request_id, command.epoch), None)
+                self._prompts.ended(command)
                 log.debug(
                     "request ended", request_id=command.request_id, epoch=command.epoch, outcome=str(command.outcome)
                 )
@@ -380,21 +337,6 @@ class Driver:
         for instance_id in self._profiles:
             if instance_id != profile.instance_id:
                 self._workers.post(instance_id, PeerGone(data_address=profile.data_address))
-
-    def _expect_kv(self, command: PlaceDecode) -> None:
-        key = (command.request_id, command.epoch)
-        moving = self._moving[key] if key in self._moving else self._to_move(self._waiting[key])
-        expect = ExpectKv(
-            command=command,
-            generation=moving.generation,
-            num_context_tokens=moving.num_context_tokens,
-            source_addresses=self._addresses(command.transfer.source_ids),
-            tail=moving.tail,
-        )
-        self._workers.post(command.instance_id, expect)
-
-    def _to_move(self, generation: Generation) -> _Moving:
-        return _Moving.of(generation, with_prompt=bool(self._drafting))
 
     def _addresses(self, instance_ids: Iterable[InstanceId]) -> tuple[bytes, ...]:
         return tuple(self._profiles[instance_id].data_address for instance_id in instance_ids)
@@ -432,87 +374,10 @@ class Driver:
         return list(self._profiles.values())
 
     def state(self) -> MeshStatus:
-        resize = self._core.desired.pools
-        reason = self._core.unready_reason
-        return MeshStatus(
-            ready=reason is None,
-            reason=reason or "",
-            instances=self._statuses(),
-            num_waiting=self._core.num_waiting,
-            num_running=self._core.num_running,
-            bundle=self._core.bundle,
-            batching=self._core.batching,
-            max_model_len=self._max_model_len(),
-            num_gateways=len(self._gateways),
-            num_coming=self._num_coming,
-            services=tuple(self._core.actuators.processes),
-            pools=None if resize is None else resize.pools,
-            links=tuple(
-                LinkStatus(
-                    source=link.source,
-                    destination=link.destination,
-                    bytes_per_s=link.bytes_per_s,
-                    num_transfers=link.num_transfers,
-                )
-                for link in self._core.link_rates[:MAX_LINKS]
-            ),
-            groups=tuple(
-                GroupStatus(
-                    request_id=view.request_id,
-                    member_ids=(*view.instance_ids[:1], *view.helper_ids),
-                    num_prompt_tokens=view.num_prompt_tokens,
-                    num_planned_tokens=view.num_planned_tokens,
-                )
-                for view in self._core.helped[:MAX_GROUPS]
-            ),
+        """Return the state that operators and gateways are told of."""
+        return mesh_status(
+            self._core, self._profiles, self._loads, num_gateways=len(self._gateways), num_coming=self._num_coming
         )
-
-    def _statuses(self) -> tuple[InstanceStatus, ...]:
-        statuses: list[InstanceStatus] = []
-        for view in self._core.instances:
-            profile, load = self._profiles[view.instance_id], self._loads.get(view.instance_id)
-            statuses.append(
-                InstanceStatus(
-                    instance_id=view.instance_id,
-                    role=view.role,
-                    model=profile.model,
-                    device=profile.device,
-                    pid=profile.pid,
-                    host=profile.host,
-                    draining=view.draining,
-                    reachable=view.reachable,
-                    suspected=view.suspected,
-                    num_blocks=profile.num_blocks,
-                    num_free_blocks=profile.num_blocks if load is None else load.num_free_blocks + load.num_kept_blocks,
-                    num_kept_blocks=0 if load is None else load.num_kept_blocks,
-                    num_held_blocks=0 if load is None else load.num_held_blocks,
-                    num_quarantined_blocks=0 if load is None else load.num_quarantined_blocks,
-                    num_prefilling=view.num_prefilling,
-                    num_decoding=view.num_decoding,
-                    num_queued_tokens=view.num_queued_tokens,
-                    num_taken_blocks=view.num_blocks - view.num_free_blocks,
-                    batching=self._batching(view.instance_id) if view.role is Role.MIXED else None,
-                    compute=profile.compute,
-                    arithmetic=profile.arithmetic,
-                    rank_pids=profile.rank_pids,
-                )
-            )
-        return tuple(statuses)
-
-    def _batching(self, instance_id: InstanceId) -> BatchingStatus:
-        view = self._core.batching_of(instance_id)
-        phase = "" if view.mode is Mode.MIXED else "prefill" if view.is_prefill_phase else "decode"
-        return BatchingStatus(
-            mode=view.mode,
-            phase=phase,
-            idle_share=view.idle_share,
-            num_seats=view.num_seats,
-            gain=view.gain,
-            reason=view.reason,
-        )
-
-    def _max_model_len(self) -> int:
-        return min((profile.max_model_len for profile in self._profiles.values()), default=0)
 
     @property
     def _num_coming(self) -> int:
@@ -520,7 +385,7 @@ class Driver:
 
     def _tell_readiness(self) -> None:
         """Push the state to all gateways if what they act upon has changed."""
-        readiness = (self._core.unready_reason, self._max_model_len(), self._num_coming)
+        readiness = (self._core.unready_reason, max_model_len(self._profiles), self._num_coming)
         if readiness != self._readiness:
             self._readiness = readiness
             state = self.state()

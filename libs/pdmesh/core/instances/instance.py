@@ -1,35 +1,14 @@
-"""What the core knows of one instance: what it holds, and what is in flight there.
-
-They follow the core's own commands: a hold is taken at AdmitPrefill or PlaceDecode and given back only at
-KvReleased, so they never promise blocks that a worker has not yet freed.
-"""
+"""What the core knows of one instance: what it holds, and what is in flight there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from pdmesh.core.instances.allocations import MOVES_AWAY, Allocation, AllocationKind, AllocationSums
 from pdmesh.core.instances.batching_state import BatchingState
-from pdmesh.core.instances.kept import KeptHere, KeptWhere
-from pdmesh.core.instances.kv_growth import Growth, GrowthSums
+from pdmesh.core.instances.kept import KeptWhere
+from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.core.instances.occupied import OccupiedInstance
 from pdmesh.core.requests import RequestState
-from pdmesh.model import (
-    GRANULE_TOKENS,
-    NO_TRANSFER,
-    IndexRange,
-    InstanceId,
-    InstanceProfile,
-    KvPart,
-    PrefixHash,
-    PrefixHashes,
-    Request,
-    RequestKey,
-    Role,
-    TransferId,
-    num_blocks_for,
-)
-from pdmesh.plans import KvShard, StepPlan
-from pdmesh.policy.on_demand import Room, first_tokens
+from pdmesh.model import InstanceId, InstanceProfile
+from pdmesh.plans import StepPlan
 from pdmesh.policy.profile import device_class_of
 from pdmesh.policy.switching import SwitchTimes
 from pdmesh.policy.views import InstanceView
@@ -38,7 +17,7 @@ from pdmesh.policy.views import InstanceView
 _CONTEXT_MOVED = 0.05
 
 
-class InstanceState:
+class InstanceState(OccupiedInstance):
     """What the core knows of one instance."""
 
     def __init__(
@@ -56,209 +35,26 @@ class InstanceState:
 
         ``kept_where`` is the index of all instances.
         """
-        self.profile = profile
-        self.number = number
-        self.instance_id = profile.instance_id
-        self._set_role(profile.role)
-        self.block_size = profile.kv_layout.block_size
+        kept_where = KeptWhere() if kept_where is None else kept_where
+        super().__init__(profile, growth, changed=changed, kept_where=kept_where, number=number, draining=draining)
         self.device_class = device_class_of(profile)  # instances of one device class are equally fast
         self.switches = SwitchTimes()
-        self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
         self.arithmetic = profile.arithmetic
         self.exact_group = f"{self.kv_group} {profile.arithmetic}"  # what moves inside it goes on with the same bits
-        layout = profile.kv_layout
-        self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
-        self.draining = draining
-        self.closed = False  # by an operator
-        self.reachable = True
-        self.suspected = False
         self.next_plan_id = next_plan_id
-        self.num_flights = 0  # changes of what is in flight, of the requests in it, and of the decodes beside it
         self.plans: dict[int, StepPlan] = {}  # in flight
         self.turned_s = 0.0  # when the first of these began, as far as is known
         self.batching = BatchingState()
         self.urgent_plan_id: int | None = None  # of the one among them that overtakes the others
         self.prefills: list[RequestState] = []  # placed here, with tokens not yet planned
-        self.allocations: dict[RequestKey, Allocation] = {}
-        self.low: dict[RequestKey, None] = {}  # have asked for more than there was
-        self._growth = growth
-        self.allocated = AllocationSums()
-        self._growing = GrowthSums()
-        self.kept = KeptHere(KeptWhere() if kept_where is None else kept_where, number, self.block_size)
-        self._room: Room | None = None
-        self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self.num_queued_tokens = 0
         self._context_share = 1.0  # of the residents' room, that they attend to; the whole of it until reported
         self._view: InstanceView | None = None
-        self._decode_tokens = self._prompt_tokens = 0  # what there is room for, and whether that has been counted
-        self._knows_room = False
-        self._changed = changed
         self._change()
-
-    def _set_role(self, role: Role) -> None:
-        self.role = role
-        # Looked up at each event, and a property of an enumeration's member takes ten times as long.
-        self.role_prefills, self.role_decodes = role.can_prefill, role.can_decode
 
     def _change(self) -> None:
         self._view = None
-        self._knows_room = False
-        self._changed[self.instance_id] = None
-
-    # --- holds ---
-
-    def take(
-        self,
-        key: RequestKey,
-        num_blocks: int,
-        kind: AllocationKind,
-        *,
-        max_blocks: int = 0,
-        num_tokens: int = 0,
-        long_tokens: int = 0,
-        slo_tpot_s: float | None = None,
-        transfer_id: TransferId = NO_TRANSFER,
-        chain: Sequence[PrefixHash] = (),
-        num_reused: int = 0,
-        tenant: str | None = None,
-        share: int = 1,
-    ) -> None:
-        """``max_blocks``: that it may be granted in all, if that is more.
-
-        ``chain`` are granules of its prompt, of which the first ``num_reused`` are kept, and it shares their blocks.
-        """
-        max_blocks = max(num_blocks, max_blocks)
-        allocation = Allocation(
-            kind,
-            num_blocks,
-            long_tokens=long_tokens,
-            slo_tpot_s=slo_tpot_s,
-            max_blocks=max_blocks,
-            num_tokens=num_tokens,
-            transfer_id=transfer_id,
-            granules=self.kept.begin(chain, num_reused, tenant, share),
-            tenant=tenant,
-            share=share,
-        )
-        self.allocations[key] = allocation
-        self._count(allocation, 1)
-
-    def grow(self, key: RequestKey, num_blocks: int) -> None:
-        """Set the total number of blocks that a request holds."""
-        allocation = self.allocations[key]
-        self._count(allocation, -1)
-        allocation.num_blocks = num_blocks
-        self._count(allocation, 1)
-
-    def keep(self, key: RequestKey, num_blocks: int, max_blocks: int) -> None:
-        """What was to move away stays, with room for its output and a seat."""
-        self.defer(key, False)
-        allocation = self.allocations[key]
-        self._count(allocation, -1)
-        allocation.kind, allocation.num_blocks, allocation.max_blocks = (
-            AllocationKind.LOCAL,
-            num_blocks,
-            max(num_blocks, max_blocks),
-        )
-        self._count(allocation, 1)
-
-    def defer(self, key: RequestKey, waits: bool) -> None:
-        """Whether KV that is to move away waits for that."""
-        allocation = self.allocations.get(key)
-        if allocation is not None and allocation.kind in MOVES_AWAY and allocation.waits != waits:
-            self.allocated.defer(allocation, waits)
-            self._change()
-
-    def settle(self, key: RequestKey) -> None:
-        """The KV is whole and in place: what was promised, or computed to stay, is a resident."""
-        allocation = self.allocations.get(key)
-        if allocation is not None and allocation.kind in (AllocationKind.PROMISED, AllocationKind.LOCAL):
-            self._count(allocation, -1)
-            allocation.kind = AllocationKind.RESIDENT
-            self._count(allocation, 1)
-
-    def leave(self, key: RequestKey) -> None:
-        """The request decodes elsewhere: what it still has here is soon given back."""
-        allocation = self.allocations.get(key)
-        self.low.pop(key, None)
-        if allocation is not None and allocation.kind is AllocationKind.RESIDENT:
-            self._count(allocation, -1)
-            allocation.kind, allocation.long_tokens = AllocationKind.LEAVING, 0
-            self._count(allocation, 1)
-
-    def give_back(
-        self,
-        key: RequestKey,
-        transfer_id: TransferId = NO_TRANSFER,
-        drawn: Sequence[PrefixHash] = (),
-        num_known: int = 0,
-    ) -> Allocation | None:
-        """Give back what a request holds for a transfer; None if that is nothing.
-
-        ``drawn`` are granules that stay, of which the first ``num_known`` were kept before.
-        """
-        allocation = self.allocations.get(key)
-        if drawn:
-            tenant = None if allocation is None else allocation.tenant
-            self.kept.drew(drawn, num_known, tenant, 1 if allocation is None else allocation.share)
-        if allocation is not None and allocation.transfer_id != transfer_id:
-            return None
-        self.defer(key, False)
-        self.allocations.pop(key, None)
-        self.low.pop(key, None)
-        if allocation is not None:
-            self.kept.end(allocation.granules)
-            self._count(allocation, -1)
-        return allocation
-
-    def num_freed_blocks(self, allocation: Allocation) -> int:
-        """How many blocks are free once a request gives back what it has: all but those that others have, too."""
-        return allocation.num_blocks - self.kept.num_shared_blocks(allocation.granules)
-
-    # --- what is kept for other requests ---
-
-    def num_kept_granules(self, request: Request) -> int:
-        """How many granules of a request's prompt are kept here, and need not be computed."""
-        chain = request.chain
-        return self.kept.depth(chain, len(chain)) if chain else 0
-
-    def computed(self, key: RequestKey, num_tokens: int) -> None:
-        """So many tokens of a prompt, from the first on, are computed here, or have landed."""
-        allocation = self.allocations.get(key)
-        if allocation is not None and allocation.granules.chain:
-            self.kept.computed(allocation.granules, num_tokens // GRANULE_TOKENS)
-
-    def drop_for_room(self) -> PrefixHashes:
-        """What is to be given up so that all that was taken finds free blocks: of what is kept and not used."""
-        kept, num_short = self.kept, self.kept.num_idle_blocks - self.num_free_blocks
-        orphans = kept.take_orphans()
-        if not kept.num_idle_blocks or num_short <= 0:
-            return orphans
-        return orphans + kept.drop(num_blocks_for(num_short, kept.granule_blocks))
-
-    def replace_kept(self, granules: Sequence[PrefixHash]) -> None:
-        """The instance says what it keeps."""
-        self.kept.replace(granules, [allocation.granules for allocation in self.allocations.values()])
-        self._room = None
-        self._change()
-
-    def _count(self, allocation: Allocation, sign: int) -> None:
-        if self._growth.on_demand:
-            if sign > 0:
-                allocation.is_open = (
-                    allocation.max_blocks - allocation.num_blocks
-                ) * self.block_size > self._growth.mean_tokens
-            self._growing.count(allocation.num_blocks, allocation.max_blocks, is_open=allocation.is_open, sign=sign)
-            self._room = None
-        self.allocated.count(allocation, sign)
-        if allocation.kind is AllocationKind.RESIDENT:
-            self.num_flights += 1
-        self._change()
-
-    def shard(self, num_blocks: int) -> KvShard:
-        """The first so many blocks of a request, all layers and heads of them, as held here."""
-        part = KvPart(IndexRange(0, num_blocks), self._layers, self._heads)
-        return KvShard(instance_id=self.instance_id, part=part)
+        super()._change()
 
     # --- plans ---
 
@@ -308,194 +104,7 @@ class InstanceState:
             self.prefills.remove(state)
             self.queue_tokens(state.num_planned_tokens - state.request.num_prompt_tokens)
 
-    # --- what fits ---
-
-    @property
-    def num_free_blocks(self) -> int:
-        """What is kept and not used is among them."""
-        return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
-
-    @property
-    def num_taken_blocks(self) -> int:
-        """Number of blocks that requests have, those that they share counted once."""
-        return self.allocated.num_taken_blocks - self.kept.num_saved_blocks
-
-    def _count_room(self) -> None:
-        """Count the room for one more request; only after a change, and when asked."""
-        self._knows_room = True
-        self._decode_tokens = self._prompt_tokens = 0
-        room = int(max(self.room)) * self.block_size
-        if room > 0 and self.takes_new:
-            if self.takes_decodes:
-                longest = self.profile.max_model_len - 1
-                self._decode_tokens = room if room < longest else longest
-            if self.role_prefills:
-                self._prompt_tokens = room
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Tokens of the largest request that could decode here now; 0 if it takes none."""
-        if not self._knows_room:
-            self._count_room()
-        return self._decode_tokens
-
-    @property
-    def takes_decodes(self) -> bool:
-        """Whether it has a seat for one more, whatever the memory."""
-        return self.takes_new and self.role_decodes and self.has_seat
-
-    @property
-    def has_seat(self) -> bool:
-        """Whether one more request can stay here to its end."""
-        return self.allocated.num_seats_taken < self.profile.max_num_seqs
-
-    @property
-    def room(self) -> Room:
-        """Blocks for one more request, at an accepted risk for those that grow. An empty instance takes any."""
-        free = max(0, self.num_free_blocks)
-        if not self._growth.on_demand or not self.allocations:
-            return Room(free, free)
-        if self._room is None:
-            num_blocks = self.profile.num_blocks - self.num_quarantined_blocks + self.kept.num_saved_blocks
-            safe = self._growing.room(num_blocks, self.block_size, self._growth)
-            self._room = Room(max(0, min(free, safe.open)), max(0, min(free, safe.bounded)))
-        return self._room
-
-    def can_decode(self, request: Request) -> bool:
-        """Whether the request fits now, with a seat: all of it, or on demand what it is admitted with."""
-        if (request.request_id, request.epoch) in self.allocations:
-            return False
-        if not self._growth.on_demand:
-            return request.max_total_tokens <= self.num_decode_tokens
-        return self.num_decode_tokens > 0 and self.could_decode(request) and self._has_room_for(request)
-
-    def wanted_blocks(self, request: Request) -> tuple[int, bool]:
-        """Return the free blocks that a request needs to decode here, and whether it may come to need more."""
-        most = self.num_decode_blocks(request)
-        if self._growth.on_demand:
-            first = self.num_first_blocks(request)
-            if (most - first) * self.block_size > self._growth.mean_tokens:
-                return first, True
-        return most, False
-
-    def _has_room_for(self, request: Request, num_held_blocks: int = 0) -> bool:
-        wanted, is_open = self.wanted_blocks(request)
-        return wanted - num_held_blocks <= (self.room.open if is_open else self.room.bounded)
-
-    def can_keep(self, request: Request) -> bool:
-        """Whether the request, whose prompt is held here to move away, can decode here instead."""
-        allocation = self.allocations.get((request.request_id, request.epoch))
-        if allocation is None or allocation.freeing or not self.takes_decodes or not self.could_decode(request):
-            return False
-        if not self._growth.on_demand:
-            return self.num_decode_blocks(request) - allocation.num_blocks <= self.num_free_blocks
-        return self._has_room_for(request, allocation.num_blocks)
-
-    def can_take_over(self, key: RequestKey, num_blocks: int, max_blocks: int, spare_blocks: int | None = None) -> bool:
-        """Whether a request that decodes elsewhere fits now, with ``num_blocks`` of the ``max_blocks`` it may need.
-
-        ``spare_blocks`` are to be free then, whatever those that are here will come to need; None: as for a new one.
-        """
-        if key in self.allocations or not self.takes_decodes or max_blocks > self.profile.num_blocks:
-            return False
-        if spare_blocks is not None:
-            return num_blocks + spare_blocks <= self.num_free_blocks
-        is_open = self._growth.on_demand and (max_blocks - num_blocks) * self.block_size > self._growth.mean_tokens
-        return num_blocks <= self.room.open if is_open else max_blocks <= self.room.bounded
-
-    def may_add_waiting(self, num_blocks: int, share: float) -> bool:
-        """Whether a prompt may begin of which so many blocks will wait, if ``share`` of all may. One may, of any size.
-
-        A prompt with room promised is one of 0 blocks: it may while what waits is within the bound.
-        """
-        waiting = self.allocated.num_waiting_blocks
-        return not waiting or waiting + num_blocks <= share * self.profile.num_blocks
-
-    def can_prefill(self, request: Request) -> bool:
-        """Whether the prompt fits now."""
-        if not self._knows_room:
-            self._count_room()
-        return (
-            request.num_prompt_tokens <= self._prompt_tokens
-            and request.max_total_tokens < self.profile.max_model_len
-            and (request.request_id, request.epoch) not in self.allocations
-        )
-
-    @property
-    def takes_prompts(self) -> bool:
-        """Whether prompts are placed on it, to compute them here."""
-        return self.takes_new and self.role_prefills
-
-    @property
-    def has_long(self) -> bool:
-        """Whether it computes or decodes a long request."""
-        return self.allocated.num_long_decoding > 0 or bool(self.allocated.long_prefill_tokens)
-
-    @property
-    def longest_prefill_tokens(self) -> int:
-        """Length of the longest long prompt computed here, or whose KV waits to move away; 0 without one."""
-        return max(self.allocated.long_prefill_tokens, default=0)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What decides what it could take if it were empty."""
-        profile = self.profile
-        return self.role, self.kv_group, profile.num_blocks, profile.max_model_len
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether requests may wait for it."""
-        return self.reachable and not self.draining and not self.closed
-
-    @property
-    def takes_new(self) -> bool:
-        return self.is_usable and not self.suspected
-
-    def num_prefill_blocks(self, request: Request) -> int:
-        return num_blocks_for(request.num_prompt_tokens, self.block_size)
-
-    def num_first_blocks(self, request: Request) -> int:
-        """Return the blocks that a request is admitted with where it decodes."""
-        if not self._growth.on_demand:
-            return self.num_decode_blocks(request)
-        return num_blocks_for(first_tokens(request, self.block_size), self.block_size)
-
-    def num_decode_blocks(self, request: Request) -> int:
-        return num_blocks_for(request.max_total_tokens, self.block_size)
-
-    def could_prefill(self, request: Request) -> bool:
-        """Whether the prompt fits this instance when it is empty."""
-        return (
-            self.role_prefills
-            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
-            and self.num_prefill_blocks(request) <= self.profile.num_blocks
-        )
-
-    def could_decode(self, request: Request) -> bool:
-        """Whether prompt and output fit this instance when it is empty."""
-        return (
-            self.role_decodes
-            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
-            and self.num_decode_blocks(request) <= self.profile.num_blocks
-        )
-
     # --- views and checks ---
-
-    def set_draining(self, draining: bool) -> None:
-        self.draining = draining
-        self._change()
-
-    def set_closed(self, closed: bool) -> None:
-        self.closed = closed
-        self._change()
-
-    def set_reachable(self, reachable: bool) -> None:
-        self.reachable = reachable
-        self._change()
-
-    def set_suspected(self, suspected: bool) -> None:
-        self.suspected = suspected
-        self._change()
 
     def note_context(self, num_decodes: float, num_tokens: float) -> None:
         """A step with ``num_decodes`` of the residents attended to so many tokens of theirs."""
@@ -505,20 +114,6 @@ class InstanceState:
             self._context_share = share
             self.num_flights += 1
             self._change()
-
-    def set_quarantined(self, num_blocks: int) -> None:
-        self.num_quarantined_blocks = num_blocks
-        self._room = None
-        self._change()
-
-    def hear_of_growth(self) -> None:
-        """The mean that requests grow by is another one."""
-        self._room = None
-        self._change()
-
-    def set_role(self, role: Role) -> None:
-        self._set_role(role)
-        self._change()
 
     @property
     def view(self) -> InstanceView:
@@ -551,27 +146,8 @@ class InstanceState:
 
     def check_integrity(self) -> None:
         """AssertionError names the numbers that do not balance."""
+        self.check_occupied()
         name = self.instance_id
-        allocated, taken = AllocationSums.of(self.allocations.values()), self.num_taken_blocks
-        assert allocated == self.allocated, f"{name}: the allocations hold {allocated}, recorded: {self.allocated}"
-        num_lost = self.kept.granule_blocks * sum([each.granules.num_lost for each in self.allocations.values()])
-        assert taken - num_lost <= self.profile.num_blocks, (
-            f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
-        )
-        self.kept.check_integrity(name, [allocation.granules for allocation in self.allocations.values()])
-        assert self.low.keys() <= self.allocations.keys(), f"{name}: {self.low} ask for more, and hold nothing"
-        assert not self.low or self.num_free_blocks <= 0, f"{name}: {self.low} wait for blocks that are free"
-        sums = GrowthSums()
-        for allocation in self.allocations.values():
-            assert allocation.num_blocks <= allocation.max_blocks, (
-                f"{name}: a request has {allocation.num_blocks} blocks, more than it ever needs"
-            )
-            if self._growth.on_demand:
-                sums.count(allocation.num_blocks, allocation.max_blocks, is_open=allocation.is_open, sign=1)
-        assert sums == self._growing, f"{name}: {sums} may grow, recorded: {self._growing}"
-        assert allocated.num_seats_taken <= self.profile.max_num_seqs, (
-            f"{name}: {allocated.num_seats_taken} seats taken"
-        )
         urgent = [plan_id for plan_id, plan in self.plans.items() if plan.urgent]
         known = [] if self.urgent_plan_id is None else [self.urgent_plan_id]
         assert urgent == known, f"{name}: plans {urgent} are urgent, recorded: {known}"

@@ -209,7 +209,7 @@ class Round:
                 line = self._in_order([*step_slot.running, head])
                 self._plan_running(step_slot, line[: line.index(head)])
         offers, depths = self._offers(head), mesh.depths(request)
-        computing = mesh.computing(request)
+        computing = mesh.computing.shared_with(request)
         if unheard := mesh.cut.of(request.gateway_id):  # what these keep is of no use to it
             depths = {
                 number: depth for number, depth in depths.items() if mesh.by_number[number].instance_id not in unheard

@@ -119,5 +119,5 @@ def _held(process: Process) -> Iterator[str]:
         for view in core.instances:
             if view.num_free_blocks != view.num_blocks or view.num_seats_taken or view.num_queued_tokens:
                 yield f"{process.name}: its state of {view}"
-        if driver._waiting:
-            yield f"{process.name}: {len(driver._waiting)} prompts kept"
+        if driver._prompts.num_whole:
+            yield f"{process.name}: {driver._prompts.num_whole} prompts kept"

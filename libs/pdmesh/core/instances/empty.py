@@ -1,0 +1,68 @@
+"""What an instance could take if it were empty: what its profile and role alone decide."""
+
+from __future__ import annotations
+
+from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.model import InstanceProfile, Request, Role, num_blocks_for
+from pdmesh.policy.on_demand import first_tokens
+
+
+class EmptyInstance:
+    """An instance without requests."""
+
+    def __init__(self, profile: InstanceProfile, growth: Growth) -> None:
+        """``growth`` says what requests are admitted with where they decode."""
+        self.profile = profile
+        self.instance_id = profile.instance_id
+        self.block_size = profile.kv_layout.block_size
+        self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
+        self._growth = growth
+        self._take_role(profile.role)
+
+    def _take_role(self, role: Role) -> None:
+        self.role = role
+        # Looked up at each event, and a property of an enumeration's member takes ten times as long.
+        self.role_prefills, self.role_decodes = role.can_prefill, role.can_decode
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What decides what it could take if it were empty."""
+        profile = self.profile
+        return self.role, self.kv_group, profile.num_blocks, profile.max_model_len
+
+    def num_prefill_blocks(self, request: Request) -> int:
+        return num_blocks_for(request.num_prompt_tokens, self.block_size)
+
+    def num_first_blocks(self, request: Request) -> int:
+        """Return the blocks that a request is admitted with where it decodes."""
+        if not self._growth.on_demand:
+            return self.num_decode_blocks(request)
+        return num_blocks_for(first_tokens(request, self.block_size), self.block_size)
+
+    def num_decode_blocks(self, request: Request) -> int:
+        return num_blocks_for(request.max_total_tokens, self.block_size)
+
+    def could_prefill(self, request: Request) -> bool:
+        """Whether the prompt fits this instance when it is empty."""
+        return (
+            self.role_prefills
+            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
+            and self.num_prefill_blocks(request) <= self.profile.num_blocks
+        )
+
+    def could_decode(self, request: Request) -> bool:
+        """Whether prompt and output fit this instance when it is empty."""
+        return (
+            self.role_decodes
+            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
+            and self.num_decode_blocks(request) <= self.profile.num_blocks
+        )
+
+    def wanted_blocks(self, request: Request) -> tuple[int, bool]:
+        """Return the free blocks that a request needs to decode here, and whether it may come to need more."""
+        most = self.num_decode_blocks(request)
+        if self._growth.on_demand:
+            first = self.num_first_blocks(request)
+            if (most - first) * self.block_size > self._growth.mean_tokens:
+                return first, True
+        return most, False

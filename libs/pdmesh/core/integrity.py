@@ -1,0 +1,51 @@
+"""Whether all the core's state agrees: what tests ask after every event, and the simulator where it is told to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import Phase
+from pdmesh.model import InstanceId, RequestKey
+
+
+def check_integrity(mesh: MeshState) -> None:
+    """Check that all state agrees; AssertionError names the numbers."""
+    instances = mesh.instances.values()
+    assert mesh.exact_groups == Counter(each.exact_group for each in instances), "exact groups miscounted"
+    assert mesh.kv_groups == Counter(each.kv_group for each in instances), "KV groups miscounted"
+    mesh.queue.check_integrity()
+    mesh.broker.check_integrity()
+    mesh.awaiting_decode.check_integrity()
+    mesh.numbers.check_integrity([instance.number for instance in mesh.instances.values()])
+    suspected = {instance.instance_id for instance in mesh.instances.values() if instance.suspected}
+    assert suspected == set(mesh.suspected), f"{suspected} are suspected, recorded: {set(mesh.suspected)}"
+    for instance in mesh.instances.values():
+        instance.check_integrity()
+        for key in mesh.broker.granted(instance.instance_id):
+            assert key in instance.allocations, f"{instance.instance_id}: a backend for {key}, which holds nothing"
+    in_flight: dict[RequestKey, set[tuple[InstanceId, int]]] = {}
+    for instance in mesh.instances.values():
+        for plan in instance.plans.values():
+            for chunk in plan.chunks:
+                chunks = in_flight.setdefault((chunk.request_id, chunk.epoch), set())
+                chunks.add((instance.instance_id, plan.plan_id))
+    num_waiting = sum(state.phase is Phase.WAITING for state in mesh.requests.values())
+    assert num_waiting == len(mesh.queue), f"{num_waiting} requests wait, {len(mesh.queue)} are in the queue"
+    num_of_gateways = sum(len(requests) for requests in mesh.of_gateway.values())
+    assert num_of_gateways == len(mesh.requests), f"gateways have {num_of_gateways} of {len(mesh.requests)}"
+    mesh.computing.check_integrity(mesh.find)
+    for state in mesh.requests.values():
+        state.check_integrity()
+        assert state.is_recovering == (state.key in mesh.recovering), f"{state.key} is healing: {state.is_recovering}"
+        chunks, known = in_flight.get(state.key, set()), state.chunks_in_flight
+        assert known <= chunks, f"chunks {chunks} of {state.key} are in flight, recorded: {known}"
+        lost = [each for each in chunks - known if each[0] in state.prefill_ids]
+        assert not lost, f"chunks {lost} of {state.key} are in flight, and not in the mesh state"
+        is_awaiting_decode = state.is_in_prefill and not state.decode_shards
+        assert is_awaiting_decode == (state.key in mesh.awaiting_decode), (
+            f"{state.key} has no receiver: {is_awaiting_decode}"
+        )
+        if state.phase is not Phase.WAITING and not is_awaiting_decode:
+            assert state.decode_id is not None, f"{state.key} runs without a decode instance"
+            assert state.key in mesh.instances[state.decode_id].allocations, f"{state.key} has no room to decode"

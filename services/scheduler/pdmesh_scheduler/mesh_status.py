@@ -1,0 +1,108 @@
+"""What operators and gateways are told of the mesh's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pdmesh.core.events import LoadReported
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.policy.batching import Mode
+from pdmesh.wire.messages import BatchingStatus, GroupStatus, InstanceStatus, LinkStatus, MeshStatus
+
+#: Groups and links that are told of.
+MAX_GROUPS = 64
+MAX_LINKS = 64
+
+
+def mesh_status(
+    core: SchedulerCore,
+    profiles: Mapping[InstanceId, InstanceProfile],
+    loads: Mapping[InstanceId, LoadReported],
+    *,
+    num_gateways: int,
+    num_coming: int,
+) -> MeshStatus:
+    """Return the mesh's state; ``loads`` are the instances' last reports, of those that have made one."""
+    resize = core.desired.pools
+    reason = core.unready_reason
+    return MeshStatus(
+        ready=reason is None,
+        reason=reason or "",
+        instances=tuple(_instance_statuses(core, profiles, loads)),
+        num_waiting=core.num_waiting,
+        num_running=core.num_running,
+        bundle=core.bundle,
+        batching=core.batching,
+        max_model_len=max_model_len(profiles),
+        num_gateways=num_gateways,
+        num_coming=num_coming,
+        services=tuple(core.actuators.processes),
+        pools=None if resize is None else resize.pools,
+        links=tuple(
+            LinkStatus(
+                source=link.source,
+                destination=link.destination,
+                bytes_per_s=link.bytes_per_s,
+                num_transfers=link.num_transfers,
+            )
+            for link in core.link_rates[:MAX_LINKS]
+        ),
+        groups=tuple(
+            GroupStatus(
+                request_id=view.request_id,
+                member_ids=(*view.instance_ids[:1], *view.helper_ids),
+                num_prompt_tokens=view.num_prompt_tokens,
+                num_planned_tokens=view.num_planned_tokens,
+            )
+            for view in core.helped[:MAX_GROUPS]
+        ),
+    )
+
+
+def max_model_len(profiles: Mapping[InstanceId, InstanceProfile]) -> int:
+    """Return the longest context that every instance serves, in tokens; 0 without instances."""
+    return min((profile.max_model_len for profile in profiles.values()), default=0)
+
+
+def _instance_statuses(
+    core: SchedulerCore, profiles: Mapping[InstanceId, InstanceProfile], loads: Mapping[InstanceId, LoadReported]
+) -> Iterable[InstanceStatus]:
+    for view in core.instances:
+        profile, load = profiles[view.instance_id], loads.get(view.instance_id)
+        yield InstanceStatus(
+            instance_id=view.instance_id,
+            role=view.role,
+            model=profile.model,
+            device=profile.device,
+            pid=profile.pid,
+            host=profile.host,
+            draining=view.draining,
+            reachable=view.reachable,
+            suspected=view.suspected,
+            num_blocks=profile.num_blocks,
+            num_free_blocks=profile.num_blocks if load is None else load.num_free_blocks + load.num_kept_blocks,
+            num_kept_blocks=0 if load is None else load.num_kept_blocks,
+            num_held_blocks=0 if load is None else load.num_held_blocks,
+            num_quarantined_blocks=0 if load is None else load.num_quarantined_blocks,
+            num_prefilling=view.num_prefilling,
+            num_decoding=view.num_decoding,
+            num_queued_tokens=view.num_queued_tokens,
+            num_taken_blocks=view.num_blocks - view.num_free_blocks,
+            batching=_batching_status(core, view.instance_id) if view.role is Role.MIXED else None,
+            compute=profile.compute,
+            arithmetic=profile.arithmetic,
+            rank_pids=profile.rank_pids,
+        )
+
+
+def _batching_status(core: SchedulerCore, instance_id: InstanceId) -> BatchingStatus:
+    view = core.batching_of(instance_id)
+    return BatchingStatus(
+        mode=view.mode,
+        phase="" if view.mode is Mode.MIXED else "prefill" if view.is_prefill_phase else "decode",
+        idle_share=view.idle_share,
+        num_seats=view.num_seats,
+        gain=view.gain,
+        reason=view.reason,
+    )

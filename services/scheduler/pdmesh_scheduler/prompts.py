@@ -1,0 +1,101 @@
+"""The prompts of requests, kept for as long as an instance may need them.
+
+The core knows a prompt's length and hashes alone. What instances compute it from is kept here: all of it until every
+instance that computes it has it, then what a receiver of its KV has to know.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, PlaceDecode
+from pdmesh.core.events import Event, InstanceLost, RequestArrived, StepDone, TransferLanded
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.engine.base import needs_prompt_tokens
+from pdmesh.model import GRANULE_TOKENS, InstanceId, InstanceProfile, RequestKey
+from pdmesh.wire.messages import Generation
+
+
+class MovingPrompt(NamedTuple):
+    """What a receiver of a request's KV has to know of it."""
+
+    generation: Generation  # without its tokens, unless sampling, or a guess of what comes, looks at them
+    num_context_tokens: int
+    tail: bytes  # the packed tokens behind its last full granule, where it is without tokens and its KV may be kept
+
+    @classmethod
+    def of(cls, generation: Generation, *, with_prompt: bool) -> MovingPrompt:
+        num_context_tokens = generation.num_tokens
+        if with_prompt or needs_prompt_tokens(generation.params) or generation.num_output_tokens:
+            return cls(generation, num_context_tokens, b"")
+        tail = generation.token_ids[4 * GRANULE_TOKENS * len(generation.prefix) :] if generation.prefix_root else b""
+        return cls(msgspec.structs.replace(generation, token_ids=b""), num_context_tokens, tail)
+
+
+class Prompts:
+    """Told of every event and of the commands that send or end prompts, in order."""
+
+    def __init__(self, core: SchedulerCore) -> None:
+        self._core = core
+        self._whole: dict[RequestKey, Generation] = {}  # that instances may still have to compute
+        self._moving: dict[RequestKey, MovingPrompt] = {}  # of those whose KV has not landed
+        self._drafting: set[InstanceId] = set()  # they want prompts of what they decode
+
+    @property
+    def num_whole(self) -> int:
+        """Number of prompts that instances may still have to compute."""
+        return len(self._whole)
+
+    def arrived(self, generation: Generation) -> None:
+        """Keep the prompt of a request that the core is about to handle; the first one of its key counts."""
+        self._whole.setdefault((generation.request_id, generation.epoch), generation)
+
+    def joined(self, profile: InstanceProfile) -> None:
+        """Note an instance that the core is about to handle."""
+        if profile.drafts:
+            self._drafting.add(profile.instance_id)
+
+    def admitted(self, command: AdmitPrefill) -> Generation:
+        """Return what the instance computes that the command is for."""
+        key = (command.request_id, command.epoch)
+        generation = self._whole[key]
+        if command.instance_id == command.shards[-1].instance_id and not self._core.needs_prompt(key):
+            del self._whole[key]  # all that need the prompt have it
+        if command.moves_on:
+            self._moving[key] = self._to_move(generation)
+        return generation
+
+    def expected(self, command: PlaceDecode) -> MovingPrompt:
+        """Return what the receiver of a hand-over has to know."""
+        key = (command.request_id, command.epoch)
+        return self._moving[key] if key in self._moving else self._to_move(self._whole[key])
+
+    def ended(self, command: ForgetRequest) -> None:
+        """Drop what is kept of a request."""
+        self._whole.pop((command.request_id, command.epoch), None)
+        self._moving.pop((command.request_id, command.epoch), None)
+
+    def handled(self, event: Event) -> None:
+        """Drop what nobody will need after an event that the core has handled."""
+        match event:
+            case RequestArrived():
+                key = (event.request.request_id, event.request.epoch)
+                if not self._core.is_active(key):
+                    self._whole.pop(key, None)  # one of an older epoch, or refused
+            case StepDone():
+                for key in [(chunk.request_id, chunk.epoch) for chunk in event.chunks if chunk.is_last]:
+                    if not self._core.needs_prompt(key):  # nobody will help with it any more
+                        self._whole.pop(key, None)
+            case TransferLanded():
+                key = (event.request_id, event.epoch)
+                if key in self._moving and not self._core.may_change_receiver(key):
+                    del self._moving[key]
+            case InstanceLost():
+                self._drafting.discard(event.instance_id)
+            case _:
+                pass
+
+    def _to_move(self, generation: Generation) -> MovingPrompt:
+        return MovingPrompt.of(generation, with_prompt=bool(self._drafting))
