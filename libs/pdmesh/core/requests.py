@@ -250,8 +250,10 @@ class RequestState:
     @property
     def first_granule(self) -> PrefixHash | None:
         """The first of its prompt that is computed, since it was not kept where it was placed; None: all were."""
-        chain, index = self.request.chain, self.num_reused_tokens // GRANULE_TOKENS
-        return chain[index] if index < len(chain) else None
+        prefix, index = self.request.prefix, self.num_reused_tokens // GRANULE_TOKENS
+        # Asked for at each placement: `Request.chain` would copy the prefix.
+        is_computed = index < len(prefix) and (index + 1) * GRANULE_TOKENS < self.request.num_prompt_tokens
+        return prefix[index] if is_computed else None
 
     @property
     def view(self) -> RequestView:

@@ -152,7 +152,7 @@ class SchedulerCore:
         num_blocks = Counter[InstanceId]()
         for key, state in self._mesh.awaiting_decode.items():
             num_blocks[state.prefill_ids[0]] += self._mesh.instances[state.prefill_ids[0]].allocations[key].num_blocks
-        shares = (number / self._mesh.instances[name].profile.num_blocks for name, number in num_blocks.items())
+        shares = (number / self._mesh.instances[name].num_blocks for name, number in num_blocks.items())
         return max(shares, default=0.0)
 
     @property

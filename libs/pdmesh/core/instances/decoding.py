@@ -81,7 +81,7 @@ class DecodingSums:
         sums = _Sums(
             allocated.num_seats_taken,
             instance.num_taken_blocks,
-            instance.profile.max_num_seqs - allocated.num_seats_taken,
+            instance.max_num_seqs - allocated.num_seats_taken,
             max(0, int(instance.room.open)),
             round(rule.tokens_per_s(instance.view) / _RATE_UNIT),
         )

@@ -14,7 +14,11 @@ class EmptyInstance:
         """``growth`` says what requests are admitted with where they decode."""
         self.profile = profile
         self.instance_id = profile.instance_id
+        # Looked up at each event, and a profile is no compiled class.
         self.block_size = profile.kv_layout.block_size
+        self.num_blocks = profile.num_blocks
+        self.max_model_len = profile.max_model_len
+        self.max_num_seqs = profile.max_num_seqs
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
         self._growth = growth
         self._take_role(profile.role)
@@ -27,8 +31,7 @@ class EmptyInstance:
     @property
     def kind(self) -> tuple[object, ...]:
         """What decides what it could take if it were empty."""
-        profile = self.profile
-        return self.role, self.kv_group, profile.num_blocks, profile.max_model_len
+        return self.role, self.kv_group, self.num_blocks, self.max_model_len
 
     def num_prefill_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
@@ -46,16 +49,16 @@ class EmptyInstance:
         """Whether the prompt fits this instance when it is empty."""
         return (
             self.role_prefills
-            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
-            and self.num_prefill_blocks(request) <= self.profile.num_blocks
+            and request.num_prompt_tokens + request.max_tokens <= self.max_model_len
+            and self.num_prefill_blocks(request) <= self.num_blocks
         )
 
     def could_decode(self, request: Request) -> bool:
         """Whether prompt and output fit this instance when it is empty."""
         return (
             self.role_decodes
-            and request.num_prompt_tokens + request.max_tokens <= self.profile.max_model_len
-            and self.num_decode_blocks(request) <= self.profile.num_blocks
+            and request.num_prompt_tokens + request.max_tokens <= self.max_model_len
+            and self.num_decode_blocks(request) <= self.num_blocks
         )
 
     def wanted_blocks(self, request: Request) -> tuple[int, bool]:

@@ -123,11 +123,11 @@ class InstanceState(OccupiedInstance):
             self._view = InstanceView(  # in the order of its fields: keywords take twice as long, for each placement
                 self.instance_id,
                 self.role,
-                self.profile.num_blocks,
+                self.num_blocks,
                 self.num_free_blocks,
                 self.allocated.num_promised_blocks,
                 self.allocated.num_seats_taken,
-                self.profile.max_num_seqs,
+                self.max_num_seqs,
                 self.allocated.num_prefilling,
                 self.allocated.num_decoding,
                 self.num_queued_tokens,

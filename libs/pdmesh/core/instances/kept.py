@@ -100,6 +100,10 @@ class KeptHere:
         self._orphans: dict[PrefixHash, None] = {}  # kept there for nothing: to be dropped
 
     @property
+    def is_empty(self) -> bool:
+        return not self._in_use and not len(self._idle)
+
+    @property
     def num_idle_blocks(self) -> int:
         return len(self._idle) * self.granule_blocks
 
@@ -114,7 +118,7 @@ class KeptHere:
 
     def depth(self, chain: Sequence[PrefixHash], most: int) -> int:
         """How many of the first ``most`` granules of a chain are kept."""
-        low, high = 0, most if self._in_use or len(self._idle) else 0
+        low, high = 0, 0 if self.is_empty else most
         while low < high:
             middle = (low + high + 1) // 2
             if chain[middle - 1] in self:

@@ -183,8 +183,10 @@ class OccupiedInstance(EmptyInstance):
 
     def num_kept_granules(self, request: Request) -> int:
         """How many granules of a request's prompt are kept here, and need not be computed."""
+        if not request.prefix or self.kept.is_empty:
+            return 0
         chain = request.chain
-        return self.kept.depth(chain, len(chain)) if chain else 0
+        return self.kept.depth(chain, len(chain))
 
     def computed(self, key: RequestKey, num_tokens: int) -> None:
         """So many tokens of a prompt, from the first on, are computed here, or have landed."""
@@ -194,9 +196,10 @@ class OccupiedInstance(EmptyInstance):
 
     def drop_for_room(self) -> PrefixHashes:
         """What is to be given up so that all that was taken finds free blocks: of what is kept and not used."""
-        kept, num_short = self.kept, self.kept.num_idle_blocks - self.num_free_blocks
+        kept = self.kept
         orphans = kept.take_orphans()
-        if not kept.num_idle_blocks or num_short <= 0:
+        num_short = kept.num_idle_blocks - self.num_free_blocks if kept.num_idle_blocks else 0
+        if num_short <= 0:
             return orphans
         return orphans + kept.drop(num_blocks_for(num_short, kept.granule_blocks))
 
@@ -229,7 +232,7 @@ class OccupiedInstance(EmptyInstance):
     @property
     def num_free_blocks(self) -> int:
         """What is kept and not used is among them."""
-        return self.profile.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
+        return self.num_blocks - self.num_taken_blocks - self.num_quarantined_blocks
 
     @property
     def num_taken_blocks(self) -> int:
@@ -243,7 +246,7 @@ class OccupiedInstance(EmptyInstance):
         room = int(max(self.room)) * self.block_size
         if room > 0 and self.takes_new:
             if self.takes_decodes:
-                longest = self.profile.max_model_len - 1
+                longest = self.max_model_len - 1
                 self._decode_tokens = room if room < longest else longest
             if self.role_prefills:
                 self._prompt_tokens = room
@@ -263,7 +266,7 @@ class OccupiedInstance(EmptyInstance):
     @property
     def has_seat(self) -> bool:
         """Whether one more request can stay here to its end."""
-        return self.allocated.num_seats_taken < self.profile.max_num_seqs
+        return self.allocated.num_seats_taken < self.max_num_seqs
 
     @property
     def room(self) -> Room:
@@ -272,7 +275,7 @@ class OccupiedInstance(EmptyInstance):
         if not self._growth.on_demand or not self.allocations:
             return Room(free, free)
         if self._room is None:
-            num_blocks = self.profile.num_blocks - self.num_quarantined_blocks + self.kept.num_saved_blocks
+            num_blocks = self.num_blocks - self.num_quarantined_blocks + self.kept.num_saved_blocks
             safe = self._growing.room(num_blocks, self.block_size, self._growth)
             self._room = Room(max(0, min(free, safe.open)), max(0, min(free, safe.bounded)))
         return self._room
@@ -303,7 +306,7 @@ class OccupiedInstance(EmptyInstance):
 
         ``spare_blocks`` are to be free then, whatever those that are here will come to need; None: as for a new one.
         """
-        if key in self.allocations or not self.takes_decodes or max_blocks > self.profile.num_blocks:
+        if key in self.allocations or not self.takes_decodes or max_blocks > self.num_blocks:
             return False
         if spare_blocks is not None:
             return num_blocks + spare_blocks <= self.num_free_blocks
@@ -316,7 +319,7 @@ class OccupiedInstance(EmptyInstance):
         A prompt with room promised is one of 0 blocks: it may while what waits is within the bound.
         """
         waiting = self.allocated.num_waiting_blocks
-        return not waiting or waiting + num_blocks <= share * self.profile.num_blocks
+        return not waiting or waiting + num_blocks <= share * self.num_blocks
 
     def can_prefill(self, request: Request) -> bool:
         """Whether the prompt fits now."""
@@ -324,7 +327,7 @@ class OccupiedInstance(EmptyInstance):
             self._count_room()
         return (
             request.num_prompt_tokens <= self._prompt_tokens
-            and request.max_total_tokens < self.profile.max_model_len
+            and request.max_total_tokens < self.max_model_len
             and (request.request_id, request.epoch) not in self.allocations
         )
 
@@ -390,9 +393,7 @@ class OccupiedInstance(EmptyInstance):
         allocated, taken = AllocationSums.of(self.allocations.values()), self.num_taken_blocks
         assert allocated == self.allocated, f"{name}: the allocations hold {allocated}, recorded: {self.allocated}"
         num_lost = self.kept.granule_blocks * sum([each.granules.num_lost for each in self.allocations.values()])
-        assert taken - num_lost <= self.profile.num_blocks, (
-            f"{name}: {taken} of {self.profile.num_blocks} blocks promised"
-        )
+        assert taken - num_lost <= self.num_blocks, f"{name}: {taken} of {self.num_blocks} blocks promised"
         self.kept.check_integrity(name, [allocation.granules for allocation in self.allocations.values()])
         assert self.low.keys() <= self.allocations.keys(), f"{name}: {self.low} ask for more, and hold nothing"
         assert not self.low or self.num_free_blocks <= 0, f"{name}: {self.low} wait for blocks that are free"
@@ -404,6 +405,4 @@ class OccupiedInstance(EmptyInstance):
             if self._growth.on_demand:
                 sums.count(allocation.num_blocks, allocation.max_blocks, is_open=allocation.is_open, sign=1)
         assert sums == self._growing, f"{name}: {sums} may grow, recorded: {self._growing}"
-        assert allocated.num_seats_taken <= self.profile.max_num_seqs, (
-            f"{name}: {allocated.num_seats_taken} seats taken"
-        )
+        assert allocated.num_seats_taken <= self.max_num_seqs, f"{name}: {allocated.num_seats_taken} seats taken"

@@ -104,11 +104,11 @@ class Modes:
             batching.together.note(tally)
         own_s = [slo_s for slo_s in instance.view.slo_tpots_s if slo_s is not None]
         assert batching.num_slots is not None
-        num_slots = min(batching.num_slots, instance.profile.max_num_seqs)
+        num_slots = min(batching.num_slots, instance.max_num_seqs)
         load = Load(
             num_slots=num_slots,
-            max_num_seqs=instance.profile.max_num_seqs,
-            num_kv_tokens=instance.profile.num_blocks * instance.block_size,
+            max_num_seqs=instance.max_num_seqs,
+            num_kv_tokens=instance.num_blocks * instance.block_size,
             lengths=self._lengths.moments,
             threshold=self._lengths.threshold(costs, num_slots),
             costs=costs,
@@ -200,7 +200,7 @@ class Modes:
         num_tokens = head.request.num_prompt_tokens - start
         if bundle.is_long(head.request, start) and num_tokens > choice.max_prompt_tokens:
             return True  # it is mixed from then on
-        num_seats = min(choice.num_seats or instance.profile.max_num_seqs, instance.profile.max_num_seqs)
+        num_seats = min(choice.num_seats or instance.max_num_seqs, instance.max_num_seqs)
         num_busy = instance.allocated.num_seats_taken
         num_idle = max(0, num_seats - num_busy)
         if batching.holds_decodes or has_begun:
@@ -281,7 +281,7 @@ class Modes:
         return BatchingView(
             mode=self.mode_of(instance),
             is_prefill_phase=instance.batching.holds_decodes,
-            num_seats=choice.num_seats or instance.profile.max_num_seqs,
+            num_seats=choice.num_seats or instance.max_num_seqs,
             idle_share=choice.idle_share,
             gain=choice.gain,
             reason=choice.reason,

@@ -57,7 +57,7 @@ class Moves:
             not target.can_take_over(
                 state.key, self._num_blocks(source, allocation), allocation.max_blocks, spare_blocks
             )
-            or request.num_prompt_tokens + request.max_tokens > target.profile.max_model_len
+            or request.num_prompt_tokens + request.max_tokens > target.max_model_len
         ):
             return f"has no room on {target.instance_id}"
         return None
