@@ -4,6 +4,7 @@
 
     PdmeshError
     ├── ConfigError            fix the configuration; a process that meets it at start exits with code 2
+    ├── ServiceSuperseded      this process must not go on, though nothing in it failed; start it again
     ├── RequestRejected        the client must change or repeat its request (carries status, code, retry-after)
     ├── InstanceUnavailable    try another instance, or the same one later
     ├── KvTransferError        the KV did not arrive; it can be recomputed from the transcript
@@ -21,6 +22,10 @@ class PdmeshError(Exception):
 
 class ConfigError(PdmeshError):
     """A setting, a checkpoint or a file named by a setting is wrong. The message names it and says what to do."""
+
+
+class ServiceSuperseded(PdmeshError):
+    """A service must end, though nothing in it failed: another one has its place. The message says what to do."""
 
 
 class RequestRejected(PdmeshError):

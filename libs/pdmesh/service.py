@@ -23,7 +23,7 @@ import structlog
 
 from pdmesh.config import MeshConfig
 from pdmesh.config_sources import load_config
-from pdmesh.errors import ConfigError, leaves
+from pdmesh.errors import ConfigError, ServiceSuperseded, leaves
 from pdmesh.failures import sentences
 from pdmesh.telemetry.logs import configure_logging
 from pdmesh.telemetry.tracing import NoTracing, Tracing, configure_tracing
@@ -89,8 +89,9 @@ def run_service(name: str, config: MeshConfig, serve: Serve) -> int:
 def _failed(name: str, error: Exception, ready_fd: int | None) -> int:
     """Say why the service ends, on stderr and to the supervisor; return the exit code."""
     why = sentences(error)
-    is_configuration = any(isinstance(leaf, ConfigError) for leaf in leaves(error))
-    if not is_configuration:
+    causes = leaves(error)
+    is_configuration = any(isinstance(cause, ConfigError) for cause in causes)
+    if not is_configuration and not all(isinstance(cause, ServiceSuperseded) for cause in causes):
         log.error("service failed", exc_info=error)
     sys.stderr.write("".join(f"pdmesh {name}: {sentence}\n" for sentence in why))
     _tell_supervisor(ready_fd, {"failed": why})

@@ -175,6 +175,32 @@ async def test_what_is_said_to_the_port_harms_nobody() -> None:
             connection.close()
 
 
+async def test_strangers_and_forged_offers_are_counted() -> None:
+    """From a process that is no peer, and from one that offers a buffer that it does not have."""
+    async with UcxTransport(CONFIG) as attacker, UcxTransport(CONFIG) as victim, UcxTransport(CONFIG) as honest:
+        introduce(honest, victim)
+        victim.admit(attacker.address)
+        hello = _HELLO.pack(_HELLO_MAGIC, peer_id(attacker.address))
+        forged = _OFFER.pack(_OFFER_MAGIC, 1, CONFIG.num_send_buffers, HEAD_BYTES)
+        for said in ([b"knock knock"], [_HELLO.pack(_HELLO_MAGIC, bytes(8))], [hello, forged]):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.connect(_name(unpack_address(victim.address).local_name))
+                for message in said:
+                    connection.send(message)
+                with contextlib.suppress(ConnectionResetError):
+                    assert await anyio.to_thread.run_sync(connection.recv, 64) == b""
+        assert victim.num_refused == 3
+        async with anyio.create_task_group() as tasks:
+
+            async def send() -> None:
+                async with honest.lend() as buffer:
+                    await honest.send(victim.address, buffer, 100)
+
+            tasks.start_soon(send)
+            (await anext(aiter(victim.receive()))).release()
+        assert victim.num_refused == 3
+
+
 async def test_a_flood_of_one_peer_neither_fills_a_worker_nor_keeps_others_out() -> None:
     """Eight seconds of it took 2.5 GB, and forty sends that were never finished delayed others by 24 s."""
     async with open_victim() as victim, UcxTransport(CONFIG) as attacker:

@@ -304,7 +304,7 @@ async def test_a_piece_larger_than_the_buffers_is_dropped_and_counted() -> None:
         large.flood(transport, 3)
         peer.echo(transport)
         pieces = aiter(transport.receive())
-        while transport.num_malformed < 3:
+        while transport.num_refused < 3:
             await send(transport, peer.address, b"ok", b"payload")
             assert await take(pieces) == (b"ok", b"payload")
         transport.check_integrity()

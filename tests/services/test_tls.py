@@ -35,6 +35,7 @@ from pdmesh.wire.endpoint import MeshChannel, open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import CommandMessage, EventMessage, WorkerDown, WorkerUp
 from pdmesh.wire.roles import RoleRule, ServiceRole
+from pdmesh.wire.strangers import HANDSHAKE_S, MAX_REMEMBERED, Refusal, Strangers
 
 pytestmark = [
     pytest.mark.anyio,
@@ -80,8 +81,11 @@ def security_of(folder: Path, name: str = "mesh") -> SecurityConfig:
 
 
 @asynccontextmanager
-async def service(security: SecurityConfig, rule: RoleRule | None = None) -> AsyncGenerator[str]:
-    """Answers each frame; yields its address."""
+async def service(
+    security: SecurityConfig, role: tuple[ServiceRole, bool] | None = None, strangers: Strangers | None = None
+) -> AsyncGenerator[str]:
+    """Answers each frame; yields its address. With a ``role``, to those of it, and whether they must name it."""
+    strangers = strangers or Strangers()
 
     async def serve(link: FrameLink[WorkerDown, WorkerUp], _peer: str) -> None:
         async with anyio.create_task_group() as tasks:
@@ -90,8 +94,11 @@ async def service(security: SecurityConfig, rule: RoleRule | None = None) -> Asy
                 link.post(ANSWER)
             link.close()
 
+    rule = None if role is None else RoleRule(*role, strangers)
     methods = {"Echo": serve_link(serve, WorkerUp, rule)}
-    async with serving(SERVICE, methods, host="127.0.0.1", port=0, security=security) as port:
+    async with serving(
+        SERVICE, methods, host="127.0.0.1", port=0, security=security, strangers=strangers
+    ) as port:
         yield f"127.0.0.1:{port}"
 
 
@@ -132,13 +139,62 @@ async def test_a_service_is_what_its_certificate_says(certificates: Path) -> Non
     for role in ServiceRole:
         make_certificates(folder, hosts=LOCAL_HOSTS, days=2, role=role)
     for is_needed in (False, True):
-        async with service(security_of(folder), RoleRule(ServiceRole.WORKER, is_needed)) as address:
+        async with service(security_of(folder), (ServiceRole.WORKER, is_needed)) as address:
             assert await is_answered(address, security_of(folder, "worker"))
             assert not await is_answered(address, security_of(folder, "gateway"))
             assert await is_answered(address, security_of(folder)) is not is_needed
     plain = SecurityConfig(mesh_token="token")
-    async with service(plain, RoleRule(ServiceRole.WORKER, True)) as address:
+    async with service(plain, (ServiceRole.WORKER, True)) as address:
         assert await is_answered(address, plain)  # nobody has certificates
+
+
+async def test_strangers_are_counted_and_disturb_nobody(certificates: Path) -> None:
+    """gRPC says nothing of a handshake that failed but a line on stderr."""
+    folder, now_s = certificates / "right", 0.0
+    for role in ServiceRole:
+        make_certificates(folder, hosts=LOCAL_HOSTS, days=2, role=role)
+    right, other = security_of(folder, "worker"), security_of(certificates / "other")
+    strangers = Strangers(lambda: now_s)
+    refused = {
+        Refusal.HANDSHAKE: (
+            replace(right, tls_cert=None, tls_key=None),
+            replace(other, tls_ca=right.tls_ca),
+            security_of(folder, "expired"),
+        ),
+        Refusal.TOKEN: (replace(right, mesh_token="another"),),
+        Refusal.ROLE: (security_of(folder, "gateway"), security_of(folder)),
+    }
+    async with service(right, (ServiceRole.WORKER, True), strangers) as address:
+
+        async def knock() -> None:
+            for securities in refused.values():
+                for security in securities:
+                    assert not await is_answered(address, security)
+
+        await hold_a_stream(address, right, knock)
+        assert await is_answered(address, right)
+        assert strangers.refused == {Refusal.HANDSHAKE: 0, Refusal.TOKEN: 1, Refusal.ROLE: 2}
+        now_s = HANDSHAKE_S
+        assert strangers.refused.pop(Refusal.HANDSHAKE) >= len(refused[Refusal.HANDSHAKE])  # gRPC may try again
+
+
+def test_a_call_answers_for_one_handshake() -> None:
+    now_s = 0.0
+    strangers = Strangers(lambda: now_s)
+    for peer in ("a", None, "b", None):
+        strangers.connected()
+        if peer is not None:
+            strangers.called(peer)
+            strangers.called(peer)  # on the same connection
+    now_s = HANDSHAKE_S
+    assert strangers.refused[Refusal.HANDSHAKE] == 2
+
+
+def test_a_flood_of_handshakes_is_counted_and_not_kept() -> None:
+    strangers = Strangers(lambda: 0.0)
+    for _ in range(MAX_REMEMBERED + 5):
+        strangers.connected()
+    assert strangers.refused[Refusal.HANDSHAKE] == 5
 
 
 async def test_a_service_may_go_by_a_name_that_is_not_its_address(tmp_path: Path) -> None:

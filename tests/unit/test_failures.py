@@ -56,7 +56,7 @@ sys.exit(run_from_environment("decode", "failing_service"))
 
 MAIN = """
 from pdmesh.config import MeshConfig
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, ServiceSuperseded
 from pdmesh.service import run_service
 
 async def serve(config, context):
@@ -115,6 +115,15 @@ async def test_a_signal_to_a_child_leaves_its_exit_code_to_whoever_waits(
             child.send_signal(signal.SIGTERM)
             assert await child.wait() == -signal.SIGTERM
             child.send_signal(signal.SIGTERM)  # to one that has ended it is nothing
+
+
+def test_a_service_that_was_superseded_says_so_without_a_traceback(tmp_path: Path) -> None:
+    """A leader that had lost its lease ended with its sentence among forty lines of a traceback."""
+    group = "ExceptionGroup('tasks', [ServiceSuperseded('another leads: start it again')])"
+    (tmp_path / "failing_service.py").write_text(MAIN.format(serves=False, error=group))
+    command = [sys.executable, "-c", SERVICE.format(folder=str(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (1, "pdmesh decode: another leads: start it again\n")
 
 
 def test_a_service_without_a_supervisor_says_it_on_stderr(tmp_path: Path) -> None:

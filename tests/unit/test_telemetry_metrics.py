@@ -34,8 +34,10 @@ from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.telemetry.exposition import watch_event_loop
+from pdmesh.telemetry.strangers import watch_strangers
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.testing.worker import a_shard
+from pdmesh.wire.strangers import Strangers
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.transcripts import Transcripts
@@ -78,6 +80,7 @@ def served(registry: CollectorRegistry) -> tuple[set[Described], set[str]]:
 async def test_the_gateways() -> None:
     metrics = GatewayMetrics("m", Transcripts(), lambda: None)
     watch_event_loop(metrics.registry)
+    watch_strangers(metrics.registry, Strangers())
     metrics.responded("/", 200)
     metrics.failed("/", "KeyError")
     metrics.finished(1, 1, "stop", num_cached_tokens=0, ttft_s=1.0, e2e_s=1.0, slo=Slo(ttft_s=2.0))
@@ -89,6 +92,7 @@ async def test_the_schedulers() -> None:
     registry = CollectorRegistry()
     metrics = SchedulerMetrics(registry, core, TenantUsage(core))
     leads_gauge(registry)
+    watch_strangers(registry, Strangers())
     watch_event_loop(registry)
     lives = Lives()
 

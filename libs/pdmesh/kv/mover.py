@@ -72,7 +72,10 @@ class ExchangedBytes(NamedTuple):
 
 
 class TransferCounters(NamedTuple):
-    """Totals since the start, and what is in progress. ``dropped`` counts dropped pieces by reason."""
+    """Totals since the start, and what is in progress.
+
+    ``dropped`` counts dropped pieces by reason; ``refused``: what the transport refused.
+    """
 
     num_pieces_sent: int
     num_bytes_sent: int
@@ -173,12 +176,16 @@ class KvMover:
             num_bytes_received=self.arrivals.pages.num_bytes,
             num_bytes_exchanged=ExchangedBytes(self.groups.num_bytes_sent, self.groups.pages.num_bytes),
             num_bytes_peer_read=self.arrivals.pages.num_bytes_peer_read + self.groups.pages.num_bytes_peer_read,
-            dropped=dict(self._context.dropped),
+            dropped=self._dropped(),
             num_asked_again=self._context.num_asked_again,
             num_exchanging=len(self.groups),
             num_sending=len(self.departures),
             num_receiving=len(self.arrivals),
         )
+
+    def _dropped(self) -> dict[str, int]:
+        num_refused = self._transport.num_refused
+        return {**self._context.dropped, **({"refused": num_refused} if num_refused else {})}
 
     def check_integrity(self) -> None:
         self._transport.check_integrity()

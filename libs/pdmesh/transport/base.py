@@ -99,6 +99,11 @@ class KvTransport(Protocol):
         """
         ...
 
+    @property
+    def num_refused(self) -> int:
+        """Number of connections and messages that were of no peer's, or no pieces."""
+        ...
+
     def check_integrity(self) -> None:
         """Raise AssertionError, with the numbers, unless ``free + lent + quarantined = total`` buffers on each side."""
         ...

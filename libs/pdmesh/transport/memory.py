@@ -119,6 +119,10 @@ class MemoryTransport:
         return os.getpid()
 
     @property
+    def num_refused(self) -> int:
+        return 0  # nobody else is there
+
+    @property
     def memory(self) -> Sequence[memoryview]:
         return self._memory
 

@@ -147,9 +147,9 @@ class UcxTransport:
         return peer.facts.pid if self._reads(peer) else None
 
     @property
-    def num_malformed(self) -> int:
-        """Number of messages dropped because they are larger than a buffer or are no pieces."""
-        return self._ring.num_malformed
+    def num_refused(self) -> int:
+        """Number of connections and messages that were of no peer's, or no pieces."""
+        return self._ring.num_malformed + self._port.num_refused
 
     @property
     def memory(self) -> Sequence[memoryview]:

@@ -85,14 +85,18 @@ class CertificateFiles:
         return Certificates(_read(self._certificate), _read(self._key), authority)
 
 
-def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
-    """Return credentials that look at each handshake whether there are new certificates."""
+def server_credentials(files: CertificateFiles, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
+    """Return credentials that look at each handshake whether there are new certificates.
+
+    ``on_handshake`` hears of it first, on a thread of gRPC's.
+    """
     configuration: Any = grpc.ssl_server_certificate_configuration
 
     def made(certificates: Certificates) -> Any:
         return configuration([(certificates.key, certificates.certificate)], certificates.authority)
 
     def fetch() -> Any:
+        on_handshake()
         renewed = files.renewed()
         return None if renewed is None else made(renewed)
 

@@ -19,6 +19,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
 from pdmesh.wire.certificates import CertificateFiles, channel_credentials, server_credentials
 from pdmesh.wire.link import GRPC_OPTIONS
+from pdmesh.wire.strangers import Refusal, Strangers
 
 
 def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool) -> None:
@@ -162,9 +163,10 @@ Admits = Callable[[str, Mapping[str, str]], bool]
 class _Doorkeeper(grpc.aio.ServerInterceptor):
     """Looks at the token in a call's metadata, in constant time: a stranger has not one message read."""
 
-    def __init__(self, security: SecurityConfig, admits: Admits) -> None:
+    def __init__(self, security: SecurityConfig, admits: Admits, strangers: Strangers) -> None:
         self._token = security.mesh_token.encode().hex()
         self._admits = admits
+        self._strangers = strangers
         self._refusal = refusal(
             grpc.StatusCode.UNAUTHENTICATED,
             "wrong mesh token: set the same security.mesh_token on every service",
@@ -176,9 +178,25 @@ class _Doorkeeper(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         metadata = metadata_of(handler_call_details)
+        handler: grpc.RpcMethodHandler[Any, Any] | None = self._refusal
         if is_ours(metadata, self._token) or self._admits(handler_call_details.method, metadata):
-            return await continuation(handler_call_details)
-        return self._refusal
+            handler = await continuation(handler_call_details)
+        else:
+            self._strangers.refuse(Refusal.TOKEN)
+        return handler and _noting(handler, self._strangers)
+
+
+def _noting(handler: Any, strangers: Strangers) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler of our services that notes who calls; they have handlers of two kinds."""
+    behaviour = handler.stream_stream or handler.unary_unary
+
+    async def handle(request: Any, context: Any) -> Any:
+        strangers.called(context.peer())
+        return await behaviour(request, context)
+
+    if handler.stream_stream is not None:
+        return grpc.stream_stream_rpc_method_handler(handle)
+    return grpc.unary_unary_rpc_method_handler(handle)
 
 
 def is_ours(metadata: Mapping[str, str], token_hex: str) -> bool:
@@ -215,17 +233,19 @@ async def serving(
     setting: str = "its port",
     grace_s: float | None = None,
     admits: Admits = lambda _method, _metadata: False,
+    strangers: Strangers | None = None,
 ) -> AsyncGenerator[int]:
     """Serve generic ``methods`` of ``service`` within the block, and yield the port. Raises ConfigError.
 
     ``setting`` names the port in the error if it cannot be had. A call without the mesh token is accepted only if
-    ``admits`` says so. When the block is left, new calls are refused and running ones are cancelled, after ``grace_s``
-    if given.
+    ``admits`` says so. ``strangers`` counts who is refused. When the block is left, new calls are refused and running
+    ones are cancelled, after ``grace_s`` if given.
     """
     check_bind(host, security, what=service, has_key=bool(security.mesh_token))
-    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_Doorkeeper(security, admits)])
+    strangers = strangers or Strangers()
+    server = grpc.aio.server(options=GRPC_OPTIONS, interceptors=[_Doorkeeper(security, admits, strangers)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
-    bound_port = bind(server, host, port, security, setting=setting)
+    bound_port = bind(server, host, port, security, setting=setting, on_handshake=strangers.connected)
     await server.start()
     try:
         yield bound_port
@@ -234,12 +254,23 @@ async def serving(
             await server.stop(grace_s)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, security: SecurityConfig, *, setting: str) -> int:
-    """Add a port, with TLS if configured, and return its number. Raises ConfigError, which names ``setting``."""
+def bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    security: SecurityConfig,
+    *,
+    setting: str,
+    on_handshake: Callable[[], None] = lambda: None,
+) -> int:
+    """Add a port, with TLS if configured, and return its number. Raises ConfigError, which names ``setting``.
+
+    ``on_handshake`` is called, on a thread of gRPC's, when a peer begins to connect with TLS.
+    """
     address = _address(host, port)
     try:
         if security.tls_cert is not None and security.tls_key is not None:
-            return server.add_secure_port(address, server_credentials(CertificateFiles(security)))
+            return server.add_secure_port(address, server_credentials(CertificateFiles(security), on_handshake))
         return server.add_insecure_port(address)
     except RuntimeError as error:
         bind_socket(host, port, setting=setting).close()  # says why, which gRPC does not

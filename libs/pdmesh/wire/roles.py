@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from pdmesh.wire.strangers import Strangers
+
 PREFIX = "spiffe://pdmesh/"
 
 
@@ -28,6 +30,7 @@ class RoleRule(NamedTuple):
 
     role: ServiceRole
     is_needed: bool  # also of those whose certificate names no role
+    strangers: Strangers  # counts those that may not
 
     def why_not(self, context: Any) -> str | None:
         """Why the peer of a gRPC call may not, if so. Without TLS of both sides, only the mesh token counts."""

@@ -27,12 +27,14 @@ from pdmesh.policy.profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
+from pdmesh.telemetry.strangers import watch_strangers
 from pdmesh.wire.admin import ADMIN_METHOD
 from pdmesh.wire.dialing import is_refused
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
 from pdmesh.wire.roles import RoleRule, ServiceRole
+from pdmesh.wire.strangers import Strangers
 from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.actuators import ActuatorLinks
 from pdmesh_scheduler.admin import Admin
@@ -70,21 +72,24 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     """
     registry = CollectorRegistry()
     watch_event_loop(registry)
+    strangers = Strangers()
+    watch_strangers(registry, strangers)
     operators = await anyio.to_thread.run_sync(Operators, config.security)
     with serve_metrics(
         registry, host=config.telemetry.metrics_host, port=config.scheduler.metrics_port, security=config.security
     ) as metrics_port:
         if not config.standby.store:
-            await _lead(context, operators, registry, metrics_port, config, ALONE)
+            await _lead(context, operators, registry, strangers, metrics_port, config, ALONE)
             return
-        lead = partial(_lead, context, operators, registry, metrics_port)
-        await lead_in_turn(config, context, operators, registry, SERVICE, lead, metrics_port=metrics_port)
+        lead = partial(_lead, context, operators, registry, strangers, metrics_port)
+        await lead_in_turn(config, context, operators, registry, strangers, SERVICE, lead, metrics_port=metrics_port)
 
 
 async def _lead(
     context: ServiceContext,
     operators: Operators,
     registry: CollectorRegistry,
+    strangers: Strangers,
     metrics_port: int,
     config: MeshConfig,
     mandate: Mandate,
@@ -164,13 +169,10 @@ async def _lead(
         gateway_streams = GatewayStreams(
             driver, gateways, gateway_leases, settings, context.stopping, clock, is_refused, check, mandate
         )
+        rules = {role: RoleRule(role, config.security.tls_roles, strangers) for role in ServiceRole}
         methods = {
-            "Worker": serve_link(
-                worker_streams.serve, WorkerUp, RoleRule(ServiceRole.WORKER, config.security.tls_roles)
-            ),
-            "Gateway": serve_link(
-                gateway_streams.serve, GatewayUp, RoleRule(ServiceRole.GATEWAY, config.security.tls_roles)
-            ),
+            "Worker": serve_link(worker_streams.serve, WorkerUp, rules[ServiceRole.WORKER]),
+            "Gateway": serve_link(gateway_streams.serve, GatewayUp, rules[ServiceRole.GATEWAY]),
             "Admin": Admin(
                 driver=driver,
                 records=records,
@@ -203,6 +205,7 @@ async def _lead(
                 setting="scheduler.port",
                 grace_s=STOP_GRACE_S,
                 admits=lambda method, metadata: method == ADMIN_METHOD and operators.admits(metadata),
+                strangers=strangers,
             ) as port:
                 closing.enter_context(rare_collections())
                 if mandate is ALONE:

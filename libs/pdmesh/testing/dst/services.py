@@ -24,6 +24,7 @@ from pdmesh.testing.dst.data_plane import DataPlane, SimulatedTransport
 from pdmesh.testing.dst.engine import STEP_S, TOKEN_S, SimulatedEngine, SimulatedThread
 from pdmesh.testing.dst.plan import Plan
 from pdmesh.testing.dst.process import running_process
+from pdmesh.wire.strangers import Strangers
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.metrics import GatewayMetrics
@@ -111,7 +112,7 @@ async def serve_gateway(config: MeshConfig, context: ServiceContext) -> None:
     """Serve as `pdmesh_gateway.main.serve` does, without HTTP and a model's files."""
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
-    async with serve_tokens(transcripts, config.gateway, config.security) as token_port:
+    async with serve_tokens(transcripts, config.gateway, config.security, Strangers()) as token_port:
         address = f"127.0.0.1:{token_port}"
         link = GatewaySession(gateway_id, config.scheduler_address, config.security, token_address=address)
         metrics = GatewayMetrics("simulated", transcripts, lambda: link.state)

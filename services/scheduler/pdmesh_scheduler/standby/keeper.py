@@ -9,7 +9,7 @@ from contextlib import suppress
 import anyio
 import structlog
 
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import ServiceSuperseded
 from pdmesh_scheduler.standby.leadership import Candidate, LeaseWrite
 from pdmesh_scheduler.standby.store import LeaseStore, StoreUnavailable
 
@@ -19,7 +19,7 @@ log = structlog.get_logger()
 RELEASE_LIMIT_S = 2.0
 
 
-class LeaseLost(PdmeshError):
+class LeaseLost(ServiceSuperseded):
     """The lease could not be renewed in time, or another scheduler has it."""
 
 

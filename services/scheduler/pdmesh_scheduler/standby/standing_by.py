@@ -23,6 +23,7 @@ from pdmesh.wire.dialing import is_wildcard
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import GatewayUp, StandingBy, WorkerUp
+from pdmesh.wire.strangers import Strangers
 from pdmesh_scheduler.metrics import leads_gauge
 from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.standby.etcd_store import open_etcd
@@ -50,6 +51,7 @@ async def lead_in_turn(
     context: ServiceContext,
     operators: Operators,
     registry: CollectorRegistry,
+    strangers: Strangers,
     service: str,
     lead: Lead,
     **facts: Any,
@@ -61,7 +63,7 @@ async def lead_in_turn(
     standby = config.standby
     leads = leads_gauge(registry)
     async with _open_store(config) as store:
-        async with _refusing(config, service, operators) as (port, keepers):
+        async with _refusing(config, service, operators, strangers) as (port, keepers):
             address = standby.address or _own_address(config, port)
             keeper = LeaseKeeper(store, Candidate(secrets.token_hex(8), address, standby.lease_s), standby.lease_s)
             keepers.append(keeper)
@@ -112,7 +114,7 @@ async def _acquired(keeper: LeaseKeeper, stopping: anyio.Event) -> bool:
 
 @asynccontextmanager
 async def _refusing(
-    config: MeshConfig, service: str, operators: Operators
+    config: MeshConfig, service: str, operators: Operators, strangers: Strangers
 ) -> AsyncGenerator[tuple[int, list[LeaseKeeper]]]:
     """Tell whoever calls who leads, within the block; yield the port, and where the keeper that knows it is to go."""
     keepers: list[LeaseKeeper] = []
@@ -143,6 +145,7 @@ async def _refusing(
         setting="scheduler.port",
         grace_s=0.0,
         admits=lambda method, metadata: method == ADMIN_METHOD and operators.admits(metadata),
+        strangers=strangers,
     ) as port:
         yield port, keepers
 
