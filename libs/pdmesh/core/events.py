@@ -389,11 +389,15 @@ class CacheReported:
 
 @dataclass(frozen=True, slots=True)
 class TokenLinkReported:
-    """An instance's tokens do not reach a gateway, though both are there; or (``is_up``) they do again."""
+    """An instance's tokens do not reach a gateway, though both are there; or (``is_up``) they do again.
+
+    ``unconfirmed`` are requests, as (id, epoch), of which the gateway may lack what was sent last.
+    """
 
     instance_id: InstanceId
     gateway_id: GatewayId
     is_up: bool
+    unconfirmed: tuple[tuple[RequestId, Epoch], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

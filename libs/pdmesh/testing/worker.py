@@ -55,8 +55,8 @@ from pdmesh.wire.messages import (
     ExpectMove,
     Generation,
     Grant,
+    TokenMessage,
     TokenOut,
-    TokensUp,
     pack_token_ids,
 )
 from pdmesh.worker.drafts import Drafter
@@ -87,7 +87,7 @@ class RunningInstance:
     address: bytes
     instance: Instance = field(init=False)
     reports: list[InstanceEvent] = field(default_factory=list[InstanceEvent])
-    tokens: list[TokensUp] = field(default_factory=list[TokensUp])
+    tokens: list[TokenMessage] = field(default_factory=list[TokenMessage])
     failure: Exception | None = None
     told_to_stop: anyio.Event = field(default_factory=anyio.Event)
     _plan_ids: itertools.count[int] = field(default_factory=itertools.count)
@@ -104,7 +104,7 @@ class RunningInstance:
     def open(self, address: str, gateway_id: GatewayId) -> None:
         """`pdmesh.worker.replies.TokenSink`."""
 
-    def send(self, address: str, gateway_id: GatewayId, message: TokensUp) -> None:
+    def send(self, address: str, gateway_id: GatewayId, message: TokenMessage) -> None:
         self.tokens.append(message)
         if isinstance(message, TokenOut):
             self._tokens[message.request_id, message.epoch].append(message)

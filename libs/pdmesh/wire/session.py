@@ -120,6 +120,8 @@ class Session(Generic[SendT, RecvT]):
         self._scope = anyio.CancelScope()
         self._pause_s = 0.0  # so far
         self._num_unanswered = 0  # heartbeats since the peer's last word
+        #: Whether the last stream was given up because the peer was silent, though it was not broken.
+        self.was_silent = False
         self._finishing = False
         self._finished = anyio.Event()
 
@@ -142,7 +144,7 @@ class Session(Generic[SendT, RecvT]):
         """Stay connected until cancelled or `finish`."""
         while True:
             await self._channel.channel_ready()
-            reason = "the peer ended it"
+            reason, self.was_silent = "the peer ended it", False
             try:
                 with anyio.CancelScope() as self._scope:
                     await self._hold()
@@ -198,6 +200,7 @@ class Session(Generic[SendT, RecvT]):
     async def _beat(self, link: FrameLink[SendT, RecvT], heartbeat_s: float, max_unanswered: int | None) -> None:
         while not self._finishing:
             if max_unanswered is not None and self._num_unanswered >= max_unanswered:
+                self.was_silent = True
                 raise TimeoutError(f"no word from the peer for {max_unanswered * heartbeat_s:g} s")
             self._num_unanswered += 1
             link.post(self._talk.heartbeat())
@@ -242,9 +245,13 @@ class Silence:
         """Note that the peer has said something."""
         self._num_ticks = 0
 
+    @property
+    def is_too_long(self) -> bool:
+        return self._num_ticks >= self._max_ticks
+
     async def watch(self) -> None:
         """Raise InstanceUnavailable once the peer has been silent for too long."""
-        while self._num_ticks < self._max_ticks:
+        while not self.is_too_long:
             await anyio.sleep(self._tick_s)
             self._num_ticks += 1
         raise InstanceUnavailable(f"no word for {self._max_ticks * self._tick_s:g} s")

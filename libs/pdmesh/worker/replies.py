@@ -10,7 +10,7 @@ from pdmesh.core.events import RequestFinished, StepDone
 from pdmesh.engine.base import DrawnToken, Logprobs, SliceResult
 from pdmesh.model import FinishReason, GatewayId, InstanceId, OwnDecodeSteps
 from pdmesh.plans import ChunkDone, StepPlan
-from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TokensUp, TurnOver
+from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenMessage, TokenOut, TurnOver
 from pdmesh.worker.batch import Batch, BatchChunk
 from pdmesh.worker.sequences import LocalRequest
 from pdmesh.worker.times import StepTime
@@ -23,7 +23,7 @@ class TokenSink(Protocol):
         """Get ready to send to a gateway."""
         ...
 
-    def send(self, address: str, gateway_id: GatewayId, message: TokensUp) -> None: ...
+    def send(self, address: str, gateway_id: GatewayId, message: TokenMessage) -> None: ...
 
 
 class ToGateways:
@@ -37,7 +37,7 @@ class ToGateways:
         """Get ready to send to the request's gateway."""
         self._tokens.open(request.generation.token_address, request.generation.gateway_id)
 
-    def send(self, request: LocalRequest, message: TokensUp) -> None:
+    def send(self, request: LocalRequest, message: TokenMessage) -> None:
         generation = request.generation
         self._tokens.send(generation.token_address, generation.gateway_id, message)
 

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 from typing import Any
 
 import anyio
@@ -21,10 +22,18 @@ import structlog
 from pdmesh.config import SecurityConfig
 from pdmesh.core.events import TokenLinkReported
 from pdmesh.errors import ProtocolError
-from pdmesh.model import GatewayId, InstanceId
+from pdmesh.model import Epoch, GatewayId, InstanceId, RequestId
 from pdmesh.wire.endpoint import MeshChannel, open_channel
 from pdmesh.wire.link import MAX_QUEUED_MESSAGES
-from pdmesh.wire.messages import RegisterTokens, TokensAccepted, TokensDown, TokensHeard, TokensHeartbeat, TokensUp
+from pdmesh.wire.messages import (
+    RegisterTokens,
+    TokenMessage,
+    TokensAccepted,
+    TokensDown,
+    TokensHeard,
+    TokensHeartbeat,
+    TokensUp,
+)
 from pdmesh.wire.session import Session, Terms
 
 log = structlog.get_logger()
@@ -41,11 +50,18 @@ GIVE_UP_S = 30.0
 FIRST_OPEN_LIMIT_S = 2.0
 OPEN_LIMIT_S = 0.5
 
+#: The same where it had answered nothing for a while: then it is the way that is broken, or will be soon open again.
+SILENT_OPEN_LIMIT_S = 0.2
+
 #: How often the scheduler is told again of a gateway that cannot be reached, which it remembers for a while only.
 REPEAT_S = 10.0
 
 #: For a gateway to read what is left when we stop.
 FLUSH_LIMIT_S = 2.0
+
+
+#: Requests, as (id, epoch), of which a gateway may lack what was sent last.
+Unconfirmed = tuple[tuple[RequestId, Epoch], ...]
 
 
 class TokenLinks:
@@ -70,14 +86,14 @@ class TokenLinks:
         """Connect in the background, so that the first token need not wait for it."""
         if address not in self._links:
 
-            def report(is_up: bool) -> None:
-                self._report(TokenLinkReported(self._registration.instance_id, gateway_id, is_up))
+            def report(is_up: bool, unconfirmed: Unconfirmed) -> None:
+                self._report(TokenLinkReported(self._registration.instance_id, gateway_id, is_up, unconfirmed))
 
             channel = open_channel(address, self._security)
             link = self._links[address] = _GatewayLink(channel, self._registration, report, self._max_queued)
             self._tasks.start_soon(self._keep, address, channel, link)
 
-    def send(self, address: str, gateway_id: GatewayId, message: TokensUp) -> None:
+    def send(self, address: str, gateway_id: GatewayId, message: TokenMessage) -> None:
         self.open(address, gateway_id)
         self._links[address].send(message)
 
@@ -105,20 +121,33 @@ class _GatewayLink:
         self,
         channel: MeshChannel,
         registration: RegisterTokens,
-        report: Callable[[bool], None],
+        report: Callable[[bool, Unconfirmed], None],
         max_queued: int,
     ) -> None:
         self._registration = registration
         self._report = report  # whether it is up, if it has not always been
         self._opened, self._broke = anyio.Event(), anyio.Event()
-        self._remembered: deque[TokensUp] = deque(maxlen=NUM_REMEMBERED)
+        self._remembered: deque[TokenMessage] = deque(maxlen=NUM_REMEMBERED)
+        self._num_unconfirmed = 0  # of these, the last
+        #: For each heartbeat without an answer: how many were sent after it, and before the next one.
+        self._asked: deque[int] = deque()
         self._session: Session[TokensUp, TokensDown] = Session(channel, METHOD, TokensDown, self, max_queued=max_queued)
         self._limit = anyio.CancelScope()
         self.finish = self._session.finish
 
-    def send(self, message: TokensUp) -> None:
+    def send(self, message: TokenMessage) -> None:
         self._remembered.append(message)
+        self._num_unconfirmed += 1
+        if self._asked:
+            self._asked[-1] += 1
         self._session.post(message)
+
+    @property
+    def _unconfirmed(self) -> Unconfirmed:
+        """What no answered heartbeat followed."""
+        num_confirmed = max(0, len(self._remembered) - self._num_unconfirmed)
+        messages = islice(self._remembered, num_confirmed, None)
+        return tuple(dict.fromkeys((message.request_id, message.epoch) for message in messages))
 
     async def run(self) -> None:
         """Stay connected until `finish`. Raises TimeoutError if the gateway takes no stream for `GIVE_UP_S`."""
@@ -136,12 +165,12 @@ class _GatewayLink:
                 await self._opened.wait()
             if not self._opened.is_set():
                 while not self._opened.is_set():
-                    self._report(False)
+                    self._report(False, self._unconfirmed)
                     with anyio.move_on_after(REPEAT_S):
                         await self._opened.wait()
-                self._report(True)
+                self._report(True, ())
             await self._broke.wait()
-            limit_s = OPEN_LIMIT_S
+            limit_s = SILENT_OPEN_LIMIT_S if self._session.was_silent else OPEN_LIMIT_S
 
     # `pdmesh.wire.session.Talk`.
 
@@ -160,12 +189,16 @@ class _GatewayLink:
         return Terms(heartbeat_s=welcome.heartbeat_s, max_unanswered=welcome.max_unanswered)
 
     def heartbeat(self) -> TokensUp:
+        self._asked.append(0)
         return TokensHeartbeat()
 
     def handle(self, message: TokensDown) -> None:
         match message:
-            case TokensHeard():
-                pass
+            case TokensHeard():  # all that was sent before the heartbeat that it answers
+                if not self._asked:
+                    raise ProtocolError("the gateway answers a heartbeat that was not sent")
+                self._num_unconfirmed = sum(self._asked)
+                self._asked.popleft()
             case TokensAccepted():
                 raise ProtocolError("TokensAccepted twice")
 
@@ -173,6 +206,7 @@ class _GatewayLink:
         self._remembered.clear()
 
     def lost(self) -> None:
+        self._asked.clear()
         if self._opened.is_set():  # else it was lost before, and somebody waits for it
             self._opened = anyio.Event()
             self._broke.set()

@@ -14,6 +14,7 @@ from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import (
     PromptLogprobs,
     RegisterTokens,
+    TokenMessage,
     TokenOut,
     TokensAccepted,
     TokensDown,
@@ -24,6 +25,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh.wire.session import Silence, converse, registration
+from pdmesh.wire.strangers import Strangers
 from pdmesh_gateway.transcripts import Transcripts
 
 log = structlog.get_logger()
@@ -31,21 +33,22 @@ log = structlog.get_logger()
 SERVICE = "pdmesh.v1.Gateway"
 
 #: How often a worker says that it is there, and how many of these may be missing on either side: what broke in one
-#: direction alone is noticed within 3 s. With fewer, a machine that is far too busy starts requests again.
-HEARTBEAT_S = 0.4
+#: direction alone is noticed within 2.1 s. With fewer, a machine that is far too busy starts requests again.
+HEARTBEAT_S = 0.3
 MAX_MISSING = 6
 
 
 @asynccontextmanager
 async def serve_tokens(
-    transcripts: Transcripts, config: GatewayConfig, security: SecurityConfig
+    transcripts: Transcripts, config: GatewayConfig, security: SecurityConfig, strangers: Strangers
 ) -> AsyncGenerator[int]:
-    """Serve workers' token streams within the block; yields the port."""
+    """Serve workers' token streams within the block; yields the port. ``strangers`` counts who is refused."""
 
     async def serve(link: FrameLink[TokensDown, TokensUp], peer: str) -> None:
         await _receive_tokens(link, peer, transcripts)
 
-    methods = {"Tokens": serve_link(serve, TokensUp, RoleRule(ServiceRole.WORKER, security.tls_roles))}
+    rule = RoleRule(ServiceRole.WORKER, security.tls_roles, strangers)
+    methods = {"Tokens": serve_link(serve, TokensUp, rule)}
     async with serving(
         SERVICE,
         methods,
@@ -53,6 +56,7 @@ async def serve_tokens(
         port=config.token_port,
         security=security,
         setting="gateway.token_port",
+        strangers=strangers,
     ) as port:
         yield port
 
@@ -77,12 +81,12 @@ async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, tran
         await converse(link, read, silence=silence)
     finally:
         log.info("worker's token stream ended", instance_id=instance_id)
-        transcripts.source_lost(instance_id)
+        transcripts.source_lost(instance_id, was_silent=silence.is_too_long)
 
 
-def _tokens(frame: list[TokensUp], link: FrameLink[TokensDown, TokensUp]) -> list[TokenOut | PromptLogprobs | TurnOver]:
+def _tokens(frame: list[TokensUp], link: FrameLink[TokensDown, TokensUp]) -> list[TokenMessage]:
     """Return what a frame says of requests; a heartbeat in it is answered."""
-    tokens: list[TokenOut | PromptLogprobs | TurnOver] = []
+    tokens: list[TokenMessage] = []
     for message in frame:
         match message:
             case TokenOut() | PromptLogprobs() | TurnOver():

@@ -51,6 +51,9 @@ MAX_STALL_GRACE_S = 30.0
 #: The same once the stream that it would come on broke: an instance that lives opens it again within a tenth of this.
 BREAK_GRACE_S = 0.5
 
+#: The same where nothing had come on it for a while: then it is the way that is broken.
+SILENCE_GRACE_S = 0.2
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Transcript:
@@ -120,13 +123,14 @@ class Transcript:
         """How late a missing token may be."""
         return min(STALL_GRACE_S * (1 << self.num_fruitless), MAX_STALL_GRACE_S)
 
-    @property
-    def break_grace_s(self) -> float:
-        """How late the next token may be once the stream that it was to come on broke.
+    def break_grace_s(self, *, was_silent: bool) -> float:
+        """How late the next token may be once the stream that it was to come on broke, or was given up.
 
         What had only been named may have nothing yet: then the one that named it, and still has all, names another.
         """
-        return BREAK_GRACE_S if self.giver in (None, self.source) else STALL_GRACE_S
+        if self.giver not in (None, self.source):
+            return STALL_GRACE_S
+        return SILENCE_GRACE_S if was_silent else BREAK_GRACE_S
 
     @property
     def age_s(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, InstanceId, RequestId
-from pdmesh.wire.messages import PromptLogprobs, TokenOut, TurnOver
+from pdmesh.wire.messages import PromptLogprobs, TokenMessage, TokenOut, TurnOver
 from pdmesh_gateway.transcript import Transcript
 
 
@@ -45,7 +45,7 @@ class Transcripts:
             return None
         return transcript
 
-    def deliver(self, messages: Iterable[TokenOut | PromptLogprobs | TurnOver], source: InstanceId) -> None:
+    def deliver(self, messages: Iterable[TokenMessage], source: InstanceId) -> None:
         """One frame of a worker."""
         by_id = self._by_id
         for message in messages:
@@ -81,8 +81,8 @@ class Transcripts:
             return False
         return self._closed_at.get(source, 0) <= transcript.submitted_at_change
 
-    def source_lost(self, source: InstanceId) -> None:
-        """A worker's stream broke."""
+    def source_lost(self, source: InstanceId, *, was_silent: bool = False) -> None:
+        """A worker's stream broke, or was given up since it ``was_silent``."""
         self.num_changes += 1
         self._num_open[source] -= 1
         if self._num_open[source] <= 0:
@@ -90,7 +90,7 @@ class Transcripts:
             self._closed_at[source] = self.num_changes
         for transcript in self._by_id.values():
             if transcript.source == source:
-                transcript.suspect(transcript.break_grace_s)
+                transcript.suspect(transcript.break_grace_s(was_silent=was_silent))
 
     def fail_all(self, error: RequestRejected) -> None:
         """The gateway stops: no request goes on."""

@@ -1,7 +1,7 @@
 """An instance's tokens do not reach a gateway: its requests go on where they do, if there is such an instance.
 
 The gateway may notice, too, and resume what it has had tokens of. Of what it waits for without having heard of it, only
-the instance knows.
+the instance knows: also of a prompt whose first token was lost while its decode went on elsewhere.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ def on_token_link(mesh: MeshState, moves: Moves, event: TokenLinkReported, now_s
         mesh.cut.forgive(instance_id, gateway_id)
         return
     mesh.cut.note(instance_id, gateway_id, now_s)
+    reason, unconfirmed = f"instance {instance_id} does not reach its gateway", frozenset(event.unconfirmed)
     for request_id in list(mesh.of_gateway.get(gateway_id, ())):
         state = mesh.requests[request_id]
         if not have_way(state.request, mesh.instances.values(), mesh.cut):
             continue
-        if state.needs(instance_id):
-            do_without(mesh, state, instance_id, f"instance {instance_id} does not reach its gateway")
+        if state.key in unconfirmed:
+            mesh.restart(state, reason)
+        elif state.needs(instance_id):
+            do_without(mesh, state, instance_id, reason)
         elif state.move is not None and state.move.target_id == instance_id:
             moves.cancel(state)

@@ -76,7 +76,10 @@ class TokensHeartbeat(Message, frozen=True, kw_only=True):
     """The worker is there, whether or not it has tokens to send. The gateway answers it at once."""
 
 
-TokensUp = RegisterTokens | TokenOut | PromptLogprobs | TurnOver | TokensHeartbeat
+#: What is said of a request.
+TokenMessage = TokenOut | PromptLogprobs | TurnOver
+
+TokensUp = RegisterTokens | TokenMessage | TokensHeartbeat
 
 
 class TokensAccepted(Message, frozen=True, kw_only=True):
