@@ -207,7 +207,7 @@ async def test_a_scheduler_alone_is_as_before(tmp_path: Path) -> None:
         registration = RegisterWorker(profile=PREFILL, residents=())
         async with scheduler.bench() as mesh, mesh.connect(WORKER_METHOD, WorkerDown, registration) as peer:
             welcome = await peer.expect(WelcomeWorker)
-        assert (welcome.term, welcome.silent_beats) == (0, None)
+        assert (welcome.term, welcome.silent_beats) == (0, 15)
         scheduler.stopping.set()
 
 

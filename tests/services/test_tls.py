@@ -96,9 +96,7 @@ async def service(
 
     rule = None if role is None else RoleRule(*role, strangers)
     methods = {"Echo": serve_link(serve, WorkerUp, rule)}
-    async with serving(
-        SERVICE, methods, host="127.0.0.1", port=0, security=security, strangers=strangers
-    ) as port:
+    async with serving(SERVICE, methods, host="127.0.0.1", port=0, security=security, strangers=strangers) as port:
         yield f"127.0.0.1:{port}"
 
 

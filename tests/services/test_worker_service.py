@@ -24,8 +24,8 @@ from pdmesh.core.events import (
     TokenLinkReported,
 )
 from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
-from pdmesh.errors import InstanceUnavailable, leaves
-from pdmesh.model import FinishReason, InstanceId, Role, SamplingParams, num_blocks_for
+from pdmesh.errors import InstanceUnavailable, ProtocolError, leaves
+from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role, SamplingParams, num_blocks_for
 from pdmesh.plans import StepPlan
 from pdmesh.service import ServiceContext
 from pdmesh.testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
@@ -39,11 +39,12 @@ from pdmesh.wire.messages import (
     RegisterWorker,
     TokenOut,
     TokensAccepted,
+    TokensHeard,
 )
 from pdmesh.worker import plans, token_links
 from pdmesh.worker.runtime import run_worker, serve_instance
 from pdmesh.worker.threads import EngineThread
-from pdmesh.worker.token_links import NUM_REMEMBERED, open_token_links
+from pdmesh.worker.token_links import NUM_REMEMBERED, Unconfirmed, open_token_links
 
 W = InstanceId("w")
 
@@ -265,6 +266,46 @@ async def test_a_gateway_that_answers_no_heartbeat_is_told_to_the_scheduler_and_
     assert told == []  # a stream that is opened again at once has lost nothing
 
 
+async def test_what_no_answered_heartbeat_followed_is_told_with_a_gateway_that_fell_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the others it has heard: nothing of them starts again elsewhere."""
+    monkeypatch.setattr(token_links, "SILENT_OPEN_LIMIT_S", 0.0)
+    channel: Any = None
+    told, reported = list[tuple[bool, list[str]]](), anyio.Event()
+
+    def report(is_up: bool, unconfirmed: Unconfirmed) -> None:
+        told.append((is_up, [request_id for request_id, _ in unconfirmed]))
+        reported.set()
+
+    link = token_links._GatewayLink(channel, RegisterTokens(instance_id=W), report, 10)
+
+    def send(request_id: str) -> None:
+        link.send(TokenOut(request_id=RequestId(request_id), epoch=Epoch(0), index=0, token_id=1))
+
+    with pytest.raises(ProtocolError):
+        link.handle(TokensHeard())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(link._watch)
+        link.welcomed(TokensAccepted(heartbeat_s=1.0, max_unanswered=4))
+        await anyio.wait_all_tasks_blocked()
+        send("heard")
+        link.heartbeat()
+        send("heard, too")
+        link.heartbeat()
+        send("late")
+        link.handle(TokensHeard())
+        link.handle(TokensHeard())
+        link.heartbeat()
+        send("later")
+        send("late")
+        link._session.was_silent = True
+        link.lost()
+        await reported.wait()
+        tasks.cancel_scope.cancel()
+    assert told == [(False, ["late", "later"])]
+
+
 async def test_a_gateway_that_cannot_be_reached_is_told_to_the_scheduler_and_so_is_its_return(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -300,7 +341,7 @@ async def test_a_gateway_that_is_back_is_told_at_once_however_often_it_was_tried
     channel: Any = None
     told, gone = list[bool](), anyio.Event()
 
-    def report(is_up: bool) -> None:
+    def report(is_up: bool, _unconfirmed: Unconfirmed) -> None:
         told.append(is_up)
         gone.set()
 

@@ -11,7 +11,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick, TokenLinkReported
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.recovery.cut_pairs import MAX_PAIRS, CutPairs
-from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, Role
+from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, bench_of, named_profile, of
@@ -151,6 +151,20 @@ def test_what_computes_or_decodes_there_starts_again_elsewhere_though_the_gatewa
     assert [(each.request_id, each.blame) for each in of(Restart, commands)] == [("r", 0.0)]
     (again,) = of(AdmitPrefill, bench.arrive("r", epoch=1))
     assert again.instance_id != admitted.instance_id
+
+
+@pytest.mark.parametrize(("epoch", "restarts"), [(0, ["r"]), (1, [])])
+def test_a_prompt_whose_first_token_was_lost_starts_again_though_its_decode_goes_on(
+    epoch: int, restarts: list[str]
+) -> None:
+    """Its gateway waited for that token for four seconds."""
+    bench = bench_of("p0", "p1", "d")
+    assert bench.decoding("r") == "d"
+    (admitted,) = of(AdmitPrefill, bench.commands)
+    assert bench.decoding("s") == "d"
+    unconfirmed = ((RequestId("r"), Epoch(epoch)), (RequestId("gone"), Epoch(0)))
+    commands = bench.feed(replace(is_up(admitted.instance_id, False), unconfirmed=unconfirmed))
+    assert [each.request_id for each in of(Restart, commands)] == restarts
 
 
 def test_all_goes_on_where_no_instance_reaches_the_gateway() -> None:

@@ -10,7 +10,15 @@ from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids, unpack_token_ids
 from pdmesh_gateway.mailbox import Mailbox
-from pdmesh_gateway.transcript import BREAK_GRACE_S, MAX_AHEAD, MAX_BLAME, MAX_SOURCES_AHEAD, STALL_GRACE_S, Transcript
+from pdmesh_gateway.transcript import (
+    BREAK_GRACE_S,
+    MAX_AHEAD,
+    MAX_BLAME,
+    MAX_SOURCES_AHEAD,
+    SILENCE_GRACE_S,
+    STALL_GRACE_S,
+    Transcript,
+)
 from pdmesh_gateway.transcripts import Transcripts
 
 pytestmark = pytest.mark.anyio
@@ -177,6 +185,8 @@ async def test_a_broken_stream_makes_its_requests_suspect() -> None:
     assert t.resume_at_s == 5.0 + BREAK_GRACE_S
     transcripts.deliver([token(1)], A)  # it was only slow
     assert t.resume_at_s is None
+    transcripts.source_lost(A, was_silent=True)
+    assert t.resume_at_s == 5.0 + SILENCE_GRACE_S
 
 
 async def test_an_instance_was_unreachable_if_it_had_no_stream_at_any_time_since_the_request_was_submitted() -> None:

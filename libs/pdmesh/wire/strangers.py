@@ -33,7 +33,7 @@ class Strangers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._refused: Counter[Refusal] = Counter({each: 0 for each in Refusal})
+        self._refused: Counter[Refusal] = Counter(dict.fromkeys(Refusal, 0))
         self._began_s: deque[float] = deque()  # of handshakes that no call has come of
         self._peers: OrderedDict[str, None] = OrderedDict()  # by address: those that have made one
 

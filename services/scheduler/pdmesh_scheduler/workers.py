@@ -160,10 +160,10 @@ class WorkerStreams:
             self.driver.post(InstanceSuspected(instance_id, suspected=False))
 
     def _answer(self, connection: Connection[InstanceId, WorkerDown]) -> None:
-        """Say now and then that this scheduler lives, so that workers leave one that does not."""
-        silence_s, now_s = self.mandate.silence_s, anyio.current_time()
+        """Say now and then that this scheduler lives: a worker that does not hear it gives up on it."""
+        now_s = anyio.current_time()
         said_s = self._answered_s.get(connection.peer_id, -math.inf)
-        if silence_s is not None and now_s - said_s > silence_s / (2 * MIN_BEATS):
+        if now_s - said_s > self.mandate.silence_s / (2 * MIN_BEATS):
             self._answered_s[connection.peer_id] = now_s
             self.peers.post(connection.peer_id, SchedulerHeartbeat())
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from pdmesh_scheduler.desired_file import Keep
 
+#: Silence of the only scheduler after which workers and gateways go on by themselves, and try to reach it anew. What a
+#: decode may draw without it lasts for less.
+ALONE_SILENCE_S = 3.0
+
 #: Heartbeats in the silence of a leader that is given up, at least.
 MIN_BEATS = 4
 
@@ -16,18 +20,18 @@ class Mandate:
     """What a leader among several schedulers has, and a scheduler that is alone has not."""
 
     term: int = 0  # said to all; higher than those of all leaders before
-    silence_s: float | None = None  # of a leader, after which workers and gateways look for another one
+    silence_s: float = ALONE_SILENCE_S  # after which workers and gateways look for another scheduler
     is_valid: Callable[[], bool] = lambda: True  # whether it may command now
     desired: bytes | None = None  # what operators asked of the leader before, as JSON; None: see the file
     keep: Keep | None = None  # keeps what they ask for; None: in the file
 
     def beat_s(self, most_s: float) -> float:
         """Return how often workers and gateways are to speak: at least every ``most_s``."""
-        return most_s if self.silence_s is None else min(most_s, self.silence_s / MIN_BEATS)
+        return min(most_s, self.silence_s / MIN_BEATS)
 
-    def silent_beats(self, beat_s: float) -> int | None:
-        """Return after how many unanswered heartbeats this leader is to be given up; None: it is the only one."""
-        return None if self.silence_s is None else max(MIN_BEATS, int(self.silence_s / beat_s))
+    def silent_beats(self, beat_s: float) -> int:
+        """Return after how many unanswered heartbeats this scheduler is to be given up."""
+        return max(MIN_BEATS, int(self.silence_s / beat_s))
 
 
 ALONE = Mandate()
