@@ -25,7 +25,7 @@ from pdmesh.wire import session
 from pdmesh.wire.endpoint import bind_socket, open_channel, serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, Generation, TokenOut, unpack_token_ids
-from pdmesh_gateway import generate, token_server, transcripts
+from pdmesh_gateway import generate, token_server, transcript
 from pdmesh_gateway.http import server
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_gateway.testing import RunningGateway, running_gateway
@@ -149,7 +149,7 @@ async def test_a_request_that_causes_one_restart_after_another_ends_with_503(mod
 
 
 async def test_a_lost_token_resumes_the_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transcripts, "STALL_GRACE_S", 0.01)
+    monkeypatch.setattr(transcript, "STALL_GRACE_S", 0.01)
 
     def loses_one(generation: Generation) -> list[TokenOut]:
         tokens = first_tokens(generation, 6)
@@ -163,7 +163,7 @@ async def test_a_lost_token_resumes_the_request(model: Path, monkeypatch: pytest
 
 
 async def test_a_broken_worker_stream_resumes_its_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transcripts, "BREAK_GRACE_S", 0.01)
+    monkeypatch.setattr(transcript, "BREAK_GRACE_S", 0.01)
 
     def breaks_once(generation: Generation) -> list[TokenOut]:
         return first_tokens(generation, 6) if generation.epoch else first_tokens(generation, 2)
@@ -243,7 +243,7 @@ async def test_the_same_scheduler_hears_what_it_was_sent_and_nothing_came_of(mod
 
 async def test_a_resume_waits_for_a_scheduler(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scheduler and decode instance die together: the stream goes on when there is a scheduler again."""
-    monkeypatch.setattr(transcripts, "BREAK_GRACE_S", 0.01)
+    monkeypatch.setattr(transcript, "BREAK_GRACE_S", 0.01)
     monkeypatch.setattr(session, "FIRST_PAUSE_S", 1.0)
     async with scripted_mesh(silence) as mesh, served(model, mesh) as running:
         texts: list[str] = []
