@@ -35,7 +35,7 @@ from pdmesh.wire.endpoint import MeshChannel, open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import CommandMessage, EventMessage, WorkerDown, WorkerUp
 from pdmesh.wire.roles import RoleRule, ServiceRole
-from pdmesh.wire.strangers import HANDSHAKE_S, MAX_REMEMBERED, Refusal, Strangers
+from pdmesh.wire.strangers import HANDSHAKE_S, MAX_REMEMBERED, StrangerKind, Strangers
 
 pytestmark = [
     pytest.mark.anyio,
@@ -154,13 +154,13 @@ async def test_strangers_are_counted_and_disturb_nobody(certificates: Path) -> N
     right, other = security_of(folder, "worker"), security_of(certificates / "other")
     strangers = Strangers(lambda: now_s)
     refused = {
-        Refusal.HANDSHAKE: (
+        StrangerKind.HANDSHAKE: (
             replace(right, tls_cert=None, tls_key=None),
             replace(other, tls_ca=right.tls_ca),
             security_of(folder, "expired"),
         ),
-        Refusal.TOKEN: (replace(right, mesh_token="another"),),
-        Refusal.ROLE: (security_of(folder, "gateway"), security_of(folder)),
+        StrangerKind.TOKEN: (replace(right, mesh_token="another"),),
+        StrangerKind.ROLE: (security_of(folder, "gateway"), security_of(folder)),
     }
     async with service(right, (ServiceRole.WORKER, True), strangers) as address:
 
@@ -171,9 +171,11 @@ async def test_strangers_are_counted_and_disturb_nobody(certificates: Path) -> N
 
         await hold_a_stream(address, right, knock)
         assert await is_answered(address, right)
-        assert strangers.refused == {Refusal.HANDSHAKE: 0, Refusal.TOKEN: 1, Refusal.ROLE: 2}
+        assert strangers.refused == {StrangerKind.HANDSHAKE: 0, StrangerKind.TOKEN: 1, StrangerKind.ROLE: 2}
         now_s = HANDSHAKE_S
-        assert strangers.refused.pop(Refusal.HANDSHAKE) >= len(refused[Refusal.HANDSHAKE])  # gRPC may try again
+        assert strangers.refused.pop(StrangerKind.HANDSHAKE) >= len(
+            refused[StrangerKind.HANDSHAKE]
+        )  # gRPC may try again
 
 
 def test_a_call_answers_for_one_handshake() -> None:
@@ -185,14 +187,14 @@ def test_a_call_answers_for_one_handshake() -> None:
             strangers.called(peer)
             strangers.called(peer)  # on the same connection
     now_s = HANDSHAKE_S
-    assert strangers.refused[Refusal.HANDSHAKE] == 2
+    assert strangers.refused[StrangerKind.HANDSHAKE] == 2
 
 
 def test_a_flood_of_handshakes_is_counted_and_not_kept() -> None:
     strangers = Strangers(lambda: 0.0)
     for _ in range(MAX_REMEMBERED + 5):
         strangers.connected()
-    assert strangers.refused[Refusal.HANDSHAKE] == 5
+    assert strangers.refused[StrangerKind.HANDSHAKE] == 5
 
 
 async def test_a_service_may_go_by_a_name_that_is_not_its_address(tmp_path: Path) -> None:

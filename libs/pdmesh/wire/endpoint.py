@@ -19,7 +19,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
 from pdmesh.wire.certificates import CertificateFiles, channel_credentials, server_credentials
 from pdmesh.wire.link import GRPC_OPTIONS
-from pdmesh.wire.strangers import Refusal, Strangers
+from pdmesh.wire.strangers import StrangerKind, Strangers
 
 
 def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool) -> None:
@@ -182,7 +182,7 @@ class _Doorkeeper(grpc.aio.ServerInterceptor):
         if is_ours(metadata, self._token) or self._admits(handler_call_details.method, metadata):
             handler = await continuation(handler_call_details)
         else:
-            self._strangers.refuse(Refusal.TOKEN)
+            self._strangers.refuse(StrangerKind.TOKEN)
         return handler and _noting(handler, self._strangers)
 
 

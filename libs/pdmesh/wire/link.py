@@ -22,7 +22,7 @@ import structlog
 
 from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
 from pdmesh.wire.roles import RoleRule
-from pdmesh.wire.strangers import Refusal
+from pdmesh.wire.strangers import StrangerKind
 
 log = structlog.get_logger()
 
@@ -209,7 +209,7 @@ def serve_link(
         # With the first message they would be a part of its write, and while that is under way no call can be aborted.
         await context.send_initial_metadata(())
         if rule is not None and (why_not := rule.why_not(context)) is not None:
-            rule.strangers.refuse(Refusal.ROLE)
+            rule.strangers.refuse(StrangerKind.ROLE)
             log.error("a peer was refused", peer=context.peer(), reason=why_not)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why_not)
         try:

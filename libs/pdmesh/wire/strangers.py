@@ -15,12 +15,12 @@ HANDSHAKE_S = 10.0
 MAX_REMEMBERED = 1024
 
 
-class Refusal(StrEnum):
-    """Why a peer was refused."""
+class StrangerKind(StrEnum):
+    """What a peer lacked that was refused."""
 
-    HANDSHAKE = "handshake"  # no certificate, one of another authority, an expired one, or no TLS at all
-    TOKEN = "token"  # not the mesh's
-    ROLE = "role"  # its certificate is another role's
+    HANDSHAKE = "handshake"  # had no certificate, one of another authority, an expired one, or no TLS at all
+    TOKEN = "token"  # another than the mesh's, or none
+    ROLE = "role"  # a certificate of this role
 
 
 class Strangers:
@@ -33,7 +33,7 @@ class Strangers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._refused: Counter[Refusal] = Counter(dict.fromkeys(Refusal, 0))
+        self._refused: Counter[StrangerKind] = Counter(dict.fromkeys(StrangerKind, 0))
         self._began_s: deque[float] = deque()  # of handshakes that no call has come of
         self._peers: OrderedDict[str, None] = OrderedDict()  # by address: those that have made one
 
@@ -54,13 +54,13 @@ class Strangers:
             if len(self._peers) > MAX_REMEMBERED:
                 self._peers.popitem(last=False)
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, kind: StrangerKind) -> None:
         """Count a peer that was refused."""
         with self._lock:
-            self._refused[refusal] += 1
+            self._refused[kind] += 1
 
     @property
-    def refused(self) -> dict[Refusal, int]:
+    def refused(self) -> dict[StrangerKind, int]:
         """How many were refused, by the reason."""
         with self._lock:
             self._judge(MAX_REMEMBERED)
@@ -71,4 +71,4 @@ class Strangers:
         until_s = self._clock() - HANDSHAKE_S
         while self._began_s and (len(self._began_s) > max_waiting or self._began_s[0] <= until_s):
             self._began_s.popleft()
-            self._refused[Refusal.HANDSHAKE] += 1
+            self._refused[StrangerKind.HANDSHAKE] += 1
