@@ -16,6 +16,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from typing import Any
 
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, START = 7, 4, 2, 24, 5, 40, 180
 NUM_INPUTS, NUM_OUTPUTS, ROW_SIZE = 96, 128, 52
@@ -43,7 +44,7 @@ class Inputs:
 def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int) -> Iterator[tuple[str, str]]:
     """Names of functions, and what became of their outputs."""
 
-    def call(name: str, *arguments: array[int] | float, results: list[array[int]]) -> tuple[str, str]:
+    def call(name: str, *arguments: array[Any] | float, results: list[array[Any]]) -> tuple[str, str]:
         function = library[name]
         function.restype = None
         function(*(passed(argument) for argument in arguments))
@@ -59,6 +60,34 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             results=[output],
         )  # fmt: skip
         yield f"{name}, {num_rows} rows", digest
+
+    for bits, group_size, has_minima in ((4, 32, True), (5, 16, False), (6, 16, False), (8, 64, True)):
+        codes = array("B", (value & ((1 << bits) - 1) for value in inputs.draw(NUM_OUTPUTS * NUM_INPUTS)))
+        stored = array("B", bytes(len(codes) * bits // 8))
+        name, digest = call("pdmesh_pack_codes", codes, stored, bits, NUM_OUTPUTS, NUM_INPUTS, results=[stored])
+        yield f"{name}, {bits} bits{suffix}", digest
+        num_factors = NUM_OUTPUTS * -(-NUM_INPUTS // group_size)
+        bases, multipliers = inputs.draw(num_factors), array("b", (number % 127 for number in range(num_factors)))
+        base_type = 1 if suffix else 0
+        scales = [address(bases), base_type, 1, address(multipliers)]
+        minima = [address(bases), base_type, 1, 0] if has_minima else [0, 0, 1, 0]
+        packed_weight = array("q", [address(stored), bits, int(bits == 8 or not has_minima), group_size])
+        packed_weight.extend(scales + minima)
+        for num_rows in (1, 3, 37):
+            rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
+            output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
+            name, digest = call(
+                f"pdmesh_linear_packed{suffix}", rows, packed_weight, bias, output, num_rows, NUM_OUTPUTS, NUM_INPUTS,
+                num_threads,
+                results=[output],
+            )  # fmt: skip
+            yield f"{name}, {bits} bits, {num_rows} rows", digest
+        numbers = array("f", bytes(4 * 5 * NUM_INPUTS))
+        name, digest = call(
+            "pdmesh_unpack_codes", packed_weight, array("q", [0, 31, 32, 77, 127]), numbers, 5, NUM_INPUTS,
+            results=[numbers],
+        )  # fmt: skip
+        yield f"{name}, {bits} bits{suffix}", digest
 
     count = NUM_TOKENS * ROW_SIZE
     hidden, delta, normed = inputs.draw(count), inputs.draw(count), array("H", bytes(2 * count))
@@ -91,10 +120,14 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
     )  # fmt: skip
 
 
-def passed(argument: array[int] | float) -> object:
+def address(values: array[Any]) -> int:
+    return values.buffer_info()[0]
+
+
+def passed(argument: array[Any] | float) -> object:
     """The argument as C takes it: an address, a 64-bit integer, or an fp32 number."""
     if isinstance(argument, array):
-        return ctypes.c_void_p(argument.buffer_info()[0])
+        return ctypes.c_void_p(address(argument))
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from pdmesh.engine.files import load_model_info, resolve_model
-from pdmesh.engine.gguf.blocks import VALUES
+from pdmesh.engine.gguf.blocks import values_of
 from pdmesh.engine.gguf.reader import TYPES, read_header
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
@@ -73,7 +73,7 @@ def test_blocks_stand_for_what_ggml_says() -> None:
     digests = {}
     for number, stored in TYPES.items():
         data = np.random.default_rng(number).integers(0, 256, (64, stored.num_bytes), dtype=np.uint8)
-        values = VALUES[number](torch.from_numpy(data)).numpy()
+        values = values_of(number, torch.from_numpy(data)).numpy()
         assert values.shape == (64, stored.num_values)
         digests[stored.name] = hashlib.sha256(np.nan_to_num(values).tobytes()).hexdigest()[:12]
     assert digests == DIGESTS

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.experts import Experts, Mlp
+from pdmesh.engine.grouped import GroupedWeight, join_rows
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
 from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, QkNorm
+from pdmesh.engine.packed import joined_linear, packed_linear
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.linear import GatheredLinear, GatheredVocabulary
 from pdmesh.engine.ranks.share import WHOLE, RankShare
@@ -57,6 +59,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: Norm
     lm_head: Vocabulary
+    is_packed: bool  # quantised weights are as they are stored, if kernels multiply them so
     dtype: torch.dtype
     device: torch.device
 
@@ -101,6 +104,18 @@ def random_weights(
 Order = Sequence[int] | None
 
 
+class _Place(NamedTuple):
+    """Where outputs of a linear layer lie: in a tensor, by its name without its end, all of its outputs or some."""
+
+    name: str
+    num_outputs: int
+    rows: IndexRange | None
+
+    @property
+    def size(self) -> int:
+        return self.num_outputs if self.rows is None else self.rows.size
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
     config: ModelConfig
@@ -128,6 +143,7 @@ class _Reader:
             layers=tuple(self._layer(names.layer.format(number), layer) for number, layer in enumerate(config.layers)),
             norm=self._norm(names.norm, config.hidden_size),
             lm_head=embedding if tied else self._vocabulary(f"{names.lm_head}.weight", vocabulary, multiplies=True),
+            is_packed=self.keeps_packed,
             dtype=self.dtype,
             device=self.device,
         )
@@ -232,22 +248,73 @@ class _Reader:
         outputs = {f"{prefix}.{name}": size for name, size in zip(names, sizes, strict=True)}
         for name, num_outputs in outputs.items():
             self.tensors.check(f"{name}.weight", self._stored_shape(num_outputs, num_inputs))
-        weight = torch.empty(sum(part.size for part in parts), num_inputs, dtype=self.dtype, device=self.device)
-        bias = torch.empty(weight.shape[0], dtype=self.dtype, device=self.device) if has_bias else None
-        first, row = 0, 0
+        places: list[_Place] = []
+        first = 0
         for name, num_outputs in outputs.items():
             whole = IndexRange(first, first + num_outputs)
             for part in filter(lambda part: part.size, [whole.common(part) for part in parts]):
-                rows = None if part == whole else part.moved(-first)
-                here = slice(row, row + part.size)
-                weight[here] = self._matrix(f"{name}.weight", num_outputs, num_inputs, rows)
-                if bias is not None:
-                    bias[here] = self.tensors.read(f"{name}.bias", (num_outputs,), rows)
-                row += part.size
+                places.append(_Place(name, num_outputs, None if part == whole else part.moved(-first)))
             first += num_outputs
+        bias = None
+        if has_bias:
+            bias = torch.empty(sum(place.size for place in places), dtype=self.dtype, device=self.device)
+            torch.cat(
+                [self.tensors.read(f"{name}.bias", (size,), rows).to(bias) for name, size, rows in places], out=bias
+            )
+            bias = bias if order is None else bias[order]
+        return self._packed(places, num_inputs, bias, order) or self._plain(places, num_inputs, bias, order)
+
+    def _plain(self, places: Sequence[_Place], num_inputs: int, bias: Tensor | None, order: Order) -> Linear:
+        weight = torch.empty(sum(place.size for place in places), num_inputs, dtype=self.dtype, device=self.device)
+        row = 0
+        for place in places:
+            weight[row : row + place.size] = self._matrix(
+                f"{place.name}.weight", place.num_outputs, num_inputs, place.rows
+            )
+            row += place.size
         if order is not None:
-            weight, bias = weight[order], None if bias is None else bias[order]
+            weight = weight[order]
         return fastest_linear(weight, bias, self.memory, self.library) if self.packed else PlainLinear(weight, bias)
+
+    def _packed(self, places: Sequence[_Place], num_inputs: int, bias: Tensor | None, order: Order) -> Linear | None:
+        """The projections with weights as they are quantised; None if one of them is not."""
+        if not self.keeps_packed:
+            return None
+        weights: list[GroupedWeight] = []
+        first = 0
+        for place in places:
+            weight = self.tensors.grouped(f"{place.name}.weight", (place.num_outputs, num_inputs), place.rows)
+            if weight is None:
+                return None
+            if order is not None:  # heads stay in their projection
+                rows = torch.tensor(order[first : first + place.size]) - first
+                weight = weight.rows(rows)
+            weights.append(weight)
+            first += place.size
+        return self._joined(join_rows(weights), bias)
+
+    def _joined(self, weights: Sequence[GroupedWeight], bias: Tensor | None) -> Linear:
+        assert self.library is not None
+        parts: list[Linear] = []
+        first = 0
+        for weight in weights:
+            size = len(weight.codes)
+            own_bias = None if bias is None else bias[first : first + size]
+            parts.append(packed_linear(weight, own_bias, self.memory, self.library))
+            first += size
+        return joined_linear(parts)
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether weights stay as they are quantised, where kernels multiply them so."""
+        quantization = self.config.quantization
+        return (
+            self.packed
+            and self.library is not None
+            and quantization is not None
+            and quantization.has_codes
+            and not self.config.transposes_weights
+        )
 
     def _stored_shape(self, num_outputs: int, num_inputs: int) -> tuple[int, int]:
         return (num_inputs, num_outputs) if self.config.transposes_weights else (num_outputs, num_inputs)
@@ -261,11 +328,21 @@ class _Reader:
         return weight if rows is None else weight[slice(*rows)]
 
     def _vocabulary(self, name: str, shape: tuple[int, ...], *, multiplies: bool) -> Vocabulary:
-        weight = self._tensor(name, shape, rows=None if self.group is None else self.share.outputs(shape[0]))
-        own: Vocabulary = PlainLinear(weight, None)
-        if self.packed and multiplies:
-            own = fastest_vocabulary(weight, self.memory, self.library)
+        rows = None if self.group is None else self.share.outputs(shape[0])
+        own = self._own_vocabulary(name, shape, rows, multiplies=multiplies)
         return own if self.group is None else GatheredVocabulary(own, self.group, self.share.widths(shape[0]))
+
+    def _own_vocabulary(
+        self, name: str, shape: tuple[int, ...], rows: IndexRange | None, *, multiplies: bool
+    ) -> Vocabulary:
+        if self.keeps_packed and self.library is not None:
+            self.tensors.check(name, shape)
+            if (quantized := self.tensors.grouped(name, shape, rows)) is not None:
+                return packed_linear(quantized, None, self.memory, self.library)
+        weight = self._tensor(name, shape, rows=rows)
+        if self.packed and multiplies:
+            return fastest_vocabulary(weight, self.memory, self.library)
+        return PlainLinear(weight, None)
 
     def _norm(self, name: str, size: int, order: Order = None) -> Norm:
         kind = self.config.norm

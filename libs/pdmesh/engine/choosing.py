@@ -13,6 +13,7 @@ from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.engine.levels import KernelChoice, choose_kernels
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels, suits
+from pdmesh.engine.packed import PACKED_KIND
 from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.model import KvLayout
 
@@ -54,6 +55,8 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
     if needs_torch:
         kind = torch_kind(device, deterministic=loaded.deterministic)
         kinds.append(kind if loaded.share.rounds_as_one(loaded.config) else f"{kind}-of-{loaded.share.num_ranks}")
+    if loaded.weights.is_packed:
+        kinds.append(PACKED_KIND)
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(loaded.layout, loaded.num_blocks, loaded.memory)
     forward = DirectForward(transformer, attention, store.layers, layout=loaded.layout, device=device)

@@ -66,6 +66,9 @@ class KernelLibrary:
     linear: Callable[..., None]
     pack_linear: Callable[..., None]
     unpack_rows: Callable[..., None]
+    linear_packed: Callable[..., None]
+    pack_codes: Callable[..., None]
+    unpack_codes: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ def _path(level: str, folder: Path = FOLDER) -> Path:
 
 
 #: ``csrc/memory.h`` has the same number.
-_INTERFACE = 2
+_INTERFACE = 3
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
     "attention": [_POINTER, _INT, *[_POINTER] * 4, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT],
@@ -154,9 +157,12 @@ _ARGUMENTS: Mapping[str, list[Any]] = {
     "linear": [*[_POINTER] * 4, *[_INT] * 4],
     "pack_linear": [_POINTER, _POINTER, _INT, _INT],
     "unpack_rows": [*[_POINTER] * 3, _INT, _INT],
+    "linear_packed": [*[_POINTER] * 4, *[_INT] * 4],
+    "pack_codes": [_POINTER, _POINTER, _INT, _INT, _INT],
+    "unpack_codes": [*[_POINTER] * 3, _INT, _INT],
 }
-#: They move 16 bits of any dtype.
-_MOVES = ("pack_linear", "unpack_rows")
+#: They are the same for every dtype.
+_MOVES = ("pack_linear", "unpack_rows", "pack_codes", "unpack_codes")
 
 
 def _functions(library: ctypes.CDLL, suffix: str) -> Iterator[tuple[str, Callable[..., None]]]:

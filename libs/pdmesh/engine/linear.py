@@ -21,10 +21,10 @@ _PACKED_FOR_ROWS = 512
 _WIDENED_FROM_ROWS = 4
 #: Of a weight, copied at once: what stays in the processor's caches until it is multiplied.
 _PANEL_ELEMENTS = 1 << 19
-#: Elements of one piece of memory for packed weights, unless a weight has more.
-_PIECE_ELEMENTS = 1 << 25
-_LINE_ELEMENTS = 32  # of a cache line
-_TILE_SIZE = 32  # inputs and outputs of packed weights come in so many
+#: Of one piece of memory for packed weights, unless a weight has more.
+_PIECE_BYTES = 1 << 26
+_LINE_BYTES = 64  # of a cache line
+TILE_SIZE = 32  # inputs and outputs of packed weights come in so many
 
 
 class Linear(Protocol):
@@ -113,7 +113,7 @@ class TileLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         num_outputs, num_inputs = self.weight.shape
         num_rows = rows.shape[0]
-        rows = _padded(rows, num_rows, num_inputs).contiguous()
+        rows = padded_to(rows, num_rows, num_inputs).contiguous()
         output = rows.new_empty(num_rows, num_outputs)
         self.library.linear(
             rows.data_ptr(),
@@ -141,7 +141,7 @@ class TileLinear:
 def tile_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary) -> TileLinear:
     """Packs a weight (outputs, inputs) of any shape, padded with zeros: these change no sum."""
     num_outputs, num_inputs = weight.shape
-    padded = _padded(weight, *(-(-size // _TILE_SIZE) * _TILE_SIZE for size in weight.shape))
+    padded = padded_to(weight, *(-(-size // TILE_SIZE) * TILE_SIZE for size in weight.shape))
     if bias is not None:
         bias = functional.pad(bias, (0, padded.shape[0] - num_outputs))
     packed = memory.like(padded)
@@ -149,7 +149,7 @@ def tile_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, libra
     return TileLinear(library, packed, bias, num_outputs, num_inputs)
 
 
-def _padded(matrix: Tensor, num_rows: int, num_columns: int) -> Tensor:
+def padded_to(matrix: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """Return ``matrix`` padded with zeros; itself where nothing is missing."""
     missing = (0, num_columns - matrix.shape[1], 0, num_rows - matrix.shape[0])
     return functional.pad(matrix, missing) if any(missing) else matrix
@@ -162,17 +162,21 @@ class WeightMemory:
     """
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.int16)
+        self._free = torch.empty(0, dtype=torch.uint8)
 
     def like(self, weight: Tensor) -> Tensor:
-        """Uninitialized, of ``weight``'s shape and dtype, which has 16 bits; begins at a cache line."""
-        num_elements = -(-weight.numel() // _LINE_ELEMENTS) * _LINE_ELEMENTS
-        if num_elements > len(self._free):
+        """Uninitialized, of ``weight``'s shape and dtype; begins at a cache line."""
+        return self.bytes(weight.nbytes).view(weight.dtype).view(weight.shape)
+
+    def bytes(self, num_bytes: int) -> Tensor:
+        """So many bytes, uninitialized; they begin at a cache line."""
+        taken = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        if taken > len(self._free):
             # what was not written yet has no pages, so nothing is lost with the rest of a piece
-            raw = np.empty(max(num_elements, _PIECE_ELEMENTS) + _LINE_ELEMENTS, dtype=np.int16)
-            self._free = torch.from_numpy(raw[-raw.ctypes.data % 64 // 2 :])
-        taken, self._free = self._free[: weight.numel()], self._free[num_elements:]
-        return taken.view(weight.dtype).view(weight.shape)
+            raw = np.empty(max(taken, _PIECE_BYTES) + _LINE_BYTES, dtype=np.uint8)
+            self._free = torch.from_numpy(raw[-raw.ctypes.data % _LINE_BYTES :])
+        given, self._free = self._free[:num_bytes], self._free[taken:]
+        return given
 
 
 def fastest_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary | None) -> Linear:

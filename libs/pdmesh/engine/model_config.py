@@ -40,6 +40,11 @@ class Quantization:
     block: tuple[int, int] = (0, 0)  # outputs, inputs
     interleaves_rotation: bool = False  # rows of queries and keys are stored as neighbours that rotate
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether weights are integers of a few bits."""
+        return self.format not in (QuantizedFormat.FLOAT8, QuantizedFormat.FLOAT8_BLOCKS)
+
 
 class RopeType(StrEnum):
     """How rotary frequencies follow from the base; see `pdmesh.engine.rope`."""

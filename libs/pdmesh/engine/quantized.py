@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pdmesh.engine.grouped import GroupedWeight, grouped
 from pdmesh.engine.model_config import Quantization, QuantizedFormat
 
 Shape = tuple[int, ...]
@@ -34,6 +35,12 @@ class QuantizedWeight:
     scales: Tensor  # (outputs, groups), fp32
     zeros: Tensor | None  # like scales
     group_of: Tensor  # (inputs,)
+
+    def grouped(self, bits: int) -> GroupedWeight | None:
+        """The weight as codes of ``bits``; None where its values, or its groups, are no such ones."""
+        if self.values.is_floating_point():
+            return None
+        return grouped(self.values, self.scales, self.zeros, self.group_of, bits=bits)
 
     def write(self, out: Tensor) -> None:
         """Put the weight into ``out`` (outputs, inputs), computed in fp32 and rounded once."""

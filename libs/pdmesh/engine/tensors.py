@@ -14,8 +14,9 @@ from torch import Tensor
 
 from pdmesh.engine.files import weight_files
 from pdmesh.engine.gguf.tensors import GgufTensors
+from pdmesh.engine.grouped import GroupedWeight
 from pdmesh.engine.model_config import ModelConfig, QuantizedFormat, TensorNames
-from pdmesh.engine.quantized import FLOATS, Layout, LayoutError, Shape, Stored, layout_of
+from pdmesh.engine.quantized import FLOATS, Layout, LayoutError, QuantizedWeight, Shape, Stored, layout_of
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
@@ -31,6 +32,10 @@ class Tensors(Protocol):
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         """A tensor of this shape, or some of its rows, which lasts until the files are closed."""
+        ...
+
+    def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
+        """A matrix as it is quantised; None where it is not, or in a way that kernels do not multiply."""
         ...
 
 
@@ -51,6 +56,9 @@ class RandomTensors:
         tensor = torch.empty(shape, dtype=self._dtype, device=device)
         return _some(tensor.normal_(0, shape[1] ** -0.5, generator=self._generator), rows)  # on every rank the same
 
+    def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class UnreadTensors:
@@ -64,6 +72,9 @@ class UnreadTensors:
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         self.check(name, shape)
         return _some(torch.empty(shape, device="meta"), rows)
+
+    def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
+        return None
 
 
 class FileTensors:
@@ -101,6 +112,9 @@ class FileTensors:
         self.check(name, shape)
         return self.read_stored(name, rows)
 
+    def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
+        return None
+
     def read_stored(self, name: str, rows: IndexRange | None = None) -> Tensor:
         """A tensor that was checked, or some of its rows."""
         file, own_name = self._files[name]
@@ -117,6 +131,7 @@ class QuantizedTensors:
 
     tensors: FileTensors
     layout: Layout
+    bits: int
     dtype: torch.dtype
 
     def check(self, name: str, shape: Shape) -> None:
@@ -130,17 +145,28 @@ class QuantizedTensors:
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         if not self._is_quantized(name):
             return self.tensors.read(name, shape, rows)
+        out = torch.empty(shape, dtype=self.dtype)
+        self._weight(name, shape).write(out)
+        return _some(out, rows)
+
+    def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
+        if not self._is_quantized(name):
+            return None
+        weight = self._weight(name, shape).grouped(self.bits)
+        if weight is not None and not weight.is_finite:
+            raise ConfigError(f"{name}: the quantised weight has scales that are no numbers; download it again")
+        return weight if weight is None or rows is None else weight.rows(torch.arange(*rows))
+
+    def _weight(self, name: str, shape: Shape) -> QuantizedWeight:
         self.check(name, shape)
         stored, ends = self._stored(name, shape), self.layout.tensors(*shape)
         found = {
             end: self.tensors.read_stored(part) for end, part in zip(ends, stored, strict=True) if part in self.tensors
         }
-        out = torch.empty(shape, dtype=self.dtype)
         try:
-            self.layout.weight(found, *shape).write(out)
+            return self.layout.weight(found, *shape)
         except LayoutError as error:
             raise ConfigError(f"{name}: the quantised weight {error}; download the checkpoint again") from error
-        return _some(out, rows)
 
     def _stored(self, name: str, shape: Shape) -> dict[str, Stored]:
         """A weight's tensors by their whole names."""
@@ -170,7 +196,11 @@ def open_tensors(directory: Path, config: ModelConfig, dtype: torch.dtype) -> It
             file = stack.enter_context(safe_open(path, framework="pt"))
             files |= {_name_of(name, config.names): (file, name) for name in file.keys()}  # noqa: SIM118
         tensors = FileTensors(directory, files)
-        yield tensors if quantization is None else QuantizedTensors(tensors, layout_of(quantization), dtype)
+        yield (
+            tensors
+            if quantization is None
+            else QuantizedTensors(tensors, layout_of(quantization), quantization.bits, dtype)
+        )
 
 
 def _name_of(name: str, names: TensorNames) -> str:

@@ -7,86 +7,101 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from pdmesh.engine.grouped import Factors, GroupedWeight
+
+_PART = 32  # values of most types' groups
+
 
 def _halves(data: Tensor, first: int) -> Tensor:
     """A float16 in each block, (n, 1)."""
-    return data[:, first : first + 2].contiguous().view(torch.float16).float()
+    return data[:, first : first + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(data: Tensor) -> Tensor:
     """The lower halves of the bytes, then the upper ones."""
-    return torch.cat((data & 15, data >> 4), dim=1).float()
+    return torch.cat((data & 15, data >> 4), dim=1)
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
     """32 bits as 32 values of 16 or 0."""
-    bits = (data[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten(1).float() * 16
+    return ((data[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1) << 4
 
 
-def _q4_0(data: Tensor) -> Tensor:
-    return (_nibbles(data[:, 2:]) - 8) * _halves(data, 0)
+def _signed(codes: Tensor, bits: int, scales: Tensor) -> GroupedWeight:
+    """Values from which half of their range is taken away."""
+    codes = codes ^ (1 << (bits - 1))
+    return GroupedWeight(codes=codes, bits=bits, is_signed=True, group_size=_PART, scales=Factors(scales, 1))
 
 
-def _q4_1(data: Tensor) -> Tensor:
-    return _nibbles(data[:, 4:]) * _halves(data, 0) + _halves(data, 2)
+def _shifted(codes: Tensor, bits: int, scales: Tensor, added: Tensor) -> GroupedWeight:
+    """Values that something is added to."""
+    return GroupedWeight(
+        codes=codes, bits=bits, is_signed=False, group_size=_PART, scales=Factors(scales, 1), minima=Factors(-added, 1)
+    )
 
 
-def _q5_0(data: Tensor) -> Tensor:
-    return (_nibbles(data[:, 6:]) + _fifth_bits(data[:, 2:6]) - 16) * _halves(data, 0)
+def _q4_0(data: Tensor) -> GroupedWeight:
+    return _signed(_nibbles(data[:, 2:]), 4, _halves(data, 0))
 
 
-def _q5_1(data: Tensor) -> Tensor:
-    return (_nibbles(data[:, 8:]) + _fifth_bits(data[:, 4:8])) * _halves(data, 0) + _halves(data, 2)
+def _q4_1(data: Tensor) -> GroupedWeight:
+    return _shifted(_nibbles(data[:, 4:]), 4, _halves(data, 0), _halves(data, 2))
 
 
-def _q8_0(data: Tensor) -> Tensor:
-    return data[:, 2:].contiguous().view(torch.int8).float() * _halves(data, 0)
+def _q5_0(data: Tensor) -> GroupedWeight:
+    return _signed(_nibbles(data[:, 6:]) | _fifth_bits(data[:, 2:6]), 5, _halves(data, 0))
 
 
-def _scales_and_minima(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of a block's eight parts, 6 bits each, from 12 bytes; (n, 8, 1), by the block's own factors."""
+def _q5_1(data: Tensor) -> GroupedWeight:
+    return _shifted(_nibbles(data[:, 8:]) | _fifth_bits(data[:, 4:8]), 5, _halves(data, 0), _halves(data, 2))
+
+
+def _q8_0(data: Tensor) -> GroupedWeight:
+    scales = Factors(_halves(data, 0), 1)
+    return GroupedWeight(codes=data[:, 2:].contiguous(), bits=8, is_signed=True, group_size=_PART, scales=scales)
+
+
+def _with_parts(data: Tensor, codes: Tensor, bits: int) -> GroupedWeight:
+    """Blocks of eight parts with scales and minima of 6 bits each, in 12 bytes, and factors of the block's own."""
     low, middle, high = data[:, 4:8], data[:, 8:12], data[:, 12:16]
-    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=1)
-    minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), dim=1)
-    return (scales.float() * _halves(data, 0))[..., None], (minima.float() * _halves(data, 2))[..., None]
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=1).view(torch.int8)
+    minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), dim=1).view(torch.int8)
+    return GroupedWeight(
+        codes=codes.flatten(1),
+        bits=bits,
+        is_signed=False,
+        group_size=_PART,
+        scales=Factors(_halves(data, 0), 8, scales),
+        minima=Factors(_halves(data, 2), 8, minima),
+    )
 
 
 def _pairs_of_parts(data: Tensor) -> Tensor:
     """128 bytes as 8 parts of 32 values: of 32 bytes each, the lower halves, then the upper ones."""
-    chunks = data.view(-1, 4, 1, 32)
-    return torch.cat((chunks & 15, chunks >> 4), dim=2).view(-1, 8, 32).float()
+    chunks = data.reshape(-1, 4, 1, 32)
+    return torch.cat((chunks & 15, chunks >> 4), dim=2).view(-1, 8, 32)
 
 
-def _q4_k(data: Tensor) -> Tensor:
-    scales, minima = _scales_and_minima(data)
-    return (_pairs_of_parts(data[:, 16:].contiguous()) * scales - minima).flatten(1)
+def _q4_k(data: Tensor) -> GroupedWeight:
+    return _with_parts(data, _pairs_of_parts(data[:, 16:]), 4)
 
 
-def _q5_k(data: Tensor) -> Tensor:
-    scales, minima = _scales_and_minima(data)
+def _q5_k(data: Tensor) -> GroupedWeight:
     bits = (data[:, 16:48][:, None, :] >> torch.arange(8, dtype=torch.uint8)[None, :, None]) & 1
-    values = _pairs_of_parts(data[:, 48:].contiguous()) + bits.float() * 16
-    return (values * scales - minima).flatten(1)
+    return _with_parts(data, _pairs_of_parts(data[:, 48:]) | (bits << 4), 5)
 
 
-def _q6_k(data: Tensor) -> Tensor:
+def _q6_k(data: Tensor) -> GroupedWeight:
     low, high = data[:, :128].reshape(-1, 2, 2, 32), data[:, 128:192].reshape(-1, 2, 1, 32)
-    scales = data[:, 192:208].contiguous().view(torch.int8).float() * _halves(data, 208)
     lower = torch.cat((low & 15, low >> 4), dim=2)  # (n, 2, 4, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[None, None, :, None]
-    values = (lower | (((high >> shifts) & 3) << 4)).float() - 32
-    return (values.view(-1, 16, 16) * scales[..., None]).flatten(1)
+    codes = (lower | (((high >> shifts) & 3) << 4)).flatten(1) ^ 32
+    scales = Factors(_halves(data, 208), 16, data[:, 192:208].contiguous().view(torch.int8))
+    return GroupedWeight(codes=codes, bits=6, is_signed=True, group_size=16, scales=scales)
 
 
-def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda data: data.contiguous().view(dtype).float()
-
-
-#: Blocks (n, bytes) of bytes to values (n, values) in fp32, by the numbers of `pdmesh.engine.gguf.reader.TYPES`.
-VALUES: Mapping[int, Callable[[Tensor], Tensor]] = {
-    0: _plain(torch.float32),
-    1: _plain(torch.float16),
+#: Blocks (n, bytes) of bytes as a weight of n outputs, by the numbers of `pdmesh.engine.gguf.reader.TYPES`.
+GROUPED: Mapping[int, Callable[[Tensor], GroupedWeight]] = {
     2: _q4_0,
     3: _q4_1,
     6: _q5_0,
@@ -95,5 +110,12 @@ VALUES: Mapping[int, Callable[[Tensor], Tensor]] = {
     12: _q4_k,
     13: _q5_k,
     14: _q6_k,
-    30: _plain(torch.bfloat16),
 }
+_PLAIN: Mapping[int, torch.dtype] = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+
+
+def values_of(type_number: int, data: Tensor) -> Tensor:
+    """Blocks (n, bytes) of bytes as values (n, values) in fp32."""
+    if type_number in _PLAIN:
+        return data.contiguous().view(_PLAIN[type_number]).float()
+    return GROUPED[type_number](data).values()

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdmesh.engine.gguf.blocks import VALUES
+from pdmesh.engine.gguf.blocks import GROUPED, values_of
 from pdmesh.engine.gguf.reader import TYPES, StoredTensor, read_header
+from pdmesh.engine.grouped import GroupedWeight, of_blocks
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
@@ -46,6 +47,25 @@ class GgufTensors:
             raise ConfigError(f"{self._file}: tensor {name!r} has shape {found.shape}; its header needs {shape}")
 
     def read(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> Tensor:
+        type_number, data = self._blocks(name, shape, rows)
+        out = torch.empty(len(data), TYPES[type_number].num_values, dtype=self._dtype)
+        panel = _PANEL_VALUES // TYPES[type_number].num_values
+        for begin in range(0, len(data), panel):
+            blocks = slice(begin, begin + panel)
+            out[blocks] = values_of(type_number, data[blocks])
+        return out.view(-1, *shape[1:])
+
+    def grouped(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> GroupedWeight | None:
+        type_number, data = self._blocks(name, shape, rows)
+        if type_number not in GROUPED:
+            return None
+        weight = of_blocks(GROUPED[type_number](data), len(data) * TYPES[type_number].num_values // shape[1])
+        if not weight.is_finite:
+            raise ConfigError(f"{self._file}: tensor {name!r} has scales that are no numbers; download it again")
+        return weight
+
+    def _blocks(self, name: str, shape: tuple[int, ...], rows: IndexRange | None) -> tuple[int, Tensor]:
+        """A tensor's type, and its blocks (n, bytes)."""
         self.check(name, shape)
         stored = self._find(name)
         kind = TYPES[stored.type_number]
@@ -54,12 +74,7 @@ class GgufTensors:
         num_blocks = (stop - first) * row_blocks
         offset = stored.offset + first * row_blocks * kind.num_bytes
         data = np.memmap(self._file, dtype=np.uint8, mode="c", offset=offset, shape=(num_blocks, kind.num_bytes))
-        out = torch.empty(num_blocks, kind.num_values, dtype=self._dtype)
-        panel = _PANEL_VALUES // kind.num_values
-        for begin in range(0, num_blocks, panel):
-            blocks = slice(begin, begin + panel)
-            out[blocks] = VALUES[stored.type_number](torch.from_numpy(data[blocks]))
-        return out.view(stop - first, *shape[1:])
+        return stored.type_number, torch.from_numpy(data)
 
     def _find(self, name: str) -> StoredTensor:
         own_name = _own_name(name)

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "../memory.h"
+#include "strips.h"
 #include "vec.h"
 
 namespace {
@@ -128,25 +129,6 @@ __attribute__((noinline)) void multiply(
     for (int row = 0; row < R; ++row)
 #pragma GCC unroll 16
         for (int i = 0; i < kSums; ++i) store(product + row * kPanel + i * kLanes, sums[row][i]);
-}
-
-// Calls with the number of rows as a constant.
-template <int R, class Call>
-inline void with_rows(int num_rows, const Call& call) {
-    if (num_rows == R)
-        call(std::integral_constant<int, R>());
-    else if constexpr (R > 1)
-        with_rows<R - 1>(num_rows, call);
-}
-
-// Rows in strips of up to Most, as equal as can be: call(first, count), the count as a constant.
-template <int Most, class Call>
-inline void for_strips(int num_rows, const Call& call) {
-    const int num_strips = (num_rows + Most - 1) / Most;
-    for (int strip = 0; strip < num_strips; ++strip) {
-        const int first = num_rows * strip / num_strips;
-        with_rows<Most>(num_rows * (strip + 1) / num_strips - first, [&](auto count) { call(first, count); });
-    }
 }
 
 // product (num_rows x kPanel) [+]= inputs (num_rows x kStride) * a panel's chunk.

@@ -111,16 +111,17 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum) {
 #endif
 }
 
-inline Floats widen(Halves values, Bf16) {
+inline Words words_of(Halves values) {
 #if defined(__AVX512F__)
-    const Words wide = (Words)_mm512_cvtepu16_epi32((__m256i)values);
+    return (Words)_mm512_cvtepu16_epi32((__m256i)values);
 #elif defined(__AVX2__)
-    const Words wide = (Words)_mm256_cvtepu16_epi32((__m128i)values);  // GCC 12 would make four instructions of it
+    return (Words)_mm256_cvtepu16_epi32((__m128i)values);  // GCC 12 would make four instructions of it
 #else
-    const Words wide = __builtin_convertvector(values, Words);
+    return __builtin_convertvector(values, Words);
 #endif
-    return (Floats)(wide << 16);
 }
+
+inline Floats widen(Halves values, Bf16) { return (Floats)(words_of(values) << 16); }
 
 inline Floats widen(Halves values, F16) {
 #if defined(__AVX512F__)

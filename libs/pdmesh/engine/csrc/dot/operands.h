@@ -1,0 +1,40 @@
+// What goes into the products of linear layers, and comes out of them.
+#pragma once
+
+#include "tiles.h"
+
+namespace pdmesh {
+
+constexpr int kPanel = 2 * kTile;           // outputs that one product computes
+constexpr int kPanelStep = kPanel * kStep;  // values of a panel that one step multiplies
+constexpr int kRows = 8;                    // without AMX: times two accumulators, all in registers
+
+// Rows first ... first + 15 as left operand: a tile for each 32 inputs; zeros beyond num_rows.
+inline void pack_rows(const bf16* rows, int64_t first, int64_t num_rows, int64_t num_inputs, bf16* tiles) {
+    for (int64_t row = first; row < first + kTile; ++row, tiles += kStep)
+        for (int64_t k = 0; k < num_inputs; k += kStep)
+            _mm512_store_si512(
+                tiles + k / kStep * kTileValues,
+                row < num_rows ? _mm512_loadu_si512(rows + row * num_inputs + k) : _mm512_setzero_si512());
+}
+
+struct Output {
+    const bf16* bias;  // or null
+    bf16* rows;
+    int64_t num_rows, size;
+};
+
+// Rounds a product (num_rows x 32) and writes it at (row, column).
+inline void write(const float* product, int num_rows, const Output& output, int64_t row, int64_t column) {
+    const bool has_bias = output.bias != nullptr;
+    const __m512 low_bias = has_bias ? widen(output.bias + column) : _mm512_setzero_ps();
+    const __m512 high_bias = has_bias ? widen(output.bias + column + kTile) : _mm512_setzero_ps();
+    for (int i = 0; i < num_rows; ++i, product += kPanel) {
+        const __m512 low = _mm512_add_ps(_mm512_load_ps(product), low_bias);
+        const __m512 high = _mm512_add_ps(_mm512_load_ps(product + kTile), high_bias);
+        _mm512_storeu_si512(
+            output.rows + (row + i) * output.size + column, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+}  // namespace pdmesh

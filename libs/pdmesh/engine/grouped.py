@@ -1,0 +1,185 @@
+"""Weights as codes of a few bits, groups of which share a scale: the form that quantised formats are brought into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+#: Codes have so many bits.
+CODE_BITS = (4, 5, 6, 8)
+#: Inputs of a group are one of these; larger groups are several that share a scale.
+_GROUP_SIZES = (128, 64, 32, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A number for each output and group: a base, times a multiplier if there are any."""
+
+    bases: Tensor  # (outputs, bases), bf16, float16 or fp32
+    groups_per_base: int
+    multipliers: Tensor | None = None  # (outputs, groups), int8
+
+    def by_group(self, num_groups: int) -> Tensor:
+        """(outputs, groups), fp32."""
+        factors = self.bases.float().repeat_interleave(self.groups_per_base, dim=1)[:, :num_groups]
+        return factors if self.multipliers is None else factors * self.multipliers
+
+    def rows(self, rows: Tensor) -> Factors:
+        multipliers = None if self.multipliers is None else self.multipliers[rows]
+        return Factors(self.bases[rows], self.groups_per_base, multipliers)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What factors that are joined have in common."""
+        return self.bases.dtype, self.bases.shape[1], self.groups_per_base, self.multipliers is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedWeight:
+    """code * scale - minimum, of a matrix (outputs, inputs); scales and minima are those of groups of inputs."""
+
+    codes: Tensor  # (outputs, inputs), uint8; the lower bits, two's complement if signed
+    bits: int
+    is_signed: bool  # always with 8 bits
+    group_size: int
+    scales: Factors
+    minima: Factors | None = None
+    order: Tensor | None = None  # which of the layer's inputs each column is for; None: as they come
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.codes.shape[1] // self.group_size)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all factors are numbers."""
+        return all(bool(each.bases.isfinite().all()) for each in (self.scales, self.minima) if each is not None)
+
+    def rows(self, rows: Tensor) -> GroupedWeight:
+        """Some outputs."""
+        minima = None if self.minima is None else self.minima.rows(rows)
+        return replace(self, codes=self.codes[rows], scales=self.scales.rows(rows), minima=minima)
+
+    def values(self) -> Tensor:
+        """What the codes stand for, in the codes' order of inputs; fp32."""
+        half = 1 << (self.bits - 1)
+        codes = ((self.codes.short() ^ half) - half if self.is_signed else self.codes).float()
+        values = codes * self._by_input(self.scales)
+        return values if self.minima is None else values - self._by_input(self.minima)
+
+    def _by_input(self, factors: Factors) -> Tensor:
+        each = factors.by_group(self.num_groups)
+        return each.repeat_interleave(self.group_size, dim=1)[:, : self.codes.shape[1]]
+
+
+def of_blocks(blocks: GroupedWeight, num_outputs: int) -> GroupedWeight:
+    """A weight whose outputs are so many blocks each, from blocks that come as outputs."""
+
+    def factors(each: Factors) -> Factors:
+        multipliers = None if each.multipliers is None else each.multipliers.view(num_outputs, -1)
+        return Factors(each.bases.view(num_outputs, -1), each.groups_per_base, multipliers)
+
+    minima = None if blocks.minima is None else factors(blocks.minima)
+    codes = blocks.codes.view(num_outputs, -1)
+    return replace(blocks, codes=codes, scales=factors(blocks.scales), minima=minima)
+
+
+def join_rows(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
+    """The weights of one input, neighbours that have one form as one."""
+    joined: list[GroupedWeight] = []
+    for weight in weights:
+        if joined and _form(joined[-1]) == _form(weight) and weight.order is None:
+            joined[-1] = _joined(joined[-1], weight)
+        else:
+            joined.append(weight)
+    return joined
+
+
+def _form(weight: GroupedWeight) -> tuple[object, ...]:
+    minima = None if weight.minima is None else weight.minima.form
+    return weight.bits, weight.is_signed, weight.group_size, weight.order is None, weight.scales.form, minima
+
+
+def _joined(first: GroupedWeight, second: GroupedWeight) -> GroupedWeight:
+    def factors(one: Factors, other: Factors) -> Factors:
+        pair = (one.multipliers, other.multipliers)
+        multipliers = None if pair[0] is None or pair[1] is None else torch.cat((pair[0], pair[1]))
+        return Factors(torch.cat((one.bases, other.bases)), one.groups_per_base, multipliers)
+
+    minima = None
+    if first.minima is not None and second.minima is not None:
+        minima = factors(first.minima, second.minima)
+    codes = torch.cat((first.codes, second.codes))
+    return replace(first, codes=codes, scales=factors(first.scales, second.scales), minima=minima)
+
+
+def grouped(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor, *, bits: int
+) -> GroupedWeight | None:
+    """(values - zeros) * scales, of integers of ``bits`` (outputs, inputs), without a sign unless they are int8.
+
+    ``scales`` and ``zeros`` are (outputs, groups). None where groups are of sizes that are not served.
+    """
+    num_inputs, num_groups = values.shape[1], scales.shape[1]
+    form = _grouping(group_of, num_groups)
+    if form is None:
+        return None
+    group_size, groups_per_base, order = form
+    half = 0 if values.dtype == torch.int8 else 1 << (bits - 1)
+    code_bits = max(bits, CODE_BITS[0])
+    codes = (values.short() - half).to(torch.int8).view(torch.uint8) & ((1 << code_bits) - 1)
+    bases = Factors(_narrowest(scales), groups_per_base)
+    minima = None
+    if zeros is not None and bool((zeros != half).any()):
+        each = (zeros - half).to(torch.int8).repeat_interleave(groups_per_base, dim=1)
+        minima = replace(bases, multipliers=each[:, : -(-num_inputs // group_size)].contiguous())
+    return GroupedWeight(
+        codes=codes if order is None else codes[:, order],
+        bits=code_bits,
+        is_signed=True,
+        group_size=group_size,
+        scales=bases,
+        minima=minima,
+        order=order,
+    )
+
+
+def _grouping(group_of: Tensor, num_groups: int) -> tuple[int, int, Tensor | None] | None:
+    """Inputs of a group, how many share a base, and the order in which groups lie together."""
+    num_inputs = len(group_of)
+    if num_groups == 1:
+        size = _GROUP_SIZES[0]
+        return size, -(-num_inputs // size), None
+    in_order, order = group_of.sort(stable=True)
+    size = int((in_order == 0).sum())
+    if not torch.equal(in_order, torch.arange(num_inputs) // max(size, 1)):
+        return None
+    part = math.gcd(size, _GROUP_SIZES[0])
+    if part not in _GROUP_SIZES:
+        return None
+    return part, size // part, None if torch.equal(group_of, in_order) else order
+
+
+def _narrowest(values: Tensor) -> Tensor:
+    """Values in fp32, in 16 bits where these hold them exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = values.to(dtype)
+        if torch.equal(narrow.float(), values):
+            return narrow.contiguous()
+    return values.contiguous()
+
+
+def padded_factors(factors: Factors, num_outputs: int, num_groups: int) -> Factors:
+    """With zeros for outputs and groups that are not there."""
+
+    def pad(values: Tensor, num_columns: int) -> Tensor:
+        return functional.pad(values, (0, num_columns - values.shape[1], 0, num_outputs - values.shape[0]))
+
+    bases = pad(factors.bases, -(-num_groups // factors.groups_per_base))
+    multipliers = None if factors.multipliers is None else pad(factors.multipliers, num_groups)
+    return Factors(bases, factors.groups_per_base, multipliers)

@@ -1,0 +1,148 @@
+"""Linear layers by compiled kernels whose weights stay packed in memory: codes of 4 to 8 bits, and what scales them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdmesh.engine.grouped import Factors, GroupedWeight, padded_factors
+from pdmesh.engine.kv_cache import TORCH_DTYPES
+from pdmesh.engine.levels import KernelLibrary
+from pdmesh.engine.linear import TILE_SIZE, Linear, WeightMemory, padded_to
+
+#: Name of the arithmetic in an arithmetic class: sums of products with codes are scaled, not weights rounded. One more
+#: whenever a change of the kernels changes a bit of any result.
+PACKED_KIND = "packed-1"
+
+_BASE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+class _Factors(ctypes.Structure):
+    """As ``csrc/packed.h`` has it."""
+
+    _fields_ = (
+        ("bases", ctypes.c_void_p),
+        ("base_type", ctypes.c_int64),
+        ("groups_per_base", ctypes.c_int64),
+        ("multipliers", ctypes.c_void_p),
+    )
+
+
+class _PackedWeight(ctypes.Structure):
+    """As ``csrc/packed.h`` has it."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("bits", ctypes.c_int64),
+        ("is_signed", ctypes.c_int64),
+        ("group_size", ctypes.c_int64),
+        ("scales", _Factors),
+        ("minima", _Factors),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer, and perhaps a vocabulary; `packed_linear` makes it. Its dtype is the library's."""
+
+    library: KernelLibrary
+    weight: _PackedWeight
+    memory: tuple[Tensor, ...]  # what the weight points to
+    bias: Tensor | None
+    order: Tensor | None  # of inputs
+    num_outputs: int
+    num_inputs: int
+    row_by_row = True
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self.order is not None:
+            rows = rows[:, self.order]
+        num_rows, num_outputs, num_inputs = len(rows), _rounded_up(self.num_outputs), _rounded_up(self.num_inputs)
+        rows = padded_to(rows, num_rows, num_inputs).contiguous()
+        output = rows.new_empty(num_rows, num_outputs)
+        self.library.linear_packed(
+            rows.data_ptr(),
+            ctypes.addressof(self.weight),
+            None if self.bias is None else self.bias.data_ptr(),
+            output.data_ptr(),
+            num_rows,
+            num_outputs,
+            num_inputs,
+            torch.get_num_threads(),
+        )
+        return output[:, : self.num_outputs].contiguous()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        lowest, highest = token_ids.aminmax()
+        if lowest < 0 or highest >= self.num_outputs:
+            raise IndexError(f"token ids {int(lowest)} … {int(highest)} in a vocabulary of {self.num_outputs}")
+        num_inputs = _rounded_up(self.num_inputs)
+        output = torch.empty(len(token_ids), num_inputs)
+        self.library.unpack_codes(
+            ctypes.addressof(self.weight), token_ids.data_ptr(), output.data_ptr(), len(token_ids), num_inputs
+        )
+        return output[:, : self.num_inputs].to(TORCH_DTYPES[self.library.dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLinear:
+    """Layers of one input, whose outputs lie one after the other."""
+
+    parts: tuple[Linear, ...]
+
+    @property
+    def row_by_row(self) -> bool:
+        return all(part.row_by_row for part in self.parts)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.cat([part(rows) for part in self.parts], dim=1)
+
+
+def packed_linear(
+    weight: GroupedWeight, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary
+) -> PackedLinear:
+    """Packs a weight of any shape, padded with zeros: these change no sum."""
+    num_outputs, num_inputs = weight.codes.shape
+    outputs, inputs = _rounded_up(num_outputs), _rounded_up(num_inputs)
+    codes = padded_to(weight.codes, outputs, inputs).contiguous()
+    packed = memory.bytes(outputs * inputs * weight.bits // 8).zero_()
+    library.pack_codes(codes.data_ptr(), packed.data_ptr(), weight.bits, outputs, inputs)
+    num_groups = -(-inputs // weight.group_size)
+    kept = [packed]
+
+    def factors(given: Factors | None) -> _Factors:
+        if given is None:
+            return _Factors(None, 0, 1, None)
+        padded = padded_factors(given, outputs, num_groups)
+        arrays = [_by_panel(values, memory) for values in (padded.bases, padded.multipliers) if values is not None]
+        kept.extend(arrays)
+        multipliers = arrays[1].data_ptr() if len(arrays) > 1 else None
+        return _Factors(arrays[0].data_ptr(), _BASE_TYPES[given.bases.dtype], given.groups_per_base, multipliers)
+
+    if bias is not None:
+        bias = functional.pad(bias, (0, outputs - num_outputs))
+    struct = _PackedWeight(
+        packed.data_ptr(), weight.bits, weight.is_signed, weight.group_size, factors(weight.scales),
+        factors(weight.minima),
+    )  # fmt: skip
+    return PackedLinear(library, struct, tuple(kept), bias, weight.order, num_outputs, num_inputs)
+
+
+def joined_linear(parts: Sequence[Linear]) -> Linear:
+    """One layer of several; itself if it is one."""
+    return parts[0] if len(parts) == 1 else JoinedLinear(tuple(parts))
+
+
+def _by_panel(values: Tensor, memory: WeightMemory) -> Tensor:
+    """(outputs, columns) as the kernels read it: for each panel and column, its outputs side by side."""
+    ordered = values.view(-1, TILE_SIZE, values.shape[1]).transpose(1, 2).contiguous()
+    return memory.bytes(ordered.nbytes).copy_(ordered.view(-1).view(torch.uint8))
+
+
+def _rounded_up(size: int) -> int:
+    return -(-size // TILE_SIZE) * TILE_SIZE
