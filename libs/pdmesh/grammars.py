@@ -37,7 +37,7 @@ class Grammars:
         self._path = directory / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._lock = Lock()
+        self._lock, self._loading = Lock(), Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -55,12 +55,15 @@ class Grammars:
         """
         with self._lock:
             found = self._compiled.get(grammar)
-            if found is None:
-                found = LLMatcher(self._loaded(), grammar, log_level=0, limits=_limits())
-                self._compiled[grammar] = found
-                if len(self._compiled) > MAX_KEPT:
-                    self._compiled.popitem(last=False)
+        if found is None:  # it may take long: nobody waits for it who wants another one
+            with self._loading:
+                tokenizer = self._loaded()
+            found = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
+        with self._lock:
+            self._compiled[grammar] = found
             self._compiled.move_to_end(grammar)
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
             return found.deep_copy()
 
     def _loaded(self) -> LLTokenizer:

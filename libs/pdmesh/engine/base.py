@@ -143,6 +143,10 @@ class Engine(Protocol):
         """
         ...
 
+    def prepare(self, grammar: str) -> None:
+        """Compile a grammar, so that no step waits for it. Blocking; any thread."""
+        ...
+
     def settle(self) -> None:
         """Return when everything given to a device so far has been computed. For a layer hook, which comes before that.
 

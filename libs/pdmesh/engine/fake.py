@@ -180,6 +180,9 @@ class FakeEngine:
                 owed_s -= time.perf_counter() - began_s
         return [self._result(part) for part in batch]
 
+    def prepare(self, grammar: str) -> None:
+        """It obeys no grammar."""
+
     def settle(self) -> None:
         """Steps compute as they are called."""
 

@@ -139,6 +139,9 @@ class TorchEngine:
             for index, (tokens, prompt) in enumerate(zip(drawn, prompts, strict=True))
         ]
 
+    def prepare(self, grammar: str) -> None:
+        self._grammars.matcher(grammar)
+
     def settle(self) -> None:
         self._forward.settle()
 

@@ -10,6 +10,7 @@ from pdmesh.kv.mover import KvMover
 from pdmesh.model import InstanceId
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.worker.block_tables import BlockTables
+from pdmesh.worker.compiling import GrammarCompiler
 from pdmesh.worker.endings import Endings
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.replies import ToGateways
@@ -31,4 +32,5 @@ class InstanceContext:
     gateways: ToGateways
     metrics: WorkerMetrics
     tracing: Tracing
+    grammars: GrammarCompiler
     wake: Callable[[], None]  # there may be more for the engine to do

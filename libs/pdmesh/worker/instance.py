@@ -117,6 +117,7 @@ class Instance:
             gateways=ToGateways(tokens),
             metrics=metrics,
             tracing=tracing,
+            grammars=self.plans.grammars,
             wake=self.plans.wake,
         )
         self._endings = endings

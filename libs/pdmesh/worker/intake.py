@@ -131,6 +131,7 @@ class Intake:
             num_blocks=num_blocks,
         )
         self._context.gateways.open(request)
+        self._context.grammars.begin(generation.params.grammar)
         return request
 
     def refuse(

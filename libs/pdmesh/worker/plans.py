@@ -19,6 +19,7 @@ from pdmesh.kv.gate import Wakeup
 from pdmesh.model import NO_TRANSFER, InstanceId
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
+from pdmesh.worker.compiling import GrammarCompiler
 from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.replies import step_done
 from pdmesh.worker.sequences import LocalRequest, Sequences, Stage
@@ -32,9 +33,11 @@ MAX_QUEUED_PLANS = 1024
 class Plans:
     """Urgent plans, other plans, and else decode steps of the residents, unless ``own`` says they are held.
 
-    A plan of which nothing is left to do is answered at once. ``wakeup`` rings when there is something urgent, for an
-    engine's thread that waits. ``drop`` gives up a request whose chunk does not follow what has been computed of it.
-    ``drafter`` guesses tokens for steps of decodes alone: one with chunks is as large as it was planned.
+    A plan of which nothing is left to do is answered at once. One that draws under a grammar waits until `grammars` has
+    compiled it, and so do residents that have one; others decode meanwhile. ``wakeup`` rings when there is something
+    urgent, for an engine's thread that waits. ``drop`` gives up a request whose chunk does not follow what has been
+    computed of it. ``drafter`` guesses tokens for steps of decodes alone: one with chunks is as large as it was
+    planned.
     """
 
     def __init__(
@@ -60,10 +63,11 @@ class Plans:
         self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
         self._has_work = anyio.Event()
         self.newest_plan_id = -1  # that was told of
+        self.grammars = GrammarCompiler(self.wake)
 
     def queue(self, plan: StepPlan) -> None:
         self.newest_plan_id = plan.plan_id
-        if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS and not self._may_wait(plan):
+        if plan.urgent and len(self._urgent) < MAX_QUEUED_PLANS and not (self._may_wait(plan) or self._must_wait(plan)):
             batch = self._batch(plan)
             if batch is not None:
                 self._urgent.append(batch)
@@ -96,7 +100,7 @@ class Plans:
 
     async def wait_for_work(self) -> None:
         """Return when `next_batch` is worth another call."""
-        if self._plans or self._urgent or (self._sequences.decoding and not self._own.held):
+        if self._urgent or (self._plans and not self._is_blocked) or self._free_residents:
             return
         self._has_work = anyio.Event()
         if not self._own.held:
@@ -115,11 +119,11 @@ class Plans:
         urgent = self.take_urgent()
         if urgent is not None:
             return urgent
-        while self._plans:
+        while self._plans and not self._is_blocked:
             batch = self._batch(self._plans.popleft())
             if batch is not None:
                 return batch
-        residents = [] if self._own.held else self._sequences.decoding
+        residents = self._free_residents
         return Batch(plan=None, chunks=(), decodes=self._decodes(residents)) if residents else None
 
     def take_urgent(self) -> Batch | None:
@@ -139,14 +143,39 @@ class Plans:
         requests = (self._sequences.get(part.request_id, part.epoch) for part in plan.chunks)
         return any(request is not None and request.exchange is not None for request in requests)
 
+    def _must_wait(self, plan: StepPlan) -> bool:
+        """Whether it draws a token under a grammar that is being compiled."""
+        if self.grammars.is_idle:
+            return False
+        requests = (self._sequences.get(part.request_id, part.epoch) for part in plan.chunks if part.is_last)
+        return any(request is not None and not self._is_ready(request) for request in requests)
+
+    @property
+    def _is_blocked(self) -> bool:
+        """Whether the next plan must wait. Later ones wait behind it, residents do not."""
+        return bool(self._plans) and self._must_wait(self._plans[0])
+
+    @property
+    def _free_residents(self) -> list[LocalRequest]:
+        """The residents that may decode in a step of the instance's own."""
+        if self._own.held and not self._is_blocked:
+            return []
+        return self._ready(self._sequences.decoding)
+
+    def _ready(self, residents: list[LocalRequest]) -> list[LocalRequest]:
+        """Return those whose grammar is compiled, if they have one."""
+        return residents if self.grammars.is_idle else list(filter(self._is_ready, residents))
+
+    def _is_ready(self, request: LocalRequest) -> bool:
+        return self.grammars.is_ready(request.generation.params.grammar)
+
     def _batch(self, plan: StepPlan) -> Batch | None:
         """What is there to do of a plan; if that is nothing, it is done."""
         self._own.planned(plan)
         self._held_until_s = None
         chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
-        residents = (
-            [request for request in self._sequences.decoding if not request.in_step] if plan.with_decodes else []
-        )
+        residents = self._sequences.decoding if plan.with_decodes else []
+        residents = self._ready([request for request in residents if not request.in_step])
         if chunks or residents:
             return Batch(plan=plan, chunks=chunks, decodes=self._decodes(residents, drafts=not chunks))
         self._report(step_done(self._instance_id, plan))

@@ -154,6 +154,7 @@ async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) ->
     failure: Exception | None = None
     async with done_inside, inside, anyio.create_task_group() as tasks:
         tasks.start_soon(_hand_out, instance, inside)
+        tasks.start_soon(instance.plans.grammars.run, engine.prepare)
         failure = await _run_batches(instance, executor, thread)
         tasks.cancel_scope.cancel()
     assert failure is not None
