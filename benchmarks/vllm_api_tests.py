@@ -1,10 +1,12 @@
 """vLLM's own tests of its HTTP API, run against meshes with random weights.
 
 Their source distribution and an installed vLLM (for what the tests import) are needed; neither is a part of this
-repository, nor are the tests. Only tests that talk to a server are run: its fixture is replaced by one that names a
-mesh, which answers to any model's name. Which one it names goes by the flags that the test gives its server: there is
-one whose model reasons (``--reasoning-parser``), and one that does not. Models' weights are random, but for what makes
-them end their answers, and their reasoning: nobody could wait for one that does not.
+repository, nor are the tests. Only tests that talk to a server are run: its fixture is replaced by one that asks this
+script for a mesh, which answers to any model's name, and has those of the server's flags that pdmesh has a setting for
+(`Server`). Models' weights are random, but for what the tests take for granted of any good model: that it ends its
+answers, its reasoning, and its texts and numbers in JSON (nobody could wait for one that does not); that it calls a
+tool, where a module is about tools that are called by the model's choice (`CALLING`); that it goes on, where a module
+watches requests under way (`ENDLESS`).
 
 Many tests need what no such mesh has, or ask for what vLLM alone does: `WHY` says which fail for that.
 
@@ -15,6 +17,7 @@ Many tests need what no such mesh has, or ask for what vLLM alone does: `WHY` sa
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -24,13 +27,19 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import numpy as np
 from report import Limits
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
+from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.mesh import running_mesh
 from pdmesh.testing.reference import HfReference
@@ -51,14 +60,25 @@ LEAST_PASSED = 200
 VOCAB_SIZE, CONTEXT = 8192, 32_768
 
 #: Tokens of an answer whose request sets no limit.
-LONGEST_ANSWER = 200
+LONGEST_ANSWER = 800
 
 #: An answer that is drawn greedily is these many rare words and its end, with the end of reasoning in the middle; a
 #: sampled one leaves them and comes back. Logits of other tokens have a deviation of 1.
-CHAIN_TOKENS, CHAIN_LOGIT = 14, 11.0
+CHAIN_TOKENS, CHAIN_LOGIT = 40, 15.0
+
+#: The logits of a chain's first word anywhere, and of what goes on where a grammar forbids the chain's next token.
+FIRST_LOGIT, DETOUR_LOGIT = 11.0, 13.0
 
 #: The logits of what ends an answer, or its reasoning, anywhere: about one token of eighty, where it is sampled.
 END_LOGIT = 5.0
+
+#: The same of what ends texts, numbers, objects and lists in JSON, and of the mark that ends a call.
+JSON_LOGITS = {'"': 8.0, ",": 8.0, "}": 8.5, "]": 8.5}
+CALL_OPEN, CALL_CLOSE, CALL_END_LOGIT = "<tool_call>", "</tool_call>", 6.0
+
+#: Modules of tests whose model is to call a tool if it may, and those whose model is not to end its answers.
+CALLING = r"function_calling|test_return_token_ids|responses\.test_(harmony|parsable)|test_serving_chat|anthropic"
+ENDLESS = r"serve\.instrumentator"
 
 #: What is the same in every hidden state: about as much as all that differs.
 CONSTANT = 20.0
@@ -99,8 +119,11 @@ WHY: tuple[tuple[str, str], ...] = (
 )
 
 UTILS = """
+import json
 import os
 import pathlib
+import sys
+import urllib.request
 
 import anthropic
 import openai
@@ -109,10 +132,15 @@ import pytest
 
 class RemoteOpenAIServer:
     DUMMY_API_KEY = "token-abc123"
+    show_hidden_metrics = False
 
-    def __init__(self, model=None, args=(), *others, **kwargs):
-        flags = [str(each) for each in args or ()]
-        self.url_root = os.environ["PDMESH_THINKING_URL" if "--reasoning-parser" in flags else "PDMESH_TEST_URL"]
+    def __init__(self, model=None, args=(), *others, env_dict=None, **kwargs):
+        module = sys._getframe(1).f_globals["__name__"]
+        asked = {"module": module, "flags": [str(each) for each in args or ()], "env": dict(env_dict or {})}
+        request = urllib.request.Request(os.environ["PDMESH_MESHES"], json.dumps(asked).encode())
+        with urllib.request.urlopen(request, timeout=120) as response:
+            self.url_root = response.read().decode()
+        self.host, _, self.port = self.url_root.removeprefix("http://").partition(":")
 
     def __enter__(self):
         return self
@@ -165,6 +193,7 @@ import transformers
 
 import huggingface_hub
 
+import vllm.config
 import vllm.tokenizers
 
 
@@ -191,7 +220,14 @@ transformers.AutoTokenizer.from_pretrained = _tokenizer
 vllm.tokenizers.get_tokenizer = _tokenizer
 
 
+def _config(model=None, **kwargs):
+    return vllm.config.ModelConfig(model=_local, **kwargs)
+
+
 def pytest_collection_modifyitems(config, items):
+    for module in {item.module for item in items}:
+        if getattr(module, "ModelConfig", None) is vllm.config.ModelConfig:
+            module.ModelConfig = _config
     uses = [item for item in items if any("server" in name or "client" in name for name in item.fixturenames)]
     config.hook.pytest_deselected(items=[item for item in items if item not in uses])
     items[:] = uses
@@ -209,13 +245,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tests = lay_out(arguments.sdist / "tests", folder / "tests", arguments.folders)
-        plain = ending_model(folder / "plain", TOOL_TEMPLATE)
-        thinking = ending_model(folder / "thinking", THINKING_TEMPLATE)
-        with served(folder / "a", plain) as url, served(folder / "b", thinking) as thinking_url:
+        with meshes(folder) as url:
             variables = {
-                "PDMESH_TEST_URL": url,
-                "PDMESH_THINKING_URL": thinking_url,
-                "PDMESH_TEST_MODEL": str(plain),
+                "PDMESH_MESHES": url,
+                "PDMESH_TEST_MODEL": str(drawn_model(folder / "tokenizer", Model())),
                 "VLLM_SDIST": str(arguments.sdist),
             }
             outcomes = run(arguments.python, folder, tests, variables, arguments.options)
@@ -241,30 +274,132 @@ def reason_of(failure: str) -> str:
     return next((reason for reason, pattern in WHY if re.search(pattern, failure)), "a reason to be found")
 
 
-def ending_model(directory: Path, template: str) -> Path:
-    """Write a model whose answers end, and whose reasoning does: random weights, but for that."""
+@dataclass(frozen=True)
+class Model:
+    """What a model does beside ending its answers."""
+
+    thinks: bool = False
+    calls: bool = False
+    is_endless: bool = False
+
+
+@dataclass(frozen=True)
+class Server:
+    """A mesh as a test's server is to be; ``is_own`` if it is nobody else's, as one whose metrics are counted."""
+
+    model: Model
+    max_model_len: str = ""
+    root_path: str = ""
+    api_key: str = ""
+    is_own: bool = False
+
+
+def server_of(asked: Mapping[str, Any]) -> Server:
+    """Return the mesh for a test's server, by the module that asks for it, its flags and its environment."""
+    module, flags = asked["module"], asked["flags"]
+
+    def value(*names: str) -> str:
+        return next((flags[i + 1] for i, flag in enumerate(flags[:-1]) if flag in names), "")
+
+    is_endless = re.search(ENDLESS, module) is not None
+    model = Model(
+        thinks="--reasoning-parser" in flags,
+        calls=not is_endless and re.search(CALLING, module) is not None,
+        is_endless=is_endless,
+    )
+    return Server(
+        model,
+        max_model_len=value("--max-model-len") if "tokenize" in module else "",
+        root_path=value("--root-path"),
+        api_key=asked["env"].get("VLLM_API_KEY", ""),
+        is_own=is_endless,
+    )
+
+
+@contextmanager
+def meshes(folder: Path) -> Iterator[str]:
+    """Start meshes that tests ask for within the block; yields the URL to ask at."""
+    models: dict[Model, Path] = {}
+    urls: dict[Server, str] = {}
+
+    def url_of(server: Server) -> str:
+        if (url := urls.get(server)) is not None and not server.is_own:
+            return url
+        if (model := models.get(server.model)) is None:
+            model = models[server.model] = drawn_model(folder / f"model{len(models)}", server.model)
+        if server.is_own:
+            own.close()  # the one before is not needed any more
+        stack = own if server.is_own else shared
+        urls[server] = stack.enter_context(served(folder / f"mesh{next(numbers)}", model, server))
+        return urls[server]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = url_of(server_of(asked)).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    numbers = itertools.count()
+    with ExitStack() as shared, ExitStack() as own, HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def drawn_model(directory: Path, model: Model) -> Path:
+    """Write a model of random weights that does what it is to do."""
+    template = THINKING_TEMPLATE if model.thinks else TOOL_TEMPLATE
     write_checkpoint(
         directory,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=CONTEXT,
+        hidden_size=128,
         template=template,
         tie_word_embeddings=False,
     )
-    tokenizer_file, weights_file = directory / "tokenizer.json", directory / "model.safetensors"
-    tokenizer = json.loads(tokenizer_file.read_text())
+    markers = [*((THINK_OPEN, THINK_CLOSE) if model.thinks else ()), CALL_OPEN, CALL_CLOSE]
+    vocabulary = with_markers(directory / "tokenizer.json", markers)
+    if not model.is_endless:
+        write_ends(directory, model, vocabulary)
+    return directory
+
+
+def with_markers(file: Path, markers: list[str]) -> dict[str, int]:
+    """Let markers take the places of a tokenizer's last words; return what it has by then, with the ids."""
+    tokenizer = json.loads(file.read_text())
     vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
-    ends = [vocabulary[EOS_TOKEN]]
-    if THINK_OPEN in template:  # its markers take the places of the last two words
-        words = sorted(vocabulary, key=vocabulary.__getitem__)[-2:]
-        tokenizer["model"]["merges"] = [pair for pair in tokenizer["model"]["merges"] if "".join(pair) not in words]
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-        for word, marker in zip(words, (THINK_OPEN, THINK_CLOSE), strict=True):
-            tokenizer["added_tokens"].append({"id": vocabulary.pop(word), "content": marker, **flags})
-        ends.append(VOCAB_SIZE - 1)
-        tokenizer_file.write_text(json.dumps(tokenizer))
-    chain = sorted(vocabulary.values())[-CHAIN_TOKENS - 2 :][:CHAIN_TOKENS]  # rare words
-    chain = [*chain[: CHAIN_TOKENS // 2], *ends[1:], *chain[CHAIN_TOKENS // 2 :], ends[0]]
+    words = sorted(vocabulary, key=vocabulary.__getitem__)[-len(markers) :]
+    tokenizer["model"]["merges"] = [pair for pair in tokenizer["model"]["merges"] if "".join(pair) not in words]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    for word, marker in zip(words, markers, strict=True):
+        tokenizer["added_tokens"].append({"id": vocabulary.pop(word), "content": marker, **flags})
+    file.write_text(json.dumps(tokenizer))
+    return {**vocabulary, **{each["content"]: each["id"] for each in tokenizer["added_tokens"]}}
+
+
+def write_ends(directory: Path, model: Model, vocabulary: Mapping[str, int]) -> None:
+    """Change a model's weights so that its answers are a chain of words, and all ends."""
+    end = vocabulary[EOS_TOKEN]
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    # Rare words that can be told from their neighbours when they are encoded again.
+    words = [i for text, i in vocabulary.items() if text[0] == "Ġ" and len(text) == 3 and _is_word(tokenizer, text, i)]
+    chain = words[-CHAIN_TOKENS:]
+    middle = [vocabulary[THINK_CLOSE]] if model.thinks else []
+    call = [vocabulary[CALL_OPEN]] if model.calls else []
+    thoughts = chain[: CHAIN_TOKENS // 2] if model.thinks else []
+    chain = [*thoughts, *middle, *call, *chain[len(thoughts) :], end]
     # A part of every hidden state is always the same; the rest is mostly the last token's.
+    weights_file = directory / "model.safetensors"
     tensors = load_file(weights_file)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -281,26 +416,43 @@ def ending_model(directory: Path, template: str) -> Path:
     head *= 1 / float((elsewhere @ head.T).std())
     head[chain] = 0
     constant = float(elsewhere[:, 0].mean())
-    head[chain[0], 0] = CHAIN_LOGIT / constant  # whatever comes before
-    for end in ends:
-        head[end, 0] = END_LOGIT / constant
-    for number, token_id in enumerate(chain[1:], start=1):
-        behind = np.mean([reference.embedding([*prompt, *chain[:number]]) for prompt in prompts[:4]], axis=0)
+    logits = {**{vocabulary[text]: logit for text, logit in JSON_LOGITS.items()}, end: END_LOGIT}
+    logits |= dict.fromkeys(middle, END_LOGIT) | {vocabulary[CALL_CLOSE]: CALL_END_LOGIT}
+    for token_id, logit in (*logits.items(), (chain[0], FIRST_LOGIT)):  # whatever comes before
+        head[token_id, 0] = logit / constant
+    links = [(chain[:number], token_id, CHAIN_LOGIT) for number, token_id in enumerate(chain[1:], start=1)]
+    if model.thinks:
+        links.append((thoughts, chain[len(thoughts) + 1], DETOUR_LOGIT))
+    links += [(chain[:-1], vocabulary['"'], DETOUR_LOGIT), ([vocabulary[CALL_CLOSE]], end, CHAIN_LOGIT)]
+    for before, token_id, logit in links:
+        behind = np.mean([reference.embedding([*prompt, *before]) for prompt in prompts[:4]], axis=0)
         own = behind - elsewhere.mean(axis=0)
-        head[token_id] += (CHAIN_LOGIT + 4) / float(own @ behind) * own
+        own[0] = 0
+        head[token_id] += logit / float(own @ behind) * own
     save_file(tensors, weights_file, metadata={"format": "pt"})
-    return directory
+
+
+def _is_word(tokenizer: Tokenizer, text: str, token_id: int) -> bool:
+    return tokenizer.encode(text.replace("Ġ", " "), add_special_tokens=False).ids == [token_id]
 
 
 @contextmanager
-def served(folder: Path, model: Path) -> Iterator[str]:
+def served(folder: Path, model: Path, server: Server) -> Iterator[str]:
     """Serve a model within the block, by any name; yields the URL."""
     settings = {
         "GATEWAY_MODEL_ALIASES": "*",
         "GATEWAY_DEFAULT_MAX_TOKENS": str(LONGEST_ANSWER),
         "WORKER_SERVED_MODEL_NAME": "Qwen/Qwen3-0.6B",
     }
+    if server.max_model_len:
+        settings["WORKER_MAX_MODEL_LEN"] = server.max_model_len
+    if server.root_path:
+        settings["GATEWAY_ROOT_PATH"] = server.root_path
     folder.mkdir()
+    if server.api_key:
+        keys = folder / "keys.toml"
+        keys.write_text(entry_of(ApiKey(name="tests", hash=hash_key(server.api_key))))
+        settings["SECURITY_API_KEYS_FILE"] = str(keys)
     with running_mesh(folder, model=model, settings=settings) as mesh:
         yield f"http://{mesh.record.http_address}"
 

@@ -94,6 +94,9 @@ class GatewayConfig:
     model_aliases: Annotated[
         str, "further names that clients may call the model by, comma-separated; a * at the end stands for any rest"
     ] = ""
+    root_path: Annotated[
+        str, "a path such as /llm under which a proxy shows this gateway, where the proxy leaves it in requests"
+    ] = ""
     kept_responses_bytes: Annotated[
         int, Range(0, 1 << 40), "memory for responses that `previous_response_id` can name, for an hour; 0 keeps none"
     ] = 64 * 1024 * 1024

@@ -15,7 +15,9 @@ from pdmesh.model import FinishReason
 from pdmesh.testing.gateway import ready_gateway
 from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, token_out
 from pdmesh.testing.sse import named_events
-from pdmesh.wire.messages import Generation, TokenOut, unpack_token_ids
+from pdmesh.wire.messages import Generation, TokenLogprobs, TokenOut, unpack_token_ids
+from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.http.responses.logprobs import TextLogprobs
 from pdmesh_gateway.testing import RunningGateway
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
@@ -96,6 +98,24 @@ async def test_log_probabilities_come_with_the_text(model: Path) -> None:
         assert [token.token for token in told] == [token["token"] for token in part["logprobs"]]
         without = await client.responses.create(**BODY)
         assert without.output[0].to_dict()["content"] == [{**part, "logprobs": []}]
+
+
+async def test_a_token_that_begins_before_its_text_has_its_log_probability_with_it(model: Path) -> None:
+    tokenizer = ModelTokenizer.load(model)
+    token_ids = await tokenizer.encode("ab c d", add_special_tokens=False)
+    pieces = [await tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
+    offsets = [len("".join(pieces[:i])) for i in range(len(pieces))]
+    logprobs = TextLogprobs(tokenizer)
+    at = TokenLogprobs(logprob=-1.0, top=())
+    logprobs.add(Delta(index=0, token_ids=token_ids, text_offsets=offsets, logprobs=[at] * len(token_ids)))
+    taken = [token.token for token in logprobs.take(3, 4)]  # the blank before the c was left out
+    assert taken == [
+        piece for piece, offset in zip(pieces, offsets, strict=True) if offset < 4 < 1 + offset + len(piece)
+    ]
+    assert taken
+    assert [token.token for token in logprobs.take(4, 6)] == [
+        piece for piece, offset in zip(pieces, offsets, strict=True) if offset >= 4
+    ]
 
 
 async def test_a_conversation_goes_on_from_the_response_before(model: Path) -> None:
@@ -197,7 +217,7 @@ async def test_bad_requests_are_refused_by_field(model: Path) -> None:
         ({"input": "a b " * CONTEXT}, "messages", "maximum context length"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"model": "gpt"}, "model", "does not exist"),
-        ({"background": True}, "background", "not supported"),
+        ({"background": True, "store": False}, "background", "needs `store`"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"messages": []}, "messages", "not supported"),
@@ -254,3 +274,103 @@ async def test_a_failure_in_the_middle_of_a_stream_ends_it_as_clients_expect(mod
         with pytest.raises(openai.APIError, match="the engine broke"):
             async for _ in events:
                 pass
+
+
+def silent(_generation: Generation) -> list[TokenOut]:
+    """An instance that says nothing by itself."""
+    return []
+
+
+async def test_a_response_goes_on_in_the_background_and_is_told_again(model: Path) -> None:
+    async with served(model, silent) as (client, http, mesh, _running):
+        begun = await client.responses.create(**BODY, background=True)
+        assert (begun.status, begun.background) == ("in_progress", True)
+        assert (await client.responses.retrieve(begun.id)).status == "in_progress"
+        generation = (await mesh.next_submit()).generation
+        mesh.send_tokens(token_out(generation, 0, 70), token_out(generation, 1, 71))
+        async with http.stream("GET", f"/v1/responses/{begun.id}", params={"stream": "true"}) as told:
+            text = ""
+            async for piece in told.aiter_text():  # it is told while it goes on
+                text += piece
+                if text.count("output_text.delta\n") == 1:
+                    mesh.send_tokens(token_out(generation, 2, 72, finish_reason=FinishReason.STOP))
+        whole = named_events(text)
+        assert [data["sequence_number"] for _, data in whole] == list(range(len(whole)))
+        assert (whole[0][0], whole[-1][0]) == ("response.created", "response.completed")
+        ended = await client.responses.retrieve(begun.id)
+        assert ended.status == "completed"
+        assert ended.to_dict() == {**whole[-1][1]["response"]}
+        again = await http.get(f"/v1/responses/{begun.id}", params={"stream": "true", "starting_after": "3"})
+        assert named_events(again.text) == whole[4:]
+        for wrong in ("-1", "x", "9" * 20):
+            query = {"stream": "true", "starting_after": wrong}
+            assert (await http.get(f"/v1/responses/{begun.id}", params=query)).status_code == 400
+        await client.responses.delete(begun.id)
+        assert (await http.get(f"/v1/responses/{begun.id}", params={"stream": "true"})).status_code == 404
+
+
+async def test_a_streamed_response_goes_on_when_its_client_leaves(model: Path) -> None:
+    async with served(model, silent) as (client, http, mesh, _running):
+        asked = {**BODY, "background": True, "stream": True}
+        async with http.stream("POST", "/v1/responses", json=asked) as told:
+            first = await anext(told.aiter_text())
+        response_id = named_events(first)[0][1]["response"]["id"]
+        generation = (await mesh.next_submit()).generation
+        mesh.send_tokens(token_out(generation, 0, 70, finish_reason=FinishReason.STOP))
+        text = (await http.get(f"/v1/responses/{response_id}", params={"stream": "true"})).text
+        assert named_events(text)[-1][0] == "response.completed"
+        assert mesh.cancelled == []
+        assert (await client.responses.cancel(response_id)).status == "completed"  # it had ended
+
+
+async def test_a_response_in_the_background_is_cancelled_by_its_own_key(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("".join(entry_of(ApiKey(name=name, hash=hash_key(name))) for name in ("one", "two")))
+    security = SecurityConfig(api_keys_file=path)
+    async with served(model, silent, security=security, key="one") as (client, http, mesh, _running):
+        begun = await client.responses.create(**BODY, background=True)
+        await mesh.next_submit()
+        for method, below in (("POST", "/cancel"), ("GET", ""), ("GET", "?stream=true"), ("DELETE", "")):
+            strange = await http.request(
+                method, f"/v1/responses/{begun.id}{below}", headers={"authorization": "Bearer two"}
+            )
+            assert strange.status_code == 404
+        assert (await client.responses.cancel(begun.id)).status == "cancelled"
+        await mesh.until(lambda: len(mesh.cancelled) == 1)
+        assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+        waiting = await client.responses.create(**{**BODY, "store": True}, background=True)
+        await client.responses.delete(waiting.id)
+        await mesh.until(lambda: len(mesh.cancelled) == 2)
+        with pytest.raises(openai.BadRequestError, match="needs `store`"):
+            await client.responses.create(**BODY, background=True, store=False)
+        with pytest.raises(openai.BadRequestError, match="context length"):
+            await client.responses.create(model="tiny", input="a " * CONTEXT * 20, background=True)
+
+
+async def test_a_response_that_fails_in_the_background_is_kept_so(model: Path) -> None:
+    async with served(model, silent) as (client, http, mesh, _running):
+        begun = await client.responses.create(**BODY, background=True)
+        generation = (await mesh.next_submit()).generation
+        mesh.send_tokens(token_out(generation, 0, None, finish_reason=FinishReason.ERROR, error="the engine broke"))
+        text = (await http.get(f"/v1/responses/{begun.id}", params={"stream": "true"})).text
+        assert [name for name, _ in named_events(text)][-2:] == ["error", "response.failed"]
+        failed = await client.responses.retrieve(begun.id)
+        assert failed.status == "failed"
+        assert failed.error is not None
+        assert failed.error.message == "the engine broke"
+
+
+async def test_what_the_model_read_and_wrote_is_told_if_asked_for(model: Path) -> None:
+    async with served(model) as (client, http, mesh, _running):
+        asked = {**BODY, "enable_response_messages": True}
+        whole = (await http.post("/v1/responses", json=asked)).json()
+        [prompt], [answer] = whole["input_messages"], whole["output_messages"]
+        assert {prompt["type"], answer["type"]} == {"raw_message_tokens"}
+        assert prompt["message"] == await prompt_of(model, mesh, 0)
+        assert len(prompt["tokens"]) == whole["usage"]["input_tokens"]
+        assert len(answer["tokens"]) == whole["usage"]["output_tokens"]
+        streamed = named_events((await http.post("/v1/responses", json={**asked, "stream": True})).text)
+        assert streamed[0][1]["response"]["output_messages"] == []
+        assert streamed[-1][1]["response"]["output_messages"] == whole["output_messages"]
+        plain = await client.responses.create(**BODY)
+        assert "input_messages" not in plain.to_dict()

@@ -1,5 +1,6 @@
 """Fields of vLLM's that evaluation harnesses send."""
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from pdmesh.config import GatewayConfig
 from pdmesh.testing.gateway import ready_gateway
 from pdmesh.testing.scripted_mesh import ScriptedMesh
+from pdmesh.testing.sse import data_events
 
 pytestmark = pytest.mark.anyio
 
@@ -103,6 +106,122 @@ async def test_a_streams_first_chunk_has_no_output_tokens_yet(model: Path) -> No
         first = response.text.split("\n\n")[0]
         assert '"role":"assistant"' in first
         assert '"completion_tokens":0' in first
+
+
+async def test_usage_so_far_is_a_part_of_usage(model: Path) -> None:
+    async with served(model) as (client, _mesh):
+        asked = {"prompt": "a", "max_tokens": 2, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+        assert '"usage"' not in (await client.post("/v1/completions", json=asked)).text
+
+
+async def test_what_of_an_answer_was_given_comes_with_it_if_asked_for(model: Path) -> None:
+    given = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "An apple"}]
+    continued = {"messages": given, "continue_final_message": True, "add_generation_prompt": False, "max_tokens": 2}
+    async with served(model) as (client, _mesh):
+        for stream in (False, True):
+            texts = []
+            for echo in (False, True):
+                body = {**continued, "echo": echo, "stream": stream}
+                response = await client.post("/v1/chat/completions", json=body)
+                texts.append(_text_of(response))
+            assert texts[1] == "An apple" + texts[0]
+        plain = await client.post("/v1/chat/completions", json={**CHAT, "echo": True})
+        assert _text_of(plain) == _text_of(await client.post("/v1/chat/completions", json=CHAT))
+
+
+def _text_of(response: httpx.Response) -> str:
+    if response.headers["content-type"] == "application/json":
+        return str(response.json()["choices"][0]["message"]["content"])
+    return "".join(
+        choice["delta"].get("content", "") for chunk in data_events(response.text) for choice in chunk["choices"]
+    )
+
+
+async def test_several_conversations_are_answered_at_once(model: Path) -> None:
+    async with served(model) as (client, mesh):
+        chats = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
+        asked = {"messages": chats, "max_tokens": 3, "logprobs": True, "return_token_ids": True}
+        response = (await client.post("/v1/chat/completions/batch", json=asked)).json()
+        assert [choice["index"] for choice in response["choices"]] == [0, 1, 2]
+        alone = [(await client.post("/v1/chat/completions", json={**asked, "messages": chat})).json() for chat in chats]
+        assert [choice["message"] for choice in response["choices"]] == [
+            each["choices"][0]["message"] for each in alone
+        ]
+        assert response["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
+        assert response["usage"]["completion_tokens"] == 9
+        assert response["choices"][0]["logprobs"]["content"]
+        num_submitted = len(mesh.submitted)
+        for fields, param in (
+            ({"messages": []}, "messages"),
+            ({"messages": [[]]}, "messages"),
+            ({"n": 2}, "n"),
+            ({"stream": True}, "stream"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+            ({"messages": chats * 400}, "prompt"),
+        ):
+            refused = await client.post("/v1/chat/completions/batch", json={**asked, **fields})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert len(mesh.submitted) == num_submitted
+
+
+async def test_a_router_may_send_the_prompts_ids_with_a_chat(model: Path) -> None:
+    async with served(model) as (client, mesh):
+        first = await client.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True})
+        ids = first.json()["prompt_token_ids"]
+        other = {**CHAT, "messages": [{"role": "user", "content": "b"}]}
+        sent = {**other, "kv_transfer_params": {"prompt_token_ids": ids}}
+        assert (await client.post("/v1/chat/completions", json=sent)).status_code == 200
+        assert mesh.submitted[1].generation.token_ids == mesh.submitted[0].generation.token_ids
+        for wrong in ("ab", [1.5], [True], [10**6], []):
+            sent = {**other, "kv_transfer_params": {"prompt_token_ids": wrong}}
+            assert (await client.post("/v1/chat/completions", json=sent)).status_code == 400
+
+
+async def test_invocations_go_where_their_body_is_for(model: Path) -> None:
+    async with served(model) as (client, _mesh):
+        kinds = [
+            (await client.post("/invocations", json=body)).json()["object"]
+            for body in (CHAT, {"prompt": "a", "max_tokens": 1})
+        ]
+        assert kinds == ["chat.completion", "text_completion"]
+        for wrong in (b"{}", b"[]", b"{", b'"' * 3):
+            refused = await client.post("/invocations", content=wrong, headers={"content-type": "application/json"})
+            assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_a_body_that_says_it_is_something_else_than_json_is_refused(model: Path) -> None:
+    async with served(model) as (client, mesh):
+        body = b'{"prompt": "a", "max_tokens": 1}'
+        statuses = {
+            kind: (await client.post("/v1/completions", content=body, headers={"content-type": kind})).status_code
+            for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json")
+        }
+        assert set(statuses.values()) == {200}
+        assert (await client.post("/v1/completions", content=body)).status_code == 200
+        num_submitted = len(mesh.submitted)
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", "json", ""):
+            refused = await client.post("/v1/completions", content=body, headers={"content-type": kind})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
+        assert len(mesh.submitted) == num_submitted
+
+
+async def test_proxies_may_ask_how_loaded_the_mesh_is(model: Path) -> None:
+    async with served(model) as (client, _mesh):
+        reports = [
+            (await client.post("/v1/chat/completions", json=CHAT, headers=headers)).headers.get("endpoint-load-metrics")
+            for headers in ({}, *({"endpoint-load-metrics-format": form} for form in ("TEXT", "json", "BIN")))
+        ]
+        assert (reports[0], reports[3]) == (None, None)
+        assert str(reports[1]).startswith("TEXT named_metrics.kv_cache_usage_perc=")
+        assert "num_requests_waiting" in json.loads(str(reports[2]).removeprefix("JSON "))["named_metrics"]
+
+
+async def test_a_gateway_may_be_shown_below_a_path(model: Path) -> None:
+    async with ready_gateway(model, gateway=GatewayConfig(root_path="/llm/")) as (client, _mesh, _):
+        for path, status in (("/v1/models", 200), ("/llm/v1/models", 200), ("/llmv1/models", 404), ("/llm", 404)):
+            assert (await client.get(path)).status_code == status
+        below = await client.post("/llm/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert below.json()["object"] == "text_completion"
 
 
 @pytest.mark.parametrize(

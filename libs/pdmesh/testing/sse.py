@@ -20,3 +20,10 @@ def named_events(text: str) -> list[tuple[str, dict[str, Any]]]:
         assert data["type"] == first[7:]
         events.append((first[7:], data))
     return events
+
+
+def data_events(text: str) -> list[dict[str, Any]]:
+    """The data of each event of OpenAI's older streams, which end with ``[DONE]``."""
+    *blocks, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(block.removeprefix("data: ")) for block in blocks if not block.startswith(":")]

@@ -40,6 +40,7 @@ class Conversation:
     template: str | None = None  # the client's own
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further ones for the template
     truncation: Truncation | None = None
+    token_ids: Sequence[int] | None = None  # of the prompt, where the client has them: nothing is rendered
     warnings: tuple[str, ...] = ()  # of the request
 
     @property
@@ -62,16 +63,13 @@ class Prepared:
 
     @property
     def shown_ids(self) -> frozenset[int]:
-        """Special tokens that are part of the text that `answers` read."""
+        """Special tokens that are part of the text that `answer` reads."""
         return self.answer_format.shown_ids(self.reasoning, self.calls)
 
-    def answers(self, job: GenerationJob) -> list[ChoiceItems]:
-        """Return what turns the deltas of each of the job's choices into items."""
+    def answer(self, job: GenerationJob, index: int) -> ChoiceItems:
+        """Return what turns the deltas of one of the job's choices into items."""
         parser = partial(self.answer_format.parser, begins=self.reasoning, calls=self.calls)
-        return [
-            ChoiceItems(parser, ItemWriter(f"{job.request_id}-{index}", shows_reasoning=self.include_reasoning))
-            for index in range(job.num_choices)
-        ]
+        return ChoiceItems(parser, ItemWriter(f"{job.request_id}-{index}", shows_reasoning=self.include_reasoning))
 
 
 async def prompt_of(serving: Serving, conversation: Conversation) -> list[int]:
@@ -89,6 +87,9 @@ async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, 
     tools = conversation.shown_tools
     if tools and conversation.template is None:
         _check_known(serving.answer_format)
+    if conversation.token_ids is not None:
+        token_ids = list(serving.check_prompt(conversation.token_ids, what="messages"))
+        return await serving.tokenizer.decode(token_ids, skip_special_tokens=False), token_ids
     text = await serving.tokenizer.render_chat(
         _for_template(conversation.messages, serving),
         add_generation_prompt=conversation.add_generation_prompt,

@@ -122,7 +122,7 @@ class _Inference(pb_grpc.InferenceServicer):
             client, traceparent = self._client(context)
             prepared = await self._prepared(request)
             job = self._job(request, prepared, request_id, client, traceparent, received_at)
-            items = prepared.answers(job)[0] if request.HasField("chat") else None
+            items = prepared.answer(job, 0) if request.HasField("chat") else None
             warnings = list(prepared.warnings)
             async with self._serving.generation(client, job) as generation:
                 async for batch in generation.deltas():

@@ -91,55 +91,55 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             no_instance_grace_s=gateway.no_instance_grace_s,
         )
         judge = GrammarProcess(directory, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-        serving = Serving(
-            config=gateway,
-            model=model,
-            model_path=config.model,
-            created=int(time.time()),
-            info=info,
-            tokenizer=tokenizer,
-            answer_format=answer_format,
-            pooling=pooling,
-            grammars=GrammarChecker(judge),
-            generator=generator,
-            link=link,
-            admission=RequestLimiter(max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes),
-            reject_cache=RejectCache(time.monotonic),
-            keys=keys,
-            origins=Origins(hosts=gateway.allowed_hosts, cors=gateway.cors_origins, has_keys=bool(keys)),
-            metrics=metrics,
-            activity=activity,
-            scheduler=(config.scheduler_address, config.security),
-            stopping=context.stopping,
-        )
         listener = open_listener(gateway)
         # Where the port is shared, a client cannot know which gateway answers.
         probes = None if gateway.listen_fd is None else bind_socket(LOOPBACK, 0, setting="gateway.listen_fd")
         # The edge's clients show keys, not certificates of ours.
         edge_security = replace(config.security, tls_ca=None)
-        async with (
-            _ending(judge),
-            anyio.create_task_group() as tasks,
-            serve_grpc(serving, edge_security, context.stopping) as grpc_port,
-        ):
-            tasks.start_soon(link.run, generator, activity)
-            tasks.start_soon(_end_streams, context, transcripts)
-            context.announce(
-                http_address=_address(gateway.host, listener.getsockname()[1]),
-                grpc_address=_address(gateway.host, grpc_port),
-                token_address=token_address,
+        async with _ending(judge), anyio.create_task_group() as tasks:
+            serving = Serving(
+                config=gateway,
                 model=model,
-                **({} if probes is None else {"own_address": _address(LOOPBACK, probes.getsockname()[1])}),
+                model_path=config.model,
+                created=int(time.time()),
+                info=info,
+                tokenizer=tokenizer,
+                answer_format=answer_format,
+                pooling=pooling,
+                grammars=GrammarChecker(judge),
+                generator=generator,
+                link=link,
+                admission=RequestLimiter(
+                    max_requests=gateway.max_concurrent_requests, max_bytes=gateway.max_queued_bytes
+                ),
+                reject_cache=RejectCache(time.monotonic),
+                keys=keys,
+                origins=Origins(hosts=gateway.allowed_hosts, cors=gateway.cors_origins, has_keys=bool(keys)),
+                metrics=metrics,
+                activity=activity,
+                scheduler=(config.scheduler_address, config.security),
+                stopping=context.stopping,
+                tasks=tasks,
             )
-            await serve_http(
-                build_app(serving),
-                listener,
-                edge_security,
-                context.stopping,
-                probes=probes,
-                linger_s=gateway.linger_s,
-            )
-            tasks.cancel_scope.cancel()
+            async with serve_grpc(serving, edge_security, context.stopping) as grpc_port:
+                tasks.start_soon(link.run, generator, activity)
+                tasks.start_soon(_end_streams, context, transcripts)
+                context.announce(
+                    http_address=_address(gateway.host, listener.getsockname()[1]),
+                    grpc_address=_address(gateway.host, grpc_port),
+                    token_address=token_address,
+                    model=model,
+                    **({} if probes is None else {"own_address": _address(LOOPBACK, probes.getsockname()[1])}),
+                )
+                await serve_http(
+                    build_app(serving),
+                    listener,
+                    edge_security,
+                    context.stopping,
+                    probes=probes,
+                    linger_s=gateway.linger_s,
+                )
+                tasks.cancel_scope.cancel()
 
 
 async def _end_streams(context: ServiceContext, transcripts: Transcripts) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
+from anyio.abc import TaskGroup
 
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.engine.files import ModelInfo
@@ -62,6 +63,7 @@ class Serving:
     activity: ActivityHub
     scheduler: tuple[str, SecurityConfig]  # whom to ask, and with which secrets
     stopping: anyio.Event
+    tasks: TaskGroup  # of what goes on without a client
 
     @property
     def unready_reason(self) -> str | None:

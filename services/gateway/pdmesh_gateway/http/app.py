@@ -10,13 +10,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.failures import UNFORESEEN, failure_of
 from pdmesh_gateway.http.body import ClientGone
-from pdmesh_gateway.http.chat import ChatEndpoint
+from pdmesh_gateway.http.chat import ChatBatchEndpoint, ChatEndpoint
 from pdmesh_gateway.http.completions import CompletionsEndpoint
 from pdmesh_gateway.http.embeddings import EmbeddingsEndpoint
 from pdmesh_gateway.http.errors import OPENAI
 from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.invocations import InvocationsEndpoint
 from pdmesh_gateway.http.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
 from pdmesh_gateway.http.messages.errors import ANTHROPIC
+from pdmesh_gateway.http.orca import ASKING, REPORTING, load_report
 from pdmesh_gateway.http.responses.endpoint import ResponsesEndpoint
 from pdmesh_gateway.http.ui import UiEndpoints
 from pdmesh_gateway.http.utility import UtilityEndpoints
@@ -32,15 +34,20 @@ def build_app(serving: Serving) -> ASGIApp:
     """The ASGI application of a gateway."""
     utility = UtilityEndpoints(serving)
     responses = ResponsesEndpoint(serving)
+    chat, completions, embeddings = ChatEndpoint(serving), CompletionsEndpoint(serving), EmbeddingsEndpoint(serving)
+    invocations = InvocationsEndpoint(serving, {"messages": chat, "prompt": completions, "input": embeddings})
     guarded: list[tuple[str, str, Handler, str]] = [  # with the scope that a key needs
-        ("/v1/chat/completions", "POST", ChatEndpoint(serving), "generate"),
-        ("/v1/completions", "POST", CompletionsEndpoint(serving), "generate"),
-        ("/v1/embeddings", "POST", EmbeddingsEndpoint(serving), "generate"),
+        ("/v1/chat/completions", "POST", chat, "generate"),
+        ("/v1/chat/completions/batch", "POST", ChatBatchEndpoint(serving), "generate"),
+        ("/v1/completions", "POST", completions, "generate"),
+        ("/v1/embeddings", "POST", embeddings, "generate"),
+        ("/invocations", "POST", invocations, "generate"),
         ("/v1/messages", "POST", MessagesEndpoint(serving), "generate"),
         ("/v1/messages/count_tokens", "POST", CountTokensEndpoint(serving), "tokenize"),
         ("/v1/responses", "POST", responses, "generate"),
         ("/v1/responses/input_tokens", "POST", responses.count, "tokenize"),
         ("/v1/responses/{response_id}", "GET DELETE", responses.one, "generate"),
+        ("/v1/responses/{response_id}/cancel", "POST", responses.cancel, "generate"),
         ("/v1/responses/{response_id}/input_items", "GET", responses.input_items, "generate"),
         ("/v1/models", "GET", utility.models, "models"),
         ("/v1/models/{model:path}", "GET", utility.model, "models"),
@@ -75,7 +82,19 @@ def build_app(serving: Serving) -> ASGIApp:
         *(_Endpoint(serving, path, handler, scope).route(method) for path, method, handler, scope in guarded),
         *(_Endpoint(serving, path, handler).route(method) for path, method, handler in open_to_all),
     ]
-    return Router(routes, default=_Endpoint(serving, "other", _not_found), redirect_slashes=False)
+    router = Router(routes, default=_Endpoint(serving, "other", _not_found), redirect_slashes=False)
+    return _Below(serving.config.root_path.rstrip("/"), router) if serving.config.root_path else router
+
+
+class _Below:
+    """An application that may also be asked for below a path, which its routes do not see."""
+
+    def __init__(self, root_path: str, app: ASGIApp) -> None:
+        self._root_path = root_path
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "root_path": self._root_path}, receive, send)
 
 
 async def _not_found(exchange: Exchange) -> None:
@@ -136,6 +155,9 @@ class _Endpoint:
             self._serving.origins.check(exchange.header("host"), exchange.header("origin"))
             exchange.client = self._serving.keys.check(exchange.header("authorization"), exchange.header("x-api-key"))
             exchange.client.check_scope(self._scope)
+            form = exchange.header(ASKING)
+            if form is not None and (report := load_report(form, self._serving.link.state)) is not None:
+                exchange.extra_headers.append((REPORTING, report))
 
     async def _answered_preflight(self, exchange: Exchange) -> bool:
         """Say to a browser what pages of an origin may do, if it asks."""

@@ -1,69 +1,49 @@
-"""``POST /v1/chat/completions``."""
+"""``POST /v1/chat/completions``, and several conversations at once under ``/batch``."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio.to_thread
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.conversations import Conversation
+from pdmesh_gateway.http.chat_rendering import ChatRendering
 from pdmesh_gateway.http.chat_tools import chat_tool_choice, chat_tools
 from pdmesh_gateway.http.exchange import Exchange
-from pdmesh_gateway.http.generation import Collected, GenerationEndpoint, ItemRendering, Rendering
-from pdmesh_gateway.http.logprobs import chat_logprobs, prompt_logprobs
-from pdmesh_gateway.http.sse import ChunkWriter, content_body, delta_body, usage_of
-from pdmesh_gateway.items import (
-    AnswerEnded,
-    ArgumentsAdded,
-    ChoiceItems,
-    ItemBegun,
-    ItemEnded,
-    ItemEvent,
-    ItemKind,
-    TextAdded,
-    WholeAnswer,
-)
+from pdmesh_gateway.http.generation import GenerationEndpoint, Rendering
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol.chat import (
-    ChatChoice,
-    ChatDelta,
-    ChatLogprobs,
+    ChatBatchRequest,
+    ChatFields,
     ChatMessage,
     ChatRequest,
-    ChatResponse,
-    FunctionCall,
-    ResponseMessage,
-    ToolCall,
-    ToolCallDelta,
 )
-from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
 from pdmesh_gateway.protocol.tokens import TokenizeRequest
-from pdmesh_gateway.protocol.usage import Usage
-from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, num_choices, number, truncation_of
+from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, invalid, num_choices, number, truncation_of
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import check_nesting, nested_too_deep
-from pdmesh_gateway.text_stream import TextStream
-from pdmesh_gateway.tokenizer import ModelTokenizer
 
 #: Longer conversations are prepared on a thread.
 INLINE_MESSAGES = 256
 
+ChatT = TypeVar("ChatT", bound=ChatFields)
 
-class ChatEndpoint(GenerationEndpoint[ChatRequest]):
-    """``POST /v1/chat/completions``: messages rendered by the model's template, and what follows them."""
+
+class _ChatsEndpoint(GenerationEndpoint[ChatT]):
+    """Conversations rendered by the model's template, and what follows each."""
 
     operation = "chat"
 
-    def __init__(self, serving: Serving) -> None:
-        super().__init__(serving, ChatRequest)
+    @abstractmethod
+    def conversations_of(self, request: ChatT) -> Sequence[Sequence[ChatMessage]]:
+        """The messages of each conversation. Raises RequestRejected."""
 
-    async def prepare(self, request: ChatRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
+    async def prepare(self, request: ChatT, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
         serving = self._serving
         serving.check_model(request.model)
         check_stream_options(request)
@@ -71,20 +51,63 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         number("max_tokens", request.max_tokens, low=1)
         number("max_completion_tokens", request.max_completion_tokens, low=1)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        conversation = await conversation_of(request, self._serving)
+        given = self.conversations_of(request)
+        serving.check_load(num_prompts=len(given), n=n)
+        conversations = [await conversation_of(request, messages, serving) for messages in given]
         job, answers = await self.conversation_job(
-            conversation, request, exchange, max_tokens=asked, logprobs=_num_top_logprobs(request), n=n
+            conversations, request, exchange, max_tokens=asked, logprobs=_num_top_logprobs(request), n=n
         )
-        model = request.model or serving.model
-        is_named = conversation.tool_choice.is_named
-        return job, _ChatRendering(request, serving.tokenizer, answers, model=model, job=job, is_named=is_named)
+        rendering = ChatRendering(
+            request,
+            serving.tokenizer,
+            answers,
+            model=request.model or serving.model,
+            job=job,
+            is_named=conversations[0].tool_choice.is_named,
+            echoed=[_echoed(conversation) if request.echo else "" for conversation in conversations],
+        )
+        return job, rendering
 
 
-async def conversation_of(request: ChatRequest | TokenizeRequest, serving: Serving) -> Conversation:
-    """Return a chat's request as a conversation, but for its tool choice and its limits. Raises RequestRejected."""
+class ChatEndpoint(_ChatsEndpoint[ChatRequest]):
+    """``POST /v1/chat/completions``: one conversation."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving, ChatRequest)
+
+    def conversations_of(self, request: ChatRequest) -> Sequence[Sequence[ChatMessage]]:
+        return [request.messages]
+
+
+class ChatBatchEndpoint(_ChatsEndpoint[ChatBatchRequest]):
+    """``POST /v1/chat/completions/batch``: several conversations, and a choice of each, as vLLM has it."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving, ChatBatchRequest)
+
+    def conversations_of(self, request: ChatBatchRequest) -> Sequence[Sequence[ChatMessage]]:
+        if not request.messages:
+            raise invalid("messages", "`messages` must be one or more lists of messages.")
+        number("n", request.n, low=1, high=1)
+        single = {
+            "stream": request.stream,
+            "tools": request.tools,
+            "prompt_logprobs": request.prompt_logprobs is not None,
+            "kv_transfer_params": request.kv_transfer_params,
+        }
+        for name, value in single.items():
+            if value:
+                raise invalid(name, f"`{name}` is not available for several conversations at once.")
+        return request.messages
+
+
+async def conversation_of(
+    request: ChatFields | TokenizeRequest, messages: Sequence[ChatMessage], serving: Serving
+) -> Conversation:
+    """Return a chat's messages as a conversation under the fields of its request. Raises RequestRejected."""
     variables = dict(request.chat_template_kwargs or {})
     conversation = Conversation(
-        messages=await template_messages(request.messages or (), most=serving.config.max_messages),
+        messages=await template_messages(messages, most=serving.config.max_messages),
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         add_special_tokens=bool(request.add_special_tokens),
@@ -107,11 +130,28 @@ async def conversation_of(request: ChatRequest | TokenizeRequest, serving: Servi
         include_reasoning=request.include_reasoning is not False,
         variables=variables,
         truncation=truncation_of(request.truncate_prompt_tokens, request.truncation_side),
+        token_ids=_token_ids_of(request.kv_transfer_params),
         warnings=tuple(warnings),
     )
 
 
-def _num_top_logprobs(request: ChatRequest) -> int | None:
+def _token_ids_of(kv_transfer_params: Mapping[str, Any] | None) -> list[int] | None:
+    """The prompt's ids, where a router sends those that another server made of it. Raises RequestRejected."""
+    given = (kv_transfer_params or {}).get("prompt_token_ids")
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(type(each) is int for each in given):
+        raise invalid("kv_transfer_params", "`kv_transfer_params.prompt_token_ids` must be a list of token ids.")
+    return given
+
+
+def _echoed(conversation: Conversation) -> str:
+    """What of the answer is given with a conversation: its last message, if that is the assistant's."""
+    last = conversation.messages[-1]
+    return str(last["content"]) if last.get("role") == "assistant" else ""
+
+
+def _num_top_logprobs(request: ChatFields) -> int | None:
     number("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
     if not request.logprobs:
         if request.top_logprobs:
@@ -169,163 +209,3 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
                     f"`{where}.tool_calls` has arguments that are not valid JSON: {error}", param="messages"
                 ) from None
     return result
-
-
-class _ChatRendering(ItemRendering):
-    def __init__(
-        self,
-        request: ChatRequest,
-        tokenizer: ModelTokenizer,
-        answers: Sequence[ChoiceItems],
-        *,
-        model: str,
-        job: GenerationJob,
-        is_named: bool,
-    ) -> None:
-        super().__init__(answers)
-        self._is_named = is_named
-        self._request = request
-        self._tokenizer = tokenizer
-        self._id = f"chatcmpl-{job.request_id}"
-        self._created = int(time.time())
-        self._model = model
-        self._writer = ChunkWriter(
-            kind="chat.completion.chunk",
-            response_id=self._id,
-            created=self._created,
-            model=model,
-            options=request.stream_options,
-        )
-        self._begun = [False] * job.num_choices
-
-    def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
-        request = self._request
-        job = generation.job
-        usage = self._usage_of(delta.index, generation) if self._writer.continuous_usage else None
-        head = b""
-        if not self._begun[delta.index]:
-            self._begun[delta.index] = True
-            prompt = list(job.prompts[0]) if request.return_token_ids else None
-            so_far = usage and usage_of(
-                job.num_prompt_tokens, 0, num_cached_tokens=generation.num_cached_tokens_of(delta.index)
-            )
-            head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=so_far)
-        if delta.text and not _has_news(events) and not (usage or request.return_token_ids or request.logprobs):
-            return head  # a marker of a family's calls or reasoning, or what may become one
-        return head + self._writer.delta(
-            delta.index,
-            _body(events),
-            finish_reason=self._finish_reason(events) if delta.finish_reason is not None else None,
-            stop_reason=delta.stop_reason,
-            logprobs=self._logprobs(delta) if request.logprobs else None,
-            token_ids=delta.token_ids if request.return_token_ids else None,
-            usage=usage,
-        )
-
-    def _usage_of(self, index: int, generation: TextStream) -> Usage:
-        """One choice's usage so far."""
-        return usage_of(
-            generation.job.num_prompt_tokens,
-            generation.num_tokens_of(index),
-            self._answers[index].num_reasoning_tokens,
-            num_cached_tokens=generation.num_cached_tokens_of(index),
-        )
-
-    def tail(self, generation: TextStream) -> bytes:
-        return self._writer.tail(self._usage(generation))
-
-    def response(self, choices: Sequence[Collected], generation: TextStream) -> ChatResponse:
-        with_ids = bool(self._request.return_token_ids)
-        return ChatResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[
-                ChatChoice(
-                    index=index,
-                    message=_message(answer),
-                    logprobs=self._logprobs(choice),
-                    finish_reason=self._finished(answer.finish_reason, len(answer.calls)),
-                    stop_reason=choice.stop_reason,
-                    token_ids=choice.token_ids if with_ids else None,
-                )
-                for index, (answer, choice) in enumerate(zip(self.answers(choices), choices, strict=True))
-            ],
-            usage=self._usage(generation),
-            prompt_token_ids=list(generation.job.prompts[0]) if with_ids else None,
-            prompt_logprobs=self._prompt_logprobs(generation),
-        )
-
-    def _usage(self, generation: TextStream) -> Usage:
-        return usage_of(
-            generation.job.num_prompt_tokens,
-            generation.num_output_tokens,
-            self.num_reasoning_tokens,
-            num_cached_tokens=generation.num_cached_tokens,
-        )
-
-    def _finish_reason(self, events: Sequence[ItemEvent]) -> str | None:
-        end = events[-1] if events else None
-        return self._finished(end.finish_reason, end.num_calls) if isinstance(end, AnswerEnded) else None
-
-    def _finished(self, finish_reason: str | None, num_calls: int) -> str | None:
-        """The reason in OpenAI's words: a call that was asked for by name is how the answer was to end."""
-        return "tool_calls" if finish_reason == "stop" and num_calls and not self._is_named else finish_reason
-
-    def _logprobs(self, of: Delta | Collected) -> ChatLogprobs | None:
-        if not self._request.logprobs:
-            return None
-        as_ids = bool(self._request.return_tokens_as_token_ids)
-        return chat_logprobs(self._tokenizer, of.token_ids, of.logprobs, as_ids=as_ids)
-
-    def _prompt_logprobs(self, generation: TextStream) -> PromptLogprobList | None:
-        if self._request.prompt_logprobs is None:
-            return None
-        as_ids = bool(self._request.return_tokens_as_token_ids)
-        prompt = generation.job.prompts[0]
-        return prompt_logprobs(self._tokenizer, prompt, generation.prompt_logprobs(0), as_ids=as_ids)
-
-
-def _has_news(events: Sequence[ItemEvent]) -> bool:
-    """Whether any of these shows in a chunk."""
-    if not events:
-        return False
-    return not isinstance(events[0], ItemEnded) or any(not isinstance(event, ItemEnded) for event in events)
-
-
-def _body(events: Sequence[ItemEvent]) -> bytes:
-    """What is new, in one delta. Calls are numbered by themselves; `ChatDelta` has no empty text but where all is."""
-    if len(events) == 1 and isinstance(event := events[0], TextAdded) and event.kind is ItemKind.TEXT:
-        return content_body(event.text)  # as most are
-    texts = {ItemKind.TEXT: "", ItemKind.REASONING: ""}
-    calls: list[ToolCallDelta] = []
-    for event in events:
-        match event:
-            case TextAdded(_, kind, text):
-                texts[kind] += text
-            case ItemBegun(_, ItemKind.CALL, id, name, number):
-                function = FunctionCall(name=name, arguments="")
-                calls.append(ToolCallDelta(index=number, id=id, type="function", function=function))
-            case ArgumentsAdded(_, text, number):
-                if not calls or calls[-1].index != number:
-                    calls.append(ToolCallDelta(index=number, function=FunctionCall(arguments="")))
-                calls[-1].function.arguments = (calls[-1].function.arguments or "") + text
-            case ItemBegun() | ItemEnded() | AnswerEnded():
-                pass
-    reasoning = texts[ItemKind.REASONING] or None
-    content = texts[ItemKind.TEXT] or (None if calls or reasoning else "")
-    return delta_body(
-        ChatDelta(content=content, reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or None)
-    )
-
-
-def _message(answer: WholeAnswer) -> ResponseMessage:
-    """Return an answer's items as a message: content is null where there are calls and no text."""
-    content, reasoning = answer.text_of(ItemKind.TEXT), answer.text_of(ItemKind.REASONING)
-    calls = [ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.text)) for call in answer.calls]
-    return ResponseMessage(
-        content=content or (None if calls else ""),
-        reasoning_content=reasoning or None,
-        reasoning=reasoning or None,
-        tool_calls=calls or msgspec.UNSET,
-    )

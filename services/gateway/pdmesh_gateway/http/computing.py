@@ -65,8 +65,11 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
         """Check a request and answer it. Raises RequestRejected."""
 
     async def __call__(self, exchange: Exchange) -> None:
+        await self.take(exchange, await read_body(exchange, self._serving))
+
+    async def take(self, exchange: Exchange, body: bytes) -> None:
+        """Answer the request in a body. Raises RequestRejected and ClientGone."""
         admission = self._serving.admission
-        body = await read_body(exchange, self._serving)
         reject_cache = self._serving.reject_cache
         try:
             if not reject_cache.is_open and (kind := self._kind(exchange, body)) is not None:

@@ -25,7 +25,7 @@ from pdmesh_gateway.http.sse import KEEP_ALIVE
 from pdmesh_gateway.items import ChoiceItems, ItemEvent, WholeAnswer, collect
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol.sampling import SamplingFields
-from pdmesh_gateway.sampling import fit_max_tokens, sampling_params
+from pdmesh_gateway.sampling import fit_max_tokens, invalid, sampling_params
 from pdmesh_gateway.text_stream import TextStream
 
 
@@ -145,7 +145,7 @@ class GenerationEndpoint(ComputingEndpoint[StreamableT]):
 
     async def conversation_job(
         self,
-        conversation: Conversation,
+        conversations: Sequence[Conversation],
         fields: SamplingFields,
         exchange: Exchange,
         *,
@@ -154,15 +154,19 @@ class GenerationEndpoint(ComputingEndpoint[StreamableT]):
         logprobs: int | None = None,
         n: int = 1,
     ) -> tuple[GenerationJob, list[ChoiceItems]]:
-        """Return the job of a conversation, and what makes items of each of its choices. Raises RequestRejected.
+        """Return the job of conversations, and what makes items of each of its choices. Raises RequestRejected.
 
-        ``clamps``: an answer may be shorter than ``max_tokens`` where the context has no room for more.
+        ``n`` is the number of choices of each. ``clamps``: an answer may be shorter than ``max_tokens`` where the
+        context has no room for more.
         """
         serving = self._serving
-        prepared = await prepare(serving, conversation, fields)
+        prepared = [await prepare(serving, conversation, fields) for conversation in conversations]
+        if len({each.grammar for each in prepared}) > 1:
+            raise invalid("messages", "Some of these conversations begin an answer within reasoning: send them apart.")
+        prompts = [each.prompt for each in prepared]
         fitting = fit_max_tokens(
             None if clamps else max_tokens,
-            num_prompt_tokens=len(prepared.prompt),
+            num_prompt_tokens=max(map(len, prompts)),
             max_model_len=serving.max_model_len,
             default=max_tokens if clamps else serving.config.default_max_tokens,
             what="messages",
@@ -172,13 +176,14 @@ class GenerationEndpoint(ComputingEndpoint[StreamableT]):
             serving.info,
             max_tokens=fitting,
             logprobs=logprobs,
-            grammar=prepared.grammar,
+            grammar=prepared[0].grammar,
             bad_token_sequences=await serving.bad_token_sequences(fields.bad_words),
         )
-        serving.check_load(num_prompts=1, n=n, num_tokens=len(prepared.prompt))
-        job = self.job(fields, exchange, prompts=[prepared.prompt], params=params, n=n, shown_ids=prepared.shown_ids)
-        exchange.warn(*prepared.warnings)
-        return job, prepared.answers(job)
+        serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
+        shown_ids = frozenset[int]().union(*(each.shown_ids for each in prepared))
+        job = self.job(fields, exchange, prompts=prompts, params=params, n=n, shown_ids=shown_ids)
+        exchange.warn(*dict.fromkeys(warning for each in prepared for warning in each.warnings))
+        return job, [prepared[index // n].answer(job, index) for index in range(job.num_choices)]
 
 
 async def _stream(exchange: Exchange, generation: TextStream, rendering: Rendering, *, idle_s: float) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 import msgspec
 
+from pdmesh.errors import RequestRejected
 from pdmesh_gateway.http.body import decode_body
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.unknown import HEADER, header_value
@@ -13,9 +15,21 @@ from pdmesh_gateway.serving import Serving
 
 T = TypeVar("T")
 
+_JSON = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE | re.ASCII)
+
 
 async def read_body(exchange: Exchange, serving: Serving) -> bytes:
-    """The body, within the gateway's limits. Raises RequestRejected and ClientGone."""
+    """The body, within the gateway's limits. Raises RequestRejected and ClientGone.
+
+    One that says it is something else than JSON is refused: so are the forms that any page may send from a browser.
+    """
+    content_type = exchange.header("content-type")
+    if content_type is not None and not _JSON.fullmatch(content_type):
+        raise RequestRejected(
+            f"Content type {content_type[:60]!r} is not supported: send JSON with `Content-Type: application/json`.",
+            status=415,
+            code="unsupported_media_type",
+        )
     config = serving.config
     return await exchange.body(serving.admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
 

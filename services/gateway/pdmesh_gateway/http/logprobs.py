@@ -66,12 +66,12 @@ def completion_logprobs(
             result.top_logprobs.append(None)
             continue
         result.token_logprobs.append(_finite(at.logprob))
-        # The drawn token is listed too, also if it is not among the most likely ones; of two tokens with one text the
-        # more likely counts.
-        top: dict[str, float] = {}
+        # The drawn token is listed first, as vLLM does, also if it is not among the most likely ones; of two tokens
+        # with one text the more likely counts.
+        top = {text: _finite(at.logprob)}
         for other, logprob in at.top[:num_top]:
-            top.setdefault(name(other), _finite(logprob))
-        top.setdefault(text, _finite(at.logprob))
+            key = name(other)
+            top[key] = max(top.get(key, MIN_LOGPROB), _finite(logprob))
         result.top_logprobs.append(top)
     return result
 

@@ -18,7 +18,7 @@ from pdmesh_gateway.http.responses.protocol import (
     ResponsesRequest,
 )
 from pdmesh_gateway.http.unknown import HEADER, REFUSED
-from pdmesh_gateway.protocol.chat import ChatRequest, ChatResponse
+from pdmesh_gateway.protocol.chat import ChatBatchRequest, ChatRequest, ChatResponse
 from pdmesh_gateway.protocol.completions import CompletionRequest, CompletionResponse
 from pdmesh_gateway.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from pdmesh_gateway.protocol.errors import ErrorResponse
@@ -28,6 +28,7 @@ from pdmesh_gateway.protocol.tokens import DetokenizeRequest, DetokenizeResponse
 #: path → (method, summary, request, response)
 _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation", ChatRequest, ChatResponse),
+    "/v1/chat/completions/batch": ("post", "Answer several conversations", ChatBatchRequest, ChatResponse),
     "/v1/completions": ("post", "Continue a text", CompletionRequest, CompletionResponse),
     "/v1/embeddings": ("post", "Embed texts", EmbeddingRequest, EmbeddingResponse),
     "/v1/messages": ("post", "Answer a conversation, as Anthropic's API", MessagesRequest, MessagesResponse),
@@ -35,9 +36,11 @@ _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec
     "/v1/responses": ("post", "Answer a conversation of items", ResponsesRequest, ResponseObject),
     "/v1/responses/input_tokens": ("post", "Tokens of such a conversation", InputTokensRequest, InputTokenCount),
     "/v1/responses/{response_id}": ("get", "A response that is kept", None, ResponseObject),
+    "/v1/responses/{response_id}/cancel": ("post", "Cancel a response in the background", None, ResponseObject),
     "/v1/responses/{response_id}/input_items": ("get", "What such a response answered", None, InputItemList),
     "/v1/models": ("get", "The models served here", None, ModelList),
     "/v1/models/{model}": ("get", "One model", None, ModelCard),
+    "/invocations": ("post", "As the endpoint that the body is for, for SageMaker", None, None),
     "/tokenize": ("post", "Text or conversation to token ids", TokenizeRequest, TokenizeResponse),
     "/detokenize": ("post", "Token ids to text", DetokenizeRequest, DetokenizeResponse),
     "/tokenizer_info": ("get", "What the checkpoint says of its tokenizer", None, None),

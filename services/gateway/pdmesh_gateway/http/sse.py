@@ -29,8 +29,8 @@ class ChunkWriter:
     """
 
     def __init__(self, *, kind: str, response_id: str, created: int, model: str, options: StreamOptions | None) -> None:
-        self.continuous_usage = options is not None and bool(options.continuous_usage_stats)
         self._with_usage = options is not None and bool(options.include_usage)
+        self.continuous_usage = self._with_usage and options is not None and bool(options.continuous_usage_stats)
         head = _encode({"id": response_id, "object": kind, "created": created, "model": model})
         self._head = b"data: " + head[:-1] + b',"choices":['
         # With include_usage every chunk has the field, null but in the last.

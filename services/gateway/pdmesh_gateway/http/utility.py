@@ -58,7 +58,7 @@ class UtilityEndpoints:
         if (request.prompt is None) == (request.messages is None):
             raise RequestRejected("Send either `prompt` or `messages`.", param="prompt")
         if request.messages is not None:
-            token_ids = await prompt_of(serving, await conversation_of(request, serving))
+            token_ids = await prompt_of(serving, await conversation_of(request, request.messages, serving))
         else:
             token_ids = await serving.encode(
                 request.prompt or "", add_special_tokens=request.add_special_tokens is not False, what="prompt"

@@ -30,10 +30,9 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None
 
 
-class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/chat/completions``."""
+class ChatFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """What requests for the answers of one or of several conversations have in common."""
 
-    messages: list[ChatMessage]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -47,8 +46,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    echo: bool | None = None  # what of the answer was given comes with it
     # Accepted; they change nothing here.
-    echo: bool | None = None
     include_reasoning: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -58,6 +57,18 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     service_tier: str | None = None
     store: bool | None = None
     verbosity: str | None = None
+
+
+class ChatRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+
+
+class ChatBatchRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions/batch``: several conversations under the same fields."""
+
+    messages: list[list[ChatMessage]]
 
 
 class ChatTopLogprob(msgspec.Struct):

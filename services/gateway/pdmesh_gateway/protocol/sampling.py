@@ -11,7 +11,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """``stream_options``: what a stream tells beside the text."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk
+    continuous_usage_stats: bool | None = None  # vLLM: with `include_usage`, usage so far in every chunk
     include_obfuscation: bool | None = None
 
 

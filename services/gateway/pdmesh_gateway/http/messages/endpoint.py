@@ -34,7 +34,7 @@ class MessagesEndpoint(GenerationEndpoint[MessagesRequest]):
         number("max_tokens", request.max_tokens, low=1)
         conversation = await _conversation(request, exchange, serving)
         job, answers = await self.conversation_job(
-            conversation, fields_of(request), exchange, max_tokens=request.max_tokens, clamps=True
+            [conversation], fields_of(request), exchange, max_tokens=request.max_tokens, clamps=True
         )
         is_clamped = job.params.max_tokens < request.max_tokens
         return job, MessagesRendering(answers, model=request.model, job=job, is_clamped=is_clamped)

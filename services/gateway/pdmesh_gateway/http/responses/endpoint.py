@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
 
+import anyio
 import msgspec
+from anyio.abc import TaskStatus
 
 from pdmesh.errors import RequestRejected
 from pdmesh.model import RequestId
+from pdmesh_gateway.auth import Client
 from pdmesh_gateway.conversations import Conversation, prompt_of
+from pdmesh_gateway.failures import UNFORESEEN, failure_of
 from pdmesh_gateway.http.exchange import Exchange
-from pdmesh_gateway.http.generation import GenerationEndpoint, Rendering
+from pdmesh_gateway.http.generation import GenerationEndpoint
 from pdmesh_gateway.http.intake import decode_request, read_body
+from pdmesh_gateway.http.responses.background import BackgroundResponse, BackgroundResponses
 from pdmesh_gateway.http.responses.kept import KeptResponse, KeptResponses
 from pdmesh_gateway.http.responses.logprobs import TextLogprobs
 from pdmesh_gateway.http.responses.protocol import (
     InputItemList,
     InputTokenCount,
     InputTokensRequest,
+    RawMessage,
     Reasoning,
     ResponseDeleted,
     ResponseObject,
@@ -39,6 +46,7 @@ from pdmesh_gateway.http.responses.requests import (
     kind_of,
     num_top_logprobs_of,
 )
+from pdmesh_gateway.http.sse import KEEP_ALIVE
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.sampling import invalid, number
 from pdmesh_gateway.serving import Serving
@@ -70,17 +78,65 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
 
     def __init__(self, serving: Serving) -> None:
         super().__init__(serving, ResponsesRequest)
+        self._runs = BackgroundResponses()
         self._count_decoder = msgspec.json.Decoder(InputTokensRequest)
         self._kept = KeptResponses(serving.config.kept_responses_bytes, time.monotonic)
 
-    async def prepare(self, request: ResponsesRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
+    async def answer(self, request: ResponsesRequest, exchange: Exchange) -> None:
+        if not request.background:
+            await super().answer(request, exchange)
+            return
+        if request.store is False or not self._kept.keeps:
+            raise invalid("background", "`background` needs `store`: the response is kept to be asked for.")
+        job, rendering = await self.prepare(request, exchange)
+        run = BackgroundResponse(rendering)
+        await self._serving.tasks.start(self._answer, exchange.known_client, job, run)
+        self._runs.add(exchange.known_client.name, rendering.begun.id, run)
+        if request.stream:
+            await self._tell(exchange, run, 0)
+        else:
+            await exchange.respond_json(rendering.begun)
+
+    async def _answer(
+        self,
+        client: Client,
+        job: GenerationJob,
+        run: BackgroundResponse,
+        *,
+        task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Answer a request whose client may go away. Raises RequestRejected if it cannot begin."""
+        rendering = run.rendering
+        has_begun = False
+        try:
+            with run.scope:
+                async with self._serving.generation(client, job) as generation:
+                    run.add(rendering.head(generation))
+                    has_begun = True
+                    task_status.started()
+                    async for batch in generation.deltas():
+                        run.add(b"".join([rendering.chunk(delta, generation) for delta in batch]))
+                    run.add(rendering.tail(generation))
+            if run.scope.cancelled_caught:
+                rendering.keep(rendering.cancelled())
+        except UNFORESEEN as error:
+            where = "background response"
+            failure = failure_of(error, self._serving.metrics, where=where, request_id=job.request_id, label=job.label)
+            if not has_begun:
+                raise failure from error
+            run.add(rendering.failure(failure))
+            rendering.keep(rendering.failed(failure))
+        finally:
+            run.end()
+
+    async def prepare(self, request: ResponsesRequest, exchange: Exchange) -> tuple[GenerationJob, ResponsesRendering]:
         serving = self._serving
         serving.check_model(request.model)
         number("max_output_tokens", request.max_output_tokens, low=1)
         asked = await self._input(request, exchange)
         num_top = num_top_logprobs_of(request)
         job, items = await self.conversation_job(
-            asked.conversation, fields_of(request), exchange, max_tokens=request.max_output_tokens, logprobs=num_top
+            [asked.conversation], fields_of(request), exchange, max_tokens=request.max_output_tokens, logprobs=num_top
         )
         tenant = exchange.known_client.name
         keeps = request.store is not False and self._kept.keeps
@@ -90,6 +146,11 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
                 self._kept.put(tenant, _kept(response, asked))
 
         begun = _begun(request, job, model=request.model or serving.model, store=keeps)
+        if request.enable_response_messages:
+            [prompt] = job.prompts
+            text = await serving.tokenizer.decode(prompt, skip_special_tokens=False)
+            begun.input_messages = [RawMessage(message=text, tokens=list(prompt))]
+            begun.output_messages = []
         return job, ResponsesRendering(items, begun, keep, None if num_top is None else TextLogprobs(serving.tokenizer))
 
     async def count(self, exchange: Exchange) -> None:
@@ -105,14 +166,43 @@ class ResponsesEndpoint(GenerationEndpoint[ResponsesRequest]):
 
     async def one(self, exchange: Exchange) -> None:
         """``GET`` and ``DELETE /v1/responses/{response_id}``."""
-        kept = self._of(exchange)
+        tenant, response_id = exchange.known_client.name, exchange.scope["path_params"]["response_id"]
+        run = self._runs.get(tenant, response_id)
         if exchange.scope["method"] == "DELETE":
-            self._kept.delete(exchange.known_client.name, kept.response_id)
-            await exchange.respond_json(ResponseDeleted(id=kept.response_id))
+            if run is None or run.has_ended:
+                self._of(exchange)
+            self._runs.remove(tenant, response_id)
+            self._kept.delete(tenant, response_id)
+            await exchange.respond_json(ResponseDeleted(id=response_id))
+        elif _query(exchange, "stream") == "true":
+            if run is None:
+                self._of(exchange)
+                raise invalid("stream", "Only a response that was made with `background` can be streamed again.")
+            number = _number_after(exchange)
+            await exchange.run_until_gone(lambda: self._tell(exchange, run, number))
+        elif run is not None and not run.has_ended:
+            await exchange.respond_json(run.rendering.begun)
         else:
-            if _query(exchange, "stream") == "true":
-                raise invalid("stream", "A response that has ended cannot be streamed again.")
-            await exchange.respond(kept.response)
+            await exchange.respond(self._of(exchange).response)
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """``POST /v1/responses/{response_id}/cancel``: of one in the background; one that has ended stays as it is."""
+        run = self._runs.get(exchange.known_client.name, exchange.scope["path_params"]["response_id"])
+        if run is None:
+            self._of(exchange)
+            raise invalid("response_id", "Only a response that was made with `background` can be cancelled.")
+        run.scope.cancel()
+        await run.ended()
+        await exchange.respond(self._of(exchange).response)
+
+    async def _tell(self, exchange: Exchange, run: BackgroundResponse, number: int) -> None:
+        """Send a run's events from a number on. Raises RequestRejected if these are no longer there."""
+        idle_s = self._serving.config.sse_keep_alive_s or math.inf
+        async for events in run.events(number, idle_s=idle_s):
+            if not exchange.started:
+                await exchange.start_events()
+            await exchange.send_events(events or KEEP_ALIVE)
+        await exchange.send_events(b"", more=False)
 
     async def input_items(self, exchange: Exchange) -> None:
         """``GET /v1/responses/{response_id}/input_items``, page by page."""
@@ -206,6 +296,7 @@ def _begun(request: ResponsesRequest, job: GenerationJob, *, model: str, store: 
         reasoning=request.reasoning or Reasoning(),
         safety_identifier=request.safety_identifier,
         store=store,
+        background=bool(request.background),
         temperature=job.params.temperature,
         text=TextOptions(format=text.format or TextFormat(type="text"), verbosity=text.verbosity),
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
@@ -239,6 +330,14 @@ def _listed(item: ItemObject, response_id: str, index: int) -> dict[str, Any]:
             part = "output_text" if item.get("role") == "assistant" else "input_text"
             listed["content"] = [{"type": part, "text": content}]
     return listed
+
+
+def _number_after(exchange: Exchange) -> int:
+    """The number of the first event that a client asks for. Raises RequestRejected."""
+    after = _query(exchange, "starting_after") or ""
+    if after and not (after.isdecimal() and len(after) < 10):
+        raise invalid("starting_after", "`starting_after` must be an event's `sequence_number`.")
+    return int(after) + 1 if after else 0
 
 
 def _query(exchange: Exchange, name: str) -> str | None:

@@ -23,13 +23,11 @@ class TextLogprobs:
         self._waiting.extend(zip(delta.text_offsets, delta.token_ids, delta.logprobs, strict=True))
 
     def take(self, start: int, end: int) -> list[ChatTokenLogprob]:
-        """Return the tokens that begin within these characters, each once; earlier ones are in no text."""
-        waiting = self._waiting
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
-        while waiting and waiting[0][0] < end:
-            offset, token_id, at = waiting.popleft()
-            if offset >= start:
-                token_ids.append(token_id)
-                logprobs.append(at)
+        """Return the tokens that have a part of these characters, each once; earlier ones are in no text."""
+        begun: list[tuple[int, int, TokenLogprobs | None]] = []
+        while self._waiting and self._waiting[0][0] < end:
+            begun.append(self._waiting.popleft())
+        ends = [*(offset for offset, _, _ in begun[1:]), end]
+        parts = [each for each, end_offset in zip(begun, ends, strict=False) if each[0] >= start or end_offset > start]
+        token_ids, logprobs = [token_id for _, token_id, _ in parts], [at for _, _, at in parts]
         return chat_logprobs(self._tokenizer, token_ids, logprobs).content

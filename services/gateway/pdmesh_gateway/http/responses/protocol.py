@@ -72,7 +72,9 @@ class ResponsesRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=T
     service_tier: str | None = None
     stream_options: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = None
+    background: bool | None = None  # it is answered whether its client waits or not
     # vLLM's and ours, as in the other endpoints.
+    enable_response_messages: bool | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -84,7 +86,7 @@ class ResponsesRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=T
     slo_tpot_ms: float | None = None
 
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
@@ -131,6 +133,13 @@ class OutputCall(msgspec.Struct, kw_only=True, tag="function_call"):
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class RawMessage(msgspec.Struct, kw_only=True, tag="raw_message_tokens"):
+    """A prompt, or an answer, as the model has it: vLLM's shape."""
+
+    message: str
+    tokens: list[int]
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):
@@ -201,6 +210,9 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     metadata: dict[str, str]
+    # Only where `enable_response_messages` asks for them.
+    input_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
+    output_messages: list[RawMessage] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ResponseDeleted(msgspec.Struct, kw_only=True):

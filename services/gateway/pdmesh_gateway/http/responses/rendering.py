@@ -20,6 +20,7 @@ from pdmesh_gateway.http.responses.protocol import (
     OutputReasoningText,
     OutputText,
     OutputTokensDetails,
+    RawMessage,
     ResponseFailure,
     ResponseObject,
     ResponseUsage,
@@ -66,7 +67,7 @@ class ResponsesRendering(ItemRendering):
     ) -> None:
         super().__init__(items)
         self._begun = begun
-        self._keep = keep
+        self.keep = keep
         self._logprobs = logprobs
         self._name = begun.id.removeprefix("resp_")
         self._sequence_number = 0
@@ -76,6 +77,7 @@ class ResponsesRendering(ItemRendering):
         self._item_logprobs: list[ChatTokenLogprob] = []  # of its text
         self._item_id = b""  # once there was one
         self._finish_reason = "stop"
+        self._raw = RawMessage(message="", tokens=[])
 
     def head(self, generation: TextStream) -> bytes:
         response = b'"response":' + _encode(self._begun) + b"}"
@@ -84,6 +86,9 @@ class ResponsesRendering(ItemRendering):
     def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
         if self._logprobs is not None:
             self._logprobs.add(delta)
+        if self._begun.output_messages is not msgspec.UNSET:
+            self._raw.message += delta.text
+            self._raw.tokens += delta.token_ids
         return b"".join([self._news(each) for each in events])
 
     def tail(self, generation: TextStream) -> bytes:
@@ -94,15 +99,23 @@ class ResponsesRendering(ItemRendering):
         """An event for clients that raise an error, and the response that failed for those that wait for its end."""
         shape = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
         data = _encode({"code": error.code, "message": error.message, "param": error.param, "error": shape})
-        code = _RATE_LIMIT if error.status == 429 else _SERVER_ERROR
-        failed = msgspec.structs.replace(
-            self._begun,
-            status="failed",
-            output=self._output,
-            error=ResponseFailure(code=code, message=error.message),
-        )
         told = self._event(b"error", data[1:])
-        return told + self._event(b"response.failed", b'"response":' + _encode(failed) + b"}")
+        return told + self._event(b"response.failed", b'"response":' + _encode(self.failed(error)) + b"}")
+
+    def failed(self, error: RequestRejected) -> ResponseObject:
+        """Return the response, of which no more will come."""
+        code = _RATE_LIMIT if error.status == 429 else _SERVER_ERROR
+        failure = ResponseFailure(code=code, message=error.message)
+        return msgspec.structs.replace(self._begun, status="failed", output=self._output, error=failure)
+
+    def cancelled(self) -> ResponseObject:
+        """Return the response with the items that had ended when it was cancelled."""
+        return msgspec.structs.replace(self._begun, status="cancelled", output=self._output)
+
+    @property
+    def begun(self) -> ResponseObject:
+        """The response before its answer."""
+        return self._begun
 
     def response(self, choices: Sequence[Collected], generation: TextStream) -> ResponseObject:
         [choice] = choices
@@ -118,6 +131,7 @@ class ResponsesRendering(ItemRendering):
             status="incomplete" if is_cut else "completed",
             incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
             output=self._output,
+            output_messages=msgspec.UNSET if self._begun.output_messages is msgspec.UNSET else [self._raw],
             usage=ResponseUsage(
                 input_tokens=num_prompt_tokens,
                 input_tokens_details=InputTokensDetails(cached_tokens=generation.num_cached_tokens),
@@ -126,7 +140,7 @@ class ResponsesRendering(ItemRendering):
                 total_tokens=num_prompt_tokens + generation.num_output_tokens,
             ),
         )
-        self._keep(response)
+        self.keep(response)
         return response
 
     def _news(self, news: ItemEvent) -> bytes:

@@ -1,0 +1,206 @@
+"""Items as chats have them: a message each, whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.http.generation import Collected, ItemRendering
+from pdmesh_gateway.http.logprobs import chat_logprobs, prompt_logprobs
+from pdmesh_gateway.http.sse import ChunkWriter, content_body, delta_body, usage_of
+from pdmesh_gateway.items import (
+    AnswerEnded,
+    ArgumentsAdded,
+    ChoiceItems,
+    ItemBegun,
+    ItemEnded,
+    ItemEvent,
+    ItemKind,
+    TextAdded,
+    WholeAnswer,
+)
+from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.protocol.chat import (
+    ChatChoice,
+    ChatDelta,
+    ChatFields,
+    ChatLogprobs,
+    ChatResponse,
+    FunctionCall,
+    ResponseMessage,
+    ToolCall,
+    ToolCallDelta,
+)
+from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
+from pdmesh_gateway.protocol.usage import Usage
+from pdmesh_gateway.text_stream import TextStream
+from pdmesh_gateway.tokenizer import ModelTokenizer
+
+
+class ChatRendering(ItemRendering):
+    """Answers to chats, one conversation's or several. ``echoed`` is what of each conversation's answer was given."""
+
+    def __init__(
+        self,
+        request: ChatFields,
+        tokenizer: ModelTokenizer,
+        answers: Sequence[ChoiceItems],
+        *,
+        model: str,
+        job: GenerationJob,
+        is_named: bool,
+        echoed: Sequence[str],
+    ) -> None:
+        super().__init__(answers)
+        self._is_named = is_named
+        self._echoed = [echoed[index // job.n] for index in range(job.num_choices)]
+        self._request = request
+        self._tokenizer = tokenizer
+        self._id = f"chatcmpl-{job.request_id}"
+        self._created = int(time.time())
+        self._model = model
+        self._writer = ChunkWriter(
+            kind="chat.completion.chunk",
+            response_id=self._id,
+            created=self._created,
+            model=model,
+            options=request.stream_options,
+        )
+        self._begun = [False] * job.num_choices
+
+    def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
+        request = self._request
+        job = generation.job
+        usage = self._usage_of(delta.index, generation) if self._writer.continuous_usage else None
+        head = b""
+        if not self._begun[delta.index]:
+            self._begun[delta.index] = True
+            prompt = list(job.prompts[0]) if request.return_token_ids else None
+            so_far = usage and usage_of(
+                job.num_prompt_tokens, 0, num_cached_tokens=generation.num_cached_tokens_of(delta.index)
+            )
+            head = self._writer.role(delta.index, prompt_token_ids=prompt, usage=so_far)
+            if echoed := self._echoed[delta.index]:
+                head += self._writer.delta(delta.index, content_body(echoed), usage=so_far)
+        if delta.text and not _has_news(events) and not (usage or request.return_token_ids or request.logprobs):
+            return head  # a marker of a family's calls or reasoning, or what may become one
+        return head + self._writer.delta(
+            delta.index,
+            _body(events),
+            finish_reason=self._finish_reason(events) if delta.finish_reason is not None else None,
+            stop_reason=delta.stop_reason,
+            logprobs=self._logprobs(delta) if request.logprobs else None,
+            token_ids=delta.token_ids if request.return_token_ids else None,
+            usage=usage,
+        )
+
+    def _usage_of(self, index: int, generation: TextStream) -> Usage:
+        """One choice's usage so far."""
+        return usage_of(
+            generation.job.num_prompt_tokens,
+            generation.num_tokens_of(index),
+            self._answers[index].num_reasoning_tokens,
+            num_cached_tokens=generation.num_cached_tokens_of(index),
+        )
+
+    def tail(self, generation: TextStream) -> bytes:
+        return self._writer.tail(self._usage(generation))
+
+    def response(self, choices: Sequence[Collected], generation: TextStream) -> ChatResponse:
+        with_ids = bool(self._request.return_token_ids)
+        return ChatResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=_message(answer, self._echoed[index]),
+                    logprobs=self._logprobs(choice),
+                    finish_reason=self._finished(answer.finish_reason, len(answer.calls)),
+                    stop_reason=choice.stop_reason,
+                    token_ids=choice.token_ids if with_ids else None,
+                )
+                for index, (answer, choice) in enumerate(zip(self.answers(choices), choices, strict=True))
+            ],
+            usage=self._usage(generation),
+            prompt_token_ids=list(generation.job.prompts[0]) if with_ids and len(generation.job.prompts) == 1 else None,
+            prompt_logprobs=self._prompt_logprobs(generation),
+        )
+
+    def _usage(self, generation: TextStream) -> Usage:
+        return usage_of(
+            generation.job.num_prompt_tokens,
+            generation.num_output_tokens,
+            self.num_reasoning_tokens,
+            num_cached_tokens=generation.num_cached_tokens,
+        )
+
+    def _finish_reason(self, events: Sequence[ItemEvent]) -> str | None:
+        end = events[-1] if events else None
+        return self._finished(end.finish_reason, end.num_calls) if isinstance(end, AnswerEnded) else None
+
+    def _finished(self, finish_reason: str | None, num_calls: int) -> str | None:
+        """The reason in OpenAI's words: a call that was asked for by name is how the answer was to end."""
+        return "tool_calls" if finish_reason == "stop" and num_calls and not self._is_named else finish_reason
+
+    def _logprobs(self, of: Delta | Collected) -> ChatLogprobs | None:
+        if not self._request.logprobs:
+            return None
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        return chat_logprobs(self._tokenizer, of.token_ids, of.logprobs, as_ids=as_ids)
+
+    def _prompt_logprobs(self, generation: TextStream) -> PromptLogprobList | None:
+        if self._request.prompt_logprobs is None:
+            return None
+        as_ids = bool(self._request.return_tokens_as_token_ids)
+        prompt = generation.job.prompts[0]
+        return prompt_logprobs(self._tokenizer, prompt, generation.prompt_logprobs(0), as_ids=as_ids)
+
+
+def _has_news(events: Sequence[ItemEvent]) -> bool:
+    """Whether any of these shows in a chunk."""
+    if not events:
+        return False
+    return not isinstance(events[0], ItemEnded) or any(not isinstance(event, ItemEnded) for event in events)
+
+
+def _body(events: Sequence[ItemEvent]) -> bytes:
+    """What is new, in one delta. Calls are numbered by themselves; `ChatDelta` has no empty text but where all is."""
+    if len(events) == 1 and isinstance(event := events[0], TextAdded) and event.kind is ItemKind.TEXT:
+        return content_body(event.text)  # as most are
+    texts = {ItemKind.TEXT: "", ItemKind.REASONING: ""}
+    calls: list[ToolCallDelta] = []
+    for event in events:
+        match event:
+            case TextAdded(_, kind, text):
+                texts[kind] += text
+            case ItemBegun(_, ItemKind.CALL, id, name, number):
+                function = FunctionCall(name=name, arguments="")
+                calls.append(ToolCallDelta(index=number, id=id, type="function", function=function))
+            case ArgumentsAdded(_, text, number):
+                if not calls or calls[-1].index != number:
+                    calls.append(ToolCallDelta(index=number, function=FunctionCall(arguments="")))
+                calls[-1].function.arguments = (calls[-1].function.arguments or "") + text
+            case ItemBegun() | ItemEnded() | AnswerEnded():
+                pass
+    reasoning = texts[ItemKind.REASONING] or None
+    content = texts[ItemKind.TEXT] or (None if calls or reasoning else "")
+    return delta_body(
+        ChatDelta(content=content, reasoning_content=reasoning, reasoning=reasoning, tool_calls=calls or None)
+    )
+
+
+def _message(answer: WholeAnswer, echoed: str) -> ResponseMessage:
+    """Return an answer's items as a message, ``echoed`` first: content is null where there are calls and no text."""
+    content, reasoning = echoed + answer.text_of(ItemKind.TEXT), answer.text_of(ItemKind.REASONING)
+    calls = [ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.text)) for call in answer.calls]
+    return ResponseMessage(
+        content=content or (None if calls else ""),
+        reasoning_content=reasoning or None,
+        reasoning=reasoning or None,
+        tool_calls=calls or msgspec.UNSET,
+    )

@@ -1,0 +1,46 @@
+"""``POST /invocations``: what SageMaker sends, to whichever endpoint its body is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.http.computing import ComputingEndpoint
+from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.intake import read_body
+from pdmesh_gateway.serving import Serving
+
+
+class _Shape(msgspec.Struct):
+    """The fields that tell the endpoints apart; all else is passed over."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode_shape = msgspec.json.Decoder(_Shape).decode
+
+
+class InvocationsEndpoint:
+    """Passes a body on by its first field of ``messages``, ``prompt`` and ``input`` that is there."""
+
+    def __init__(self, serving: Serving, endpoints: Mapping[str, ComputingEndpoint[Any]]) -> None:
+        self._serving = serving
+        self._endpoints = endpoints
+
+    async def __call__(self, exchange: Exchange) -> None:
+        body = await read_body(exchange, self._serving)
+        try:
+            shape = _decode_shape(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestRejected(f"The body is not a JSON object: {error}", code="invalid_json") from None
+        for name, endpoint in self._endpoints.items():
+            if getattr(shape, name) is not msgspec.UNSET:
+                await endpoint.take(exchange, body)
+                return
+        names = ", ".join(f"`{name}`" for name in self._endpoints)
+        raise RequestRejected(f"The body needs one of {names}.", code="missing_required_parameter")
