@@ -18,9 +18,12 @@ class ReuseCost:
     remaining: RemainingTime
     price: float = 1.0
 
-    def cost_s(self, request: Request, num_reused_tokens: int, ready_s: float) -> float:
-        """Return the cost on an instance that is ready in ``ready_s`` and keeps so much of the prompt."""
-        return ready_s + (1 + self.price) * self.work_s(request, num_reused_tokens)
+    def cost_s(self, request: Request, num_reused_tokens: int, ready_s: float, bring_s: float = 0.0) -> float:
+        """Return the cost on an instance that is ready in ``ready_s`` and then keeps so much of the prompt.
+
+        It takes ``bring_s`` to bring what is not there yet, while the instance computes other prompts.
+        """
+        return max(ready_s, bring_s) + self.price * bring_s + (1 + self.price) * self.work_s(request, num_reused_tokens)
 
     def work_s(self, request: Request, num_reused_tokens: int) -> float:
         """Return the time that computing the rest takes alone."""

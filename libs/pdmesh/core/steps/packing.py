@@ -25,7 +25,7 @@ from pdmesh.core.steps.placing import (
     place_locally,
     room_or_turn,
 )
-from pdmesh.core.steps.reusing import Reusing
+from pdmesh.core.steps.reusing import Candidate, Reusing
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.waiting.queue import in_order
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Role
@@ -220,7 +220,7 @@ class Round:
             if local is not None:
                 return local
             by_cost = self._reusing.cheapest(head, depths, computing, bundle, offers, self._may_begin)
-            if by_cost is None:
+            if isinstance(by_cost, Candidate):
                 return Wait.FOR_KEPT
             offers = by_cost
         placement = place(

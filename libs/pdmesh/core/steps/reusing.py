@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
+from operator import attrgetter
+from typing import NamedTuple
 
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
@@ -18,6 +20,18 @@ from pdmesh.core.steps.placing import MAX_ASKED
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.reuse import ReuseCost
+
+
+class Candidate(NamedTuple):
+    """A way to compute a prompt: where, how many of its first tokens need not be computed there, and what it costs."""
+
+    instance: InstanceState
+    num_tokens: int
+    ready_s: float  # until it can begin there
+    cost_s: float  # predicted, to compare it with others
+
+
+_COST_S = attrgetter("cost_s")
 
 
 class Reusing:
@@ -41,8 +55,8 @@ class Reusing:
         bundle: Bundle,
         offers: Iterable[InstanceState],
         may_begin: Callable[[InstanceState, RequestState], bool],
-    ) -> Iterator[InstanceState] | None:
-        """Return the ``offers`` and the holders that ``may_begin`` it, the cheapest first; None if it had better wait.
+    ) -> Iterator[InstanceState] | Candidate:
+        """Return the ``offers`` and the holders that ``may_begin`` it, the cheapest first; or what it waits for.
 
         Of the offers the first few alone are compared; the others come behind them. What others are ``computing`` now
         will be kept where they are, too.
@@ -66,19 +80,28 @@ class Reusing:
                 busy.append(holder)
         if not asked:
             return _one_by_one(first.values(), line)
-        costs = {instance_id: self._cost_s(head, instance, depths, reuse) for instance_id, instance in asked.items()}
-        least_s = min(costs.values())
+        now = [self._candidate(head, instance, _num_tokens(depths, instance), reuse) for instance in asked.values()]
+        now.sort(key=_COST_S)
         later = [(holder, _num_tokens(depths, holder)) for holder in busy]
-        for instance, num_tokens in (*later, *self._coming(head, computing)):
-            ready_s = self.ready_s(instance, reuse)
-            cost_s = reuse.cost_s(head.request, num_tokens, ready_s)
-            if cost_s < least_s and self._may_wait(head, least_s - cost_s + ready_s):
-                awaited_s = reuse.work_s(head.request, num_tokens)
-                self._awaited_s[instance.instance_id] = self._awaited_s.get(instance.instance_id, 0.0) + awaited_s
-                return None
-        ranked = sorted(asked.values(), key=lambda instance: costs[instance.instance_id])
+        awaited = min(
+            [self._candidate(head, *each, reuse) for each in (*later, *self._coming(head, computing))],
+            default=None,
+            key=_COST_S,
+        )
+        if awaited is not None and self._had_better_wait(head, awaited, now[0].cost_s):
+            awaited_s = reuse.work_s(head.request, awaited.num_tokens)
+            instance_id = awaited.instance.instance_id
+            self._awaited_s[instance_id] = self._awaited_s.get(instance_id, 0.0) + awaited_s
+            return awaited
         others = (each for each in _one_by_one(first.values(), line) if each.instance_id not in asked)
-        return _one_by_one(ranked, others)
+        return _one_by_one([candidate.instance for candidate in now], others)
+
+    def _candidate(
+        self, head: RequestState, instance: InstanceState, num_tokens: int, reuse: ReuseCost
+    ) -> Candidate:
+        """The head computed on an instance that keeps so many of its tokens, or will."""
+        ready_s = self.ready_s(instance, reuse)
+        return Candidate(instance, num_tokens, ready_s, reuse.cost_s(head.request, num_tokens, ready_s))
 
     def _coming(self, head: RequestState, computing: Iterable[RequestState]) -> Iterator[tuple[InstanceState, int]]:
         """Yield where others compute tokens of the head's prompt, and how many it will find there."""
@@ -132,17 +155,16 @@ class Reusing:
         some = [each for each in self.holders(depths) if each.takes_prompts and each.kv_group == kv_group]
         if least_queued is not None:
             some.append(least_queued)
-        return min([self._cost_s(head, instance, depths, reuse) for instance in some], default=inf)
+        costs = [self._candidate(head, each, _num_tokens(depths, each), reuse).cost_s for each in some]
+        return min(costs, default=inf)
 
-    def _may_wait(self, head: RequestState, for_s: float) -> bool:
+    def _had_better_wait(self, head: RequestState, awaited: Candidate, least_s: float) -> bool:
+        """Whether waiting costs less than ``least_s``, now and when the head began to wait."""
+        if awaited.cost_s >= least_s:
+            return False
         if head.awaits_until_s is None:
-            head.await_until(self._now_s + for_s)
+            head.await_until(self._now_s + least_s - awaited.cost_s + awaited.ready_s)
         return head.awaits_until_s is not None and self._now_s < head.awaits_until_s
-
-    def _cost_s(
-        self, head: RequestState, instance: InstanceState, depths: Mapping[int, int], reuse: ReuseCost
-    ) -> float:
-        return reuse.cost_s(head.request, _num_tokens(depths, instance), self.ready_s(instance, reuse))
 
     def ready_s(self, instance: InstanceState, reuse: ReuseCost) -> float:
         """Return the predicted time until an instance has computed all that is placed there, or waits for it."""
