@@ -8,52 +8,25 @@ import pytest
 
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, Reject, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import CacheReported, InstanceJoined, InstanceLost, KvReleased, RequestArrived
+from pdmesh.core.events import CacheReported, InstanceJoined, InstanceLost, RequestArrived
 from pdmesh.core.instances.lengths_seen import MIN_REQUESTS, LengthsSeen
 from pdmesh.model import (
-    GRANULE_TOKENS,
     Epoch,
     InstanceId,
-    InstanceProfile,
-    KvLayout,
-    PrefixHash,
-    Request,
     RequestId,
     Resident,
 )
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, named_profile, of
+from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
+from pdmesh.testing.reuse import a_profile, a_prompt, hashes, serve
 
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=32, dtype="bfloat16")
 M = InstanceId("m")
 
 
-def a_profile(name: str, num_blocks: int = 64) -> InstanceProfile:
-    return replace(named_profile(name), kv_layout=LAYOUT, num_blocks=num_blocks, max_model_len=4096)
-
-
-def hashes(number: int, name: int = 0) -> tuple[PrefixHash, ...]:
-    return tuple([PrefixHash(bytes([name, index]).ljust(16, b"-")) for index in range(number)])
-
-
-def a_prompt(request_id: str, num_tokens: int, *, name: int = 0, output: int = 1) -> Request:
-    prefix = hashes(num_tokens // GRANULE_TOKENS, name)
-    return replace(a_request(request_id, num_tokens, output), prefix=prefix)
-
-
-def a_bench(*names: str, num_blocks: int = 64) -> CoreBench:
-    return CoreBench(*(a_profile(name, num_blocks) for name in names), chunk_tokens=4096)
-
-
-def serve(bench: CoreBench, request: Request, drawn: tuple[PrefixHash, ...] = ()) -> AdmitPrefill:
-    """A request is computed and ends on the instance that it is placed on."""
-    commands = bench.feed(RequestArrived(request))
-    (admit,), (step,) = of(AdmitPrefill, commands), of(RunStep, commands)
-    bench.done(step.instance_id, step.plan)
-    bench.finish(step.instance_id, request.request_id)
-    bench.feed(KvReleased(step.instance_id, request.request_id, request.epoch, granules=drawn))
-    return admit
+def a_bench(*names: str, num_blocks: int = 64, link_bytes_per_s: float = 1e9) -> CoreBench:
+    policy = PolicyConfig(chunk_tokens=4096, link_bytes_per_s=link_bytes_per_s)
+    return CoreBench(*(a_profile(name, num_blocks) for name in names), config=CoreConfig(policy=policy))
 
 
 def test_a_prompt_that_was_computed_is_shared_and_the_rest_planned() -> None:
@@ -157,7 +130,7 @@ def test_residents_of_an_instance_that_joins_again_share_what_they_say() -> None
 
 def test_of_instances_about_as_free_the_one_that_keeps_most_decodes() -> None:
     """Saved memory counts, but not against the load."""
-    bench = a_bench("p", "d0", "d1", num_blocks=200)
+    bench = a_bench("p", "d0", "d1", num_blocks=200, link_bytes_per_s=1.0)
     bench.feed(CacheReported(InstanceId("d1"), hashes(4)))
     chosen: list[str] = []
     for number in range(3):

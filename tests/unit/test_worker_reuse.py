@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -31,24 +30,21 @@ from pdmesh.model import GRANULE_TOKENS, Epoch, IndexRange, KvPart, PrefixHash, 
 from pdmesh.plans import ChunkPlan
 from pdmesh.testing.groups import admit_member, block_chunks, running_members
 from pdmesh.testing.kv import TransportMaker
+from pdmesh.testing.reuse import GREEDY, a_generation, granules_of, output, random_tokens, run
 from pdmesh.testing.worker import (
-    HASHER,
     RunningInstance,
     chunk_plans,
     hand_over,
     make_generation,
     running_instance,
-    with_prefix,
 )
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import Generation, pack_token_ids
 
 pytestmark = pytest.mark.anyio
 
 CONFIG = TransferConfig(
     transport="memory", max_payload_bytes=4096, num_send_buffers=4, num_receive_buffers=4, no_progress_s=5.0
 )
-GREEDY = SamplingParams(max_tokens=8, temperature=0)
 NUM_BLOCKS = 512
 
 
@@ -78,32 +74,6 @@ async def pair() -> AsyncGenerator[tuple[RunningInstance, RunningInstance]]:
         yield prefill, decode
 
 
-def a_prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(33, 90) for _ in range(num_tokens)]
-
-
-def a_request(name: str, prompt: list[int], params: SamplingParams = GREEDY, salt: bytes = b"") -> Generation:
-    return with_prefix(make_generation(name, prompt, params), salt)
-
-
-def hashes(tokens: list[int]) -> tuple[PrefixHash, ...]:
-    return HASHER.granules(HASHER.root(b""), pack_token_ids(tokens))
-
-
-async def run(instance: RunningInstance, generation: Generation, *, num_reused: int = 0) -> list[int]:
-    """Compute and decode it there."""
-    instance.admit(generation, kv_moves=False, num_reused=num_reused)
-    for chunk in chunk_plans(generation, [100], num_reused * GRANULE_TOKENS):
-        instance.run([chunk])
-    await instance.reported(KvReleased, generation.request_id)
-    return output(instance, generation.request_id)
-
-
-def output(instance: RunningInstance, name: str) -> list[int]:
-    return [token.token_id for token in instance.tokens_of(name) if token.token_id is not None]
-
-
 def computed(instance: RunningInstance, name: str) -> list[tuple[int, int]]:
     """What the engine computed of a request: (start, tokens) of each slice."""
     assert isinstance(instance.engine, FakeEngine)
@@ -111,12 +81,12 @@ def computed(instance: RunningInstance, name: str) -> list[tuple[int, int]]:
 
 
 async def test_a_second_prompt_begins_behind_what_the_first_one_left() -> None:
-    first = a_prompt(300)
-    second = first[:280] + a_prompt(70, seed=1)
+    first = random_tokens(300)
+    second = first[:280] + random_tokens(70, seed=1)
     async with one() as instance:
-        assert await run(instance, a_request("first", first)) == reference_output(first, GREEDY)
+        assert await run(instance, a_generation("first", first)) == reference_output(first, GREEDY)
         instance.assert_all_free(num_kept=2)
-        assert await run(instance, a_request("second", second), num_reused=2) == reference_output(second, GREEDY)
+        assert await run(instance, a_generation("second", second), num_reused=2) == reference_output(second, GREEDY)
         assert computed(instance, "second")[0] == (256, 94)
         assert [token.num_cached_tokens for token in instance.tokens_of("second")] == [256, *[0] * 7]
         assert all(token.num_cached_tokens == 0 for token in instance.tokens_of("first"))
@@ -125,18 +95,18 @@ async def test_a_second_prompt_begins_behind_what_the_first_one_left() -> None:
 
 async def test_what_is_reused_is_what_lies_there() -> None:
     """Were it computed again, damage to what is kept would not show."""
-    prompt = a_prompt(300)
+    prompt = random_tokens(300)
     async with one() as instance:
-        await run(instance, a_request("first", prompt))
+        await run(instance, a_generation("first", prompt))
         assert isinstance(instance.engine, FakeEngine)
         instance.engine.kv.words ^= np.uint32(1)
-        assert await run(instance, a_request("second", prompt), num_reused=2) != reference_output(prompt, GREEDY)
+        assert await run(instance, a_generation("second", prompt), num_reused=2) != reference_output(prompt, GREEDY)
 
 
 async def test_a_prompt_shares_with_one_that_is_still_computed() -> None:
-    prompt = a_prompt(300)
+    prompt = random_tokens(300)
     async with one() as instance:
-        first, second = a_request("first", prompt), a_request("second", prompt)
+        first, second = a_generation("first", prompt), a_generation("second", prompt)
         chunks = chunk_plans(first, [GRANULE_TOKENS])
         instance.admit(first, kv_moves=False)
         plan_id = instance.run(chunks[:1])
@@ -153,9 +123,9 @@ async def test_a_prompt_shares_with_one_that_is_still_computed() -> None:
 
 
 async def test_equal_prompts_at_once_are_kept_once() -> None:
-    prompt = a_prompt(300)
+    prompt = random_tokens(300)
     async with one() as instance:
-        requests = [a_request(name, prompt) for name in ("first", "second")]
+        requests = [a_generation(name, prompt) for name in ("first", "second")]
         for request in requests:
             instance.admit(request, kv_moves=False)
         for request in requests:
@@ -169,15 +139,15 @@ async def test_equal_prompts_at_once_are_kept_once() -> None:
 @pytest.mark.parametrize("num_prompt_tokens", [1, 50, 127, 128, 129, 200, 256])
 async def test_a_next_turn_finds_the_answer_of_the_last(num_prompt_tokens: int) -> None:
     """The chain goes on over drawn tokens as a gateway makes it of the next prompt, which repeats them."""
-    prompt, params = a_prompt(num_prompt_tokens), SamplingParams(max_tokens=300, temperature=0)
+    prompt, params = random_tokens(num_prompt_tokens), SamplingParams(max_tokens=300, temperature=0)
     async with one() as instance:
-        answer = await run(instance, a_request("first", prompt, params))
-        all_kept = hashes(prompt + answer[:-1])
+        answer = await run(instance, a_generation("first", prompt, params))
+        all_kept = granules_of(prompt + answer[:-1])
         assert instance.reports_of(KvReleased, "first")[0].granules == all_kept[(num_prompt_tokens - 1) // 128 :]
         instance.assert_all_free(num_kept=len(all_kept))
-        next_turn = prompt + answer + a_prompt(20, seed=1)
+        next_turn = prompt + answer + random_tokens(20, seed=1)
         num_reused = len(all_kept)
-        assert await run(instance, a_request("next", next_turn), num_reused=num_reused) == reference_output(
+        assert await run(instance, a_generation("next", next_turn), num_reused=num_reused) == reference_output(
             next_turn, GREEDY
         )
         assert computed(instance, "next")[0][0] == num_reused * GRANULE_TOKENS
@@ -188,12 +158,12 @@ async def test_a_next_turn_finds_the_answer_of_the_last(num_prompt_tokens: int) 
 @pytest.mark.parametrize("here", [0, 1, 2])
 async def test_a_hand_over_brings_what_is_not_there(here: int, there: int) -> None:
     """Some of a prompt is kept where it is computed, some where it decodes: in any amounts."""
-    prompt = a_prompt(300)
+    prompt = random_tokens(300)
     async with pair() as (prefill, decode):
         for instance, number in ((prefill, here), (decode, there)):
             if number:
-                await run(instance, a_request("before", prompt[: number * GRANULE_TOKENS + 5]))
-        generation = a_request("r", prompt)
+                await run(instance, a_generation("before", prompt[: number * GRANULE_TOKENS + 5]))
+        generation = a_generation("r", prompt)
         await hand_over(generation, prefill, decode, [70], num_reused=(here, there))
         await decode.reported(KvReleased, "r")
         await prefill.reported(KvReleased, "r")
@@ -210,19 +180,19 @@ async def test_a_hand_over_brings_what_is_not_there(here: int, there: int) -> No
 
 
 async def test_a_decode_instance_hashes_on_without_the_prompt() -> None:
-    prompt, params = a_prompt(150), SamplingParams(max_tokens=300, temperature=0)
+    prompt, params = random_tokens(150), SamplingParams(max_tokens=300, temperature=0)
     async with pair() as (prefill, decode):
-        await hand_over(a_request("first", prompt, params), prefill, decode, [200])
+        await hand_over(a_generation("first", prompt, params), prefill, decode, [200])
         await decode.reported(KvReleased, "first")
         answer = output(prefill, "first") + output(decode, "first")
-        assert decode.reports_of(KvReleased, "first")[0].granules == hashes(prompt + answer[:-1])[1:]
-        next_turn = prompt + answer + a_prompt(20, seed=1)
-        assert await run(decode, a_request("next", next_turn), num_reused=3) == reference_output(next_turn, GREEDY)
+        assert decode.reports_of(KvReleased, "first")[0].granules == granules_of(prompt + answer[:-1])[1:]
+        next_turn = prompt + answer + random_tokens(20, seed=1)
+        assert await run(decode, a_generation("next", next_turn), num_reused=3) == reference_output(next_turn, GREEDY)
 
 
 @pytest.mark.usefixtures("peer_reads")
 async def test_a_move_brings_what_is_not_there() -> None:
-    prompt, params = a_prompt(300), SamplingParams(max_tokens=200, temperature=0)
+    prompt, params = random_tokens(300), SamplingParams(max_tokens=200, temperature=0)
     gate = StepGate()
     fabric = MemoryFabric()
     async with (
@@ -231,8 +201,8 @@ async def test_a_move_brings_what_is_not_there() -> None:
         running_instance(FakeEngine(num_blocks=NUM_BLOCKS, gate=gate), at_source, config=CONFIG) as source,
         running_instance(FakeEngine(num_blocks=NUM_BLOCKS), at_target, role=Role.DECODE, config=CONFIG) as target,
     ):
-        await run(target, a_request("before", prompt[:270]))
-        generation = a_request("r", prompt, params)
+        await run(target, a_generation("before", prompt[:270]))
+        generation = a_generation("r", prompt, params)
         source.admit(generation, kv_moves=False)
         source.run(chunk_plans(generation, [300]))
         gate.let_through(2 * 20)
@@ -247,7 +217,7 @@ async def test_a_move_brings_what_is_not_there() -> None:
         num_pages = (-(-(300 + num_drawn - 1) // 4) - 64) * layout.num_layers
         assert num_pages * layout.block_bytes <= sent.num_bytes  # and the transcript
         assert sent.num_bytes < (num_pages + 64) * layout.block_bytes + 4096
-        all_kept = hashes(prompt + reference_output(prompt, params)[:-1])
+        all_kept = granules_of(prompt + reference_output(prompt, params)[:-1])
         assert target.reports_of(KvReleased, "r")[0].granules == all_kept[2:]
         target.assert_all_free(num_kept=len(all_kept))
 
@@ -255,7 +225,7 @@ async def test_a_move_brings_what_is_not_there() -> None:
 @pytest.mark.parametrize("keeps", [False, True])
 async def test_a_groups_leader_passes_on_what_it_reuses(keeps: bool) -> None:
     """A helper that is told to keeps what it has of the prompt once it has computed a chunk."""
-    prompt = a_prompt(400)
+    prompt = random_tokens(400)
     maker = TransportMaker("memory")
     async with (
         maker.open(CONFIG) as first,
@@ -263,8 +233,8 @@ async def test_a_groups_leader_passes_on_what_it_reuses(keeps: bool) -> None:
         running_members([FakeEngine(num_blocks=NUM_BLOCKS) for _ in range(2)], [first, second], config=CONFIG) as group,
     ):
         leader, helper = group
-        await run(leader, a_request("before", prompt[:300]))
-        generation = a_request("r", prompt)
+        await run(leader, a_generation("before", prompt[:300]))
+        generation = a_generation("r", prompt)
         for member in group:
             admit_member(member, generation, group, num_reused=2 if member is leader else 0, keeps_prefix=keeps)
         chunks = [chunk for chunk in block_chunks(generation, 4, [8]) if chunk.start >= 256]
@@ -278,25 +248,25 @@ async def test_a_groups_leader_passes_on_what_it_reuses(keeps: bool) -> None:
         leader.assert_all_free(num_kept=3)
         helper.assert_all_free(num_kept=3 if keeps else 0)
         if keeps:
-            again = a_request("again", prompt)
+            again = a_generation("again", prompt)
             await run(helper, again, num_reused=3)
             assert output(helper, "again") == reference_output(prompt, GREEDY)
 
 
 async def test_a_prefix_that_is_not_there_is_refused_and_told_of() -> None:
-    prompt = a_prompt(300)
+    prompt = random_tokens(300)
     async with one() as instance:
-        await run(instance, a_request("first", prompt[:200]))
-        instance.admit(a_request("second", prompt), kv_moves=False, num_reused=2)
+        await run(instance, a_generation("first", prompt[:200]))
+        instance.admit(a_generation("second", prompt), kv_moves=False, num_reused=2)
         assert [type(report) for report in instance.reports[-3:]] == [RequestDropped, KvReleased, CacheReported]
-        assert instance.reports[-1] == CacheReported(instance.instance.instance_id, hashes(prompt[:200]))
+        assert instance.reports[-1] == CacheReported(instance.instance.instance_id, granules_of(prompt[:200]))
         instance.assert_all_free(num_kept=1)
-        assert await run(instance, a_request("third", prompt), num_reused=1) == reference_output(prompt, GREEDY)
+        assert await run(instance, a_generation("third", prompt), num_reused=1) == reference_output(prompt, GREEDY)
 
 
 async def test_an_expected_prefix_that_is_not_there_is_refused() -> None:
     async with pair() as (prefill, decode):
-        generation = a_request("r", a_prompt(300))
+        generation = a_generation("r", random_tokens(300))
         decode.expect(generation, prefill, num_reused=1)
         dropped, released, cache = decode.reports[-3:]
         assert isinstance(dropped, RequestDropped)
@@ -313,7 +283,7 @@ async def test_an_expected_prefix_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize("num_reused", [-1, 3, 1 << 40])
 async def test_more_than_there_is_of_a_chain_is_refused(num_reused: int) -> None:
     async with pair() as (prefill, decode):
-        generation = a_request("r", a_prompt(300))
+        generation = a_generation("r", random_tokens(300))
         prefill.admit(generation, kv_moves=False, num_reused=num_reused)
         decode.expect(generation, prefill, num_reused=num_reused)
         prefill.move("s", decode, 100, chain=generation.prefix, num_reused=num_reused)
@@ -323,13 +293,13 @@ async def test_more_than_there_is_of_a_chain_is_refused(num_reused: int) -> None
 
 
 async def test_what_is_dropped_is_free() -> None:
-    prompts = [a_prompt(300, seed) for seed in range(3)]
+    prompts = [random_tokens(300, seed) for seed in range(3)]
     async with one() as instance:
         for number, prompt in enumerate(prompts):
-            await run(instance, a_request(f"r{number}", prompt))
+            await run(instance, a_generation(f"r{number}", prompt))
         instance.assert_all_free(num_kept=6)
-        last, first = hashes(prompts[0])[1], hashes(prompts[1])[0]
-        instance.admit(a_request("r", a_prompt(20)), kv_moves=False, drop=(last, first, PrefixHash(bytes(16))))
+        last, first = granules_of(prompts[0])[1], granules_of(prompts[1])[0]
+        instance.admit(a_generation("r", random_tokens(20)), kv_moves=False, drop=(last, first, PrefixHash(bytes(16))))
         assert instance.pool.num_kept == 4 * 32
         instance.free("r")
         instance.instance.handle(
@@ -338,7 +308,7 @@ async def test_what_is_dropped_is_free() -> None:
                 request_id=RequestId("gone"),
                 epoch=Epoch(0),
                 num_blocks=1,
-                drop=hashes(prompts[2]),
+                drop=granules_of(prompts[2]),
             )
         )
         instance.assert_all_free(num_kept=2)
@@ -346,28 +316,28 @@ async def test_what_is_dropped_is_free() -> None:
 
 async def test_room_is_made_unasked_where_books_are_wrong() -> None:
     """The oldest go, leaves before parents, and the scheduler hears of what is left."""
-    prompts = [a_prompt(300, seed) for seed in range(3)]
+    prompts = [random_tokens(300, seed) for seed in range(3)]
     async with one(FakeEngine(num_blocks=3 * 80)) as instance:
         for number, prompt in enumerate(prompts):
-            await run(instance, a_request(f"r{number}", prompt))
+            await run(instance, a_generation(f"r{number}", prompt))
         instance.assert_all_free(num_kept=6)
         assert not [report for report in instance.reports if isinstance(report, CacheReported)]
-        other = a_prompt(300, seed=9)
-        assert await run(instance, a_request("r", other)) == reference_output(other, GREEDY)
+        other = random_tokens(300, seed=9)
+        assert await run(instance, a_generation("r", other)) == reference_output(other, GREEDY)
         (cache,) = [report for report in instance.reports if isinstance(report, CacheReported)]
-        oldest_first = [granule for prompt in prompts for granule in reversed(hashes(prompt))]
+        oldest_first = [granule for prompt in prompts for granule in reversed(granules_of(prompt))]
         assert cache.kept == tuple(oldest_first[1:])
         instance.assert_all_free(num_kept=5 + 2)
 
 
 async def test_what_requests_share_is_not_given_up_for_others() -> None:
-    prompt = a_prompt(300)
+    prompt = random_tokens(300)
     async with one(FakeEngine(num_blocks=100)) as instance:
-        first = a_request("first", prompt, SamplingParams(max_tokens=90, temperature=0))
+        first = a_generation("first", prompt, SamplingParams(max_tokens=90, temperature=0))
         instance.admit(first, kv_moves=False, num_blocks=90)
         instance.run(chunk_plans(first, [300]))
         await instance.until(lambda: len(output(instance, "first")) > 3)
-        instance.admit(a_request("second", a_prompt(100)), kv_moves=False)
+        instance.admit(a_generation("second", random_tokens(100)), kv_moves=False)
         assert len(instance.reports_of(RequestDropped, "second")) == 1
         instance.instance.check_integrity()
         instance.free("first")
@@ -376,12 +346,12 @@ async def test_what_requests_share_is_not_given_up_for_others() -> None:
 
 async def test_nobody_writes_into_what_is_shared() -> None:
     """A plan that would compute reused tokens again ends the request, and leaves the blocks as they are."""
-    prompt = a_prompt(300)
+    prompt = random_tokens(300)
     async with one() as instance:
-        await run(instance, a_request("first", prompt))
+        await run(instance, a_generation("first", prompt))
         assert isinstance(instance.engine, FakeEngine)
         before = instance.engine.kv.words.copy()
-        second = a_request("second", prompt)
+        second = a_generation("second", prompt)
         instance.admit(second, kv_moves=False, num_reused=2)
         instance.run([ChunkPlan(request_id=RequestId("second"), epoch=Epoch(0), start=0, num_tokens=300, is_last=True)])
         await instance.reported(RequestDropped, "second")
@@ -391,9 +361,9 @@ async def test_nobody_writes_into_what_is_shared() -> None:
 
 async def test_nothing_that_comes_late_lands_in_what_is_shared() -> None:
     async with pair() as (prefill, decode):
-        prompt = a_prompt(300)
-        await run(decode, a_request("before", prompt))
-        generation = a_request("r", prompt)
+        prompt = random_tokens(300)
+        await run(decode, a_generation("before", prompt))
+        generation = a_generation("r", prompt)
         decode.expect(generation, prefill, num_reused=2)
         (receiver,) = decode.mover.arrivals._receivers.values()
         assert isinstance(receiver, KvReceiver)
@@ -410,17 +380,17 @@ async def test_nothing_that_comes_late_lands_in_what_is_shared() -> None:
 
 
 async def test_what_an_instance_tells_when_it_registers_again() -> None:
-    prompt, params = a_prompt(300), SamplingParams(max_tokens=1000, temperature=0)
+    prompt, params = random_tokens(300), SamplingParams(max_tokens=1000, temperature=0)
     async with one() as instance:
         assert instance.instance.kept == ()
-        await run(instance, a_request("before", a_prompt(140, seed=5)))
-        generation = a_request("r", prompt, params)
+        await run(instance, a_generation("before", random_tokens(140, seed=5)))
+        generation = a_generation("r", prompt, params)
         instance.admit(generation, kv_moves=False)
         instance.run(chunk_plans(generation, [300]))
         await instance.until(lambda: len(output(instance, "r")) > 3)
         (resident,) = instance.instance.residents()
-        assert resident.granules == hashes(prompt)
-        assert set(instance.instance.kept) == {*hashes(prompt), *hashes(a_prompt(140, seed=5))}
+        assert resident.granules == granules_of(prompt)
+        assert set(instance.instance.kept) == {*granules_of(prompt), *granules_of(random_tokens(140, seed=5))}
         load = instance.instance.load()
         assert load.num_kept_blocks == 32
         assert load.num_free_blocks + load.num_held_blocks + load.num_kept_blocks == NUM_BLOCKS
@@ -430,7 +400,7 @@ async def test_what_an_instance_tells_when_it_registers_again() -> None:
 
 async def test_without_a_root_nothing_is_kept() -> None:
     async with one() as instance:
-        await run(instance, make_generation("r", a_prompt(300), SamplingParams(max_tokens=200, temperature=0)))
+        await run(instance, make_generation("r", random_tokens(300), SamplingParams(max_tokens=200, temperature=0)))
         assert instance.reports_of(KvReleased, "r")[0].granules == ()
         instance.assert_all_free()
 
@@ -439,14 +409,14 @@ async def test_where_blocks_do_not_divide_a_granule_nothing_is_kept() -> None:
     layout = FakeEngine().kv.layout
     engine = FakeEngine(replace(layout, block_size=12), num_blocks=NUM_BLOCKS)
     async with one(engine) as instance:
-        generation = a_request("r", a_prompt(300), SamplingParams(max_tokens=200, temperature=0))
+        generation = a_generation("r", random_tokens(300), SamplingParams(max_tokens=200, temperature=0))
         await run(instance, generation)
         assert instance.reports_of(KvReleased, "r")[0].granules == ()
         instance.assert_all_free()
 
 
 async def test_another_salt_is_another_chain() -> None:
-    one_salt, other = a_request("a", a_prompt(300), salt=b"1"), a_request("a", a_prompt(300), salt=b"2")
+    one_salt, other = a_generation("a", random_tokens(300), salt=b"1"), a_generation("a", random_tokens(300), salt=b"2")
     assert not set(one_salt.prefix) & set(other.prefix)
     assert msgspec.structs.replace(one_salt, prefix_root=b"", prefix=()) == msgspec.structs.replace(
         other, prefix_root=b"", prefix=()
