@@ -339,6 +339,7 @@ class TransferPurpose(StrEnum):
 
     HAND_OVER = "hand_over"  # of a prompt, from where it is computed to where it decodes
     MOVE = "move"  # of a request that decodes, and goes on elsewhere
+    FETCH = "fetch"  # of granules that are kept, to be kept elsewhere, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,14 +31,15 @@ def simulate(
     kv_reservation: KvReservation = KvReservation.FULL,
     layout: KvLayout = LAYOUT,
     slo_tpot_s: float = 0.05,
+    link_bytes_per_s: float = 1e9,
     deaths: Sequence[Death] = (),
 ) -> SimResult:
-    policy = PolicyConfig(slo_tpot_s=slo_tpot_s)
+    policy = PolicyConfig(slo_tpot_s=slo_tpot_s, link_bytes_per_s=link_bytes_per_s)
     shape = MeshShape(
         num_prefill=prefill, num_decode=decode, num_mixed=mixed, kv_layout=layout, num_kv_tokens=num_kv_tokens
     )
     core = study_core(bundle, policy, 0, kv_reservation=kv_reservation)
-    config = SimConfig(events_between_checks=1, deaths=deaths)
+    config = SimConfig(events_between_checks=1, deaths=deaths, port_bytes_per_s=link_bytes_per_s)
     return Simulator(core, shape.instances(policy.latency), arrivals, config).run()
 
 
@@ -72,9 +73,18 @@ def test_a_next_turn_is_computed_where_the_last_one_was_decoded() -> None:
 
 def test_without_local_prefill_a_hand_over_brings_what_the_receiver_lacks() -> None:
     """The next turn is computed from its old prompt on, and sent from the old answer's end on."""
-    _, second = simulate(TWO_TURNS, prefill=1, decode=1, bundle="fcfs").requests
+    _, second = simulate(TWO_TURNS, prefill=1, decode=1, bundle="fcfs", link_bytes_per_s=1e6).requests
     assert second.prefill_id == "prefill-000"
     assert second.num_reused_tokens == 4096 - GRANULE_TOKENS  # the granule that ends with a prompt is not kept there
+
+
+def test_what_was_drawn_is_fetched_from_where_it_was_decoded() -> None:
+    """A next turn is computed from the old answer on where the old prompt was computed, if the link is fast."""
+    first, second = simulate(TWO_TURNS, prefill=1, decode=1, bundle="fcfs").requests
+    assert (second.prefill_id, second.num_reused_tokens) == ("prefill-000", 4224)
+    assert first.ttft_s is not None
+    assert second.ttft_s is not None
+    assert second.ttft_s < 0.3 * first.ttft_s
 
 
 def test_a_prompt_that_is_all_kept_computes_its_last_token() -> None:
@@ -97,12 +107,12 @@ def test_what_is_kept_gives_way_to_what_needs_room() -> None:
 
 
 def test_a_request_waits_for_who_keeps_its_prefix_no_longer_than_that_saves() -> None:
-    """Another instance is idle: a short wait is worth 30K tokens, and a long one is not."""
+    """Another instance is idle, behind a slow link: a short wait is worth 30K tokens, and a long one is not."""
     begin = [a_turn(0.0, 30_000, 1), a_turn(0.0, 30_000, 1, conversation=1)]
     for other, waits in ((2_000, True), (60_000, False)):
         same = a_turn(60.001, 30_100, 1)
         busy = a_turn(60.0, other + 30_000, 1)
-        runs = simulate([*begin, busy, same], mixed=2, bundle="fcfs").requests
+        runs = simulate([*begin, busy, same], mixed=2, bundle="fcfs", link_bytes_per_s=1e6).requests
         assert (runs[3].prefill_id == runs[0].prefill_id) == waits, f"{other} tokens before it"
         assert runs[2].prefill_id == runs[0].prefill_id
 

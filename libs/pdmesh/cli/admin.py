@@ -51,6 +51,8 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
         console.print(line)
     for line in link_lines(answer.links):
         console.print(line)
+    if answer.num_fetched_tokens:
+        console.print(f"kept KV fetched by instances from others: {answer.num_fetched_tokens:,} tokens")
     for group in answer.groups:
         console.print(group_line(group))
     classes = several_classes({row.instance_id: row.arithmetic for row in messages.in_order(answer.instances)})

@@ -174,6 +174,36 @@ class GrantTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
         return RecordLine("granted", f"to {', '.join(self.transfer.destination_ids)}", self.instance_id)
 
 
+class FetchKept(ToInstanceOfRequest, frozen=True, kw_only=True):
+    """Take granules that another instance keeps, and keep them: no request's, though one waits for them.
+
+    ``chain`` are these and all before them, of which the instance keeps ``transfer.num_reused_granules``. It holds
+    blocks for all of them until they have landed. ``drop`` are kept granules to give up first, in this order.
+    """
+
+    transfer: TransferPlan
+    chain: PrefixHashes
+    wanted_by: tuple[RequestId, Epoch]
+    drop: PrefixHashes = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks to hold on this instance."""
+        return self.transfer.destinations[0].num_blocks
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose KV comes."""
+        return (len(self.chain) - self.transfer.num_reused_granules) * GRANULE_TOKENS
+
+
+class SendKept(ToInstanceOfRequest, frozen=True, kw_only=True):
+    """Send granules of ``chain`` to the destination of ``transfer``, but for those that it has; all are kept here."""
+
+    transfer: TransferPlan
+    chain: PrefixHashes
+
+
 class PauseTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Stop sending a preempted request's KV until the next grant; answered by TransferPaused."""
 
@@ -343,6 +373,6 @@ PlainInstanceCommand = (
     | SetRole
     | StopInstance
 )
-InstanceCommand = AdmitPrefill | SetGroup | PlaceDecode | GrantTransfer | PlainInstanceCommand
+InstanceCommand = AdmitPrefill | SetGroup | PlaceDecode | GrantTransfer | FetchKept | SendKept | PlainInstanceCommand
 
 Command = InstanceCommand | GatewayCommand | WakeAt

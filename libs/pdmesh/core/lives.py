@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
+    FetchKept,
     ForgetRequest,
     GrantTransfer,
     KeepKv,
@@ -49,6 +50,9 @@ from pdmesh.model import (
     TransferPurpose,
 )
 from pdmesh.plans import ChunkPlan
+
+#: Fetches whose landing is told of to who waited; beyond that the oldest are forgotten.
+MAX_FETCHES = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +135,21 @@ class CrossedClass(NamedTuple):
         return RecordLine("another arithmetic class", detail, self.instance_id)
 
 
+class Fetched(NamedTuple):
+    """Tokens of a waiting request's prompt were copied to an instance, where it will find their KV."""
+
+    source_id: InstanceId
+    instance_id: InstanceId
+    num_tokens: int
+    num_prompt_tokens: int
+
+    @property
+    def record_line(self) -> RecordLine:
+        """What a record says of it."""
+        detail = f"{self.num_tokens:,} of {self.num_prompt_tokens:,} tokens from {self.source_id}"
+        return RecordLine("fetched", detail, self.instance_id)
+
+
 class Forgotten(NamedTuple):
     """A life that ended is no longer kept, and no further milestone of it follows."""
 
@@ -142,7 +161,7 @@ RequestEvent = RequestCancelled | RequestReport
 RequestCommand = ToInstanceOfRequest | ToGateway
 
 #: What can happen to a request: the event or the command that names it, or its part of one that names several.
-Happening = RequestArrived | RequestEvent | Chunk | CrossedClass | RequestCommand | Forgotten
+Happening = RequestArrived | RequestEvent | Chunk | CrossedClass | Fetched | RequestCommand | Forgotten
 
 
 class Milestone(NamedTuple):
@@ -169,6 +188,7 @@ class Lives:
         self._active: dict[RequestId, Life] = {}
         self._ended: OrderedDict[RequestId, Life] = OrderedDict()
         self._superseded: dict[RequestKey, Attempt] = {}  # until the core says that they ended
+        self._fetches: OrderedDict[RequestKey, FetchKept] = OrderedDict()  # under way, or failed of late
         self._arithmetic: dict[InstanceId, str] = {}  # class of each instance that is there
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> Sequence[Milestone]:
@@ -198,6 +218,10 @@ class Lives:
                                 plan.holds_decodes,
                             )
                             known[1].planned(chunk)
+                case FetchKept():
+                    self._fetches[command.request_id, command.epoch] = command
+                    if len(self._fetches) > MAX_FETCHES:
+                        self._fetches.popitem(last=False)
                 case ToInstanceOfRequest() | ToGateway():
                     self._commanded(command, now_s, found)
                 case _:
@@ -259,6 +283,8 @@ class Lives:
     ) -> None:
         known = self._find(event.request_id, event.epoch)
         if known is None:
+            if isinstance(event, TransferLanded):
+                self._fetched(event, found)
             return
         life, attempt = known
         match event:
@@ -276,6 +302,16 @@ class Lives:
             case _:
                 pass
         found.append(Milestone(life, attempt, event))
+
+    def _fetched(self, event: TransferLanded, found: list[Milestone]) -> None:
+        """Note what a fetch has brought, if that is what landed."""
+        command = self._fetches.pop((event.request_id, event.epoch), None)
+        known = None if command is None else self._find(*command.wanted_by)
+        if command is not None and known is not None:
+            life, attempt = known
+            source_id, num_prompt_tokens = command.transfer.source_ids[0], attempt.request.num_prompt_tokens
+            fetched = Fetched(source_id, event.instance_id, command.num_tokens, num_prompt_tokens)
+            found.append(Milestone(life, attempt, fetched))
 
     def _commanded(
         self,

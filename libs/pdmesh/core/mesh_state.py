@@ -18,6 +18,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     Reject,
     Restart,
+    SendKept,
 )
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -306,7 +307,17 @@ class MeshState:
             request_id, epoch = transfer.key
             for source_id in transfer.source_ids:
                 self.commands.append(
-                    GrantTransfer(instance_id=source_id, request_id=request_id, epoch=epoch, transfer=transfer.plan)
+                    SendKept(
+                        instance_id=source_id,
+                        request_id=request_id,
+                        epoch=epoch,
+                        transfer=transfer.plan,
+                        chain=transfer.chain,
+                    )
+                    if transfer.is_fetch
+                    else GrantTransfer(
+                        instance_id=source_id, request_id=request_id, epoch=epoch, transfer=transfer.plan
+                    )
                 )
 
     def offer_again(self, state: RequestState) -> None:

@@ -53,7 +53,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.handlers import Handlers
-from pdmesh.core.instances.allocations import MOVES_AWAY
+from pdmesh.core.instances.allocations import HAVE_SEATS
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.on_demand import OnDemandKv
 from pdmesh.core.integrity import check_integrity
@@ -73,6 +73,7 @@ from pdmesh.core.steps.batching import BatchingView, Modes
 from pdmesh.core.steps.packing import Packer
 from pdmesh.core.steps.placing import unready_reason
 from pdmesh.core.steps.step_reports import StepReports
+from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.transfers.link_rates import LinkRate
 from pdmesh.core.transfers.moves import Moves
@@ -97,7 +98,8 @@ class SchedulerCore:
         growth = Growth(on_demand=config.kv_reservation is KvReservation.ON_DEMAND, risk=config.kv_risk)
         self._mesh = MeshState(rng, growth, config.max_lost_receivers, config.cut_memory_s)
         self._choice = BundleChoice(self._mesh, config, bundle)
-        self._transfers = TransferReports(self._mesh)
+        self._fetches = Fetches(self._mesh)
+        self._transfers = TransferReports(self._mesh, self._fetches)
         self._reconciler = Reconciler(self._mesh, config.orphan_grace_s)
         self._moves = Moves(self._mesh)
         self._rebalancer = Rebalancer(self._mesh, self._moves)
@@ -106,7 +108,7 @@ class SchedulerCore:
         self._operations = AllOperations(self._mesh, self._moves, self._judge)
         self._modes = Modes(self._mesh)
         self._handovers = HandOvers(self._mesh, config.max_queue_s)
-        self._packer = Packer(self._mesh, config.plans_in_flight, bundle, self._modes, self._handovers)
+        self._packer = Packer(self._mesh, config.plans_in_flight, bundle, self._modes, self._handovers, self._fetches)
         self._admission = Admission(self._mesh, config)
         self._new_requests = NewRequests(
             self._mesh, config, self._admission, self._reconciler, self._judge, self._packer.prefill_groups
@@ -234,6 +236,11 @@ class SchedulerCore:
         """How fast KV went from host to host of late."""
         return self._mesh.links.rates
 
+    @property
+    def num_fetched_tokens(self) -> int:
+        """Tokens whose KV was copied from one instance to another, to be kept there."""
+        return self._fetches.num_fetched_tokens
+
     def is_active(self, key: RequestKey) -> bool:
         """Whether the request waits or runs."""
         return self._mesh.find(key) is not None
@@ -270,6 +277,7 @@ class SchedulerCore:
             self._handovers.expire(now_s)
         self._handlers.handle(event, now_s)
         self._operations.advance(now_s)
+        self._fetches.end_useless(now_s)
         bundle = self._choice.bundle
         if self._config.evacuates:
             self._moves.evacuate(self._operations.on_instances.leaving, bundle.decode_placement)
@@ -407,7 +415,9 @@ class SchedulerCore:
         if state is not None and state.needs(event.instance_id):
             reason = f"instance {event.instance_id} does not serve it: {event.reason}"
             do_without(self._mesh, state, event.instance_id, reason, blame=SHARED_BLAME)
-        elif state is None or state.move is None or state.move.target_id != event.instance_id:
+        elif (state is None or state.move is None or state.move.target_id != event.instance_id) and (
+            not self._fetches.failed((event.request_id, event.epoch))
+        ):
             self._mesh.ignore("RequestDropped")
 
     def _released(self, event: KvReleased) -> None:
@@ -419,7 +429,7 @@ class SchedulerCore:
         if allocation is None:
             self._mesh.ignore("KvReleased")
             return
-        if allocation.kind not in MOVES_AWAY:
+        if allocation.kind in HAVE_SEATS:
             self._modes.released(instance, self._choice.bundle, self._choice.learner.estimate(instance.device_class))
         self._reconciler.released(event.instance_id, key)
         self._moves.released(event.instance_id, key)
@@ -447,6 +457,7 @@ class SchedulerCore:
             self._reconciler.next_deadline_s,
             self._operations.next_deadline_s,
             self._handovers.next_deadline_s,
+            self._fetches.next_deadline_s,
             self._modes.wake_s,
         )
         if self._wake_s <= self._now_s:
@@ -460,6 +471,7 @@ class SchedulerCore:
         check_integrity(self._mesh)
         self._operations.check_integrity()
         self._moves.check_integrity()
+        self._fetches.check_integrity()
         for instance in self._mesh.instances.values():
             num_plans = instance.num_regular_plans
             assert num_plans <= self._config.plans_in_flight, f"{instance.instance_id}: {num_plans} plans in flight"

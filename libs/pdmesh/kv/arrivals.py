@@ -41,12 +41,13 @@ class KvArrivals:
         source_addresses: tuple[bytes, ...],
         destination: int = 0,
         num_present_blocks: int = 0,
+        draws: bool = True,
     ) -> None:
         """Take the request's KV into the first blocks of ``block_ids`` (the rest is room for its output).
 
         ``num_context_tokens`` is None for a move, whose commit tells the number. This instance is destination number
         ``destination`` of the transfer. The first ``num_present_blocks`` are there already, and nothing is taken into
-        them. An older epoch of the request is cancelled.
+        them. What ``draws`` waits for a token to go on from, too. An older epoch of the request is cancelled.
         """
         receiver = KvReceiver(
             request_id,
@@ -57,6 +58,7 @@ class KvArrivals:
             source_addresses=source_addresses,
             destination=destination,
             num_present_blocks=num_present_blocks,
+            draws=draws,
             layout=self._context.store.layout,
             writer=self._context.writer(),
             on_placed=self._check_landed,
@@ -129,7 +131,7 @@ class KvArrivals:
     def _check_landed(self, receiver: KvReceiver) -> None:
         if not receiver.complete or receiver.is_over:
             return
-        assert receiver.first_token is not None
+        token = receiver.first_token
         assert receiver.first_piece_s is not None
         self._forget(receiver)
         self._context.tasks.start_soon(self._tell_sources, PieceKind.LANDED, receiver)
@@ -137,8 +139,8 @@ class KvArrivals:
             LandedTransfer(
                 request_id=receiver.request_id,
                 epoch=receiver.epoch,
-                token_id=receiver.first_token.token_id,
-                token_index=receiver.first_token.token_index,
+                token_id=None if token is None else token.token_id,
+                token_index=0 if token is None else token.token_index,
                 num_bytes=receiver.num_bytes,
                 duration_s=self._context.clock() - receiver.first_piece_s,
                 transcript=bytes(receiver.transcript),

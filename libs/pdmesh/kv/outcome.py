@@ -28,11 +28,11 @@ class SentTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandedTransfer:
-    """Receiver's side: every block of every layer is in place and checked, and the first token has come."""
+    """Receiver's side: all blocks of all layers are in place and checked, and the token to go on from, if any."""
 
     request_id: RequestId
     epoch: Epoch
-    token_id: int
+    token_id: int | None  # None: of KV that is only kept
     token_index: int
     num_bytes: int
     duration_s: float  # from the first piece

@@ -43,13 +43,17 @@ class KvReceiver:
         source_addresses: tuple[bytes, ...],
         destination: int,
         num_present_blocks: int = 0,
+        draws: bool = True,
         layout: KvLayout,
         writer: PieceWriter,
         on_placed: Callable[[KvReceiver], object],
         on_failed: Callable[[KvReceiver, str], object],
         start: StartTask,
     ) -> None:
-        """``num_context_tokens`` is None for a move: as many as the blocks hold at most, which the commit tells."""
+        """``num_context_tokens`` is None for a move: as many as the blocks hold at most, which the commit tells.
+
+        A request that ``draws`` needs a token to go on from.
+        """
         most_tokens = len(block_ids) * layout.block_size
         num_blocks = num_blocks_for(
             most_tokens if num_context_tokens is None else num_context_tokens, layout.block_size
@@ -70,6 +74,7 @@ class KvReceiver:
         self.is_over = False
         self._on_placed, self._on_failed = on_placed, on_failed
         self._is_move = num_context_tokens is None
+        self._draws = draws
         self._num_context_tokens = num_context_tokens
         self._layout = layout
         self._part = KvPart(
@@ -149,7 +154,7 @@ class KvReceiver:
             num_unclaimed = self.ledger.num_unclaimed(self.ledger.everything.within(self._part))
             if num_unclaimed:
                 return f"{num_unclaimed} blocks are missing"
-        if not self._uncommitted and self.first_token is None:
+        if self._draws and not self._uncommitted and self.first_token is None:
             return "no source drew the first token"
         return None
 

@@ -13,10 +13,9 @@ from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.interruption import ShortInterruptsLong
-from pdmesh.policy.links import EqualLinks, LinkRates
 from pdmesh.policy.local_prefill import LocalPrefill
 from pdmesh.policy.order import ByPriority, EarliestDeadline, Fcfs, GuardedShortestFirst, ShortestFirst
-from pdmesh.policy.parts import adaptive, in_groups, make_group_policy, mixed, with_order
+from pdmesh.policy.parts import adaptive, in_groups, links_of, make_group_policy, mixed, with_order
 from pdmesh.policy.placement import Apart, ShortAroundLong
 from pdmesh.policy.rebalancing import Rebalancing
 from pdmesh.policy.reuse import ReuseCost
@@ -40,10 +39,6 @@ def _fcfs(config: PolicyConfig) -> Bundle:
     return in_groups(config, with_order("fcfs", lambda _: Fcfs())(config))
 
 
-def _links(config: PolicyConfig) -> LinkRates:
-    return EqualLinks(config.link_bytes_per_s) if config.links is None else config.links
-
-
 def _rebalancing(config: PolicyConfig) -> Rebalancing | None:
     if not config.rebalances:
         return None
@@ -51,13 +46,13 @@ def _rebalancing(config: PolicyConfig) -> Rebalancing | None:
         latency=config.latency,
         latency_of_device_class=config.latency_of_device_class,
         slo_tpot_s=config.slo_tpot_s,
-        links=_links(config),
+        links=links_of(config),
     )
 
 
 def _pdmesh(config: PolicyConfig) -> Bundle:
     packing, prediction = adaptive(config, efficient=True, long_chunk_alone=True)
-    long_tokens, links = config.long_prompt_tokens, _links(config)
+    long_tokens, links = config.long_prompt_tokens, links_of(config)
     return Bundle(
         name="pdmesh",
         order=GuardedShortestFirst(prediction, config.spare_slack, config.min_share),
@@ -80,7 +75,7 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         sends_computed_first=True,
         group_policy=make_group_policy(config),
         rebalancing=_rebalancing(config),
-        reuse=ReuseCost(prediction.remaining),
+        reuse=ReuseCost(prediction.remaining, links),
     )
 
 

@@ -9,6 +9,7 @@ from pdmesh.policy.batching import Batching, MixedBatching
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.links import EqualLinks, LinkRates
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, NOTHING, AdaptiveChunks, ChunkSizer, StaticChunks
 from pdmesh.policy.placement import Freeness, InGroups, LeastQueuedTokens
 from pdmesh.policy.prediction import Prediction, RemainingTime
@@ -63,6 +64,11 @@ def adaptive(config: PolicyConfig, *, efficient: bool, long_chunk_alone: bool = 
     return packing, prediction
 
 
+def links_of(config: PolicyConfig) -> LinkRates:
+    """Links as fast as they are measured, or, where nothing measures them, as is configured."""
+    return EqualLinks(config.link_bytes_per_s) if config.links is None else config.links
+
+
 def mixed(config: PolicyConfig, *, colocates: bool = True) -> Batching:
     """Chunks and decodes in the same steps."""
     return MixedBatching(long_prompt_tokens=config.long_prompt_tokens, colocates=colocates)
@@ -81,7 +87,7 @@ def with_order(name: str, make_order: Callable[[Prediction], PrefillOrder]) -> C
             decode_placement=Freeness(),
             long_prompt_tokens=config.long_prompt_tokens,
             batching=mixed(config),
-            reuse=ReuseCost(prediction.remaining),
+            reuse=ReuseCost(prediction.remaining, links_of(config)),
         )
 
     return build

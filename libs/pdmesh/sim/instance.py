@@ -23,12 +23,13 @@ from math import ceil
 from pdmesh.core.commands import InstanceCommand
 from pdmesh.core.events import Event
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S
-from pdmesh.model import InstanceId, InstanceProfile, RequestKey
+from pdmesh.model import InstanceId, InstanceProfile, RequestKey, TransferPurpose
 from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan, TransferPlan
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.departures import Prefill, SimulatedDepartures
 from pdmesh.sim.exchange import SimulatedExchange
+from pdmesh.sim.fetches import SimulatedFetches
 from pdmesh.sim.groups import SimulatedGroups
 from pdmesh.sim.held import Held
 from pdmesh.sim.links import SimulatedLinks
@@ -82,6 +83,7 @@ class SimInstance:
             go_on=self._go_on,
         )
         self._moves = SimulatedMoves(profile, agenda=agenda, links=links, untimed=untimed, runs=runs, land=land)
+        self._fetches = SimulatedFetches(profile, agenda=agenda, links=links, untimed=untimed, land=land)
         self._num_turns = 0
         self._busy = False
         self._step: PlannedStep | None = None
@@ -143,6 +145,8 @@ class SimInstance:
     def sends(self, held: Held) -> None:
         if held.leaving is not None:
             self._moves.send(held, held.leaving)
+        elif held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
+            self._fetches.send(held, held.transfer)
         elif held.transfer is not None:
             self._departures.send(held, held.transfer)
 
@@ -154,6 +158,7 @@ class SimInstance:
 
     def forgets(self, held: Held) -> None:
         self._moves.stop(held.key)
+        self._fetches.stop(held.key)
         if self._departures.forget(held.key) is not None:
             self._exchange.forget(held.key)
 
@@ -367,14 +372,20 @@ class SimInstance:
         """All KV of a request that is computed or decodes here, and may move so far, has moved."""
         if key in self._moves:
             self._moves.drained(key)
+        elif key in self._fetches:
+            self._fetches.drained(key)
         else:
             self._departures.drained(key)
 
     def land(self, key: RequestKey, duration_s: float) -> None:
-        """A request's whole KV is here."""
+        """A request's whole KV is here, or all granules of a fetch."""
         if self._is_dead:
             return
-        run, held = self._runs[key], self._untimed.held[key]
+        held = self._untimed.held[key]
+        if held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
+            self._untimed.land_kept(held, self._fetches.num_bytes(held), duration_s)
+            return
+        run = self._runs[key]
         num_tokens = run.request.num_prompt_tokens + len(run.token_times_s)
         num_bytes = 0 if held.transfer is None else self._departures.num_kv_bytes(run, held.transfer)
         self._untimed.land(held, num_tokens, num_bytes, duration_s)

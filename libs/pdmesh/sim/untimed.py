@@ -23,6 +23,7 @@ from typing import assert_never
 from pdmesh.core.commands import (
     AdmitPrefill,
     CancelMove,
+    FetchKept,
     FreeKv,
     GrantTransfer,
     GrowKv,
@@ -32,6 +33,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     ResumeDecode,
     RunStep,
+    SendKept,
     SetGroup,
     SetRole,
     StopInstance,
@@ -114,6 +116,8 @@ class UntimedInstance(Holding):
                 receiver = Held(key, command.num_blocks, None, transfer=transfer, chain=self._length_of(key).chain)
                 if self._take(receiver, transfer.num_reused_granules, command.drop):
                     self._report(DecodeReserved(self.instance_id, *key, transfer.transfer_id))
+            case FetchKept() | SendKept():
+                self._copy_kept(command)
             case RunStep(plan=plan):
                 assert not (plan.urgent and self.plans and self.plans[0].urgent), "two urgent plans"
                 if plan.urgent:
@@ -184,6 +188,19 @@ class UntimedInstance(Holding):
                     self._stay(held)
             case _:
                 assert_never(command)
+
+    def _copy_kept(self, command: FetchKept | SendKept) -> None:
+        """Take part in a copy of granules that are kept, of no request."""
+        key, transfer = (command.request_id, command.epoch), command.transfer
+        sends = isinstance(command, SendKept)
+        shard = transfer.sources[0] if sends else transfer.destinations[0]
+        held = Held(key, shard.num_blocks, None, leads=False, chain=command.chain, transfer=transfer)
+        held.is_computed = held.is_granted = sends
+        if isinstance(command, FetchKept):
+            if self._take(held, transfer.num_reused_granules, command.drop):
+                self._report(DecodeReserved(self.instance_id, *key, transfer.transfer_id))
+        elif self._take(held, len(command.chain), ()):
+            self._surroundings.sends(held)
 
     def _admit(self, command: AdmitPrefill) -> None:
         key = (command.request_id, command.epoch)
@@ -424,8 +441,15 @@ class UntimedInstance(Holding):
         self._report(TransferLanded(self.instance_id, *held.key, held.transfer.transfer_id, num_bytes, duration_s))
         self._decode(held)
 
+    def land_kept(self, held: Held, num_bytes: int, duration_s: float) -> None:
+        """All granules of a fetch are here, and stay."""
+        assert held.transfer is not None, f"{held.key} landed without a transfer"
+        self._keep(held, len(held.chain))
+        self._report(TransferLanded(self.instance_id, *held.key, held.transfer.transfer_id, num_bytes, duration_s))
+        self.release(held)
+
     def fail_transfer(self, held: Held, reason: str) -> None:
-        """Give a transfer up: as a receiver with what has come of it; as a source it keeps all."""
+        """Give a transfer up: as a receiver with what has come of it; as a source of a request it keeps all."""
         assert held.transfer is not None, f"{held.key} has no transfer to fail"
         self._report(TransferFailed(self.instance_id, *held.key, held.transfer.transfer_id, reason))
         if held.moves_on:

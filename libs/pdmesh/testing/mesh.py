@@ -121,17 +121,18 @@ class RunningMesh:
 
     def peer_read_bytes(self) -> float:
         """Bytes of KV that the mesh's instances copied from each other's caches."""
-        return self._total("kv_peer_read_bytes")
+        return self.total("kv_peer_read_bytes")
 
     def num_accepted_tokens(self) -> float:
         """Drafted tokens that were drawn."""
-        return self._total("spec_decode_num_accepted_tokens")
+        return self.total("spec_decode_num_accepted_tokens")
 
     def num_drafted_tokens(self) -> float:
         """Drafted tokens that were verified."""
-        return self._total("spec_decode_num_draft_tokens")
+        return self.total("spec_decode_num_draft_tokens")
 
-    def _total(self, counter: str) -> float:
+    def total(self, counter: str) -> float:
+        """Sum of a counter of all services, by its name without ``pdmesh:`` and ``_total``."""
         text = "\n".join(self.metrics().values())
         return sum(map(float, re.findall(rf"^pdmesh:{counter}(?:_total)? (\S+)$", text, re.M)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pdmesh.core.commands import Command, ToInstance
-from pdmesh.model import InstanceProfile, RequestKey
+from pdmesh.model import InstanceProfile, RequestKey, TransferPurpose
 from pdmesh.plans import TransferPlan
 from pdmesh.testing.modelled import ModelledInstance
 from pdmesh.testing.modelled_groups import ModelledPieces
@@ -50,9 +50,12 @@ class ModelledMesh:
         return receiver if waits else None
 
     def land(self, sender: ModelledInstance, receiver: ModelledInstance, key: RequestKey) -> None:
-        """All KV of a computed prompt has arrived: it decodes, and the sender frees its side."""
+        """All KV has arrived: a prompt's decodes, a fetch's is kept; and the sender frees its side."""
         held = sender.held[key]
-        receiver.untimed.land(receiver.held[key], held.num_tokens, 1, 0.0)
+        if held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
+            receiver.untimed.land_kept(receiver.held[key], 1, 0.0)
+        else:
+            receiver.untimed.land(receiver.held[key], held.num_tokens, 1, 0.0)
         sender.untimed.send(held, 1, 0.0, 0.0)
 
     def moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:

@@ -76,7 +76,7 @@ class Arrivals:
                 return
             self._context.gateways.open(request)
             request.trace = trace_of(self._context.tracing, request.generation, self._context.instance_id)
-        if outcome.token_index != request.sequence.num_output_tokens:
+        if outcome.token_id is None or outcome.token_index != request.sequence.num_output_tokens:
             reason = f"the first token came with index {outcome.token_index}"
             self._context.endings.fail_to_receive(request, transfer_id, reason)
             return

@@ -7,7 +7,7 @@ decide: it *refuses* whatever it cannot take (`RequestDropped`), and the schedul
 * `intake`: requests are taken or refused. `groups`: prompts that several instances compute.
 * `plans`, `results`: what the engine computes next, and what came of it. `growth`: room for what is generated.
 * `departures`, `arrivals`: KV that moves on after its prefill, at its source and at its destination.
-* `moves`: decodes that move while they run, on both sides.
+* `moves`: decodes that move while they run, on both sides. `fetches`: kept granules that are copied, on both sides.
 * `sequences`: the table of what is held. `endings`: how requests end. `context`: what these share.
 """
 
@@ -47,13 +47,14 @@ from pdmesh.kv.outcome import (
 from pdmesh.model import InstanceId, PrefixHashes, Resident, Role, TransferPurpose
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import Admit, ExpectKv, ExpectMove, Grant, PeerGone, Regroup
+from pdmesh.wire.messages import Admit, ExpectKv, ExpectMove, Fetch, Grant, PeerGone, Regroup, Send
 from pdmesh.worker.arrivals import Arrivals
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import Departures
 from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.endings import Endings
+from pdmesh.worker.fetches import Fetches
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake
@@ -68,7 +69,7 @@ from pdmesh.worker.spans import FREED
 log = structlog.get_logger()
 
 #: What the scheduler tells an instance: core commands, some of them with what only the services know.
-Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | ExpectMove | Grant | PeerGone
+Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | ExpectMove | Fetch | Send | Grant | PeerGone
 
 
 class Instance:
@@ -126,6 +127,7 @@ class Instance:
         self._intake = intake = Intake(context, groups=groups)
         self._departures = Departures(context, growth=growth)
         self._moves = moves = MovingDecodes(context, intake=intake)
+        self._fetches = Fetches(context, intake=intake)
         self._arrivals = Arrivals(context, intake=intake, moves=moves, growth=growth)
         self.results = Results(context, own=own, groups=groups, moves=moves, growth=growth)
 
@@ -144,6 +146,10 @@ class Instance:
                 self._groups.regroup(message, self.plans.newest_plan_id)
             case ExpectMove():
                 self._moves.expect(message)
+            case Fetch():
+                self._fetches.fetch(message)
+            case Send():
+                self._fetches.send(message)
             case Grant() if message.command.transfer.purpose is TransferPurpose.MOVE:
                 self._moves.grant(message)
             case Grant():
@@ -181,6 +187,9 @@ class Instance:
             return
         transfer = request.transfer if request.leaving is None else request.leaving.transfer
         if transfer is None:
+            return
+        if transfer.purpose is TransferPurpose.FETCH:
+            self._fetches.ended(request, outcome)
             return
         transfer_id = transfer.transfer_id
         match outcome:

@@ -6,11 +6,21 @@ import array
 
 import structlog
 
-from pdmesh.core.commands import PlaceDecode
+from pdmesh.core.commands import FetchKept, PlaceDecode, SendKept
 from pdmesh.core.events import KvReleased, RequestDropped
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
-from pdmesh.model import GRANULE_TOKENS, NO_TRANSFER, Epoch, PrefixHashes, RequestId, TransferId, num_blocks_for
+from pdmesh.model import (
+    GRANULE_TOKENS,
+    NO_TRANSFER,
+    Epoch,
+    GatewayId,
+    PrefixHashes,
+    RequestId,
+    SamplingParams,
+    TransferId,
+    num_blocks_for,
+)
 from pdmesh.wire.messages import Admit, Generation, unpack_token_ids
 from pdmesh.worker.block_tables import StalePrefix
 from pdmesh.worker.context import InstanceContext
@@ -134,8 +144,53 @@ class Intake:
         self._context.grammars.begin(generation.params.grammar)
         return request
 
+    def take_unknown(
+        self,
+        command: PlaceDecode | FetchKept | SendKept,
+        num_blocks: int,
+        chain: PrefixHashes,
+        num_reused_granules: int,
+        stage: Stage,
+    ) -> LocalRequest:
+        """Take blocks for a transfer of KV of which no tokens are known. Raises PdmeshError if that cannot be."""
+        self.check_new(command.request_id, command.epoch)
+        if num_blocks <= 0:
+            raise ProtocolError("no room is asked for")
+        prefix = reused(chain, num_reused_granules)
+        nobody = Generation(
+            request_id=command.request_id,
+            epoch=command.epoch,
+            gateway_id=GatewayId(""),
+            token_address="",
+            token_ids=b"",
+            num_prompt_tokens=0,
+            params=SamplingParams(max_tokens=1),
+        )
+        request = LocalRequest(
+            generation=nobody,
+            sequence=EngineSequence(
+                request_id=command.request_id,
+                params=nobody.params,
+                token_ids=array.array("i"),
+                num_prompt_tokens=0,
+                block_table=self._context.tables.table(num_blocks, prefix),
+            ),
+            stage=stage,
+            block_size=self._context.block_size,
+            max_kv_tokens=num_blocks * self._context.block_size,
+            chain=chain,
+            num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
+            transfer=command.transfer,
+            received_by=command.transfer.transfer_id,
+        )
+        self._context.sequences.add(request)
+        return request
+
     def refuse(
-        self, request: Generation | PlaceDecode, error: PdmeshError, transfer_id: TransferId = NO_TRANSFER
+        self,
+        request: Generation | PlaceDecode | FetchKept | SendKept,
+        error: PdmeshError,
+        transfer_id: TransferId = NO_TRANSFER,
     ) -> None:
         """Say that it is not taken, and that ``transfer_id`` holds no room here; and what is kept, if that was why."""
         request_id, epoch, reason = request.request_id, request.epoch, str(error)

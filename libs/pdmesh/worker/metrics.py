@@ -47,6 +47,10 @@ class WorkerMetrics:
         self.cache_hits = Counter(
             "pdmesh:prefix_cache_hits", "Of these, the tokens whose KV was here.", registry=self.registry
         )
+        self.fetched_tokens = Counter(
+            "pdmesh:prefix_cache_fetched_tokens", "Tokens whose KV came from another's cache.", registry=self.registry
+        )
+        self.fetched_bytes = Counter("pdmesh:prefix_cache_fetched_bytes", "Bytes of that.", registry=self.registry)
         self.stale_prefixes = Counter(
             "pdmesh:num_stale_prefixes", "Requests refused since KV to reuse was not here.", registry=self.registry
         )

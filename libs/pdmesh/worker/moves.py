@@ -6,8 +6,6 @@ goes on by itself only before the commit. The target takes the request with its 
 
 from __future__ import annotations
 
-import array
-
 import structlog
 
 from pdmesh.core.commands import CancelMove, ResumeDecode
@@ -18,11 +16,11 @@ from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transcript import pack_transcript, unpack_transcript
 from pdmesh.kv.transfer import KvDestination
-from pdmesh.model import GRANULE_TOKENS, GatewayId, InstanceId, SamplingParams, TransferId
-from pdmesh.wire.messages import ExpectMove, Generation, Grant, pack_token_ids
+from pdmesh.model import GRANULE_TOKENS, InstanceId, TransferId
+from pdmesh.wire.messages import ExpectMove, Grant, pack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
-from pdmesh.worker.intake import Intake, check_request, reused
+from pdmesh.worker.intake import Intake, check_request
 from pdmesh.worker.sequences import Leaving, LocalRequest, Stage
 from pdmesh.worker.spans import DONE
 
@@ -205,40 +203,9 @@ class MovingDecodes:
         """Take the blocks of a request that nothing else is known of. Raises PdmeshError if that cannot be."""
         command, num_granules = message.command, message.command.transfer.num_reused_granules
         num_tokens = command.num_blocks * self._context.block_size
-        self._intake.check_new(command.request_id, command.epoch)
-        if command.num_blocks <= 0:
-            raise ProtocolError("no room is asked for")
-        prefix = reused(message.chain, num_granules)
         if num_granules * GRANULE_TOKENS >= num_tokens:
             raise ProtocolError(f"room for {num_tokens} tokens, and {num_granules} granules that are there")
-        nobody = Generation(  # until its own comes
-            request_id=command.request_id,
-            epoch=command.epoch,
-            gateway_id=GatewayId(""),
-            token_address="",
-            token_ids=b"",
-            num_prompt_tokens=0,
-            params=SamplingParams(max_tokens=1),
-        )
-        request = LocalRequest(
-            generation=nobody,
-            sequence=EngineSequence(
-                request_id=command.request_id,
-                params=nobody.params,
-                token_ids=array.array("i"),
-                num_prompt_tokens=0,
-                block_table=self._context.tables.table(command.num_blocks, prefix),
-            ),
-            stage=Stage.RECEIVING,
-            block_size=self._context.block_size,
-            max_kv_tokens=num_tokens,
-            chain=message.chain,
-            num_reused_tokens=num_granules * GRANULE_TOKENS,
-            transfer=command.transfer,
-            received_by=command.transfer.transfer_id,
-        )
-        self._context.sequences.add(request)
-        return request
+        return self._intake.take_unknown(command, command.num_blocks, message.chain, num_granules, Stage.RECEIVING)
 
     def arrived(self, request: LocalRequest, outcome: LandedTransfer) -> None:
         """Take over the transcript that came with the KV. Raises ProtocolError if it cannot be this request's."""

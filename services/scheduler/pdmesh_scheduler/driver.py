@@ -19,10 +19,12 @@ import structlog
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
+    FetchKept,
     ForgetRequest,
     GrantTransfer,
     Outcome,
     PlaceDecode,
+    SendKept,
     SetGroup,
     SetRole,
     ToGateway,
@@ -51,12 +53,14 @@ from pdmesh.wire.messages import (
     CommandMessage,
     ExpectKv,
     ExpectMove,
+    Fetch,
     GatewayDown,
     Generation,
     Grant,
     MeshStatus,
     PeerGone,
     Regroup,
+    Send,
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
@@ -301,6 +305,12 @@ class Driver:
             case GrantTransfer():
                 addresses = self._addresses(command.transfer.destination_ids)
                 self._workers.post(command.instance_id, Grant(command=command, destination_addresses=addresses))
+            case FetchKept():
+                addresses = self._addresses(command.transfer.source_ids)
+                self._workers.post(command.instance_id, Fetch(command=command, source_addresses=addresses))
+            case SendKept():
+                addresses = self._addresses(command.transfer.destination_ids)
+                self._workers.post(command.instance_id, Send(command=command, destination_addresses=addresses))
             case ForgetRequest():
                 if command.outcome is Outcome.FINISHED:
                     # Its last token goes to the gateway on another way, and may be lost there with its instance.

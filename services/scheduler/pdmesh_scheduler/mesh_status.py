@@ -37,6 +37,7 @@ def mesh_status(
         max_model_len=max_model_len(profiles),
         num_gateways=num_gateways,
         num_coming=num_coming,
+        num_fetched_tokens=core.num_fetched_tokens,
         services=tuple(core.actuators.processes),
         pools=None if resize is None else resize.pools,
         links=tuple(

@@ -23,10 +23,14 @@ class AllocationKind(IntEnum):
     PROMISED = auto()  # room and a seat for KV on its way (virtual usage)
     RESIDENT = auto()  # its KV and its seat: it decodes here
     LEAVING = auto()  # its KV, freed soon: it decodes elsewhere now
+    FETCH = auto()  # of no request: granules on their way from one instance to another, on both
 
 
 #: Kinds of KV that does not stay.
 MOVES_AWAY = frozenset({AllocationKind.PREFILL, AllocationKind.LEAVING})
+
+#: Kinds of what decodes where it is, or will.
+HAVE_SEATS = frozenset({AllocationKind.LOCAL, AllocationKind.PROMISED, AllocationKind.RESIDENT})
 
 
 class Allocation:
@@ -101,6 +105,8 @@ class AllocationSums:
             if not self.long_prefill_tokens[allocation.long_tokens]:
                 del self.long_prefill_tokens[allocation.long_tokens]
         self.num_taken_blocks += sign * num_blocks
+        if kind is AllocationKind.FETCH:
+            return
         if kind is AllocationKind.PROMISED:
             self.num_seats_taken += sign
             self.num_promised_blocks += sign * num_blocks

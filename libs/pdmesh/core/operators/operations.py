@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pdmesh.core.commands import SetRole, StopInstance
-from pdmesh.core.instances.allocations import MOVES_AWAY, AllocationKind
+from pdmesh.core.instances.allocations import HAVE_SEATS, MOVES_AWAY, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import OperationRequested
@@ -39,8 +39,8 @@ COME_BACK_S = 600.0
 
 #: What an instance may hold in its new role.
 _STAYS: dict[Role, Collection[AllocationKind]] = {
-    Role.PREFILL: MOVES_AWAY,
-    Role.DECODE: (AllocationKind.LOCAL, AllocationKind.PROMISED, AllocationKind.RESIDENT),
+    Role.PREFILL: (*MOVES_AWAY, AllocationKind.FETCH),
+    Role.DECODE: (*HAVE_SEATS, AllocationKind.FETCH),
     Role.MIXED: tuple(AllocationKind),
 }
 

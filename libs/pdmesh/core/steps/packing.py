@@ -26,6 +26,7 @@ from pdmesh.core.steps.placing import (
     room_or_turn,
 )
 from pdmesh.core.steps.reusing import Candidate, Reusing
+from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.waiting.queue import in_order
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Role
@@ -61,11 +62,18 @@ class Packer:
     """Turns room into step plans, in rounds. A request is placed only when its first chunk is packed."""
 
     def __init__(
-        self, mesh: MeshState, plans_in_flight: int, bundle: Bundle, modes: Modes, handovers: HandOvers
+        self,
+        mesh: MeshState,
+        plans_in_flight: int,
+        bundle: Bundle,
+        modes: Modes,
+        handovers: HandOvers,
+        fetches: Fetches,
     ) -> None:
         self._mesh = mesh
         self._modes = modes
         self._handovers = handovers
+        self._fetches = fetches
         self._step_slots = StepSlots(mesh, plans_in_flight, bundle, modes)
         self.prefill_groups = GroupPlanner(mesh, modes)
 
@@ -89,6 +97,7 @@ class Packer:
                     self._modes,
                     self.prefill_groups,
                     self._handovers,
+                    self._fetches,
                     bundle,
                     now_s,
                     instances,
@@ -131,6 +140,7 @@ class Round:
         modes: Modes,
         prefill_groups: GroupPlanner,
         handovers: HandOvers,
+        fetches: Fetches,
         bundle: Bundle,
         now_s: float,
         instances: Iterable[InstanceState],
@@ -144,7 +154,7 @@ class Round:
         self._bundle = bundle
         self._now_s = now_s
         self._for_waiting = for_waiting
-        self._reusing = Reusing(mesh, now_s)
+        self._reusing = Reusing(mesh, fetches, now_s)
         self._least_work_tokens = mesh.queue.least_work_tokens
         self._step_slots: dict[InstanceId, StepSlot] = {}
         for instance in instances:
@@ -221,6 +231,7 @@ class Round:
                 return local
             by_cost = self._reusing.cheapest(head, depths, computing, bundle, offers, self._may_begin)
             if isinstance(by_cost, Candidate):
+                self._reusing.wait_for(head, by_cost, bundle.reuse)
                 return Wait.FOR_KEPT
             offers = by_cost
         placement = place(

@@ -17,6 +17,7 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.placing import MAX_ASKED
+from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.reuse import ReuseCost
@@ -29,6 +30,8 @@ class Candidate(NamedTuple):
     num_tokens: int
     ready_s: float  # until it can begin there
     cost_s: float  # predicted, to compare it with others
+    source: InstanceState | None = None  # is to send what is not there; None: nothing is to be sent
+    bring_s: float = 0.0  # until it is there then
 
 
 _COST_S = attrgetter("cost_s")
@@ -37,8 +40,9 @@ _COST_S = attrgetter("cost_s")
 class Reusing:
     """What is reused in one round of packing."""
 
-    def __init__(self, mesh: MeshState, now_s: float) -> None:
+    def __init__(self, mesh: MeshState, fetches: Fetches, now_s: float) -> None:
         self._mesh = mesh
+        self._fetches = fetches
         self._now_s = now_s
         self._awaited_s: dict[InstanceId, float] = {}  # work of the requests that wait for each
 
@@ -71,7 +75,8 @@ class Reusing:
             if takes(head.request, instance.view, _num_tokens(depths, instance))
         }
         busy: list[InstanceState] = []
-        for holder in self.holders(depths):
+        holders = self.holders(depths)
+        for holder in holders:
             if holder.instance_id in asked:
                 continue
             if may_begin(holder, head) and takes(head.request, holder.view, _num_tokens(depths, holder)):
@@ -82,34 +87,87 @@ class Reusing:
             return _one_by_one(first.values(), line)
         now = [self._candidate(head, instance, _num_tokens(depths, instance), reuse) for instance in asked.values()]
         now.sort(key=_COST_S)
-        later = [(holder, _num_tokens(depths, holder)) for holder in busy]
-        awaited = min(
-            [self._candidate(head, *each, reuse) for each in (*later, *self._coming(head, computing))],
-            default=None,
-            key=_COST_S,
-        )
+        later = [self._candidate(head, holder, _num_tokens(depths, holder), reuse) for holder in busy]
+        later += self._coming(head, computing, reuse)
+        fetched = self._fetched(head, depths, holders, (*now, *later), reuse)
+        awaited = min((*later, *fetched), default=None, key=_COST_S)
         if awaited is not None and self._had_better_wait(head, awaited, now[0].cost_s):
-            awaited_s = reuse.work_s(head.request, awaited.num_tokens)
-            instance_id = awaited.instance.instance_id
-            self._awaited_s[instance_id] = self._awaited_s.get(instance_id, 0.0) + awaited_s
             return awaited
         others = (each for each in _one_by_one(first.values(), line) if each.instance_id not in asked)
         return _one_by_one([candidate.instance for candidate in now], others)
 
+    def wait_for(self, head: RequestState, awaited: Candidate, reuse: ReuseCost) -> None:
+        """Count the head as work of an instance for which it waits, and ask for what that is to be sent."""
+        instance_id = awaited.instance.instance_id
+        work_s = reuse.work_s(head.request, awaited.num_tokens)
+        self._awaited_s[instance_id] = self._awaited_s.get(instance_id, 0.0) + work_s
+        if awaited.source is not None:
+            assert head.awaits_until_s is not None, f"{head.key} waits for ever"
+            self._fetches.begin(
+                head,
+                awaited.source,
+                awaited.instance,
+                awaited.num_tokens // GRANULE_TOKENS,
+                arrives_s=self._now_s + awaited.bring_s,
+                until_s=head.awaits_until_s,
+            )
+
     def _candidate(
-        self, head: RequestState, instance: InstanceState, num_tokens: int, reuse: ReuseCost
+        self, head: RequestState, instance: InstanceState, num_tokens: int, reuse: ReuseCost, there_in_s: float = 0.0
     ) -> Candidate:
         """The head computed on an instance that keeps so many of its tokens, or will."""
-        ready_s = self.ready_s(instance, reuse)
+        ready_s = max(self.ready_s(instance, reuse), there_in_s)
         return Candidate(instance, num_tokens, ready_s, reuse.cost_s(head.request, num_tokens, ready_s))
 
-    def _coming(self, head: RequestState, computing: Iterable[RequestState]) -> Iterator[tuple[InstanceState, int]]:
-        """Yield where others compute tokens of the head's prompt, and how many it will find there."""
+    def _coming(self, head: RequestState, computing: Iterable[RequestState], reuse: ReuseCost) -> Iterator[Candidate]:
+        """Yield the instances where others compute tokens of the head's prompt, or to which they are on their way."""
         chain = head.request.chain
         for state in islice(computing, MAX_ASKED):
             instance = self._mesh.instances[state.prefill_ids[0]]
             if instance.takes_prompts and instance.could_prefill(head.request):
-                yield instance, _num_common(chain, state.request.chain) * GRANULE_TOKENS
+                num_tokens = _num_common(chain, state.request.chain) * GRANULE_TOKENS
+                yield self._candidate(head, instance, num_tokens, reuse)
+        for fetch in islice(self._fetches.coming(head), MAX_ASKED):
+            destination = self._mesh.instances.get(fetch.destination_id)
+            if destination is not None and destination.could_prefill(head.request):
+                num_tokens = _num_common(chain, fetch.transfer.chain) * GRANULE_TOKENS
+                yield self._candidate(head, destination, num_tokens, reuse, fetch.arrives_s - self._now_s)
+
+    def _fetched(
+        self,
+        head: RequestState,
+        depths: Mapping[int, int],
+        holders: Iterable[InstanceState],
+        known: Sequence[Candidate],
+        reuse: ReuseCost,
+    ) -> Iterator[Candidate]:
+        """Yield those of the ``known`` candidates to which a holder could send more than they keep.
+
+        None of those can cost less than what that leaves to compute, so most heads look at no pair of instances.
+        """
+        request, least_s = head.request, min([candidate.cost_s for candidate in known])
+        for source in holders:
+            num_tokens = _num_tokens(depths, source)
+            if reuse.cost_s(request, num_tokens, 0.0) >= least_s:
+                return
+            if not self._fetches.may_send(source):
+                continue
+            cut = self._mesh.cut.of(source.instance_id)
+            for candidate in known:
+                instance = candidate.instance
+                if (
+                    candidate.num_tokens < num_tokens
+                    and instance.exact_group == source.exact_group
+                    and instance.instance_id not in cut
+                    and self._fetches.may_receive(instance)
+                    and instance.can_prefill(request)
+                ):
+                    num_missing = num_tokens - _num_tokens(depths, instance)
+                    num_bytes = num_missing * instance.profile.kv_layout.token_bytes
+                    bring_s = reuse.fetch_s(source.view, instance.view, num_bytes)
+                    ready_s = max(candidate.ready_s, bring_s)
+                    cost_s = reuse.cost_s(request, num_tokens, candidate.ready_s, bring_s)
+                    yield Candidate(instance, num_tokens, ready_s, cost_s, source, bring_s)
 
     def cheapest_local(
         self,

@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from pdmesh.core.transfers.transfer import Transfer, TransferState
-from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
+from pdmesh.model import InstanceId, PrefixHashes, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import KvShard, TransferPlan
 
 _RANK = attrgetter("rank")
 
-#: Of a receiver's backends, that running decodes which move there may have: prompts are waited for, these are not.
-MAX_MOVE_BACKENDS = 2
+#: Of a receiver's backends, that running decodes which move there may have, and fetches: a prompt that is handed over
+#: waits for its own, and these are no hurry.
+MAX_OTHER_BACKENDS = 2
 
 
 #: Turns of those that wait, from the earliest.
@@ -48,15 +49,16 @@ class _Receiver:
 
     def may_begin(self, transfer: Transfer) -> bool:
         """Whether its kind may have one more of the backends."""
-        return not transfer.is_move or self.num_moves < self.most_moves
+        return transfer.is_hand_over or self.num_others < self.most_others
 
     @property
-    def num_moves(self) -> int:
-        return sum(granted.is_move for granted in self.granted.values())
+    def num_others(self) -> int:
+        """Return how many backends moves and fetches have."""
+        return sum(not granted.is_hand_over for granted in self.granted.values())
 
     @property
-    def most_moves(self) -> int:
-        return max(1, min(MAX_MOVE_BACKENDS, self.num_backends - 1))
+    def most_others(self) -> int:
+        return max(1, min(MAX_OTHER_BACKENDS, self.num_backends - 1))
 
     @property
     def num_returning(self) -> int:
@@ -109,6 +111,7 @@ class TransferBroker:
         destinations: tuple[KvShard, ...],
         rank: int | None = None,
         num_reused_granules: int = 0,
+        chain: PrefixHashes = (),
     ) -> Transfer:
         """A new transfer, with a name and a capability of its own; ``rank`` if its request was offered before."""
         self._num_opened += 1
@@ -120,7 +123,7 @@ class TransferBroker:
             capability=self.new_capability(),
             num_reused_granules=num_reused_granules,
         )
-        transfer = self._transfers[plan.transfer_id] = Transfer(key, plan, rank)
+        transfer = self._transfers[plan.transfer_id] = Transfer(key, plan, rank, chain)
         return transfer
 
     def new_capability(self) -> int:
@@ -186,7 +189,7 @@ class TransferBroker:
     def takes_move(self, receiver_id: InstanceId) -> bool:
         """Whether one more running decode could move there now, without waiting for a backend."""
         receiver = self._receivers.get(receiver_id)
-        return receiver is not None and not receiver.is_full and receiver.num_moves < receiver.most_moves
+        return receiver is not None and not receiver.is_full and receiver.num_others < receiver.most_others
 
     def granted(self, receiver_id: InstanceId) -> tuple[RequestKey, ...]:
         """The requests that have a backend of this receiver."""
@@ -283,7 +286,7 @@ class TransferBroker:
     def _next_grantable(self, receiver: _Receiver) -> Transfer | None:
         """The first by its turn, if its destinations have backends.
 
-        Moves are passed over while as many are under way as may be.
+        Moves and fetches are passed over while as many are under way as may be.
         """
         if receiver.is_full or not receiver.line:
             return None

@@ -12,6 +12,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.core.transfers.receivers import has_all_kv, lose_receiver
 from pdmesh.core.transfers.transfer import Side, Transfer, TransferState
 from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER
@@ -20,8 +21,9 @@ from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER
 class TransferReports:
     """Takes note of them; what does not fit the mesh state is counted, and changes nothing."""
 
-    def __init__(self, mesh: MeshState) -> None:
+    def __init__(self, mesh: MeshState, fetches: Fetches) -> None:
         self._mesh = mesh
+        self._fetches = fetches
 
     def reserved(self, event: DecodeReserved) -> None:
         if transfer := self._find(event, Side.DESTINATION):
@@ -57,10 +59,13 @@ class TransferReports:
             for source_id in transfer.source_ids:
                 self._mesh.cut.forgive(source_id, event.instance_id)
             self._mesh.grant(self._mesh.broker.land(transfer, event.instance_id))
+            if transfer.is_fetch:
+                self._fetches.landed(key)
+                return
             state = self._mesh.requests[event.request_id]
             if state.move is not None and state.move.transfer is transfer:
                 self._mesh.land_move(state)
-            elif transfer.state is TransferState.LANDED and not transfer.is_move:
+            elif transfer.state is TransferState.LANDED and transfer.is_hand_over:
                 self._mesh.land(state)
 
     def sent(self, event: TransferSent) -> None:
@@ -74,6 +79,8 @@ class TransferReports:
                 for destination_id in transfer.destination_ids:
                     self._mesh.cut.note(source_id, destination_id, now_s)
         key = (event.request_id, event.epoch)
+        if self._fetches.failed(key):
+            return
         state = self._mesh.find(key)
         if state is None or not state.needs(event.instance_id):
             self._mesh.free(event.instance_id, key)  # a move's target, or a sender without acknowledgement

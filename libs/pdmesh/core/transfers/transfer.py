@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from pdmesh.model import InstanceId, RequestKey, TransferPurpose
+from pdmesh.model import InstanceId, PrefixHashes, RequestKey, TransferPurpose
 from pdmesh.plans import TransferPlan
 
 
@@ -35,10 +35,14 @@ class Side(Enum):
 class Transfer:
     """One KV transfer. Its methods are its transitions; each may come late, or twice, from outside."""
 
-    def __init__(self, key: RequestKey, plan: TransferPlan, rank: int | None = None) -> None:
-        """``rank`` is that of its request's first offer, if that was offered to an earlier receiver."""
+    def __init__(self, key: RequestKey, plan: TransferPlan, rank: int | None = None, chain: PrefixHashes = ()) -> None:
+        """``rank`` is that of its request's first offer, if that was offered to an earlier receiver.
+
+        ``chain`` are the granules that a fetch brings, and those before them.
+        """
         self.key = key
         self.plan = plan
+        self.chain = chain
         self.source_ids = plan.source_ids
         self.destination_ids = plan.destination_ids
         self.rank = rank  # by first offer, among all requests
@@ -80,8 +84,13 @@ class Transfer:
         return self.withdrawn or not self._unlanded
 
     @property
-    def is_move(self) -> bool:
-        return self.plan.purpose is TransferPurpose.MOVE
+    def is_hand_over(self) -> bool:
+        """Whether a request waits for it to decode; others it finds where they were."""
+        return self.plan.purpose is TransferPurpose.HAND_OVER
+
+    @property
+    def is_fetch(self) -> bool:
+        return self.plan.purpose is TransferPurpose.FETCH
 
     def ids_of(self, side: Side) -> tuple[InstanceId, ...]:
         return self.source_ids if side is Side.SOURCE else self.destination_ids

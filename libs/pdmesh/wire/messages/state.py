@@ -125,6 +125,7 @@ class MeshStatus(Message, frozen=True, kw_only=True):
     tenants: tuple[TenantStatus, ...] = ()  # for operators alone, as is
     services: tuple[ManagedProcess, ...] = ()  # all that `pdmesh up` keeps running
     links: tuple[LinkStatus, ...] = ()  # of the last minute; some, where there are many
+    num_fetched_tokens: int = 0  # whose KV was copied to be kept elsewhere, too, since the scheduler started
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

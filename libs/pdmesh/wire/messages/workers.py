@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, SetGroup
+from pdmesh.core.commands import AdmitPrefill, FetchKept, GrantTransfer, PlaceDecode, SendKept, SetGroup
 from pdmesh.model import (
     GatewayId,
     InstanceId,
@@ -107,6 +107,20 @@ class Grant(Message, frozen=True, kw_only=True):
     destination_addresses: tuple[bytes, ...]
 
 
+class Fetch(Message, frozen=True, kw_only=True):
+    """A `FetchKept` with the source's data address, for the acknowledgement."""
+
+    command: FetchKept
+    source_addresses: tuple[bytes, ...]
+
+
+class Send(Message, frozen=True, kw_only=True):
+    """A `SendKept` with the destination's data address."""
+
+    command: SendKept
+    destination_addresses: tuple[bytes, ...]
+
+
 class PeerGone(Message, frozen=True, kw_only=True):
     """An instance was lost, or has begun anew: nobody will answer at this data address any more."""
 
@@ -134,6 +148,8 @@ WorkerDown = (
     | Regroup
     | ExpectKv
     | ExpectMove
+    | Fetch
+    | Send
     | Grant
     | PeerGone
     | CheckPeers

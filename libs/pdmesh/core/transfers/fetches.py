@@ -1,0 +1,190 @@
+"""Granules that one instance keeps are copied to another one, where a request is then computed from them on.
+
+A fetch is of no request: under a key of its own it holds what it copies at its source, and blocks for it at its
+destination. The request that wanted it waits for it as it does for any instance that will keep its prefix, and so may
+others. A fetch that comes to nothing just ends, and the request waits for nothing any more: it ends when it would take
+longer than that, when either side is lost, silent or no longer used, and when either is short of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from pdmesh.core.commands import FetchKept
+from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import RequestState
+from pdmesh.core.transfers.transfer import Transfer
+from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, RequestKey, TransferPurpose
+
+#: From one instance, or to one, at once: two are sent, and the next are ready.
+MAX_AT_ONCE = 4
+
+
+class Fetch:
+    """A copy under way."""
+
+    # Not a dataclass: mypyc would leave __init__ to the interpreter.
+    def __init__(self, transfer: Transfer, wanted_by: RequestKey, arrives_s: float, until_s: float) -> None:
+        """It is predicted to land at ``arrives_s``, and of no use after ``until_s``."""
+        self.transfer = transfer
+        self.wanted_by = wanted_by
+        self.arrives_s = arrives_s
+        self.until_s = until_s
+        self.source_id: InstanceId = transfer.source_ids[0]
+        self.destination_id: InstanceId = transfer.destination_ids[0]
+        self.first_granule: PrefixHash = transfer.chain[transfer.plan.num_reused_granules]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose KV is copied."""
+        return (len(self.transfer.chain) - self.transfer.plan.num_reused_granules) * GRANULE_TOKENS
+
+    @property
+    def key(self) -> RequestKey:
+        return self.transfer.key
+
+
+class Fetches:
+    """All that are under way."""
+
+    def __init__(self, mesh: MeshState) -> None:
+        self._mesh = mesh
+        self._all: dict[RequestKey, Fetch] = {}
+        self.num_fetched_tokens = 0  # that have landed
+        self._coming: dict[PrefixHash, list[Fetch]] = {}  # by the first granule that each brings
+
+    @property
+    def next_deadline_s(self) -> float:
+        """Infinite if there is none."""
+        return min([fetch.until_s for fetch in self._all.values()], default=inf)
+
+    def coming(self, state: RequestState) -> Iterator[Fetch]:
+        """Yield those that bring granules of a request's prompt."""
+        coming = self._coming
+        for granule in state.request.chain if coming else ():
+            yield from coming.get(granule, ())
+
+    def may_send(self, source: InstanceState) -> bool:
+        """Whether one more may begin from there."""
+        return source.takes_new and self._num_of(source.instance_id) < MAX_AT_ONCE
+
+    def may_receive(self, destination: InstanceState) -> bool:
+        """Whether one more may begin to there."""
+        return destination.takes_prompts and not destination.low and self._num_of(destination.instance_id) < MAX_AT_ONCE
+
+    def _num_of(self, instance_id: InstanceId) -> int:
+        return sum([instance_id in (fetch.source_id, fetch.destination_id) for fetch in self._all.values()])
+
+    # --- one begins ---
+
+    def begin(
+        self,
+        state: RequestState,
+        source: InstanceState,
+        destination: InstanceState,
+        num_granules: int,
+        *,
+        arrives_s: float,
+        until_s: float,
+    ) -> None:
+        """Copy the first granules of a request's prompt, which the source keeps."""
+        mesh, request, chain = self._mesh, state.request, state.request.chain[:num_granules]
+        key = RequestId(f"fetch-{mesh.broker.new_capability():016x}"), Epoch(0)
+        num_blocks = num_granules * source.kept.granule_blocks
+        num_there = destination.num_kept_granules(request)
+        transfer = mesh.broker.open(
+            key,
+            TransferPurpose.FETCH,
+            (source.shard(num_blocks),),
+            (destination.shard(num_blocks),),
+            num_reused_granules=num_there,
+            chain=chain,
+        )
+        fetch = self._all[key] = Fetch(transfer, state.key, arrives_s, until_s)
+        self._coming.setdefault(fetch.first_granule, []).append(fetch)
+        for instance, num_reused in ((source, num_granules), (destination, num_there)):
+            instance.take(
+                key,
+                num_blocks,
+                AllocationKind.FETCH,
+                transfer_id=transfer.plan.transfer_id,
+                chain=chain,
+                num_reused=num_reused,
+                tenant=request.tenant,
+                share=request.share,
+            )
+        mesh.commands.append(
+            FetchKept(
+                instance_id=destination.instance_id,
+                request_id=key[0],
+                epoch=key[1],
+                transfer=transfer.plan,
+                chain=chain,
+                wanted_by=state.key,
+                drop=destination.drop_for_room(),
+            )
+        )
+        mesh.grant(mesh.broker.offer(transfer))
+
+    # --- one ends ---
+
+    def landed(self, key: RequestKey) -> None:
+        """All of it is kept at its destination. Both sides give back their blocks by themselves."""
+        if (fetch := self._all.get(key)) is not None:
+            self.num_fetched_tokens += fetch.num_tokens
+            self._forget(fetch)
+
+    def failed(self, key: RequestKey) -> bool:
+        """A side has given it up; False if there is no such fetch."""
+        fetch = self._all.get(key)
+        if fetch is not None:
+            self._end(fetch)
+        return fetch is not None
+
+    def end_useless(self, now_s: float) -> None:
+        """End those that cannot land any more, or not in time, or whose blocks others need."""
+        if self._all:
+            for fetch in [fetch for fetch in self._all.values() if self._is_useless(fetch, now_s)]:
+                self._end(fetch)
+
+    def _is_useless(self, fetch: Fetch, now_s: float) -> bool:
+        key, instances = fetch.key, self._mesh.instances
+        source, destination = instances.get(fetch.source_id), instances.get(fetch.destination_id)
+        return (
+            source is None
+            or destination is None
+            or fetch.until_s <= now_s
+            or fetch.transfer.withdrawn
+            or key not in source.allocations
+            or key not in destination.allocations
+            or not (source.takes_new and destination.takes_prompts)
+            or bool(source.low or destination.low)
+        )
+
+    def _end(self, fetch: Fetch) -> None:
+        self._forget(fetch)
+        self._mesh.broker.withdraw(fetch.transfer)
+        self._mesh.free(fetch.source_id, fetch.key)
+        self._mesh.free(fetch.destination_id, fetch.key)
+        if (state := self._mesh.find(fetch.wanted_by)) is not None:
+            state.await_until(-inf)
+
+    def _forget(self, fetch: Fetch) -> None:
+        del self._all[fetch.key]
+        coming = self._coming[fetch.first_granule]
+        coming.remove(fetch)
+        if not coming:
+            del self._coming[fetch.first_granule]
+
+    def check_integrity(self) -> None:
+        """AssertionError names what does not balance."""
+        listed = [fetch for fetches in self._coming.values() for fetch in fetches]
+        assert len(listed) == len(self._all), f"{len(listed)} fetches by granule, {len(self._all)} by key"
+        assert all(self._all.get(fetch.key) is fetch for fetch in listed), "a fetch is listed that is over"
+        for instance in self._mesh.instances.values():
+            for key, allocation in instance.allocations.items():
+                if allocation.kind is AllocationKind.FETCH:
+                    assert self._mesh.find(key) is None, f"{key} is a fetch, and a request"
