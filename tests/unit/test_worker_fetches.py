@@ -26,7 +26,7 @@ from pdmesh.plans import TransferPlan
 from pdmesh.testing.reuse import GREEDY, a_generation, granules_of, random_tokens, run
 from pdmesh.testing.worker import CAPABILITY, RunningInstance, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import Fetch, Send
+from pdmesh.wire.messages import ExpectKept, GrantKept
 
 pytestmark = pytest.mark.anyio
 
@@ -89,9 +89,9 @@ def tell(
         wanted_by=(RequestId("second"), EPOCH),
         drop=drop,
     )
-    destination.instance.handle(Fetch(command=fetch, source_addresses=(source.address,)))
+    destination.instance.handle(ExpectKept(command=fetch, source_addresses=(source.address,)))
     send = SendKept(instance_id=source.instance.instance_id, request_id=FETCH, epoch=EPOCH, transfer=plan, chain=chain)
-    source.instance.handle(Send(command=send, destination_addresses=(destination.address,)))
+    source.instance.handle(GrantKept(command=send, destination_addresses=(destination.address,)))
 
 
 def free(instance: RunningInstance) -> None:

@@ -10,7 +10,7 @@ from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import GRANULE_TOKENS, blocks_of_granule
-from pdmesh.wire.messages import Fetch, Send
+from pdmesh.wire.messages import ExpectKept, GrantKept
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
 from pdmesh.worker.intake import Intake
@@ -19,14 +19,14 @@ from pdmesh.worker.sequences import LocalRequest, Stage
 log = structlog.get_logger()
 
 
-class Fetches:
+class KeptCopies:
     """What an instance copies from others, and they from it."""
 
     def __init__(self, context: InstanceContext, *, intake: Intake) -> None:
         self._context = context
         self._intake = intake
 
-    def fetch(self, message: Fetch) -> None:
+    def fetch(self, message: ExpectKept) -> None:
         """Make room for granules, and expect them."""
         command, transfer = message.command, message.command.transfer
         self._context.tables.drop(command.drop)
@@ -53,7 +53,7 @@ class Fetches:
             DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
         )
 
-    def send(self, message: Send) -> None:
+    def send(self, message: GrantKept) -> None:
         """Send granules that are kept here."""
         command, transfer = message.command, message.command.transfer
         num_granules = len(command.chain)

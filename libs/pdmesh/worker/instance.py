@@ -47,14 +47,14 @@ from pdmesh.kv.outcome import (
 from pdmesh.model import InstanceId, PrefixHashes, Resident, Role, TransferPurpose
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import Admit, ExpectKv, ExpectMove, Fetch, Grant, PeerGone, Regroup, Send
+from pdmesh.wire.messages import Admit, ExpectKept, ExpectKv, ExpectMove, Grant, GrantKept, PeerGone, Regroup
 from pdmesh.worker.arrivals import Arrivals
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import Departures
 from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.endings import Endings
-from pdmesh.worker.fetches import Fetches
+from pdmesh.worker.fetches import KeptCopies
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake
@@ -69,7 +69,7 @@ from pdmesh.worker.spans import FREED
 log = structlog.get_logger()
 
 #: What the scheduler tells an instance: core commands, some of them with what only the services know.
-Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | ExpectMove | Fetch | Send | Grant | PeerGone
+Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | ExpectMove | ExpectKept | GrantKept | Grant | PeerGone
 
 
 class Instance:
@@ -127,7 +127,7 @@ class Instance:
         self._intake = intake = Intake(context, groups=groups)
         self._departures = Departures(context, growth=growth)
         self._moves = moves = MovingDecodes(context, intake=intake)
-        self._fetches = Fetches(context, intake=intake)
+        self._fetches = KeptCopies(context, intake=intake)
         self._arrivals = Arrivals(context, intake=intake, moves=moves, growth=growth)
         self.results = Results(context, own=own, groups=groups, moves=moves, growth=growth)
 
@@ -146,9 +146,9 @@ class Instance:
                 self._groups.regroup(message, self.plans.newest_plan_id)
             case ExpectMove():
                 self._moves.expect(message)
-            case Fetch():
+            case ExpectKept():
                 self._fetches.fetch(message)
-            case Send():
+            case GrantKept():
                 self._fetches.send(message)
             case Grant() if message.command.transfer.purpose is TransferPurpose.MOVE:
                 self._moves.grant(message)

@@ -51,16 +51,16 @@ from pdmesh.policy.views import InstanceView
 from pdmesh.wire.messages import (
     Admit,
     CommandMessage,
+    ExpectKept,
     ExpectKv,
     ExpectMove,
-    Fetch,
     GatewayDown,
     Generation,
     Grant,
+    GrantKept,
     MeshStatus,
     PeerGone,
     Regroup,
-    Send,
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
@@ -307,10 +307,10 @@ class Driver:
                 self._workers.post(command.instance_id, Grant(command=command, destination_addresses=addresses))
             case FetchKept():
                 addresses = self._addresses(command.transfer.source_ids)
-                self._workers.post(command.instance_id, Fetch(command=command, source_addresses=addresses))
+                self._workers.post(command.instance_id, ExpectKept(command=command, source_addresses=addresses))
             case SendKept():
                 addresses = self._addresses(command.transfer.destination_ids)
-                self._workers.post(command.instance_id, Send(command=command, destination_addresses=addresses))
+                self._workers.post(command.instance_id, GrantKept(command=command, destination_addresses=addresses))
             case ForgetRequest():
                 if command.outcome is Outcome.FINISHED:
                     # Its last token goes to the gateway on another way, and may be lost there with its instance.

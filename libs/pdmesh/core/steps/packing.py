@@ -25,7 +25,7 @@ from pdmesh.core.steps.placing import (
     place_locally,
     room_or_turn,
 )
-from pdmesh.core.steps.reusing import Candidate, Reusing
+from pdmesh.core.steps.reusing import PrefillCandidate, Reusing
 from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.waiting.queue import in_order
@@ -230,7 +230,7 @@ class Round:
             if local is not None:
                 return local
             by_cost = self._reusing.cheapest(head, depths, computing, bundle, offers, self._may_begin)
-            if isinstance(by_cost, Candidate):
+            if isinstance(by_cost, PrefillCandidate):
                 self._reusing.wait_for(head, by_cost, bundle.reuse)
                 return Wait.FOR_KEPT
             offers = by_cost

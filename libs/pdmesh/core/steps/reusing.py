@@ -23,7 +23,7 @@ from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.reuse import ReuseCost
 
 
-class Candidate(NamedTuple):
+class PrefillCandidate(NamedTuple):
     """A way to compute a prompt: where, how many of its first tokens need not be computed there, and what it costs."""
 
     instance: InstanceState
@@ -59,7 +59,7 @@ class Reusing:
         bundle: Bundle,
         offers: Iterable[InstanceState],
         may_begin: Callable[[InstanceState, RequestState], bool],
-    ) -> Iterator[InstanceState] | Candidate:
+    ) -> Iterator[InstanceState] | PrefillCandidate:
         """Return the ``offers`` and the holders that ``may_begin`` it, the cheapest first; or what it waits for.
 
         Of the offers the first few alone are compared; the others come behind them. What others are ``computing`` now
@@ -96,7 +96,7 @@ class Reusing:
         others = (each for each in _one_by_one(first.values(), line) if each.instance_id not in asked)
         return _one_by_one([candidate.instance for candidate in now], others)
 
-    def wait_for(self, head: RequestState, awaited: Candidate, reuse: ReuseCost) -> None:
+    def wait_for(self, head: RequestState, awaited: PrefillCandidate, reuse: ReuseCost) -> None:
         """Count the head as work of an instance for which it waits, and ask for what that is to be sent."""
         instance_id = awaited.instance.instance_id
         work_s = reuse.work_s(head.request, awaited.num_tokens)
@@ -114,12 +114,14 @@ class Reusing:
 
     def _candidate(
         self, head: RequestState, instance: InstanceState, num_tokens: int, reuse: ReuseCost, there_in_s: float = 0.0
-    ) -> Candidate:
+    ) -> PrefillCandidate:
         """The head computed on an instance that keeps so many of its tokens, or will."""
         ready_s = max(self.ready_s(instance, reuse), there_in_s)
-        return Candidate(instance, num_tokens, ready_s, reuse.cost_s(head.request, num_tokens, ready_s))
+        return PrefillCandidate(instance, num_tokens, ready_s, reuse.cost_s(head.request, num_tokens, ready_s))
 
-    def _coming(self, head: RequestState, computing: Iterable[RequestState], reuse: ReuseCost) -> Iterator[Candidate]:
+    def _coming(
+        self, head: RequestState, computing: Iterable[RequestState], reuse: ReuseCost
+    ) -> Iterator[PrefillCandidate]:
         """Yield the instances where others compute tokens of the head's prompt, or to which they are on their way."""
         chain = head.request.chain
         for state in islice(computing, MAX_ASKED):
@@ -138,9 +140,9 @@ class Reusing:
         head: RequestState,
         depths: Mapping[int, int],
         holders: Iterable[InstanceState],
-        known: Sequence[Candidate],
+        known: Sequence[PrefillCandidate],
         reuse: ReuseCost,
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[PrefillCandidate]:
         """Yield those of the ``known`` candidates to which a holder could send more than they keep.
 
         None of those can cost less than what that leaves to compute, so most heads look at no pair of instances.
@@ -167,7 +169,7 @@ class Reusing:
                     bring_s = reuse.fetch_s(source.view, instance.view, num_bytes)
                     ready_s = max(candidate.ready_s, bring_s)
                     cost_s = reuse.cost_s(request, num_tokens, candidate.ready_s, bring_s)
-                    yield Candidate(instance, num_tokens, ready_s, cost_s, source, bring_s)
+                    yield PrefillCandidate(instance, num_tokens, ready_s, cost_s, source, bring_s)
 
     def cheapest_local(
         self,
@@ -216,7 +218,7 @@ class Reusing:
         costs = [self._candidate(head, each, _num_tokens(depths, each), reuse).cost_s for each in some]
         return min(costs, default=inf)
 
-    def _had_better_wait(self, head: RequestState, awaited: Candidate, least_s: float) -> bool:
+    def _had_better_wait(self, head: RequestState, awaited: PrefillCandidate, least_s: float) -> bool:
         """Whether waiting costs less than ``least_s``, now and when the head began to wait."""
         if awaited.cost_s >= least_s:
             return False

@@ -107,14 +107,14 @@ class Grant(Message, frozen=True, kw_only=True):
     destination_addresses: tuple[bytes, ...]
 
 
-class Fetch(Message, frozen=True, kw_only=True):
+class ExpectKept(Message, frozen=True, kw_only=True):
     """A `FetchKept` with the source's data address, for the acknowledgement."""
 
     command: FetchKept
     source_addresses: tuple[bytes, ...]
 
 
-class Send(Message, frozen=True, kw_only=True):
+class GrantKept(Message, frozen=True, kw_only=True):
     """A `SendKept` with the destination's data address."""
 
     command: SendKept
@@ -148,8 +148,8 @@ WorkerDown = (
     | Regroup
     | ExpectKv
     | ExpectMove
-    | Fetch
-    | Send
+    | ExpectKept
+    | GrantKept
     | Grant
     | PeerGone
     | CheckPeers
