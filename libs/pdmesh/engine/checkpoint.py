@@ -46,6 +46,7 @@ class LayerWeights:
     output: Linear
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
+    sinks: Tensor | None  # of each head, fp32
     mlp: Mlp | Experts
     mlp_output_norm: Norm | None
 
@@ -175,17 +176,18 @@ class _Reader:
             ),
             attention_output_norm=norm(names.attention_output_norm),
             mlp_norm=norm(names.mlp_norm),
+            sinks=self._sinks(f"{prefix}.{names.sinks}") if config.has_sinks else None,
             mlp=(
-                self._mlp(prefix, names.gate_up, names.down, config.intermediate_size)
+                self._mlp(prefix, names.gate_up, names.down, config.intermediate_size, has_bias=config.mlp_bias)
                 if layer.experts is None
                 else self._experts(prefix, layer.experts)
             ),
             mlp_output_norm=norm(names.mlp_output_norm),
         )
 
-    def _mlp(self, prefix: str, gate_up: tuple[str, ...], down: str, inner: int) -> Mlp:
+    def _mlp(self, prefix: str, gate_up: tuple[str, ...], down: str, inner: int, *, has_bias: bool) -> Mlp:
         config = self.config
-        num_gates, has_bias = 2 if config.is_gated else 1, config.mlp_bias
+        num_gates = 2 if config.is_gated else 1
         own = [self.share.outputs(inner)] * num_gates
         return Mlp(
             self._linear(prefix, gate_up, [inner] * num_gates, config.hidden_size, own=own, has_bias=has_bias),
@@ -197,9 +199,18 @@ class _Reader:
         prefixes = [f"{prefix}.{names.expert.format(number)}" for number in range(experts.num_experts)]
         return Experts(
             experts,
-            self._linear(prefix, (names.router,), [experts.num_experts], self.config.hidden_size),
+            self._linear(
+                prefix, (names.router,), [experts.num_experts], self.config.hidden_size, has_bias=experts.has_bias
+            ),
             tuple(
-                self._mlp(each, names.expert_gate_up, names.expert_down, experts.intermediate_size) for each in prefixes
+                self._mlp(
+                    each,
+                    names.expert_gate_up,
+                    names.expert_down,
+                    experts.intermediate_size,
+                    has_bias=experts.has_bias or self.config.mlp_bias,
+                )
+                for each in prefixes
             ),
         )
 
@@ -343,6 +354,10 @@ class _Reader:
         if self.packed and multiplies:
             return fastest_vocabulary(weight, self.memory, self.library)
         return PlainLinear(weight, None)
+
+    def _sinks(self, name: str) -> Tensor:
+        heads = None if self.share.is_whole else self.share.heads(self.config)
+        return self._tensor(name, (self.config.num_heads,), torch.float32, heads)
 
     def _norm(self, name: str, size: int, order: Order = None) -> Norm:
         kind = self.config.norm

@@ -10,7 +10,7 @@ from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
 from pdmesh.engine.kv_cache import TorchKvStore
-from pdmesh.engine.levels import KernelChoice, choose_kernels
+from pdmesh.engine.levels import KernelChoice, KernelLibrary, choose_kernels
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels, suits
 from pdmesh.engine.packed import PACKED_KIND
@@ -31,6 +31,14 @@ def choose_library(
     return KernelChoice(slower.library, f"{choice.library.level} does not compute this model's shape")
 
 
+def _masking_library(config: ModelConfig, layout: KvLayout, library: KernelLibrary) -> KernelLibrary | None:
+    """What attends: the model's library, or an ordered one if there are windows or caps, which only these know."""
+    if not config.masks_more or library.level.is_ordered:
+        return library
+    ordered = choose_kernels(layout.dtype, ordered=True).library
+    return ordered if ordered is not None and suits(ordered.level, config, layout) else None
+
+
 def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
     """The fastest that there is for this model here; without ``native`` the reference, plain torch."""
     if device.type == "cuda":
@@ -48,10 +56,11 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
     kinds, needs_torch = [] if library is None else [library.level.kind], True
     if library is not None and suits(library.level, config, layout):
         native_kernels = NativeKernels(library, Elementwise.of(config))
-        if not config.masks_more:
-            attention = NativeAttention(library, layout, loaded.scale)
+        if (masking := _masking_library(config, layout, library)) is not None:
+            attention = NativeAttention(masking, layout, loaded.scale, config.score_cap)
+            kinds.append(masking.level.kind)
         kernels, name = native_kernels, f"native {library.level}"
-        needs_torch = config.masks_more or config.has_experts or not native_kernels.are_complete
+        needs_torch = masking is None or config.has_experts or config.has_sinks or not native_kernels.are_complete
     if needs_torch:
         kind = torch_kind(device, deterministic=loaded.deterministic)
         kinds.append(kind if loaded.share.rounds_as_one(loaded.config) else f"{kind}-of-{loaded.share.num_ranks}")

@@ -22,6 +22,10 @@ class Rotation:
     slots: Tensor  # (num_tokens,): block * block_size + offset
 
 
+#: Of what a clamped activation's sigmoid is given.
+_SWISH_FACTOR = 1.702
+
+
 class Kernels(Protocol):
     """Calls may change the tensors they are given; what they return may be one of these."""
 
@@ -50,10 +54,11 @@ class Elementwise:
     norm: NormConfig
     activation: Activation = Activation.SILU
     is_gated: bool = True
+    limit: float = 0.0  # of a clamped activation
 
     @classmethod
     def of(cls, config: ModelConfig) -> Elementwise:
-        return cls(config.norm, config.activation, config.is_gated)
+        return cls(config.norm, config.activation, config.is_gated, config.activation_limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,10 @@ class TorchKernels:
         if not self.kinds.is_gated:
             return _activated(rows, self.kinds.activation)
         gate, up = rows.chunk(2, dim=-1)
+        if self.kinds.activation is Activation.CLAMPED_SWISH:
+            limit = self.kinds.limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (up + 1) * (gate * torch.sigmoid(gate * _SWISH_FACTOR))
         return _activated(gate, self.kinds.activation) * up
 
 
@@ -100,3 +109,5 @@ def _activated(rows: Tensor, activation: Activation) -> Tensor:
             return functional.gelu(rows, approximate="tanh")
         case Activation.GELU:
             return functional.gelu(rows)
+        case Activation.CLAMPED_SWISH:
+            raise ValueError("a clamped activation has gates")

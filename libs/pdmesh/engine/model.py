@@ -93,9 +93,17 @@ class Transformer:
             hidden, query = self.before_attention(number, hidden, delta, rotations, cache)
             if on_layer is not None:
                 on_layer(number)
-            attended = attention.attend(query, cache, window=self._config.layers[number].window).output
+            attended = self._attend(number, query, cache, attention)
             hidden, delta = self.after_attention(number, hidden, attended)
         return hidden if delta is None else hidden + delta
+
+    def _attend(self, number: int, query: Tensor, cache: Tensor, attention: AttentionPlan) -> Tensor:
+        sinks, window = self._weights.layers[number].sinks, self._config.layers[number].window
+        output, lse = attention.attend(query, cache, window=window, with_lse=sinks is not None)
+        if sinks is None or lse is None:
+            return output
+        # What a softmax with one more score leaves for the others.
+        return (output * torch.sigmoid(lse - sinks)[..., None]).to(output.dtype)
 
     # A layer, in the two parts that lie before and after its attention. ``hidden`` and ``delta`` are what the layer
     # before left: their sum is the hidden states, of which the next norm takes care.

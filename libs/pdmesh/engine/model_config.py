@@ -25,6 +25,7 @@ class QuantizedFormat(StrEnum):
     FLOAT8_BLOCKS = "float8 blocks"  # scales of blocks of outputs and inputs
     AWQ = "awq"
     GPTQ = "gptq"
+    MXFP4 = "mxfp4"  # gpt-oss's experts: values of 4 bits, 32 of which share a power of two
     GGUF = "gguf"  # a file of its own; each tensor has a type
 
 
@@ -113,6 +114,7 @@ class Activation(StrEnum):
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
     GELU = "gelu"
+    CLAMPED_SWISH = "clamped swish"  # gpt-oss's: of values up to a limit, and 1 is added to the other product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,7 @@ class ExpertsConfig:
     num_per_token: int
     intermediate_size: int  # of each
     normalizes: bool  # the shares of a token's experts sum to 1
+    has_bias: bool = False  # the router, and the experts' products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +161,12 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_output_norm: str | None = None
+    sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}"
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # behind the expert's prefix
     expert_down: str = "down_proj"
+    fuses_experts: bool = False  # those of a layer are one tensor (experts, inputs, outputs), gates and ups in turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +193,10 @@ class ModelConfig:
     rotary_dim: int = 0  # of a head, what is rotated; 0: all
     interleaves_rotation: bool = False  # neighbours are the pairs that are rotated, else the halves of the rotated dims
     activation: Activation = Activation.SILU
+    activation_limit: float = 0.0  # of a clamped one
     is_gated: bool = True  # the activation of one product times another one
     attention_scale: float = 0.0  # the factor of attention scores; 0: 1 / sqrt(head_dim)
+    has_sinks: bool = False  # each head's scores compete with one more, of no value
     score_cap: float | None = None  # attention scores are squeezed into -cap ... cap
     num_learned_positions: int = 0  # embeddings of positions, which are added to those of tokens
     transposes_weights: bool = False  # matrices of linear layers lie in the file as (inputs, outputs)

@@ -39,6 +39,7 @@ class NativeAttention:
     library: KernelLibrary
     layout: KvLayout
     scale: float
+    score_cap: float | None = None  # ordered libraries alone have caps and windows
 
     def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         used = [num_blocks_for(span.end, self.layout.block_size) for span in spans]
@@ -57,7 +58,7 @@ class _NativePlan:
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
-        """``query`` may be part of a wider row, as long as its heads lie side by side. No windows."""
+        """``query`` may be part of a wider row, as long as its heads lie side by side."""
         num_heads, head_dim = query.shape[1:]
         output = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
@@ -76,6 +77,8 @@ class _NativePlan:
             self.backend.layout.block_size,
             head_dim,
             self.backend.scale,
+            window or 0,
+            self.backend.score_cap or 0.0,
             torch.get_num_threads(),
         )
         return AttentionOutput(output, lse)

@@ -8,7 +8,7 @@ from typing import Any
 from pdmesh.engine.config_fields import Fields
 from pdmesh.engine.model_config import Quantization, QuantizedFormat
 
-_SERVED = "compressed-tensors (int8, packed int4 and int8, fp8), fp8, awq and gptq"
+_SERVED = "compressed-tensors (int8, packed int4 and int8, fp8), fp8, awq, gptq, and gpt-oss's mxfp4"
 
 
 def quantization_of(fields: Fields) -> Quantization | None:
@@ -25,6 +25,8 @@ def quantization_of(fields: Fields) -> Quantization | None:
             return _awq(found)
         case "gptq":
             return _gptq(found)
+        case "mxfp4":
+            return Quantization(format=QuantizedFormat.MXFP4)
         case "gguf":  # as `pdmesh.engine.gguf.directory` writes it
             interleaves = found.boolean("interleaves_rotation")
             return Quantization(format=QuantizedFormat.GGUF, interleaves_rotation=interleaves)

@@ -89,6 +89,8 @@ def layout_of(quantization: Quantization) -> Layout:
             return _awq(quantization)
         case QuantizedFormat.GPTQ:
             return _gptq(quantization)
+        case QuantizedFormat.MXFP4:
+            raise ValueError("MXFP4 is of fused experts: it is read by pdmesh.engine.fused_experts")
         case QuantizedFormat.GGUF:
             raise ValueError("a GGUF file has no layout of tensors: it is read by pdmesh.engine.gguf")
 

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from pdmesh.engine.files import weight_files
+from pdmesh.engine.fused_experts import FusedExpertTensors
 from pdmesh.engine.gguf.tensors import GgufTensors
 from pdmesh.engine.grouped import GroupedWeight
 from pdmesh.engine.model_config import ModelConfig, QuantizedFormat, TensorNames
-from pdmesh.engine.quantized import FLOATS, Layout, LayoutError, QuantizedWeight, Shape, Stored, layout_of
+from pdmesh.engine.quantized import Layout, LayoutError, QuantizedWeight, Shape, Stored, layout_of
+from pdmesh.engine.stored import FileTensors
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
@@ -75,54 +77,6 @@ class UnreadTensors:
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
         return None
-
-
-class FileTensors:
-    """Names of all tensors, each with the open file that holds it, and its name there."""
-
-    def __init__(self, directory: Path, files: dict[str, tuple[Any, str]]) -> None:
-        self._directory = directory
-        self._files = files
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def check(self, name: str, shape: Shape) -> None:
-        self.check_stored(name, Stored((shape,), FLOATS))
-
-    def check_stored(self, name: str, stored: Stored) -> None:
-        """Raise ConfigError unless a tensor is of one of the shapes and types."""
-        if name not in self._files:
-            raise ConfigError(f"{self._directory}: the weights hold no tensor {name!r}")
-        file, own_name = self._files[name]
-        try:
-            part = file.get_slice(own_name)
-            found, dtype = tuple(part.get_shape()), part.get_dtype()
-        except SafetensorError as error:
-            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
-        if found not in stored.shapes:
-            needed = " or ".join(map(str, stored.shapes))
-            raise ConfigError(f"{self._directory}: tensor {name!r} has shape {found}; config.json needs {needed}")
-        if dtype not in stored.dtypes:
-            raise ConfigError(
-                f"{self._directory}: tensor {name!r} is {dtype}; config.json needs {' or '.join(sorted(stored.dtypes))}"
-            )
-
-    def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
-        self.check(name, shape)
-        return self.read_stored(name, rows)
-
-    def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
-        return None
-
-    def read_stored(self, name: str, rows: IndexRange | None = None) -> Tensor:
-        """A tensor that was checked, or some of its rows."""
-        file, own_name = self._files[name]
-        try:
-            tensor: Tensor = file.get_tensor(own_name) if rows is None else file.get_slice(own_name)[slice(*rows)]
-        except SafetensorError as error:
-            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
-        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +150,12 @@ def open_tensors(directory: Path, config: ModelConfig, dtype: torch.dtype) -> It
             file = stack.enter_context(safe_open(path, framework="pt"))
             files |= {_name_of(name, config.names): (file, name) for name in file.keys()}  # noqa: SIM118
         tensors = FileTensors(directory, files)
-        yield (
-            tensors
-            if quantization is None
-            else QuantizedTensors(tensors, layout_of(quantization), quantization.bits, dtype)
-        )
+        if config.names.fuses_experts:
+            yield FusedExpertTensors(tensors, config)
+        elif quantization is None:
+            yield tensors
+        else:
+            yield QuantizedTensors(tensors, layout_of(quantization), quantization.bits, dtype)
 
 
 def _name_of(name: str, names: TensorNames) -> str:

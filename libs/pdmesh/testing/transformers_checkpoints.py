@@ -60,6 +60,16 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
     "ministral": [
         {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24},
     ],
+    "gpt_oss": [
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "head_dim": 16,
+            "swiglu_limit": 1.5,
+            "tie_word_embeddings": True,
+        }
+    ],
     "mixtral": [{"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}],
     "olmoe": [{"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}],
     "qwen3_moe": [
@@ -92,7 +102,10 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
 }
 
 #: What an architecture's configuration class cannot do without.
-_NEEDED: dict[str, dict[str, Any]] = {"ministral": {"head_dim": 24}}
+_NEEDED: dict[str, dict[str, Any]] = {
+    "ministral": {"head_dim": 24},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
+}
 
 
 def model_variants() -> dict[str, list[dict[str, Any]]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pdmesh.engine.architectures.base import Architecture
 from pdmesh.engine.config_fields import Fields
-from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_config import ModelConfig, QuantizedFormat
 from pdmesh.engine.quantization import quantization_of
 from pdmesh.errors import ConfigError
 
@@ -35,6 +35,9 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     fields = Fields(raw, where)
     config = _text_part(fields) or _architecture(raw, where).describe(fields)
     quantization = quantization_of(fields)
+    if quantization is not None and (quantization.format is QuantizedFormat.MXFP4) is not config.names.fuses_experts:
+        method = quantization.format.value
+        raise fields.error(f"a {config.architecture} with weights in {method} is not served; MXFP4 is, of gpt-oss")
     interleaves = config.interleaves_rotation or (quantization is not None and quantization.interleaves_rotation)
     return replace(config, quantization=quantization, interleaves_rotation=interleaves)
 

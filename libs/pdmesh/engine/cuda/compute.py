@@ -68,7 +68,7 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
 
 def _needs_reference(config: ModelConfig) -> bool:
     """Whether a model has what is not computed with FlashInfer and graphs yet: windows, capped scores, experts."""
-    return config.masks_more or config.has_experts
+    return config.masks_more or config.has_sinks or config.has_experts
 
 
 def _device_memory(device: torch.device) -> DeviceMemory | None:

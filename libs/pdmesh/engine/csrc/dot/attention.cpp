@@ -13,7 +13,7 @@ using namespace pdmesh;
 extern "C" void pdmesh_attention(
     const bf16* query, int64_t query_stride, const bf16* cache_data, bf16* output, float* lse, const int64_t* spans,
     int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads,
-    int64_t block_size, int64_t head_dim, float scale, int64_t num_threads) {
+    int64_t block_size, int64_t head_dim, float scale, int64_t, float, int64_t num_threads) {
     const int group = static_cast<int>(num_heads / num_kv_heads);
     const Cache cache = {
         cache_data, static_cast<int>(cache_heads), static_cast<int>(block_size), static_cast<int>(head_dim), group,

@@ -40,6 +40,12 @@ struct Task {
     int64_t position(const Cache<Value>& cache, int64_t row) const { return start + (first_row + row) / cache.group; }
     // Keys that its last row sees.
     int64_t end(const Cache<Value>& cache) const { return position(cache, num_rows - 1) + 1; }
+    // The first key that a row sees; and the first block of those that its first row sees.
+    int64_t first_key(const Cache<Value>& cache, int64_t row) const {
+        return cache.window > 0 ? std::max<int64_t>(position(cache, row) + 1 - cache.window, 0) : 0;
+    }
+    int64_t first_block(const Cache<Value>& cache) const { return first_key(cache, 0) / kKeyBlock * kKeyBlock; }
+    int64_t first_segment(const Cache<Value>& cache) const { return first_key(cache, 0) / kSegment; }
     int64_t num_segments(const Cache<Value>& cache) const { return (end(cache) + kSegment - 1) / kSegment; }
     int64_t num_tiles() const { return (num_rows + kTileRows - 1) / kTileRows; }
     // Tiles are of equal size, or one row more.
@@ -148,17 +154,21 @@ void attend_tile(
     const KeyBlock<Value>& block, const Value* const* ahead, State& state, Scratch<Value>& scratch) {
     const int64_t dims = cache.head_dim, last = task.position(cache, begin + R - 1);
     const int count = static_cast<int>(std::min<int64_t>(last + 1 - first_key, block.count));
-    if (count <= 0) return;
+    const int64_t first_seen = task.first_key(cache, begin);
+    if (count <= 0 || first_key + count <= first_seen) return;
     for (int key = 0; key < count; key += kVectors<R> * kLanes)
         score<R, kVectors<R>>(
             scratch.query.get() + begin * dims, scratch.keys.get() + key * dims, dims, scratch.scores + key);
     float shrink[R];
     for (int row = 0; row < R; ++row) {
-        const int seen = static_cast<int>(
-            std::clamp<int64_t>(task.position(cache, begin + row) + 1 - first_key, 0, kKeyBlock));
+        const auto within = [&](int64_t key) {
+            return static_cast<int>(std::clamp<int64_t>(key - first_key, 0, kKeyBlock));
+        };
+        float* scores = scratch.scores + row * kScores;
+        if (cache.cap > 0) squeeze(scores, count, cache.cap / cache.scale);
         shrink[row] = weigh(
-            scratch.scores + row * kScores, count, seen, cache.scale * kLog2E, state.maximum[begin + row],
-            state.sums + (begin + row) * kTreeLanes);
+            scores, count, within(task.first_key(cache, begin + row)), within(task.position(cache, begin + row) + 1),
+            cache.scale * kLog2E, state.maximum[begin + row], state.sums + (begin + row) * kTreeLanes);
     }
     gather_rows<R>(block.values, count, dims, scratch.scores, scratch.gathered, state.stride, ahead);
     for (int row = 0; row < R; ++row) {
@@ -178,12 +188,13 @@ void attend_segment(
     state.clear();
     const int64_t end = task.end(cache), segment_end = std::min(end, (segment + 1) * kSegment);
     KeyBlock<Value>*block = &scratch.blocks[0], *next = &scratch.blocks[1];
-    block->locate(cache, task.table, task.head, segment * kSegment, end);
-    for (int64_t first_key = segment * kSegment; first_key < segment_end; first_key += kKeyBlock) {
+    const int64_t begin = std::max(segment * kSegment, task.first_block(cache));
+    block->locate(cache, task.table, task.head, begin, end);
+    for (int64_t first_key = begin; first_key < segment_end; first_key += kKeyBlock) {
         if (first_key + kKeyBlock < end || after == nullptr)
             next->locate(cache, task.table, task.head, first_key + kKeyBlock, end);
         else
-            next->locate(cache, after->table, after->head, 0, after->end(cache));
+            next->locate(cache, after->table, after->head, after->first_block(cache), after->end(cache));
         for (int key = 0; key < block->count; key += kPanel) {
             for (int i = key; i < std::min(key + kPanel, block->count); ++i)
                 prefetch_values(block->values[i], cache.head_dim);
@@ -243,9 +254,9 @@ template <class Value>
 void attention(
     const Value* query, int64_t query_stride, const Value* cache_data, Value* output, float* lse, const int64_t* spans,
     int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads,
-    int64_t block_size, int64_t head_dim, float scale, int64_t num_threads) {
+    int64_t block_size, int64_t head_dim, float scale, int64_t window, float cap, int64_t num_threads) {
     const int64_t group = num_heads / num_kv_heads;
-    const Cache<Value> cache = {cache_data, cache_heads, block_size, head_dim, group, scale};
+    const Cache<Value> cache = {cache_data, cache_heads, block_size, head_dim, group, scale, window, cap};
     std::vector<Task<Value>> tasks;
     int64_t most_rows = 0;
     for (int64_t i = 0; i < num_spans; ++i) {
@@ -268,7 +279,8 @@ void attention(
     std::vector<Part> parts;
     const bool splits = static_cast<int64_t>(tasks.size()) < num_threads;
     for (int64_t task = 0; task < static_cast<int64_t>(tasks.size()); ++task)
-        for (int64_t segment = 0; segment < (splits ? tasks[task].num_segments(cache) : 1); ++segment)
+        for (int64_t first = tasks[task].first_segment(cache), segment = first;
+             segment < (splits ? tasks[task].num_segments(cache) : first + 1); ++segment)
             parts.push_back({task, segment});
     const int64_t num_parts = static_cast<int64_t>(parts.size()), state_size = State::size(most_rows, head_dim);
     const auto states = buffer<float>(splits ? num_parts * state_size : 1);
@@ -280,7 +292,7 @@ void attention(
         if (omp_get_thread_num() < num_parts) {
             const Task<Value>& task = tasks[parts[omp_get_thread_num()].task];
             KeyBlock<Value>& block = scratch->blocks[0];
-            block.locate(cache, task.table, task.head, 0, task.end(cache));
+            block.locate(cache, task.table, task.head, task.first_block(cache), task.end(cache));
             for (int key = 0; key < block.count; ++key) prefetch_values(block.keys[key], head_dim);
         }
 #pragma omp for schedule(dynamic, 1)
@@ -292,7 +304,7 @@ void attention(
             attend_segment(cache, task, parts[i].segment, after, state, *scratch);
             if (splits) continue;
             State later(scratch->segment.get(), task.num_rows, head_dim);
-            for (int64_t segment = 1; segment < task.num_segments(cache); ++segment) {
+            for (int64_t segment = parts[i].segment + 1; segment < task.num_segments(cache); ++segment) {
                 attend_segment(cache, task, segment, after, later, *scratch);
                 state.merge(later, factor);
             }
@@ -301,11 +313,11 @@ void attention(
         if (splits) {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < num_parts; ++i) {
-                if (parts[i].segment != 0) continue;
                 const Task<Value>& task = tasks[parts[i].task];
+                if (parts[i].segment != task.first_segment(cache)) continue;
                 State state(states.get() + i * state_size, task.num_rows, head_dim);
-                for (int64_t segment = 1; segment < task.num_segments(cache); ++segment)
-                    state.merge(State(states.get() + (i + segment) * state_size, task.num_rows, head_dim), factor);
+                for (int64_t later = 1; later < task.num_segments(cache) - parts[i].segment; ++later)
+                    state.merge(State(states.get() + (i + later) * state_size, task.num_rows, head_dim), factor);
                 write(cache, task, state);
             }
         }
@@ -314,15 +326,17 @@ void attention(
 
 }  // namespace
 
-// head_dim is a multiple of 8 up to 1024. lse may be null. `cache` begins at the first of num_kv_heads of cache_heads.
+// head_dim is a multiple of 8 up to 1024. lse may be null. A row sees the `window` latest keys, its own among them, 0:
+// all; scores are squeezed into -cap ... cap, 0: as they are. `cache` begins at the first of num_kv_heads of cache_heads.
 #define PDMESH_ATTENTION(Value, suffix)                                                                                \
     void pdmesh_attention##suffix(                                                                                     \
         const Value* query, int64_t query_stride, const Value* cache, Value* output, float* lse,                       \
         const int64_t* spans, int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads,       \
-        int64_t cache_heads, int64_t block_size, int64_t head_dim, float scale, int64_t num_threads) {                 \
+        int64_t cache_heads, int64_t block_size, int64_t head_dim, float scale, int64_t window, float cap,             \
+        int64_t num_threads) {                                                                                         \
         attention(                                                                                                     \
             query, query_stride, cache, output, lse, spans, num_spans, tables, num_heads, num_kv_heads, cache_heads,   \
-            block_size, head_dim, scale, num_threads);                                                                 \
+            block_size, head_dim, scale, window, cap, num_threads);                                                    \
     }
 
 extern "C" {

@@ -19,6 +19,8 @@ struct Cache {
     const Value* data;
     int64_t cache_heads, block_size, head_dim, group;
     float scale;
+    int64_t window;  // keys that a row sees, its own among them; 0: all
+    float cap;       // of scaled scores; 0: none
 };
 
 // Rows of up to kKeyBlock keys and values of one head, from a multiple of kKeyBlock on.

@@ -136,10 +136,23 @@ inline Floats weight_of(Floats x) {
     return as_floats((bits + 0x400) & ~0x7ff & (x >= splat(-60.0f)));
 }
 
-// One row's scores of `count` keys, of which it sees `seen`, become weights, up to the next multiple of 16; their sums
-// by lane of 16 are added to `sums`, and what was summed before is to be multiplied by what is returned.
-inline float weigh(float* scores, int count, int seen, float factor, float& maximum, float* sums) {
+// Scores squeezed into -cap ... cap: cap * tanh(score / cap).
+inline void squeeze(float* scores, int count, float cap) {
+    for (int key = 0; key < count; key += kLanes) {
+        const Floats power = exp2(load(scores + key) * splat(2 * kLog2E / cap));  // tanh(x) = 1 - 2 / (e^2x + 1)
+        store(scores + key, splat(cap) - splat(2 * cap) / (power + 1.0f));
+    }
+}
+
+// One row's scores of `count` keys, of which it sees those from `first` to `seen`, become weights, up to the next
+// multiple of 16; their sums by lane of 16 are added to `sums`, and what was summed before is to be multiplied by what is
+// returned.
+inline float weigh(float* scores, int count, int first, int seen, float factor, float& maximum, float* sums) {
     const int end = (count + kTreeLanes - 1) / kTreeLanes * kTreeLanes;
+    for (int key = 0; key < first; key += kLanes) {
+        const Ints unseen = lane_numbers() + key < splat(first);
+        store(scores + key, select(unseen, splat(kMasked), load(scores + key)));
+    }
     for (int key = seen < 0 ? 0 : seen / kLanes * kLanes; key < end; key += kLanes) {
         const Ints later = lane_numbers() + key >= splat(seen);
         store(scores + key, select(later, splat(kMasked), load(scores + key)));

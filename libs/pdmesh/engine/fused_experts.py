@@ -1,0 +1,117 @@
+"""Experts that lie in one tensor a layer, as gpt-oss has them, as if each were a tensor of its own.
+
+Plain ones are (experts, inputs, outputs); in MXFP4, (experts, outputs, inputs / 32, 16) bytes of two values each, and
+(experts, outputs, inputs / 32) exponents. Gates and ups are in turns; here gates come first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdmesh.engine.grouped import Factors, GroupedWeight
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.quantized import FLOATS, Shape, Stored
+from pdmesh.engine.stored import FileTensors
+from pdmesh.errors import ConfigError
+from pdmesh.model import IndexRange
+
+_GATE_UP = "gate_up_proj"
+_NAME = re.compile(rf"(.+\.experts)\.(\d+)\.({_GATE_UP}|down_proj)\.(weight|bias)")
+_BLOCK = 32  # values that share an exponent
+_BYTES = frozenset({"U8"})
+#: Twice the values of the 4-bit codes, which are integers; of those with a sign, without it.
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+#: Exponents whose powers of two, halved, are normal numbers of bf16.
+_LEAST_EXPONENT, _HIGHEST_EXPONENT = 2, 254
+
+
+class _Expert(NamedTuple):
+    prefix: str  # of the layer's experts
+    number: int
+    projection: str
+    end: str
+
+    @property
+    def fused_name(self) -> str:
+        """The tensor that has it among those of all experts."""
+        return f"{self.prefix}.{self.projection}{'' if self.end == 'weight' else '_bias'}"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExpertTensors:
+    """Implements `pdmesh.engine.tensors.Tensors` for models whose experts are fused."""
+
+    tensors: FileTensors
+    config: ModelConfig
+
+    def check(self, name: str, shape: Shape) -> None:
+        if (expert := _expert(name)) is None:
+            return self.tensors.check(name, shape)
+        for part, stored in self._stored(expert, shape).items():
+            self.tensors.check_stored(part, stored)
+        return None
+
+    def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
+        if (expert := _expert(name)) is None:
+            return self.tensors.read(name, shape, rows)
+        if (weight := self.grouped(name, shape, rows)) is not None:
+            return weight.values()
+        self.check(name, shape)
+        tensor = self.tensors.read_stored(expert.fused_name, IndexRange(expert.number, expert.number + 1))[0]
+        values = _gates_first(tensor if expert.end == "bias" else tensor.t(), expert)
+        return values if rows is None else values[slice(*rows)]
+
+    def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
+        expert = _expert(name)
+        if expert is None or not self._is_quantized(expert):
+            return None
+        self.check(name, shape)
+        of_expert = IndexRange(expert.number, expert.number + 1)
+        blocks, exponents = (
+            _gates_first(self.tensors.read_stored(part, of_expert)[0], expert) for part in self._stored(expert, shape)
+        )
+        if int(exponents.min()) < _LEAST_EXPONENT or int(exponents.max()) > _HIGHEST_EXPONENT:
+            raise ConfigError(f"{name}: its exponents are those of no weight; download the checkpoint again")
+        weight = _mxfp4(blocks, exponents)
+        return weight if rows is None else weight.rows(torch.arange(*rows))
+
+    def _is_quantized(self, expert: _Expert) -> bool:
+        return expert.end == "weight" and f"{expert.fused_name}_blocks" in self.tensors
+
+    def _stored(self, expert: _Expert, shape: Shape) -> dict[str, Stored]:
+        """An expert's tensors, all experts' shapes."""
+        experts = max((each.experts.num_experts for each in self.config.layers if each.experts), default=0)
+        name = expert.fused_name
+        if expert.end == "bias":
+            return {name: Stored(((experts, *shape),), FLOATS)}
+        outputs, inputs = shape
+        if not self._is_quantized(expert):
+            return {name: Stored(((experts, inputs, outputs),), FLOATS)}
+        blocks = (experts, outputs, -(-inputs // _BLOCK))
+        return {
+            f"{name}_blocks": Stored(((*blocks, _BLOCK // 2),), _BYTES),
+            f"{name}_scales": Stored((blocks,), _BYTES),
+        }
+
+
+def _expert(name: str) -> _Expert | None:
+    found = _NAME.fullmatch(name)
+    return None if found is None else _Expert(found[1], int(found[2]), found[3], found[4])
+
+
+def _gates_first(outputs: Tensor, expert: _Expert) -> Tensor:
+    return torch.cat((outputs[0::2], outputs[1::2])) if expert.projection == _GATE_UP else outputs
+
+
+def _mxfp4(blocks: Tensor, exponents: Tensor) -> GroupedWeight:
+    """Codes are twice the values, whose scales are half as large: integers of 5 bits."""
+    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # the lower half is the first value
+    doubled = torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)], dtype=torch.int8)
+    codes = doubled[numbers.int()].view(torch.uint8) & 31
+    scales = ((exponents.short() - 1) << 7).view(torch.bfloat16)  # a power of two is its exponent alone
+    return GroupedWeight(codes=codes, bits=5, is_signed=True, group_size=_BLOCK, scales=Factors(scales, 1))

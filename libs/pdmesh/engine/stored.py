@@ -1,0 +1,62 @@
+"""Tensors as they lie in the safetensors files of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from pdmesh.engine.grouped import GroupedWeight
+from pdmesh.engine.quantized import FLOATS, Shape, Stored
+from pdmesh.errors import ConfigError
+from pdmesh.model import IndexRange
+
+
+class FileTensors:
+    """Names of all tensors, each with the open file that holds it, and its name there."""
+
+    def __init__(self, directory: Path, files: dict[str, tuple[Any, str]]) -> None:
+        self._directory = directory
+        self._files = files
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def check(self, name: str, shape: Shape) -> None:
+        self.check_stored(name, Stored((shape,), FLOATS))
+
+    def check_stored(self, name: str, stored: Stored) -> None:
+        """Raise ConfigError unless a tensor is of one of the shapes and types."""
+        if name not in self._files:
+            raise ConfigError(f"{self._directory}: the weights hold no tensor {name!r}")
+        file, own_name = self._files[name]
+        try:
+            part = file.get_slice(own_name)
+            found, dtype = tuple(part.get_shape()), part.get_dtype()
+        except SafetensorError as error:
+            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
+        if found not in stored.shapes:
+            needed = " or ".join(map(str, stored.shapes))
+            raise ConfigError(f"{self._directory}: tensor {name!r} has shape {found}; config.json needs {needed}")
+        if dtype not in stored.dtypes:
+            raise ConfigError(
+                f"{self._directory}: tensor {name!r} is {dtype}; config.json needs {' or '.join(sorted(stored.dtypes))}"
+            )
+
+    def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
+        self.check(name, shape)
+        return self.read_stored(name, rows)
+
+    def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
+        return None
+
+    def read_stored(self, name: str, rows: IndexRange | None = None) -> Tensor:
+        """A tensor that was checked, or some of its rows."""
+        file, own_name = self._files[name]
+        try:
+            tensor: Tensor = file.get_tensor(own_name) if rows is None else file.get_slice(own_name)[slice(*rows)]
+        except SafetensorError as error:
+            raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
+        return tensor
