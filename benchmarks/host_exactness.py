@@ -1,0 +1,196 @@
+"""The exactness promise between hosts: prompts, moves and prefill groups over a slow and lossy network.
+
+    python benchmarks/host_exactness.py [--architectures llama,qwen2,qwen3] [--networks quiet,1ms,10ms,lossy]
+        [--ways 16,adaptive,pipelined,parallel,moves]
+
+Three network namespaces are hosts (`pdmesh.testing.hosts`; it takes root), with mutual TLS and KV over UCX: a has the
+scheduler, the gateway and a decode instance; b and c have a prefill and a decode instance each. Each frame between two
+hosts is delayed by 0, 1 or 10 ms each way, or by 1 ms and one of a hundred is lost. The ways are chunk sizes, how two
+prefill instances share a prompt, and running decodes that are moved between the three hosts again and again. Tokens and
+log-probabilities are compared with those of `transformers` in fp32; each prompt is asked for four times, so that later
+ones reuse KV. Exit code 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import cycle, product
+from pathlib import Path
+from uuid import uuid4
+
+import anyio
+import httpx
+from report import heading
+
+from pdmesh.config import SecurityConfig
+from pdmesh.core.operator_events import OperationRequested
+from pdmesh.errors import PdmeshError
+from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId
+from pdmesh.testing.checkpoints import TINY, write_checkpoint
+from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
+from pdmesh.testing.hosts import (
+    API_KEY,
+    GATEWAY_PORT,
+    SCHEDULER_PORT,
+    Hosts,
+    running_hosts,
+    why_no_hosts,
+)
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import ListRequests, OperationStatus, RequestList, StartOperation, WaitOperation
+
+PLACES = (("a", "decode"), ("b", "prefill"), ("b", "decode"), ("c", "prefill"), ("c", "decode"))
+
+#: By name: seconds each way, and the share of frames that are lost; None: the kernel's own switch.
+NETWORKS = {"quiet": None, "1ms": (0.001, 0.0), "10ms": (0.010, 0.0), "lossy": (0.001, 0.01)}
+
+LENGTHS = (1, 15, 16, 17, 100, 511, 513, 1000, 1500)
+MAX_TOKENS = 16
+#: Of requests that are moved, so that they last.
+MOVED_TOKENS = 120
+NUM_MOVES = 20
+
+GROUPED = {"POLICY_LONG_PROMPT_TOKENS": "500", "POLICY_PREFILL_STEP_S": "0.02", "POLICY_GROUP_IMPROVEMENT": "0"}
+WAYS = {
+    "16": {"SCHEDULER_BUNDLE": "fcfs", "POLICY_CHUNK_TOKENS": "16"},
+    "adaptive": {},
+    "pipelined": {"POLICY_SEQUENCE_PARALLEL": "pipelined", **GROUPED},
+    "parallel": {"POLICY_SEQUENCE_PARALLEL": "parallel", **GROUPED},
+    "moves": {},
+}
+
+OPERATOR_TOKEN = "operator-of-the-hosts"
+LIMIT_S = 300.0
+
+
+class Mover:
+    """Moves running decodes from host to host until cancelled."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._address = f"{hosts['a'].address}:{SCHEDULER_PORT}"
+        self._security: SecurityConfig = replace(hosts.security("a"), operator_token=OPERATOR_TOKEN)
+        self.num_moved = 0
+
+    async def run(self) -> None:
+        for target in cycle(f"decode-{host}" for host, kind in PLACES if kind == "decode"):
+            await anyio.sleep(0.01)
+            answer = await ask_scheduler(self._address, self._security, ListRequests(limit=64))
+            assert isinstance(answer, RequestList)
+            for record in answer.requests:
+                if record.state == "decoding":
+                    await self._move(record.request_id, target)
+
+    async def _move(self, request_id: str, target: str) -> None:
+        requested = OperationRequested(
+            operation_id=OperationId(uuid4().hex),
+            kind=OperationKind.MOVE,
+            instance_id=InstanceId(target),
+            timeout_s=30.0,
+            request_id=RequestId(request_id),
+        )
+        try:
+            status = await ask_scheduler(self._address, self._security, StartOperation(requested=requested))
+            while isinstance(status, OperationStatus) and status.state == "running":
+                wait = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=4.0)
+                status = await ask_scheduler(self._address, self._security, wait)
+        except PdmeshError:  # it has ended meanwhile, or is there already
+            return
+        self.num_moved += isinstance(status, OperationStatus) and status.state == "done"
+
+
+def start_all(hosts: Hosts) -> None:
+    hosts["a"].start("scheduler", "scheduler")
+    for host, kind in PLACES:
+        hosts[host].start(kind, f"{kind}-{host}", {"WORKER_INSTANCE_ID": f"{kind}-{host}"})
+    hosts["a"].start("gateway", "gateway")
+
+
+async def check(hosts: Hosts, references: Sequence[Reference], way: str) -> tuple[list[str], int]:
+    """(what differs, moves that were made)."""
+    client = httpx.AsyncClient(
+        base_url=f"https://{hosts['a'].address}:{GATEWAY_PORT}",
+        headers={"Authorization": f"Bearer {API_KEY}"},
+        verify=hosts.https(),
+        timeout=LIMIT_S,
+        trust_env=False,
+    )
+    mover = Mover(hosts)
+    async with client, anyio.create_task_group() as tasks:
+        with anyio.fail_after(LIMIT_S):
+            while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110  # nobody else could tell
+                await anyio.sleep(0.1)
+        if way == "moves":
+            tasks.start_soon(mover.run)
+        found = await mismatches(client, "model", references, concurrency=1)
+        found += await mismatches(client, "model", list(references) * 3, concurrency=16)
+        while way == "moves" and mover.num_moved < NUM_MOVES:
+            found += await mismatches(client, "model", references, concurrency=4)
+        tasks.cancel_scope.cancel()
+    return found, mover.num_moved
+
+
+def totals(hosts: Hosts, metric: str) -> int:
+    """Of a counter, over all instances; metrics are served to their own hosts alone."""
+    total = 0.0
+    for host, kind in PLACES:
+        service = next(each for each in hosts[host].services if each.name == f"{kind}-{host}")
+        url = f"https://127.0.0.1:{service.facts['metrics_port']}/metrics"
+        with hosts[host].entered():
+            text = httpx.get(url, verify=hosts.https(), timeout=30, trust_env=False).text
+        total += sum(float(number) for number in re.findall(rf"^{metric} (\S+)$", text, re.M))
+    return int(total)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architectures", default="llama,qwen2,qwen3")
+    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--ways", default=",".join(WAYS))
+    options = parser.parse_args()
+    if (why_not := why_no_hosts()) is not None:
+        print(why_not)
+        return 2
+    print(heading("exactness between hosts"))
+    num_asked = num_differ = 0
+    for architecture in options.architectures.split(","):
+        with tempfile.TemporaryDirectory() as name:
+            model = write_checkpoint(Path(name) / "model", architecture=architecture, seed=1)
+            prompts = random_prompts(LENGTHS, TINY.vocab_size, seed=7)
+            few = [reference(model, prompt, MAX_TOKENS) for prompt in prompts]
+            many = [reference(model, prompt, MOVED_TOKENS) for prompt in prompts[1:7]]
+            for way, network in product(options.ways.split(","), options.networks.split(",")):
+                began_s, references = time.monotonic(), many if way == "moves" else few
+                settings = {"MODEL": str(model), "SECURITY_OPERATOR_TOKEN": OPERATOR_TOKEN, **WAYS[way]}
+                folder = Path(name) / f"{way}-{network}"
+                with running_hosts(folder, ("a", "b", "c"), settings) as hosts:
+                    slow = NETWORKS[network]
+                    with nullcontext() if slow is None else hosts.slowed(*slow), hosts["a"].entered():
+                        start_all(hosts)
+                        found, num_moved = anyio.run(check, hosts, references, way)
+                    reused = totals(hosts, "pdmesh:prefix_cache_hits_total")
+                    shared = totals(hosts, 'pdmesh:kv_exchange_bytes_total{direction="out"}')
+                    if way in ("pipelined", "parallel") and not shared:
+                        found.append("every prompt was computed by one instance")
+                num_asked += 4 * len(references)
+                num_differ += len(found)
+                print(
+                    f"{architecture:6} {way:10} {network:6}: {'exact' if not found else f'{len(found)} differ'} "
+                    f"({time.monotonic() - began_s:.0f} s, {reused:,} tokens reused, {shared >> 10:,} KiB shared, "
+                    f"{num_moved} moves)",
+                    flush=True,
+                )
+                for sentence in found[:3]:
+                    print(f"       {sentence[:300]}")
+    print(f"{num_asked} completions, {num_differ} differ")
+    return 1 if num_differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
