@@ -1,12 +1,15 @@
 """KV pieces between two processes of this machine: ours beside UCX's own `ucx_perftest`, in one run.
 
-    python benchmarks/kv_transport.py [--sizes 16384 65536 1048576 16777216] [--megabytes 2048] [--tls ...]
+    python benchmarks/kv_transport.py [--sizes 16384 65536 1048576 16777216] [--megabytes 2048] [--tls ...] [--hosts]
 
 For each piece size, in turn and best of ``--rounds``: ``ucx_perftest -t tag_bw`` (one buffer at each end, which stays
 in the processor's cache, and spinning), *one* (our transport with one buffer at each end too: headers, Python, the
 event loop, asleep when idle), *ring* (the same with the rings of buffers the mesh uses), *hand-over* (`KvMover`:
 gather, checksum, send, check, scatter) and *lent* (the same KV, copied from cache to cache). GB are 10^9 bytes. Compare
 ratios of one run, never figures of two.
+
+With ``--hosts`` the two are network namespaces on a switch (`pdmesh.testing.hosts`; it takes root): all goes over UCX
+with TCP, and nothing is lent.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import re
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +29,7 @@ from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -40,13 +44,22 @@ from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.testing.hosts import Host, running_hosts
 from pdmesh.testing.kv import EVERYTHING
 from pdmesh.transport.ucx import UcxTransport
 
 EPOCH, CAPABILITY = Epoch(0), 1
 NUM_LAYERS = 16
 SENDERS = PIECES_IN_FLIGHT  # sends under way at once, as in one transfer
-OURS = ("one", "ring", "hand-over", "peer reads")
+OURS = ("one", "ring", "hand-over")
+PEER_READS = "peer reads"
+
+
+class Places(NamedTuple):
+    """Where the two processes are; None: on this machine, as it is."""
+
+    sender: Host | None = None
+    receiver: Host | None = None
 
 
 def layout_for(piece_bytes: int) -> KvLayout:
@@ -198,17 +211,20 @@ async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sen
         await anyio.to_thread.run_sync(pipe.recv)
 
 
-def run_side(side: Any, pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
-    anyio.run(partial(side, pipe, config, num_pieces), backend_options={"use_uvloop": True})
+def run_side(side: Any, pipe: Connection, config: TransferConfig, num_pieces: int, host: Host | None) -> None:
+    with contextlib.nullcontext() if host is None else host.entered():
+        anyio.run(partial(side, pipe, config, num_pieces), backend_options={"use_uvloop": True})
 
 
 @contextlib.contextmanager
-def two_processes(sender: Any, receiver: Any, config: TransferConfig, num_pieces: int) -> Iterator[tuple[Any, Any]]:
+def two_processes(
+    sender: Any, receiver: Any, config: TransferConfig, num_pieces: int, places: Places
+) -> Iterator[tuple[Any, Any]]:
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
-    for side in (sender, receiver):
+    for side, host in zip((sender, receiver), places, strict=True):
         ours, theirs = context.Pipe()
-        process = context.Process(target=run_side, args=(side, theirs, config, num_pieces))
+        process = context.Process(target=run_side, args=(side, theirs, config, num_pieces, host))
         process.start()
         theirs.close()
         processes.append(process)
@@ -232,23 +248,23 @@ def introduce(sender: Connection, receiver: Connection) -> None:
     sender.send(address)
 
 
-def measure_raw(config: TransferConfig, num_pieces: int) -> float:
-    with two_processes(send_raw, receive_raw, config, num_pieces) as (sender, receiver):
+def measure_raw(config: TransferConfig, num_pieces: int, places: Places) -> float:
+    with two_processes(send_raw, receive_raw, config, num_pieces, places) as (sender, receiver):
         introduce(sender, receiver)
         started_s = sender.recv()
         return float(num_pieces * config.max_payload_bytes / (receiver.recv() - started_s) / 1e9)
 
 
-def measure_empty(config: TransferConfig, num_pieces: int) -> tuple[float, float]:
+def measure_empty(config: TransferConfig, num_pieces: int, places: Places) -> tuple[float, float]:
     """Seconds that the send of an empty piece takes, and that one takes there and back."""
-    with two_processes(ask, answer, config, num_pieces) as (asker, answerer):
+    with two_processes(ask, answer, config, num_pieces, places) as (asker, answerer):
         introduce(asker, answerer)
         sending_s, round_trip_s = asker.recv()
         return sending_s, round_trip_s
 
 
-def measure_handover(config: TransferConfig, num_pieces: int) -> float:
-    with two_processes(send_kv, receive_kv, config, num_pieces) as (sender, receiver):
+def measure_handover(config: TransferConfig, num_pieces: int, places: Places) -> float:
+    with two_processes(send_kv, receive_kv, config, num_pieces, places) as (sender, receiver):
         sender_address, receiver_address = sender.recv(), receiver.recv()
         receiver.send(sender_address)
         assert receiver.recv() == "ready"
@@ -262,7 +278,7 @@ def measure_handover(config: TransferConfig, num_pieces: int) -> float:
 # --- UCX's own --------------------------------------------------------------------------------------------------------
 
 
-def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None) -> float:
+def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None, places: Places) -> float:
     """Bandwidth that ``ucx_perftest -t tag_bw`` reports, GB/s."""
     spec = find_spec("libucx")
     assert spec is not None
@@ -274,12 +290,17 @@ def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None) -> floa
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+    address, size, number = "127.0.0.1", str(piece_bytes), str(num_pieces)
+    if places.receiver is not None:
+        address, environment["UCX_NET_DEVICES"], environment["UCX_TLS"] = places.receiver.address, "eth0", "tcp"
     command = [str(root / "bin" / "ucx_perftest"), "-p", port]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        [*inside(places.receiver), *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
         try:
             while True:
                 client = subprocess.run(
-                    [*command, "127.0.0.1", "-t", "tag_bw", "-s", str(piece_bytes), "-n", str(num_pieces), "-f"],
+                    [*inside(places.sender), *command, address, "-t", "tag_bw", "-f", "-s", size, "-n", number],
                     env=environment,
                     capture_output=True,
                     text=True,
@@ -293,6 +314,11 @@ def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None) -> floa
             server.kill()
 
 
+def inside(host: Host | None) -> list[str]:
+    """What a command on a host begins with."""
+    return [] if host is None else ["ip", "netns", "exec", host.namespace]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="KV pieces between two processes, beside ucx_perftest")
     parser.add_argument(
@@ -301,25 +327,39 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=2048, help="moved per measurement")
     parser.add_argument("--rounds", type=int, default=3, help="the best of so many, alternating")
     parser.add_argument("--tls", help="UCX_TLS for all three")
+    parser.add_argument("--hosts", action="store_true", help="the two processes are on two hosts")
     options = parser.parse_args()
     print(heading("KV pieces between two processes"))
-    empty = [measure_empty(TransferConfig(ucx_tls=options.tls), 2000) for _ in range(options.rounds)]
+    with contextlib.ExitStack() as stack:
+        places, base = Places(), TransferConfig(ucx_tls=options.tls)
+        if options.hosts:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            hosts = stack.enter_context(running_hosts(folder, ("a", "b")))
+            places, base = Places(hosts["a"], hosts["b"]), replace(base, ucx_net_devices="eth0", trusted_network=True)
+        compare(options, base, places)
+
+
+def compare(options: argparse.Namespace, base: TransferConfig, places: Places) -> None:
+    """Print a line for each size of pieces."""
+    names = OURS if options.hosts else (*OURS, PEER_READS)
+    empty = [measure_empty(base, 2000, places) for _ in range(options.rounds)]
     sending_us, round_trip_us = (min(times) * 1e6 for times in zip(*empty, strict=True))
     print(f"an empty piece: sent and taken in {sending_us:.0f} µs, there and back in {round_trip_us:.0f} µs")
-    print(f"{'piece':>10} {'perftest':>9}" + "".join(f" {name:>9} ratio" for name in OURS) + "   (GB/s)")
+    print(f"{'piece':>10} {'perftest':>9}" + "".join(f" {name:>9} ratio" for name in names) + "   (GB/s)")
     for size in options.sizes:
         num_pieces = min(20_000, max(64, options.megabytes * 1_000_000 // size))
-        config = TransferConfig(max_payload_bytes=size, ucx_tls=options.tls, peer_reads=False)
+        config = replace(base, max_payload_bytes=size, peer_reads=False)
         single = replace(config, num_send_buffers=1, num_receive_buffers=1)
-        best = [0.0] * (1 + len(OURS))
+        best = [0.0] * (1 + len(names))
         for _ in range(options.rounds):
-            figures = (
-                measure_perftest(size, num_pieces, options.tls),
-                measure_raw(single, num_pieces),
-                measure_raw(config, num_pieces),
-                measure_handover(config, num_pieces),
-                measure_handover(replace(config, peer_reads=True), num_pieces),
-            )
+            figures = [
+                measure_perftest(size, num_pieces, options.tls, places),
+                measure_raw(single, num_pieces, places),
+                measure_raw(config, num_pieces, places),
+                measure_handover(config, num_pieces, places),
+            ]
+            if PEER_READS in names:
+                figures.append(measure_handover(replace(config, peer_reads=True), num_pieces, places))
             best = [max(pair) for pair in zip(best, figures, strict=True)]
         perftest, *ours = best
         print(f"{size:>10} {perftest:>9.2f}" + "".join(f" {gb:>9.2f} {gb / perftest:>5.0%}" for gb in ours), flush=True)

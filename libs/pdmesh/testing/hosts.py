@@ -36,7 +36,7 @@ GATEWAY_PORT = 8000
 API_KEY = "sk-of-the-hosts"
 MESH_TOKEN = "token-of-the-hosts"
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 300.0  # the machine may be busy
 STOP_LIMIT_S = 60.0
 
 #: Where nobody is: what is sent there is lost.
