@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdmesh.model import PrefixHashes, Role
+from pdmesh.policy import reuse
 from pdmesh.testing.dst.clients import expectation
 from pdmesh.testing.dst.drawing import draw
 from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
@@ -103,3 +104,10 @@ def test_an_instance_that_cannot_reach_a_gateway_for_long_ends_no_stream() -> No
     assert away.duration_s > 30
     result = run(plan)
     assert result.broken is None
+
+
+@pytest.mark.parametrize("seed", [20056, *[pytest.param(seed, marks=pytest.mark.slow) for seed in (20923, 21897)]])
+def test_what_an_instance_keeps_is_not_fetched(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a request that is computed there has less of the prompt. (Copies are cheap here, so there are more.)"""
+    monkeypatch.setattr(reuse, "FETCH_OVERHEAD_S", 0.0)
+    assert run(draw(seed)).broken is None

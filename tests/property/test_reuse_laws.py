@@ -1,8 +1,9 @@
 """Laws of reuse between a core and modelled instances: prompts of several tenants share prefixes while all fails.
 
-Commands and reports cross, steps end in any order, groups lose helpers, instances, gateways and the scheduler go and
-come back. Each side checks the other: an instance has what it is to share and room for what it is told
-(`pdmesh.sim.untimed`), and the core's books balance after each event.
+Commands and reports cross, steps end in any order, what is kept is copied from instance to instance, groups lose
+helpers, instances, gateways and the scheduler go and come back, and roles change. Each side checks the other: an
+instance has what it is to share and room for what it is told (`pdmesh.sim.untimed`), and the core's books balance after
+each event.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hashlib import blake2b
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Reject, Restart
+from pdmesh.core.commands import AdmitPrefill, FetchKept, Reject, Restart
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
     DrainRequested,
@@ -47,6 +48,7 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.prefill_groups import Schedule
 from pdmesh.sim.held import Held
+from pdmesh.testing.core import a_role
 from pdmesh.testing.modelled import ModelledInstance, modelled_profile
 from pdmesh.testing.modelled_mesh import ModelledMesh
 
@@ -116,9 +118,12 @@ class Workload:
         self.to_resume: dict[RequestId, None] = {}
         self.gateway_of: dict[RequestKey, GatewayId] = {}
         self.num_reused = self.num_requests = self.num_helpers = 0
+        self.num_fetches = self.num_fetched = self.num_role_changes = self.num_cores = 0
         self.new_core()
 
     def new_core(self) -> None:
+        self.num_fetched += 0 if self.num_cores == 0 else self.core.num_fetched_tokens
+        self.num_cores += 1
         self.core = SchedulerCore(self.config, make_bundle(self.bundle, self.policy), random.Random(0))
         waiting = tuple([(request.request_id, request.epoch) for request in self.awaited.values()])
         self.feed(GatewayJoined(GATEWAY, waiting))
@@ -137,6 +142,7 @@ class Workload:
             elif self.mesh.send(command) and isinstance(command, AdmitPrefill):
                 self.num_reused += command.num_reused_granules
                 self.num_helpers += not command.leads
+            self.num_fetches += isinstance(command, FetchKept)
         self.core.check_integrity()
 
     # --- requests ---
@@ -276,6 +282,11 @@ class Workload:
         instance_id: InstanceId = self.rng.choice(sorted(self.profiles))
         self.feed(DrainRequested(instance_id, self.rng.random() < 0.4))
 
+    def change_role(self) -> None:
+        self.num_role_changes += 1
+        role = a_role(self.rng.choice(sorted(self.profiles)), self.rng.choice(list(Role)), f"o{self.num_role_changes}")
+        self.feed(role)
+
     def switch(self) -> None:
         if not self.has_groups:
             self.feed(BundleChangeRequested(self.rng.choice(BUNDLE_NAMES)))
@@ -313,6 +324,7 @@ class Workload:
             self.new_core,
             self.switch,
             self.drain,
+            self.change_role,
         )
         for _ in range(num_actions):
             drawn = self.rng.random()
@@ -357,12 +369,16 @@ class Workload:
     "seeds", [range(20), *[pytest.param(range(20 + 60 * n, 80 + 60 * n), marks=pytest.mark.slow) for n in range(6)]]
 )
 def test_core_and_instances_agree_while_everything_fails(seeds: range) -> None:
-    num_reused = num_helpers = 0
+    num_reused = num_helpers = num_fetches = num_fetched = 0
     for seed in seeds:
         workload = Workload(seed)
         workload.run(400)
         workload.end()
         num_reused += workload.num_reused
         num_helpers += workload.num_helpers
+        num_fetches += workload.num_fetches
+        num_fetched += workload.num_fetched + workload.core.num_fetched_tokens
     assert num_reused > 5 * len(seeds)
     assert num_helpers > 0
+    assert num_fetches > len(seeds) / 2
+    assert num_fetched > 0

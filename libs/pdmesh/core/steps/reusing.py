@@ -157,15 +157,15 @@ class Reusing:
             cut = self._mesh.cut.of(source.instance_id)
             for candidate in known:
                 instance = candidate.instance
+                num_there = instance.num_kept_granules(request) * GRANULE_TOKENS  # more than it will find of others'
                 if (
-                    candidate.num_tokens < num_tokens
+                    max(num_there, candidate.num_tokens) < num_tokens
                     and instance.exact_group == source.exact_group
                     and instance.instance_id not in cut
                     and self._fetches.may_receive(instance)
                     and instance.can_prefill(request)
                 ):
-                    num_missing = num_tokens - _num_tokens(depths, instance)
-                    num_bytes = num_missing * instance.profile.kv_layout.token_bytes
+                    num_bytes = (num_tokens - num_there) * instance.profile.kv_layout.token_bytes
                     bring_s = reuse.fetch_s(source.view, instance.view, num_bytes)
                     ready_s = max(candidate.ready_s, bring_s)
                     cost_s = reuse.cost_s(request, num_tokens, candidate.ready_s, bring_s)
