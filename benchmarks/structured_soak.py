@@ -2,8 +2,9 @@
 
 Usage: python benchmarks/structured_soak.py [--rounds 8] [--streams 12] [--seed 1] [--quiet]
 
-Chats at temperature 1 are asked twice, by ``response_format`` and as arguments of a tool that must be called, of 1 to 4
-choices each, streamed: of a quiet mesh (1 prefill, 2 decode instances), and of one with little memory, so that decodes
+Chats at temperature 1 are asked of 1 to 4 choices each, streamed: by ``response_format``, as arguments of a tool that
+must be called, and by both, where the model chooses between a call and an answer of the format (``auto``). They are
+asked twice: of a quiet mesh (1 prefill, 2 decode instances), and of one with little memory, so that decodes
 are retracted, whose decodes are moved to and fro, whose instances are drained, and killed. Each answer must parse, fit
 its schema (by the package `jsonschema`, which is not among ours: ``uv pip install jsonschema``), and be the quiet one.
 
@@ -82,16 +83,22 @@ def requests(rounds: int) -> Iterator[tuple[Key, dict[str, Any]]]:
                 "max_tokens": MAX_TOKENS,
                 "stream": True,
             }
-            if number % 2 and is_object(schema):
+            kind = kind_of(schema, number)
+            if kind != "format":
                 function = {"name": "answer", "parameters": schema}
                 body |= {
                     "tools": [{"type": "function", "function": function}],
-                    "tool_choice": "required",
+                    "tool_choice": kind,
                     "parallel_tool_calls": number % 4 == 3,
                 }
-            else:
+            if kind != "required":
                 body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
             yield (name, number), body
+
+
+def kind_of(schema: Schema, number: int) -> str:
+    """How a request asks for its schema: by a format alone, or by a tool's choice as well."""
+    return ("format", "required", "auto", "required")[number % 4] if is_object(schema) else "format"
 
 
 def is_object(schema: Schema) -> bool:
@@ -163,12 +170,12 @@ async def disturb(mesh: RunningMesh, seen: Seen, seed: int) -> None:
     rng, operator = random.Random(seed), Operator(mesh)
     while True:
         await asyncio.sleep(rng.uniform(*PAUSE_S))
-        what = rng.choice(("moved", "moved", "moved", "drained", "killed"))
+        what = rng.choice((*6 * ("moved",), *2 * ("drained",), "killed"))
         with suppress(PdmeshError, AssertionError):
             if await serving(mesh) < {"scheduler", "prefill-0", "decode-0", "decode-1"}:
                 continue
             if what == "moved":
-                for request_id in rng.sample(running := await operator.running(), min(4, len(running))):
+                for request_id in rng.sample(running := await operator.running(), min(8, len(running))):
                     target = rng.choice(("decode-0", "decode-1"))  # where it is already, perhaps: refused
                     status = await operator.operate(OperationKind.MOVE, target, request_id)
                     seen.faults[what] += status.state == "done"
@@ -207,8 +214,9 @@ def misfits(seen: Seen) -> list[str]:
     found: list[str] = []
     for (name, number), choices in seen.answers.items():
         validator = jsonschema.Draft202012Validator(SCHEMAS[name], format_checker=formats)
-        by_tool = bool(number % 2 and is_object(SCHEMAS[name]))
+        kind = kind_of(SCHEMAS[name], number)
         for index, choice in enumerate(choices):
+            by_tool = kind == "required" or (kind == "auto" and bool(choice.calls))
             where = f"{name}, number {number}, choice {index}"
             if choice.finish != ("tool_calls" if by_tool else "stop"):
                 found.append(f"{where}: ends with {choice.finish}")
@@ -226,9 +234,16 @@ def report(what: str, seen: Seen, limits: Limits, took_s: float) -> None:
     wrong = misfits(seen)
     num_choices = sum(map(len, seen.answers.values()))
     num_calls = sum(len(choice.calls) for choices in seen.answers.values() for choice in choices)
+    chosen = [
+        bool(choice.calls)
+        for (name, number), choices in seen.answers.items()
+        if kind_of(SCHEMAS[name], number) == "auto"
+        for choice in choices
+    ]
     faults = ", ".join(f"{number} {name}" for name, number in sorted(seen.faults.items()))
     print(
-        f"{what}: {num_choices} answers in {took_s:.0f} s, {num_calls} calls among them; {len(seen.errors)} requests "
+        f"{what}: {num_choices} answers in {took_s:.0f} s, {num_calls} calls among them; where the model "
+        f"chose, {sum(chosen)} of {len(chosen)} called; {len(seen.errors)} requests "
         f"lost, {len(wrong)} do not fit{f'; {faults}' if faults else ''}",
         flush=True,
     )

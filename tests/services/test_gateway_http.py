@@ -850,3 +850,16 @@ async def test_keys_have_names_scopes_and_limits(model: Path, tmp_path: Path) ->
         response = await client.post("/tokenize", json={"prompt": "a"}, headers={"authorization": "Bearer b"})
         assert response.status_code == 200
         assert [(submit.tenant, submit.share) for submit in mesh.submitted] == [("alice", 3)] * 2
+
+
+async def test_a_grammar_that_becomes_too_complex_is_the_clients_to_change(model: Path) -> None:
+    def fail(generation: Generation) -> list[TokenOut]:
+        return [token_out(generation, 0, 70), token_out(generation, 1, 71, finish_reason=FinishReason.ERROR)]
+
+    async with ready_gateway(model, fail) as (client, _mesh, _running):
+        held = {"prompt": "a", "structured_outputs": {"regex": "[a-z]+"}}
+        whole = await client.post("/v1/completions", json=held)
+        assert (whole.status_code, error_of(whole)["code"]) == (400, "grammar_too_complex")
+        assert "at token 2" in error_of(whole)["message"]
+        free = await client.post("/v1/completions", json={"prompt": "a"})
+        assert free.status_code == 500

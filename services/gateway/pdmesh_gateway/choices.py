@@ -33,6 +33,16 @@ class GenerationFailed(RequestRejected):
         super().__init__(message, status=500, type="server_error", code="generation_failed")
 
 
+class GrammarFailed(RequestRejected):
+    """An answer cannot be held to its grammar any further: some turn out to be too complex only as they go on."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(
+            f"The grammar that this answer is held to became too complex at token {num_tokens}: make it simpler.",
+            code="grammar_too_complex",
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class Choice:
     """One generation of a job, from tokens to text."""
@@ -50,12 +60,14 @@ class Choice:
         return self.finish_reason is not None
 
     def advance(self, tokens: list[TokenOut]) -> Delta:
-        """Turn delivered tokens into text. Raises GenerationFailed."""
+        """Turn delivered tokens into text. Raises GenerationFailed and GrammarFailed."""
         delta = Delta(index=self.index)
         params = self.transcript.params
         for token in tokens:
             finish = _finish_of(token)
             if finish == "error":
+                if params.grammar and token.token_id is not None:  # with any other failure no token comes
+                    raise GrammarFailed(self.num_tokens + 1)
                 raise GenerationFailed(token.error or "The generation was aborted.")
             delta.embedding = token.embedding
             piece = ""

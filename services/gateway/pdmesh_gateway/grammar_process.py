@@ -7,6 +7,7 @@ then the process with it. The tokenizer is read once.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from pdmesh.grammars import Grammars
 
 CPU_LIMIT_S = 2
 MEMORY_LIMIT_BYTES = 2 * 1024**3
+#: Streams beside it come first where cores are short.
+NICENESS = 5
 _ANYTHING = json.dumps({"grammars": [{"json_schema": {}}]})
 TOO_MUCH = "it takes too much time or memory."
 
@@ -96,6 +99,7 @@ def main() -> int:
     """Judge grammars until stdin ends; returns the exit code. The kernel ends it if one goes beyond the limits."""
     directory, vocab_size, *eos_token_ids = sys.argv[1:]
     grammars = Grammars(Path(directory), vocab_size=int(vocab_size), eos_token_ids=list(map(int, eos_token_ids)))
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     grammars.problem(_ANYTHING)  # reads the tokenizer
     sys.stdout.buffer.write(b"\n")
