@@ -1,7 +1,7 @@
 """How many tokens of Mooncake's prompts are not computed again, and what that does to TTFT, beside what was aimed at.
 
 Usage: python benchmarks/prefix_reuse.py --traces DIR [--trace conversation ...] [--instances 4 ...] [--kv 0.4 ...]
-                                         [--bundle NAME] [--link GB_PER_S] [--limit N] [--json FILE]
+                                         [--bundle NAME] [--link GB_PER_S] [--offload 6.6] [--limit N] [--json FILE]
 
 The traces' ``hash_ids`` say what prompts have in common. Each prompt is computed by one of N instances with so many
 million tokens of KV; of its output the first token alone is drawn, so TTFT is of computing prompts. Requests come so
@@ -15,6 +15,9 @@ The targets are of a simulation apart from the project: one queue for each insta
 points are asked for (``hit >=``), and a mean TTFT no worse: without copies than theirs, with them than that of the
 least queued instance. "apart" is that simulation made anew: it agrees with the targets for the conversation trace, and
 has fewer hits than they say for the synthetic one with 1.6 million tokens. "without" is a run of ours without hashes.
+
+With ``--offload`` each instance has a tier of so many million tokens behind its cache, from which 10 GB/s come back;
+the targets are then those of a cache as large.
 """
 
 from __future__ import annotations
@@ -123,7 +126,12 @@ class CountingCore:
 
 
 def run(
-    arrivals: Sequence[Arrival], num_instances: int, num_kv_tokens: int, bundle: str, link_bytes_per_s: float
+    arrivals: Sequence[Arrival],
+    num_instances: int,
+    num_kv_tokens: int,
+    bundle: str,
+    link_bytes_per_s: float,
+    num_offload_tokens: int,
 ) -> Figures:
     """Simulate."""
     policy = PolicyConfig(
@@ -139,6 +147,7 @@ def run(
         num_mixed=num_instances,
         kv_layout=LAYOUT,
         num_kv_tokens=num_kv_tokens,
+        num_offload_tokens=num_offload_tokens,
         max_num_seqs=4096,
     )
     core = CountingCore(study_core(bundle, policy, 0))
@@ -215,6 +224,7 @@ def main() -> None:
     parser.add_argument("--trace", nargs="+", choices=sorted(BUSY), default=sorted(BUSY))
     parser.add_argument("--instances", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--kv", nargs="+", type=float, default=[0.4, 1.6, 6.6], help="million tokens of each instance")
+    parser.add_argument("--offload", type=float, default=0.0, help="million tokens of each instance's tier")
     parser.add_argument("--bundle", default="pdmesh")
     parser.add_argument("--link", type=float, default=10.0, help="GB/s between instances; 0: nothing is copied")
     parser.add_argument("--limit", type=int, help="the first so many requests only")
@@ -236,11 +246,11 @@ def main() -> None:
                         int((kv or options.kv[-1]) * 1e6) // GRANULE_TOKENS * GRANULE_TOKENS,
                         options.bundle,
                         link,
+                        0 if kv is None else int(options.offload * 1e6),
                     )
-                aim, aim_s = targets.get((trace, num_instances, kv or 0.0), (None, None))
-                apart_rate, apart_s = apart(
-                    plain if kv is None else arrivals, num_instances, int((kv or 0) * 1e6), link
-                )
+                size = 0.0 if kv is None else options.offload or kv
+                aim, aim_s = targets.get((trace, num_instances, size), (None, None))
+                apart_rate, apart_s = apart(plain if kv is None else arrivals, num_instances, int(size * 1e6), link)
                 name = f"{trace} N={num_instances} " + ("without" if kv is None else f"{kv}M")
                 is_met = (aim is None or 100 * figures.hit_rate >= aim - 2) and (
                     aim_s is None or figures.ttft_mean_s <= aim_s
@@ -260,6 +270,7 @@ def main() -> None:
                         "trace": trace,
                         "num_instances": num_instances,
                         "kv_million_tokens": kv,
+                        "offload_million_tokens": options.offload,
                         "hit_rate": figures.hit_rate,
                         "ttft_mean_s": figures.ttft_mean_s,
                         "ttft_p99_s": figures.ttft_p99_s,

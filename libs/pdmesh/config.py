@@ -296,6 +296,18 @@ class WorkerConfig:
         "share of the host's or container's memory, free after the weights, for the KV cache of an instance without a "
         "device. More than two instances of one `pdmesh up` share what two would get. Pages are taken at first use",
     ] = 0.25
+    kv_offload_host_bytes: Annotated[
+        int,
+        Range(0, 1 << 46),
+        "host memory of an instance for KV that its cache has no room for, and that requests to come may reuse; pinned "
+        "where there is a device. 0: none",
+    ] = 0
+    kv_offload_disk_bytes: Annotated[
+        int,
+        Range(0, 1 << 50),
+        "space in kv_offload_dir for what that has no room for; encrypted, and gone with the process. 0: none",
+    ] = 0
+    kv_offload_dir: Annotated[Path | None, "directory on a disk for kv_offload_disk_bytes"] = None
     prefill_attention: Annotated[
         str, one_of("auto", "fa2", "fa3"), "FlashInfer kernels for chunks on a device; auto: by the chunk's length"
     ] = "auto"

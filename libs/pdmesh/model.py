@@ -393,6 +393,8 @@ class InstanceProfile:
     deterministic: bool = False  # it serves only in a mesh of one arithmetic class
     host: str = ""  # where processes can share memory, for people; empty: it does not say
     drafts: bool = False  # it guesses tokens from what was said before: it wants prompts of what it only decodes
+    num_offload_granules: Annotated[int, ANY_COUNT] = 0  # that its tier, host memory and disk, has room for
+    load_bytes_per_s: Annotated[float, SECONDS] = 1e9  # at which the tier brings KV back into the cache
 
     def is_process_of(self, other: InstanceProfile) -> bool:
         """Whether that one registers again. Containers may count pids each for itself, so addresses count, too."""

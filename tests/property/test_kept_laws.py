@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pdmesh.core.instances.kept import HeldGranules, KeptHere, KeptWhere
+from pdmesh.core.instances.kept import HeldGranules, KeptHere
+from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.model import Epoch, PrefixHash, RequestId
 from pdmesh.sim.held import Held
 from pdmesh.sim.kept import SimulatedKept
@@ -22,11 +23,11 @@ def a_chain(numbers: Sequence[int]) -> tuple[PrefixHash, ...]:
 
 
 class Both:
-    """The same requests on both sides."""
+    """The same requests on both sides; the tier holds ``capacity`` granules."""
 
-    def __init__(self, number: int, where: KeptWhere) -> None:
-        self.core = KeptHere(where, number, BLOCK_SIZE)
-        self.store = SimulatedKept(BLOCK_SIZE)
+    def __init__(self, number: int, where: KeptWhere, capacity: int) -> None:
+        self.core = KeptHere(where, number, BLOCK_SIZE, capacity)
+        self.store = SimulatedKept(BLOCK_SIZE, capacity)
         self.live: dict[int, tuple[HeldGranules, Held]] = {}
         self._num_begun = 0
 
@@ -35,9 +36,16 @@ class Both:
         tenant = f"tenant {self._num_begun % 3}" if self._num_begun % 4 else None  # they share, here
         num_reused = self.core.depth(chain, len(chain))
         assert num_reused == sum(granule in self.core for granule in chain)
+        num_loaded = self._num_loadable(chain, num_reused)
         held = Held((RequestId(f"r{self._num_begun}"), Epoch(0)), 4 * (len(chain) + 2), None, chain=chain)
-        self.store.share(held, num_reused)
+        held.num_loaded_granules = num_loaded
+        self.store.share(held, num_reused + num_loaded)
         self.live[self._num_begun] = self.core.begin(chain, num_reused, tenant), held
+
+    def _num_loadable(self, chain: tuple[PrefixHash, ...], num_reused: int) -> int:
+        """How many granules behind those that are kept the tier has, or fewer: loading may not pay."""
+        num_loaded = self.core.num_loadable(chain, num_reused)
+        return num_loaded if self._num_begun % 5 else num_loaded // 2
 
     def computed(self, number: int, num_granules: int) -> None:
         granules, held = self.live[number]
@@ -52,10 +60,18 @@ class Both:
         self.store.end(held, staying)
 
     def drop(self, number: int) -> None:
-        self.store.drop(self.core.take_orphans() + self.core.drop(number))
+        self.store.make_room(*self.core.make_room(number))
+
+    def lose(self, rng: random.Random) -> None:
+        """The tier loses a granule, and says so."""
+        if self.store.offloaded:
+            lost = [rng.choice(self.store.offloaded)]
+            self.store.lose(lost)
+            self.core.lose_offloaded(lost)
 
     def report(self) -> None:
-        self.core.replace(self.store.granules, [granules for granules, _ in self.live.values()])
+        """The instance says what it keeps, as it does when it registers."""
+        self.core.replace(self.store.granules, [granules for granules, _ in self.live.values()], self.store.offloaded)
 
     def check(self) -> None:
         self.core.check_integrity("here", [granules for granules, _ in self.live.values()])
@@ -64,13 +80,20 @@ class Both:
         whole = sum(held.num_blocks for _, held in self.live.values())
         taken = whole - self.core.num_saved_blocks
         assert own + self.store.num_blocks == taken + self.core.num_idle_blocks
+        self.check_tier()
+
+    def check_tier(self) -> None:
+        """Both sides have the same in the tier."""
+        offloaded = self.core.offloaded
+        assert (0 if offloaded is None else len(offloaded)) == len(self.store.offloaded)
+        assert offloaded is None or all(granule in offloaded for granule in self.store.offloaded)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_core_knows_what_an_instance_keeps(seed: int) -> None:
-    """Whatever begins, is computed, ends, is dropped or reported."""
+    """Whatever begins, is computed, ends, is dropped, offloaded, loaded, lost or reported."""
     rng, where = random.Random(seed), KeptWhere()
-    sides = [Both(number, where) for number in (1, 2)]
+    sides = [Both(number, where, rng.choice((0, 1, 3, 50))) for number in (1, 2)]
     for _ in range(120):
         both = rng.choice(sides)
         match rng.randrange(6):
@@ -87,6 +110,8 @@ def test_the_core_knows_what_an_instance_keeps(seed: int) -> None:
                 both.drop(rng.randrange(3))
             case 5 if rng.random() < 0.2:
                 both.report()
+            case 5 if rng.random() < 0.2:
+                both.lose(rng)
             case _:
                 pass
         for each in sides:
@@ -97,36 +122,39 @@ def test_the_core_knows_what_an_instance_keeps(seed: int) -> None:
         both.drop(1 << 30)
         both.check()
         assert not both.store.granules
+        both.core.clear()
     assert not len(where)
+    assert not len(where.offloaded)
 
 
 class Apart(Both):
     """The same, with commands and reports that cross on their way."""
 
-    def __init__(self) -> None:
-        super().__init__(1, KeptWhere())
+    def __init__(self, capacity: int) -> None:
+        super().__init__(1, KeptWhere(), capacity)
         self.commands, self.reports = deque[Callable[[], object]](), deque[Callable[[], object]]()
         self.here: set[int] = set()  # requests that the store has heard of, and not ended
 
     def begin(self, chain: tuple[PrefixHash, ...]) -> None:
         self._num_begun += 1
         number, num_reused = self._num_begun, self.core.depth(chain, len(chain))
+        num_loaded = self._num_loadable(chain, num_reused)
         held = Held((RequestId(f"r{number}"), Epoch(0)), 4 * (len(chain) + 2), None, chain=chain)
         self.live[number] = self.core.begin(chain, num_reused, f"tenant {number % 3}"), held
 
         def obey() -> None:
-            self.store.share(held, num_reused)
+            held.num_loaded_granules = num_loaded
+            self.store.share(held, num_reused + num_loaded)
             self.here.add(number)
 
-        self._command(obey)
+        self._command(obey, number % 3)
 
     def drop(self, number: int) -> None:
-        dropped = self.core.drop(number)
-        self._command(lambda: self.store.drop(dropped))
+        self._command(lambda: None, number)
 
-    def _command(self, act: Callable[[], object]) -> None:
-        orphans = self.core.take_orphans()
-        self.commands.append(lambda: self.store.drop(orphans))
+    def _command(self, act: Callable[[], object], num_granules: int = 0) -> None:
+        room = self.core.make_room(num_granules)
+        self.commands.append(lambda: self.store.make_room(*room))
         self.commands.append(act)
 
     def computed(self, number: int, num_granules: int) -> None:
@@ -162,7 +190,8 @@ def test_commands_and_reports_may_cross(seed: int) -> None:
 
     A request may draw what another one's prompt has; it is dropped, and the news of the first come only then.
     """
-    rng, both = random.Random(seed), Apart()
+    rng = random.Random(seed)
+    both = Apart(rng.choice((0, 2, 5, 50)))
     for _ in range(200):
         match rng.randrange(7):
             case 0 | 1:
@@ -213,7 +242,7 @@ def test_leaves_go_before_what_they_follow_and_the_oldest_chain_first() -> None:
         here.computed(held, len(chain))
         here.end(held)
     here.end(here.begin(young, 2))
-    assert here.drop(9) == (old[2], old[1], young[1], young[0])
+    assert here.make_room(9).drop == (old[2], old[1], young[1], young[0])
 
 
 def test_what_somebody_uses_is_not_dropped() -> None:
@@ -223,10 +252,10 @@ def test_what_somebody_uses_is_not_dropped() -> None:
     first, second = here.begin(chain, 0), here.begin(chain, 0)
     here.computed(first, 2)
     here.end(first)
-    assert here.drop(9) == ()
+    assert here.make_room(9).drop == ()
     here.computed(second, 2)
     here.end(second)
-    assert here.drop(9) == (chain[1], chain[0])
+    assert here.make_room(9).drop == (chain[1], chain[0])
 
 
 def keep(here: KeptHere, tenant: str, numbers: Sequence[int], share: int = 1) -> tuple[PrefixHash, ...]:
@@ -250,7 +279,7 @@ def test_a_tenant_is_left_its_share_of_what_stays(seed: int) -> None:
         of |= dict.fromkeys(keep(here, f"t{tenant}", numbers, shares[tenant]), tenant)
         before = Counter(of[granule] for granule in of)
         number = min(rng.choice((0, 0, 1, 9)), len(of))
-        dropped = here.drop(number)
+        dropped = here.make_room(number).drop
         assert len(set(dropped)) == number
         for granule in dropped:
             del of[granule]
@@ -267,7 +296,7 @@ def test_who_floods_flushes_itself() -> None:
     chains = [keep(here, "victim", [1, number]) for number in range(50)]
     for number in range(1000):
         keep(here, "flood", [2, number % 250, number // 250])
-        here.drop(max(0, len(here._idle) - 60))
+        here.make_room(max(0, len(here._idle) - 60))
     assert sum(granule in here for chain in chains for granule in set(chain)) >= 30
     assert all(granule in here for granule in chains[-1])
     assert not all(granule in here for granule in chains[0])
@@ -280,7 +309,7 @@ def test_what_several_tenants_use_goes_after_what_follows_it() -> None:
     keep(here, "b", [0])
     for number in range(20):
         keep(here, "b", [3, number])
-    dropped = here.drop(20)
+    dropped = here.make_room(20).drop
     kept = [granule for granule in a_chain([0, 1]) if granule in here]
     assert kept == list(a_chain([0, 1]))
     assert a_chain([0])[0] not in dropped
@@ -293,5 +322,69 @@ def test_what_nobody_is_known_to_have_used_goes_first_and_is_whose_uses_it() -> 
     here.replace([*reversed(old), *reversed(used)], [])
     keep(here, "a", [2, 1])
     mine = keep(here, "b", [5])
-    assert here.drop(2) == (old[1], old[0])
-    assert set(here.drop(3)) == {*used, *mine}
+    assert here.make_room(2).drop == (old[1], old[0])
+    assert set(here.make_room(3).drop) == {*used, *mine}
+
+
+def a_tiered(capacity: int) -> KeptHere:
+    return KeptHere(KeptWhere(), 1, BLOCK_SIZE, capacity)
+
+
+def test_what_the_cache_gives_up_goes_to_the_tier_and_stays_there_when_it_comes_back() -> None:
+    """Giving it up again is no copy; room in the tier is made of what was used longest ago, leaves first."""
+    here = a_tiered(3)
+    old, young = keep(here, "a", [0, 1]), keep(here, "a", [2, 3])
+    assert here.make_room(2) == ((), (old[1], old[0]), ())
+    assert here.depth(old, 2) == 0
+    assert here.num_loadable(old, 0) == 2
+    held = here.begin(old, 0, "a")
+    here.computed(held, 2)
+    here.end(held)
+    assert here.make_room(3) == ((old[1],), (young[1], young[0]), (old[0],))  # which the cache has
+    assert here.num_loadable(young, 0) == 2
+    assert here.num_loadable(old, here.depth(old, 2)) == 1
+    here.check_integrity("here", [])
+
+
+def test_a_tier_that_is_too_small_takes_the_beginnings_of_chains() -> None:
+    """The end of a chain without its beginning is of no use."""
+    here = a_tiered(2)
+    chain = keep(here, "a", [0, 1, 2, 3])
+    assert here.make_room(4) == ((chain[3], chain[2]), (chain[1], chain[0]), ())
+    assert here.num_loadable(chain, 0) == 2
+
+
+def test_what_a_live_request_may_be_loading_is_not_evicted() -> None:
+    here = a_tiered(2)
+    chain = keep(here, "a", [0, 1])
+    here.make_room(2)
+    held = here.begin(chain, 0, "a")
+    other = keep(here, "b", [5, 6])
+    assert here.make_room(2) == ((other[1], other[0]), (), ())
+    here.end(held)
+    here.check_integrity("here", [])
+
+
+def test_who_floods_the_tier_flushes_itself() -> None:
+    here = a_tiered(60)
+    chains = [keep(here, "victim", [1, number]) for number in range(40)]
+    here.make_room(50)
+    for number in range(500):
+        keep(here, "flood", [2, number % 250, number // 250])
+        here.make_room(3)
+    assert sum(here.num_loadable(chain, 0) == 2 for chain in chains) >= 25
+    here.check_integrity("here", [])
+
+
+def test_one_walk_finds_what_cache_and_tier_keep_together() -> None:
+    where = KeptWhere()
+    chain = a_chain([0, 1, 2, 3])
+    for number, depth in ((1, 3), (2, 4)):
+        here = KeptHere(where, number, BLOCK_SIZE, 9)
+        here.computed(held := here.begin(chain[:depth], 0), depth)
+        here.end(held)
+        here.make_room(number)
+    assert where.depths(chain, 4) == {1: 2, 2: 2}
+    assert where.depths_with_tiers(chain, 4) == {1: 3, 2: 4}
+    assert where.depths_with_tiers(chain, 2) == {1: 2, 2: 2}
+    assert where.depths_with_tiers((), 0) == {}

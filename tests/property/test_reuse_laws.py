@@ -80,7 +80,7 @@ def a_chain(tenant: str, path: list[int]) -> PrefixHashes:
 class Workload:
     """What may happen next, drawn by a seeded stream."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_tiers: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.now_s = 0.0
         self.has_groups = bool(seed % 2)
@@ -89,11 +89,15 @@ class Workload:
         self.config = CoreConfig(
             max_queue_entries=8, max_queue_s=200.0, policy=self.policy, kv_reservation=rng.choice(list(KvReservation))
         )
-        self.bundle = "pdmesh" if self.has_groups else rng.choice(BUNDLE_NAMES)
+        self.bundle = "pdmesh" if self.has_groups or has_tiers else rng.choice(BUNDLE_NAMES)
         self.max_total_of: dict[RequestKey, int] = {}
         self.chain_of: dict[RequestKey, PrefixHashes] = {}
         self.path_of: dict[RequestId, tuple[str, list[int]]] = {}
         num_blocks = rng.randint(12, 30)
+        self.of_tiers = random.Random(f"tiers {seed}")
+        num_offload_granules = self.of_tiers.choice((2, 20, 100)) if has_tiers else 0
+        if has_tiers:
+            num_blocks = 11 + num_blocks % 4  # the longest prompt, and little more
         self.profiles = {
             profile.instance_id: profile
             for index, role in enumerate(rng.choice(MESHES))
@@ -108,6 +112,7 @@ class Workload:
                     num_transfer_backends=1,
                     num_layers=3,
                     joins_groups=self.has_groups,
+                    num_offload_granules=num_offload_granules,
                 )
             ]
         }
@@ -117,7 +122,7 @@ class Workload:
         self.awaited: dict[RequestId, Request] = {}
         self.to_resume: dict[RequestId, None] = {}
         self.gateway_of: dict[RequestKey, GatewayId] = {}
-        self.num_reused = self.num_requests = self.num_helpers = 0
+        self.num_reused = self.num_loaded = self.num_requests = self.num_helpers = 0
         self.num_fetches = self.num_fetched = self.num_role_changes = self.num_cores = 0
         self.new_core()
 
@@ -141,6 +146,7 @@ class Workload:
                         self.to_resume[command.request_id] = None
             elif self.mesh.send(command) and isinstance(command, AdmitPrefill):
                 self.num_reused += command.num_reused_granules
+                self.num_loaded += command.num_loaded_granules
                 self.num_helpers += not command.leads
             self.num_fetches += isinstance(command, FetchKept)
         self.core.check_integrity()
@@ -259,6 +265,12 @@ class Workload:
 
     # --- what goes wrong, and operators ---
 
+    def lose_offloaded(self) -> None:
+        """A tier loses a granule by itself, in the middle of a chain perhaps."""
+        instance = self.an_instance()
+        if instance and (offloaded := instance.untimed.kept.offloaded):
+            instance.untimed.lose_offloaded((self.of_tiers.choice(offloaded),))
+
     def lose_instance(self) -> None:
         if len(self.mesh.instances) > 1 and (instance := self.an_instance()):
             del self.mesh.instances[instance.instance_id]
@@ -327,6 +339,8 @@ class Workload:
             self.change_role,
         )
         for _ in range(num_actions):
+            if self.of_tiers.random() < 0.01:
+                self.lose_offloaded()
             drawn = self.rng.random()
             if drawn < 0.1:
                 self.arrive()
@@ -363,6 +377,7 @@ class Workload:
             kept = self.core._mesh.instances[instance.instance_id].kept
             assert {granule for granule in instance.untimed.kept.granules if granule not in kept} <= {*kept._orphans}
             assert kept._where.of(kept._bit) <= {*instance.untimed.kept.granules}
+            assert kept._where.offloaded.of(kept._bit) == {*instance.untimed.kept.offloaded}
 
 
 @pytest.mark.parametrize(
@@ -382,3 +397,17 @@ def test_core_and_instances_agree_while_everything_fails(seeds: range) -> None:
     assert num_helpers > 0
     assert num_fetches > len(seeds) / 2
     assert num_fetched > 0
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(6), *[pytest.param(range(6 + 40 * n, 46 + 40 * n), marks=pytest.mark.slow) for n in range(4)]]
+)
+def test_core_and_tiers_agree_while_everything_fails(seeds: range) -> None:
+    """What is loaded is there, what is evicted is nobody's, and what a tier lost by itself is computed again."""
+    num_loaded = 0
+    for seed in seeds:
+        workload = Workload(seed, has_tiers=True)
+        workload.run(800)
+        workload.end()
+        num_loaded += workload.num_loaded
+    assert num_loaded > len(seeds)

@@ -19,6 +19,7 @@ from pdmesh.cli.terminal import terminal
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.instances.arithmetic import several_classes
 from pdmesh.errors import PdmeshError, ProtocolError
+from pdmesh.model import GRANULE_TOKENS
 from pdmesh.wire import messages
 from pdmesh.wire.admin import ask_scheduler
 
@@ -221,7 +222,9 @@ def tenants_table(answer: messages.MeshStatus) -> Table:
 def _blocks(row: messages.InstanceStatus) -> str:
     text = f"{row.num_free_blocks}/{row.num_blocks} free"
     text += f" ({row.num_kept_blocks} kept)" if row.num_kept_blocks else ""
-    return text + (f", {row.num_quarantined_blocks} quarantined" if row.num_quarantined_blocks else "")
+    text += f", {row.num_quarantined_blocks} quarantined" if row.num_quarantined_blocks else ""
+    num_offloaded = row.num_offloaded_granules * GRANULE_TOKENS
+    return text + (f", {num_offloaded} tokens offloaded" if num_offloaded else "")
 
 
 def duration(seconds: float) -> str:

@@ -36,6 +36,8 @@ class StudyOptions:
     profile: str
     chunk_tokens: int | None
     kv_tokens: int
+    offload_tokens: int = 0
+    load_gbytes_per_s: float = 10.0
     transfer_backends: int
     port_gbytes_per_s: float
     control_delay_ms: float
@@ -98,6 +100,8 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
                 dtype=profile.subject.dtype or "bfloat16",
             ),
             num_kv_tokens=options.kv_tokens,
+            num_offload_tokens=options.offload_tokens,
+            load_bytes_per_s=options.load_gbytes_per_s * 1e9,
             num_transfer_backends=options.transfer_backends,
         ),
     )

@@ -42,6 +42,10 @@ LongRange = Annotated[
 InstanceProfile = Annotated[str, typer.Option(help="Latency model of an instance; an unknown name lists them.")]
 ChunkTokens = Annotated[int | None, typer.Option(min=1, help="Prompt tokens in a step, with static packing.")]
 KvTokens = Annotated[int, typer.Option(min=16, help="Size of an instance's KV cache, in tokens.")]
+OffloadTokens = Annotated[
+    int, typer.Option(min=0, help="Size of the offload tier behind an instance's KV cache, in tokens. 0: none.")
+]
+LoadSpeed = Annotated[float, typer.Option(min=0.001, help="Speed at which KV comes back from the offload tier.")]
 TransferBackends = Annotated[int, typer.Option(min=1, help="KV transfers that an instance receives at once.")]
 PortSpeed = Annotated[float, typer.Option(help="Network bandwidth of an instance, each way.")]
 ControlDelay = Annotated[float, typer.Option(min=0, help="Delay between scheduler and instance, each way.")]
@@ -104,6 +108,8 @@ def simulate(
     ] = KvReservation.FULL,
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
+    offload_tokens: OffloadTokens = 0,
+    load_gbytes_per_s: LoadSpeed = 10.0,
     transfer_backends: TransferBackends = 4,
     port_gbytes_per_s: PortSpeed = 25.0,
     control_delay_ms: ControlDelay = 0.0,
@@ -157,6 +163,8 @@ def simulate(
         kv_reservation=kv_reservation,
         chunk_tokens=chunk_tokens,
         kv_tokens=kv_tokens,
+        offload_tokens=offload_tokens,
+        load_gbytes_per_s=load_gbytes_per_s,
         transfer_backends=transfer_backends,
         port_gbytes_per_s=port_gbytes_per_s,
         control_delay_ms=control_delay_ms,

@@ -26,9 +26,12 @@ from pdmesh.model import (
 from pdmesh.plans import KvShard, PrefillGroup, StepPlan, TransferPlan
 
 
-def _reused(num_granules: int) -> str:
-    """What a record says of blocks whose KV is there before."""
-    return f", of which {num_granules * GRANULE_TOKENS} tokens are reused" if num_granules else ""
+def _reused(num_granules: int, num_loaded_granules: int = 0) -> str:
+    """What a record says of blocks whose KV is there before, or in the tier."""
+    if not num_granules:
+        return ""
+    loaded = f" ({num_loaded_granules * GRANULE_TOKENS} from its tier)" if num_loaded_granules else ""
+    return f", of which {num_granules * GRANULE_TOKENS} tokens are reused{loaded}"
 
 
 class ToInstance(Struct, frozen=True, kw_only=True):
@@ -70,8 +73,10 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     output, or, where it ``awaits_receiver``, that a later grant says where it goes (or KeepKv that it stays). A member
     of ``group`` that does not lead it is asked for one shard, its own copy, and has no transfer: it computes chunks,
     and passes their KV on to the other members. The first ``num_reused_granules`` of the request's chain are kept
-    there: it shares their blocks, which count among those of its shard, and its chunks begin behind them. ``drop`` are
-    granules to give up first, in this order. A member that does not lead keeps what it computes if it ``keeps_prefix``.
+    there: it shares their blocks, which count among those of its shard, and its chunks begin behind them. The last
+    ``num_loaded_granules`` of these are in its tier, and loaded into blocks of their own. ``drop`` are granules to give
+    up in the cache first, in this order, and with them those to ``offload``: the tier takes these, for which it gives
+    up those to ``evict``. A member that does not lead keeps what it computes if it ``keeps_prefix``.
     """
 
     shards: tuple[KvShard, ...]
@@ -79,7 +84,10 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     group: PrefillGroup | None = None
     awaits_receiver: bool = False
     num_reused_granules: int = 0
+    num_loaded_granules: int = 0
     drop: PrefixHashes = ()
+    offload: PrefixHashes = ()
+    evict: PrefixHashes = ()
     keeps_prefix: bool = False
 
     @property
@@ -105,7 +113,7 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
 
     @property
     def record_line(self) -> RecordLine | None:
-        blocks = f"{self.num_blocks} blocks{_reused(self.num_reused_granules)}"
+        blocks = f"{self.num_blocks} blocks{_reused(self.num_reused_granules, self.num_loaded_granules)}"
         if self.group is not None and not self.leads:
             return RecordLine("asked to help", f"{blocks}, led by {self.group.member_ids[0]}", self.instance_id)
         if self.awaits_receiver:
@@ -141,11 +149,13 @@ class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=
     """Reserve blocks on a destination of ``transfer``, and expect the request's KV there, but for what is reused.
 
     Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws.
-    ``drop`` are kept granules to give up first, in this order.
+    ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
     """
 
     transfer: TransferPlan
     drop: PrefixHashes = ()
+    offload: PrefixHashes = ()
+    evict: PrefixHashes = ()
 
     @property
     def num_blocks(self) -> int:
@@ -178,13 +188,16 @@ class FetchKept(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Take granules that another instance keeps, and keep them: no request's, though one waits for them.
 
     ``chain`` are these and all before them, of which the instance keeps ``transfer.num_reused_granules``. It holds
-    blocks for all of them until they have landed. ``drop`` are kept granules to give up first, in this order.
+    blocks for all of them until they have landed. ``drop``, ``offload`` and ``evict`` are granules to give up first, as
+    in `AdmitPrefill`.
     """
 
     transfer: TransferPlan
     chain: PrefixHashes
     wanted_by: tuple[RequestId, Epoch]
     drop: PrefixHashes = ()
+    offload: PrefixHashes = ()
+    evict: PrefixHashes = ()
 
     @property
     def num_blocks(self) -> int:
@@ -229,11 +242,13 @@ class WithdrawTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
 class KeepKv(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     """The request decodes where its prompt is computed after all, and holds ``num_blocks`` there.
 
-    ``drop`` are kept granules to give up first, in this order.
+    ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
     """
 
     num_blocks: int
     drop: PrefixHashes = ()
+    offload: PrefixHashes = ()
+    evict: PrefixHashes = ()
 
     @property
     def record_line(self) -> RecordLine | None:
@@ -253,7 +268,7 @@ class ResumeDecode(ToInstanceOfRequest, frozen=True, kw_only=True):
 class GrowKv(ToInstance, frozen=True, kw_only=True, omit_defaults=True):
     """Let a request hold ``num_blocks`` on the instance in all. Idempotent: it never takes any away.
 
-    ``drop`` are kept granules to give up first, in this order.
+    ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
 
     Of the instance's memory, not of the request's life: it comes every few tokens.
     """
@@ -262,6 +277,8 @@ class GrowKv(ToInstance, frozen=True, kw_only=True, omit_defaults=True):
     epoch: Epoch
     num_blocks: int
     drop: PrefixHashes = ()
+    offload: PrefixHashes = ()
+    evict: PrefixHashes = ()
 
 
 class FreeKv(ToInstanceOfRequest, frozen=True, kw_only=True):

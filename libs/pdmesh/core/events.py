@@ -78,13 +78,15 @@ class GatewayLost:
 class InstanceJoined:
     """An instance (re)registered, with the KV it holds. One that is ``stopping`` takes no new work.
 
-    ``kept`` are all granules that it keeps, as in `CacheReported`: the first thing that it is told may use them.
+    ``kept`` are all granules that it keeps, and ``offloaded`` those in its tier, as in `CacheReported`: the first thing
+    that it is told may use them.
     """
 
     profile: InstanceProfile
     residents: tuple[Resident, ...]
     stopping: bool = False
     kept: PrefixHashes = ()
+    offloaded: PrefixHashes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +390,17 @@ class CacheReported:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadedLost:
+    """Granules that an instance's tier has no more, or never took: its disk is full, or failed, or they were damaged.
+
+    What waits for one is given up by a report of its own.
+    """
+
+    instance_id: InstanceId
+    granules: PrefixHashes
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLinkReported:
     """An instance's tokens do not reach a gateway, though both are there; or (``is_up``) they do again.
 
@@ -413,6 +426,7 @@ class LoadReported:
     num_quarantined_blocks: Annotated[int, ANY_COUNT]
     num_decoding: Annotated[int, ANY_COUNT]
     num_kept_blocks: Annotated[int, ANY_COUNT] = 0
+    num_offloaded_granules: Annotated[int, ANY_COUNT] = 0  # in its tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +457,7 @@ InstanceEvent = (
     | KvReleased
     | KvLow
     | CacheReported
+    | OffloadedLost
     | TokenLinkReported
     | LoadReported
 )

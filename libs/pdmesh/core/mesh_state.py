@@ -22,7 +22,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.kept import KeptWhere
+from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.numbers import Numbers
 from pdmesh.core.recovery.cut_pairs import CutPairs
@@ -193,6 +193,7 @@ class MeshState:
         instance = self.instances[instance_id]
         allocation = instance.allocations[state.key]
         allocation.tenant, allocation.share = state.request.tenant, state.request.share
+        instance.kept.claim(allocation.granules, state.request.tenant, state.request.share)
         state.adopt(instance.shard(allocation.num_blocks))
 
     # --- it is placed ---
@@ -205,17 +206,20 @@ class MeshState:
         *,
         long_tokens: int,
         now_s: float,
+        num_loaded: int = 0,
     ) -> None:
         """A waiting request gets its room: on ``prefill``, which computes it, and on ``decode``.
 
         It stays where it is computed if these are one; None for ``decode`` means that it gets its room later.
-        ``long_tokens`` are its prompt's, if it is long. Where it decodes it gets what it is admitted with.
+        ``long_tokens`` are its prompt's, if it is long. Where it decodes it gets what it is admitted with. Behind what
+        is kept there, it loads ``num_loaded`` granules from the tier.
         """
         request, (request_id, epoch) = state.request, state.key
         self.queue.remove(state)
         stays, awaits_receiver = decode is prefill, decode is None
         num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
-        num_reused = prefill.num_kept_granules(request)
+        num_kept = prefill.num_kept_granules(request)
+        num_reused = num_kept + num_loaded
         self.queue.counters.placed(request, num_reused * GRANULE_TOKENS)
         state.place(prefill.shard(num_blocks), now_s, stays=stays, num_reused_tokens=num_reused * GRANULE_TOKENS)
         plan = None
@@ -231,11 +235,12 @@ class MeshState:
             long_tokens=long_tokens,
             slo_tpot_s=request.slo_tpot_s,
             chain=request.chain,
-            num_reused=num_reused,
+            num_reused=num_kept,
             tenant=request.tenant,
             share=request.share,
         )
         prefill.defer(state.key, awaits_receiver)
+        room = prefill.make_room()
         self.commands.append(
             AdmitPrefill(
                 instance_id=prefill.instance_id,
@@ -245,7 +250,10 @@ class MeshState:
                 transfer=plan,
                 awaits_receiver=awaits_receiver,
                 num_reused_granules=num_reused,
-                drop=prefill.drop_for_room(),
+                num_loaded_granules=num_loaded,
+                drop=room.drop,
+                offload=room.offload,
+                evict=room.evict,
             )
         )
         prefill.add_prefill(state)
@@ -272,13 +280,16 @@ class MeshState:
             tenant=request.tenant,
             share=request.share,
         )
+        room = decode.make_room()
         self.commands.append(
             PlaceDecode(
                 instance_id=decode.instance_id,
                 request_id=request_id,
                 epoch=epoch,
                 transfer=transfer.plan,
-                drop=decode.drop_for_room(),
+                drop=room.drop,
+                offload=room.offload,
+                evict=room.evict,
             )
         )
         return transfer

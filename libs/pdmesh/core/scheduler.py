@@ -39,6 +39,7 @@ from pdmesh.core.events import (
     LoadReported,
     MoveFailed,
     MoveSent,
+    OffloadedLost,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
@@ -315,6 +316,7 @@ class SchedulerCore:
         handlers.on_timed(InstanceLost, members.lost)
         handlers.on(DrainRequested, members.stops)
         handlers.on(CacheReported, self._cache_reported)
+        handlers.on(OffloadedLost, self._offloaded_lost)
         handlers.on_timed(TokenLinkReported, self._token_link_reported)
         handlers.on(LoadReported, self._load_reported)
         handlers.on_timed(StepDone, self._step_done)
@@ -378,6 +380,10 @@ class SchedulerCore:
     def _cache_reported(self, event: CacheReported) -> None:
         if instance := self._mesh.instance_of(event):
             instance.replace_kept(event.kept)
+
+    def _offloaded_lost(self, event: OffloadedLost) -> None:
+        if instance := self._mesh.instance_of(event):
+            instance.kept.lose_offloaded(event.granules)
 
     def _token_link_reported(self, event: TokenLinkReported, now_s: float) -> None:
         on_token_link(self._mesh, self._moves, event, now_s)

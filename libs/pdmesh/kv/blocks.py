@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from typing import Protocol
 
 from pdmesh.errors import PdmeshError
 
 
 class OutOfBlocks(PdmeshError):
     """The pool has fewer free blocks than asked for: the scheduler miscounted, or blocks are quarantined."""
+
+
+class BlockGuard(Protocol):
+    """A copy of blocks that may be somebody else's by now: nobody writes there before it has ended."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Return when it has ended. Any thread but the event loop's."""
+        ...
 
 
 class BlockPool:
@@ -31,6 +43,7 @@ class BlockPool:
         self._num_kept = 0  # of these: in no table
         self._quarantined: dict[int, _Release] = {}
         self._pins: Counter[int] = Counter()
+        self._guards: dict[int, list[BlockGuard]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -142,6 +155,26 @@ class BlockPool:
         finally:
             for block_id in block_ids:
                 self._unpin(block_id)
+
+    def guard(self, block_ids: Iterable[int], guard: BlockGuard) -> None:
+        """Let nobody write into blocks before a copy has ended; they may be free, and allocated, all the same."""
+        for block_id in block_ids:
+            self._guards.setdefault(block_id, []).append(guard)
+
+    def unguard(self, block_ids: Iterable[int], guard: BlockGuard) -> None:
+        """Note that a copy has ended."""
+        for block_id in block_ids:
+            guards = self._guards[block_id]
+            guards.remove(guard)
+            if not guards:
+                del self._guards[block_id]
+
+    def guards_of(self, block_ids: Iterable[int]) -> list[BlockGuard]:
+        """Return what is to be waited for before any of these is written."""
+        if not self._guards:
+            return []
+        found = {id(guard): guard for block_id in block_ids for guard in self._guards.get(block_id, ())}
+        return [guard for guard in found.values() if not guard.has_ended]
 
     def check_integrity(self) -> None:
         """``free + held + kept + quarantined = total``, and no block is in two of them."""

@@ -14,7 +14,7 @@ import anyio.to_thread
 import structlog
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.blocks import BlockGuard, BlockPool
 from pdmesh.kv.context import KvContext
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import CacheOwner, Copies, ReadNote
@@ -76,8 +76,9 @@ class PieceReader:
             )
         else:
             fetch = partial(self._scatter, header, piece, block_ids)
-        copy = partial(self._copy, header, piece, fetch)
-        if not is_there or (is_inline and not self._is_first(header, block_ids)):
+        guards = self._pool.guards_of(block_ids)
+        copy = partial(self._copy, header, piece, partial(_after, guards, fetch) if guards else fetch)
+        if not is_there or (is_inline and not guards and not self._is_first(header, block_ids)):
             fault = copy()
             piece.release()
             on_read(fault)
@@ -148,3 +149,10 @@ class PieceReader:
             log.warning("cannot read a peer's KV in its memory; asking it to send the bytes", reason=str(error))
             return UNREADABLE
         return None if is_good else WINDOW_CLOSED
+
+
+def _after(guards: Sequence[BlockGuard], fetch: Callable[[], str | None]) -> str | None:
+    """Return what ``fetch`` does, once nothing else copies from or to its blocks."""
+    for guard in guards:
+        guard.wait()
+    return fetch()

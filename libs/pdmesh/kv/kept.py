@@ -40,6 +40,10 @@ class KeptGranules:
         """All of them, those used longest ago first."""
         return tuple(self._blocks)
 
+    def blocks_of(self, granule: PrefixHash) -> list[int]:
+        """Return the blocks of a granule; none if it is not here."""
+        return self._blocks.get(granule, [])
+
     def num_kept_of(self, prefix: Sequence[PrefixHash]) -> int:
         """Return how many of a chain's first granules are here."""
         return next((number for number, granule in enumerate(prefix) if granule not in self._blocks), len(prefix))

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -103,7 +103,9 @@ class KvMover:
         on_outcome: OnOutcome,
         mesh_token: str = "",
         clock: Callable[[], float] = time.monotonic,
+        memory: Sequence[memoryview] = (),
     ) -> None:
+        """``memory`` is what others copy pieces from and to, beside the transport's. Raises ConfigError."""
         if config.max_payload_bytes < store.layout.block_bytes:
             raise ConfigError(
                 f"transfer.max_payload_bytes is {config.max_payload_bytes}, less than one KV block of this model "
@@ -116,10 +118,11 @@ class KvMover:
         self._key = MeshKey(mesh_token)
         self._on_outcome = on_outcome
         self._clock = clock
+        self._memory = memory
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
-        self._stack.enter_context(self._store.serving(self._transport.memory))
+        self._stack.enter_context(self._store.serving([*self._transport.memory, *self._memory]))
         shared = self._store.shared if self._config.peer_reads else None
         peer_reads = None if shared is None else PeerReads(shared, self._store.layout, self._transport)
         if peer_reads is not None:

@@ -83,6 +83,10 @@ class KvSender:
             blocks = Blocks(chunk, layer, first_block, num_blocks)
             self._store.when_written(lambda: self._call_soon(lambda: self._computed(blocks)))
 
+    def add_loaded(self, first_block: int, num_blocks: int) -> None:
+        """Send blocks that came from the offload tier, in all layers. Event loop only."""
+        self._computed(Blocks(0, 0, first_block, num_blocks, self.layout.num_layers).within(self.part))
+
     def add(self, blocks: Blocks) -> None:
         """Send blocks that are new in the ledger, whoever computed them. Event loop only."""
         assert self.part.blocks.holds(IndexRange(blocks.first_block, blocks.end)), f"{blocks} of {self.part.blocks}"

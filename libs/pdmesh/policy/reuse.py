@@ -31,6 +31,10 @@ class ReuseCost:
         """
         return max(ready_s, bring_s) + self.price * bring_s + (1 + self.price) * self.work_s(request, num_reused_tokens)
 
+    def pays(self, request: Request, num_kept_tokens: int, num_reused_tokens: int, bring_s: float) -> bool:
+        """Whether bringing what is not kept takes less time than computing it."""
+        return self.work_s(request, num_kept_tokens) - self.work_s(request, num_reused_tokens) > bring_s
+
     def work_s(self, request: Request, num_reused_tokens: int) -> float:
         """Return the time that computing the rest takes alone."""
         return self.remaining.remaining_s(request.num_prompt_tokens, num_reused_tokens)

@@ -23,6 +23,7 @@ class Held:
 
     chain: PrefixHashes = ()  # granules of its prompt
     num_granules: int = 0  # of them, whose KV is here
+    num_loaded_granules: int = 0  # that it was to load from the tier
     kept: list[PrefixHash] = field(default_factory=list[PrefixHash])  # in its blocks, for others, too
 
     num_computed_tokens: int = 0  # of its prompt

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported, RequestDropped
+from pdmesh.core.commands import AdmitPrefill, FetchKept, GrowKv, KeepKv, PlaceDecode, SendKept
+from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported, OffloadedLost, RequestDropped
 from pdmesh.model import InstanceProfile, PrefixHashes, RequestKey, TransferId
 from pdmesh.sim.held import Held
 from pdmesh.sim.kept import SimulatedKept
 from pdmesh.sim.residents import Residents
 from pdmesh.sim.surroundings import Surroundings
+
+_TakesBlocks = AdmitPrefill | PlaceDecode | FetchKept | SendKept
 
 
 class Holding:
@@ -25,16 +28,22 @@ class Holding:
         self.residents = Residents(profile.kv_layout.block_size, surroundings.stood)
         self.copies_run = False  # whatever is freed now is still touched, and quarantined until `end_copies`
         self.quarantined: dict[RequestKey, Held] = {}
-        self.kept = SimulatedKept(profile.kv_layout.block_size)
+        self.kept = SimulatedKept(profile.kv_layout.block_size, profile.num_offload_granules)
         self._num_own_blocks = 0  # that requests have alone, those that are quarantined among them
         self._report = report
         self._surroundings = surroundings
 
-    def _take(self, held: Held, num_reused: int, drop: PrefixHashes) -> bool:
-        """Give a request its blocks, of which it shares some. False if the instance is stopping, and has said so."""
-        self.kept.drop(drop)
+    def _take(self, held: Held, command: _TakesBlocks, num_reused: int) -> bool:
+        """Give a request its blocks, of which it shares some. False if it is refused, and has been told so."""
+        if not isinstance(command, SendKept):
+            self.kept.make_room(command.drop, command.offload, command.evict)
         if not self.admits:
             self._report(RequestDropped(self.instance_id, *held.key, "the instance is stopping"))
+            self._report(KvReleased(self.instance_id, *held.key, held.received_by))
+            return False
+        if lost := self.kept.lost_of(held, num_reused):
+            self._report(OffloadedLost(self.instance_id, lost))
+            self._report(RequestDropped(self.instance_id, *held.key, "the tier lacks what is to be loaded"))
             self._report(KvReleased(self.instance_id, *held.key, held.received_by))
             return False
         assert held.key not in self.held, f"{self.instance_id} holds {held.key} already"
@@ -50,10 +59,10 @@ class Holding:
     def num_free_blocks(self) -> int:
         return self.profile.num_blocks - self._num_own_blocks - self.kept.num_blocks
 
-    def _grow(self, held: Held, num_blocks: int, drop: PrefixHashes) -> bool:
-        """Let a request hold ``num_blocks`` in all. False if it has as many."""
-        self.kept.drop(drop)
-        num_more = num_blocks - held.num_blocks
+    def _grow(self, held: Held, command: GrowKv | KeepKv) -> bool:
+        """Let a request hold so many blocks in all. False if it has as many."""
+        self.kept.make_room(command.drop, command.offload, command.evict)
+        num_more = command.num_blocks - held.num_blocks
         if num_more <= 0:
             return False
         held.num_blocks += num_more
@@ -109,8 +118,21 @@ class Holding:
         num_held = self.profile.num_blocks - self.num_free_blocks - num_kept - num_quarantined
         num_decoding = sum([held.is_decoding for held in self.held.values()])
         self._report(
-            LoadReported(self.instance_id, self.num_free_blocks, num_held, num_quarantined, num_decoding, num_kept)
+            LoadReported(
+                self.instance_id,
+                self.num_free_blocks,
+                num_held,
+                num_quarantined,
+                num_decoding,
+                num_kept,
+                len(self.kept.offloaded),
+            )
         )
+
+    def lose_offloaded(self, granules: PrefixHashes) -> None:
+        """The tier loses granules by itself."""
+        self.kept.lose(granules)
+        self._report(OffloadedLost(self.instance_id, granules))
 
     def drop(self, held: Held, reason: str) -> None:
         """Give a request up that cannot go on here."""

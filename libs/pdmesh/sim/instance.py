@@ -33,6 +33,7 @@ from pdmesh.sim.fetches import SimulatedFetches
 from pdmesh.sim.groups import SimulatedGroups
 from pdmesh.sim.held import Held
 from pdmesh.sim.links import SimulatedLinks
+from pdmesh.sim.loads import SimulatedLoads
 from pdmesh.sim.moves import SimulatedMoves
 from pdmesh.sim.planned_step import PlannedStep
 from pdmesh.sim.residents import Length
@@ -82,6 +83,7 @@ class SimInstance:
             end=self._end_step,
             go_on=self._go_on,
         )
+        self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
         self._moves = SimulatedMoves(profile, agenda=agenda, links=links, untimed=untimed, runs=runs, land=land)
         self._fetches = SimulatedFetches(profile, agenda=agenda, links=links, untimed=untimed, land=land)
         self._num_turns = 0
@@ -130,6 +132,7 @@ class SimInstance:
             run.placed_s = self._agenda.now_s
             run.num_reused_tokens = held.num_computed_tokens
         num_reused_bytes = held.num_computed_tokens * self._departures.token_bytes
+        self._loads.begin(held)
         self._departures.prefills[held.key] = Prefill(held, run, num_ready_bytes=num_reused_bytes)
 
     def planned(self, plan: StepPlan) -> None:
@@ -159,6 +162,7 @@ class SimInstance:
     def forgets(self, held: Held) -> None:
         self._moves.stop(held.key)
         self._fetches.stop(held.key)
+        self._loads.forget(held.key)
         if self._departures.forget(held.key) is not None:
             self._exchange.forget(held.key)
 
@@ -304,7 +308,7 @@ class SimInstance:
     def _end_step(self) -> None:
         step, now_s = self._step, self._agenda.now_s
         assert step is not None
-        if self._groups.waits(step):
+        if self._groups.waits(step) or self._loads.waits(step):
             return
         if step.interruption is not None:
             step.interruption.cancel()
@@ -322,6 +326,7 @@ class SimInstance:
     def computed(self, held: Held, chunk: ChunkPlan, *, ends: bool) -> None:
         if self._exchange.is_shared(held.key):
             self._exchange.ended(held.key, chunk, self.instance_id)
+        self._loads.forget(held.key)
         prefill = self._departures.prefills.get(held.key)
         if prefill is None:
             return  # a group's, led by another

@@ -1,7 +1,7 @@
 """What a modelled instance keeps of KV for other requests, as a worker's store has it: blocks with counted owners.
 
 It only obeys. What the core thinks is kept is checked against it: a granule that is to be shared must be here, one that
-is to be dropped must be nobody's.
+is to be dropped must be nobody's, and the tier must have what is to be loaded, and room for what is offloaded.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from pdmesh.sim.held import Held
 class SimulatedKept:
     """The store of one instance."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, num_offload_granules: int = 0) -> None:
+        """``num_offload_granules`` is what its offload tier holds."""
         self._granule_blocks = blocks_of_granule(block_size)
         self._owners: dict[PrefixHash, int] = {}  # requests that have it in their blocks; let go of longest ago first
         self._num_shared = 0  # with an owner
+        self._num_offload_granules = num_offload_granules
+        self._offloaded: dict[PrefixHash, None] = {}  # used longest ago first
+        self._lost: set[PrefixHash] = set()  # from there, by itself, and not offloaded again
 
     @property
     def num_blocks(self) -> int:
@@ -35,17 +39,28 @@ class SimulatedKept:
         """All that is kept, the longest unused first."""
         return tuple(self._owners)
 
+    @property
+    def offloaded(self) -> PrefixHashes:
+        """All that the tier has, the longest unused first."""
+        return tuple(self._offloaded)
+
     def num_own_blocks(self, held: Held) -> int:
         """Blocks of a request that are not kept."""
         return held.num_blocks - len(held.kept) * self._granule_blocks
 
     def share(self, held: Held, num_reused: int) -> int:
-        """Let a request have the first granules of its chain; the number of their blocks."""
-        for granule in held.chain[:num_reused]:
+        """Let a request have the first granules of its chain; the number of blocks that it shares.
+
+        Those that it loads from the tier, the last ones, are in its own.
+        """
+        num_shared = num_reused - held.num_loaded_granules
+        for granule in held.chain[:num_shared]:
             assert granule in self._owners, f"{held.key} is to share a granule that is not kept"
             self._own(held, granule)
-        held.num_granules = num_reused
-        return num_reused * self._granule_blocks
+        for granule in held.chain[num_shared:num_reused]:
+            assert granule in self._offloaded, f"{held.key} is to load a granule that the tier does not have"
+        held.num_granules = num_shared
+        return num_shared * self._granule_blocks
 
     def computed(self, held: Held, num_granules: int) -> int:
         """Keep what a request has of its chain; the number of blocks that are kept now and were not."""
@@ -81,9 +96,33 @@ class SimulatedKept:
         held.kept.clear()
         return num_kept * self._granule_blocks
 
-    def drop(self, granules: Iterable[PrefixHash]) -> None:
-        for granule in granules:
+    def make_room(
+        self, drop: Iterable[PrefixHash], offload: Iterable[PrefixHash] = (), evict: Iterable[PrefixHash] = ()
+    ) -> None:
+        """Give up what a command names, as in `pdmesh.core.instances.offloaded.RoomMade`."""
+        for granule in evict:
+            has_it = self._offloaded.pop(granule, self._lost) is None
+            assert has_it or granule in self._lost, "a granule is to be evicted that the tier does not have"
+        for granule in (*drop, *offload):
             assert not self._owners.pop(granule), "a granule is to be dropped that requests have"
+            if granule in self._offloaded:
+                self._offloaded[granule] = self._offloaded.pop(granule)
+        for granule in offload:
+            assert granule not in self._offloaded, "a granule is to be offloaded again"
+            self._offloaded[granule] = None
+            self._lost.discard(granule)
+        assert len(self._offloaded) <= self._num_offload_granules, f"{len(self._offloaded)} granules are offloaded"
+
+    def lose(self, granules: Iterable[PrefixHash]) -> None:
+        """Lose granules of the tier."""
+        for granule in granules:
+            del self._offloaded[granule]
+            self._lost.add(granule)
+
+    def lost_of(self, held: Held, num_reused: int) -> PrefixHashes:
+        """Return what a request is to load of the first ``num_reused`` granules, and the tier has lost."""
+        to_load = held.chain[num_reused - held.num_loaded_granules : num_reused]
+        return tuple([granule for granule in to_load if granule in self._lost])
 
     def _own(self, held: Held, granule: PrefixHash) -> None:
         self._num_shared += not self._owners[granule]

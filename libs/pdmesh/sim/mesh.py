@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, InstanceProfile, KvLayout, Role
+from pdmesh.model import GRANULE_TOKENS, InstanceId, InstanceProfile, KvLayout, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
@@ -27,6 +27,8 @@ class MeshShape:
     num_kv_tokens: int  # of one instance
     max_num_seqs: int = 256
     num_transfer_backends: int = 4
+    num_offload_tokens: int = 0  # that the tier of one instance has room for
+    load_bytes_per_s: float = 10e9  # from there
     joins_groups: bool = False  # instances can compute a prompt together, as live ones can
 
     def instances(self, model: LatencyModel) -> list[tuple[InstanceProfile, LatencyModel]]:
@@ -45,6 +47,8 @@ class MeshShape:
             num_transfer_backends=self.num_transfer_backends,
             data_address=b"",
             joins_groups=self.joins_groups,
+            num_offload_granules=self.num_offload_tokens // GRANULE_TOKENS,
+            load_bytes_per_s=self.load_bytes_per_s,
         )
 
 

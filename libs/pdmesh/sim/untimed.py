@@ -114,7 +114,7 @@ class UntimedInstance(Holding):
             case PlaceDecode(transfer=transfer):
                 key = (command.request_id, command.epoch)
                 receiver = Held(key, command.num_blocks, None, transfer=transfer, chain=self._length_of(key).chain)
-                if self._take(receiver, transfer.num_reused_granules, command.drop):
+                if self._take(receiver, command, transfer.num_reused_granules):
                     self._report(DecodeReserved(self.instance_id, *key, transfer.transfer_id))
             case FetchKept() | SendKept():
                 self._copy_kept(command)
@@ -169,14 +169,12 @@ class UntimedInstance(Holding):
             case KeepKv():
                 assert held.moves_on, f"{command}, and its KV is to stay"
                 assert held.transfer is None, f"{command}, and its KV moves"
-                self._grow(held, command.num_blocks, command.drop)
+                self._grow(held, command)
                 held.moves_on = False
                 if held.is_computed:
                     self._decode(held)
             case GrowKv():
-                if self._grow(held, command.num_blocks, command.drop) and self.residents.grow(
-                    held.key, held.num_blocks
-                ):
+                if self._grow(held, command) and self.residents.grow(held.key, held.num_blocks):
                     self._surroundings.stirs()
             case CancelMove():
                 if held.is_leaving_by(command.transfer_id):
@@ -197,9 +195,9 @@ class UntimedInstance(Holding):
         held = Held(key, shard.num_blocks, None, leads=False, chain=command.chain, transfer=transfer)
         held.is_computed = held.is_granted = sends
         if isinstance(command, FetchKept):
-            if self._take(held, transfer.num_reused_granules, command.drop):
+            if self._take(held, command, transfer.num_reused_granules):
                 self._report(DecodeReserved(self.instance_id, *key, transfer.transfer_id))
-        elif self._take(held, len(command.chain), ()):
+        elif self._take(held, command, len(command.chain)):
             self._surroundings.sends(held)
 
     def _admit(self, command: AdmitPrefill) -> None:
@@ -210,6 +208,7 @@ class UntimedInstance(Holding):
             command.num_blocks,
             length if command.leads else None,
             chain=length.chain if command.leads or command.keeps_prefix else (),
+            num_loaded_granules=command.num_loaded_granules,
             num_computed_tokens=command.num_reused_granules * GRANULE_TOKENS,
             leads=command.leads,
             group=command.group,
@@ -217,7 +216,7 @@ class UntimedInstance(Holding):
             moves_on=command.moves_on,
             is_again=any(_has_chunk(plan, key) for plan in self._plans_under_way()),
         )
-        if not self._take(held, command.num_reused_granules, command.drop):
+        if not self._take(held, command, command.num_reused_granules):
             return
         if command.group is not None:
             self._surroundings.regrouped(held, None)

@@ -48,6 +48,7 @@ def modelled_profile(
     joins_groups: bool = False,
     arithmetic: str = "",
     deterministic: bool = False,
+    num_offload_granules: int = 0,
 ) -> InstanceProfile:
     return InstanceProfile(
         instance_id=InstanceId(instance_id),
@@ -62,6 +63,7 @@ def modelled_profile(
         joins_groups=joins_groups,
         arithmetic=arithmetic,
         deterministic=deterministic,
+        num_offload_granules=num_offload_granules,
     )
 
 
@@ -207,6 +209,7 @@ class ModelledInstance:
             residents,
             stopping=not self.untimed.admits,
             kept=self.untimed.kept.granules,
+            offloaded=self.untimed.kept.offloaded,
         )
 
     # --- what the untimed instance tells ---

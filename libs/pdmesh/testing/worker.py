@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,11 +23,14 @@ from pdmesh.core.commands import (
     RunStep,
     WithdrawTransfer,
 )
-from pdmesh.core.events import InstanceEvent, TransferOffered
+from pdmesh.core.events import InstanceEvent, OffloadedLost, TransferOffered
 from pdmesh.engine.base import Engine
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
+from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.kv.outcome import TransferOutcome
+from pdmesh.kv.store import KvStore
 from pdmesh.model import (
     GRANULE_TOKENS,
     Epoch,
@@ -67,6 +70,9 @@ from pdmesh.worker.threads import EngineThread
 
 T = TypeVar("T")
 
+#: Makes the offload tier of an instance; the last argument is told what it loses.
+TierOf = Callable[[KvStore, BlockPool, Wakeup, Callable[[PrefixHashes], object]], OffloadTier]
+
 CAPABILITY = 0x5EC12E7
 WAIT_LIMIT_S = 20.0
 
@@ -85,6 +91,7 @@ class RunningInstance:
     pool: BlockPool
     mover: KvMover
     address: bytes
+    tier: OffloadTier | None = None
     instance: Instance = field(init=False)
     reports: list[InstanceEvent] = field(default_factory=list[InstanceEvent])
     tokens: list[TokenMessage] = field(default_factory=list[TokenMessage])
@@ -139,11 +146,15 @@ class RunningInstance:
         num_blocks: int | None = None,
         awaits_receiver: bool = False,
         num_reused: int = 0,
+        num_loaded: int = 0,
         drop: PrefixHashes = (),
+        offload: PrefixHashes = (),
+        evict: PrefixHashes = (),
     ) -> None:
         """Admit with room for all of it, unless ``num_blocks`` are given; ``awaits_receiver``: has no receiver yet.
 
-        Its first ``num_reused`` granules are those kept here, once those to ``drop`` are given up.
+        Its first ``num_reused`` granules are those kept here, the last ``num_loaded`` of them in the tier, once those
+        to ``drop``, ``offload`` and ``evict`` are given up.
         """
         num_kept = 0 if kv_moves else generation.max_tokens_left - 1
         shard = self.shard(num_blocks or num_blocks_for(generation.num_tokens + num_kept, self.block_size))
@@ -155,7 +166,10 @@ class RunningInstance:
             transfer=a_transfer(shard, a_shard(DECODE_INSTANCE, 1)) if kv_moves and not awaits_receiver else None,
             awaits_receiver=awaits_receiver,
             num_reused_granules=num_reused,
+            num_loaded_granules=num_loaded,
             drop=drop,
+            offload=offload,
+            evict=evict,
         )
         self.instance.handle(Admit(command=command, generation=generation))
 
@@ -312,6 +326,7 @@ async def running_instance(
     tracing: Tracing | None = None,
     instance_id: str | None = None,
     drafter: Drafter | None = None,
+    tier: TierOf | None = None,
 ) -> AsyncGenerator[RunningInstance]:
     """The runtime of one instance on an open ``transport``; integrity is checked when the block is left."""
     pool = BlockPool(engine.kv.num_blocks)
@@ -320,14 +335,18 @@ async def running_instance(
         running.instance.on_outcome(outcome)
         running.notify()
 
+    def on_lost(granules: PrefixHashes) -> None:
+        running.report(OffloadedLost(running.instance.instance_id, granules))
+
     async with (
         EngineThread() as thread,
+        nullcontext() if tier is None else tier(engine.kv, pool, thread.wakeup, on_lost) as offloads,
         KvMover(
             transport=transport, store=engine.kv, pool=pool, config=config or TransferConfig(), on_outcome=on_outcome
         ) as mover,
         anyio.create_task_group() as tasks,
     ):
-        running = RunningInstance(engine, pool, mover, transport.address)
+        running = RunningInstance(engine, pool, mover, transport.address, offloads)
         running.instance = instance = Instance(
             instance_id=InstanceId(instance_id or role),
             role=role,
@@ -343,6 +362,7 @@ async def running_instance(
             tracing=tracing or NoTracing(),
             stop=running.told_to_stop.set,
             drafter=drafter,
+            tier=offloads,
         )
 
         async def step() -> None:

@@ -30,7 +30,7 @@ class Arrivals:
         """Make room for a request whose prompt others compute."""
         generation, num_context_tokens = message.generation, message.num_context_tokens
         transfer = message.command.transfer
-        self._context.tables.drop(message.command.drop)
+        self._context.tables.make_room(message.command)
         try:
             if generation.token_ids:
                 token_ids = transcript(generation)

@@ -6,7 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pdmesh.engine.base import LayerHook, SequenceSlice
+from pdmesh.kv.blocks import BlockGuard
 from pdmesh.kv.exchange import KvExchange
+from pdmesh.kv.gate import KvGate
+from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.pages import Blocks
 from pdmesh.model import num_blocks_for
 from pdmesh.plans import ChunkPlan, StepPlan
@@ -22,6 +25,22 @@ class BatchChunk:
     plan: ChunkPlan
     number: int  # of the request's chunks
     exchange: KvExchange | None = None  # set if it began as a group's
+    load: KvLoad | None = None  # set if KV before it was on its way from the offload tier as it began
+
+    @property
+    def gates(self) -> list[KvGate | KvLoad]:
+        """Where it may have to wait, in each layer, for the KV before it."""
+        gates: list[KvGate | KvLoad] = []
+        if self.load is not None:
+            gates.append(self.load)
+        if self.exchange is not None and self.plan.start > 0:
+            gates.append(self.exchange.gate)
+        return gates
+
+    @property
+    def aborted(self) -> str | None:
+        """Why nothing of that comes any more; None as long as it may."""
+        return next((gate.aborted for gate in self.gates if gate.aborted is not None), None)
 
     def slice(self) -> SequenceSlice:
         return SequenceSlice(
@@ -74,6 +93,7 @@ class Batch:
     plan: StepPlan | None  # None: a decode step of the instance's own
     chunks: tuple[BatchChunk, ...]
     decodes: tuple[BatchDecode, ...]
+    guards: tuple[BlockGuard, ...] = ()  # copies that must have ended before it is computed
 
     @property
     def slices(self) -> list[SequenceSlice]:
@@ -98,8 +118,8 @@ class Batch:
 
     @property
     def waiting(self) -> list[BatchChunk]:
-        """Chunks that may have to wait for KV that other members of their groups compute."""
-        return [chunk for chunk in self.chunks if chunk.exchange is not None and chunk.plan.start > 0]
+        """Chunks that may have to wait for KV: other members of their groups compute it, or it is being loaded."""
+        return [chunk for chunk in self.chunks if chunk.gates]
 
     def on_layer(self, block_size: int, ended: Collection[BatchChunk]) -> LayerHook | None:
         """Return a hook that tells senders and groups, on the engine's thread, which blocks of a layer are complete.

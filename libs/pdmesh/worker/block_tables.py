@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
-from pdmesh.core.events import CacheReported, InstanceEvent
+from pdmesh.core.events import CacheReported, InstanceEvent, OffloadedLost
 from pdmesh.errors import PdmeshError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.kept import KeptGranules
+from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, PrefixHashes
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import pack_token_ids
@@ -25,6 +27,21 @@ class StalePrefix(PdmeshError):
     """A request is to share KV that is not kept here: whoever said so thinks of another cache."""
 
 
+class StaleOffload(PdmeshError):
+    """A request is to load KV that the offload tier does not have, or lost."""
+
+
+class MakesRoom(Protocol):
+    """A command that names granules to give up: see `pdmesh.core.commands.AdmitPrefill`."""
+
+    @property
+    def drop(self) -> PrefixHashes: ...
+    @property
+    def offload(self) -> PrefixHashes: ...
+    @property
+    def evict(self) -> PrefixHashes: ...
+
+
 class BlockTables:
     """Makes block tables. What is kept goes by the scheduler's word; where that does not fit, it is told what is here.
 
@@ -38,7 +55,9 @@ class BlockTables:
         block_size: int,
         hasher: PrefixHasher,
         report: Callable[[InstanceEvent], None],
+        tier: OffloadTier | None = None,
     ) -> None:
+        self.tier = tier
         self.kept = KeptGranules(pool, block_size)
         self._instance_id = instance_id
         self._pool = pool
@@ -47,9 +66,29 @@ class BlockTables:
 
     # --- blocks for requests ------------------------------------------------------------------------------------------
 
-    def drop(self, granules: Iterable[PrefixHash]) -> None:
-        """Give up what the scheduler names."""
-        self.kept.drop(granules)
+    def make_room(self, command: MakesRoom) -> None:
+        """Give up what the scheduler names. What the tier cannot take of it, the scheduler is told."""
+        kept, tier = self.kept, self.tier
+        if tier is not None:
+            tier.evict(command.evict)
+            tier.touch(command.drop)
+        lost = [granule for granule in command.offload if not self._offload(granule)]
+        kept.drop((*command.drop, *command.offload))
+        if lost:
+            self._report(OffloadedLost(self._instance_id, tuple(lost)))
+
+    def _offload(self, granule: PrefixHash) -> bool:
+        block_ids = self.kept.blocks_of(granule)
+        return self.tier is not None and bool(block_ids) and self.tier.offload(granule, block_ids)
+
+    def check_offloaded(self, granules: PrefixHashes) -> None:
+        """Raise StaleOffload unless the tier has all of these; the scheduler is told which it lacks."""
+        missing = [granule for granule in granules if self.tier is None or granule not in self.tier]
+        if missing:
+            self._report(OffloadedLost(self._instance_id, tuple(missing)))
+            raise StaleOffload(
+                f"the offload tier lacks {len(missing)} of the {len(granules)} granules that are to be loaded"
+            )
 
     def table(self, num_blocks: int, prefix: PrefixHashes = ()) -> list[int]:
         """Return a table of so many blocks, the first of which are those of a kept prefix.
@@ -118,3 +157,9 @@ class BlockTables:
     def report(self) -> CacheReported:
         """Return what is kept, for the scheduler."""
         return CacheReported(self._instance_id, self.kept.hashes)
+
+    def check_integrity(self) -> None:
+        """AssertionError names what does not balance."""
+        self.kept.check_integrity()
+        if self.tier is not None:
+            self.tier.check_integrity()

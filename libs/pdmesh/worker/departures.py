@@ -62,7 +62,7 @@ class Departures:
 
     def keep(self, command: KeepKv) -> None:
         """Decode a request here that was to move away."""
-        self._context.tables.drop(command.drop)
+        self._context.tables.make_room(command)
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None or request.sender is None:
             return  # it was freed meanwhile

@@ -29,7 +29,7 @@ class KeptCopies:
     def fetch(self, message: ExpectKept) -> None:
         """Make room for granules, and expect them."""
         command, transfer = message.command, message.command.transfer
-        self._context.tables.drop(command.drop)
+        self._context.tables.make_room(command)
         try:
             num_blocks = self._num_blocks(command)
             num_there = transfer.num_reused_granules

@@ -101,5 +101,6 @@ class PrefillGroups:
             on_new=None if request.sender is None else request.sender.add,
         )
         exchange.ledger.reserve(0, num_blocks_for(request.num_begun_tokens, request.block_size))
-        exchange.add_computed(0, request.num_computed_tokens // request.block_size)
+        num_tokens = request.num_computed_tokens if request.load is None else request.num_shared_tokens
+        exchange.add_computed(0, num_tokens // request.block_size)
         return exchange

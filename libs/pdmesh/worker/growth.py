@@ -51,7 +51,7 @@ class RoomGrowth:
 
     def grow(self, command: GrowKv) -> None:
         """Take what the scheduler grants."""
-        self._context.tables.drop(command.drop)
+        self._context.tables.make_room(command)
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None or command.num_blocks <= len(request.sequence.block_table):
             return  # it ended meanwhile, or was granted more already

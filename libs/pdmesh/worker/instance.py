@@ -36,6 +36,7 @@ from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
+from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.kv.outcome import (
     FailedExchange,
     FailedTransfer,
@@ -92,6 +93,7 @@ class Instance:
         tracing: Tracing,
         stop: Callable[[], None],
         drafter: Drafter | None = None,
+        tier: OffloadTier | None = None,
     ) -> None:
         self.role = role
         self.instance_id = instance_id
@@ -100,7 +102,7 @@ class Instance:
         self._report = report
         self._stop = stop
         own = OwnSteps()
-        self._tables = tables = BlockTables(instance_id, pool, block_size, hasher, report)
+        self._tables = tables = BlockTables(instance_id, pool, block_size, hasher, report, tier)
         self._sequences = sequences = Sequences(pool, mover, keep_drawn=tables.keep_drawn, on_released=self._released)
         endings = Endings(instance_id, sequences=sequences, own=own, report=report)
         self.plans = Plans(
@@ -251,12 +253,19 @@ class Instance:
             num_quarantined_blocks=self._pool.num_quarantined,
             num_decoding=self._sequences.num_decoding,
             num_kept_blocks=self._pool.num_kept,
+            num_offloaded_granules=0 if self._tables.tier is None else len(self._tables.tier),
         )
 
     @property
     def kept(self) -> PrefixHashes:
         """What is kept for requests to come, those used longest ago first: for a scheduler that it registers with."""
         return self._tables.kept.hashes
+
+    @property
+    def offloaded(self) -> PrefixHashes:
+        """What the offload tier has, likewise."""
+        tier = self._tables.tier
+        return () if tier is None else tier.hashes
 
     async def drop_all_but_decoding(self) -> None:
         """Forget all plans and all requests that do not decode yet, and wait until their blocks are free.
@@ -294,5 +303,5 @@ class Instance:
 
     def check_integrity(self) -> None:
         self._sequences.check_integrity()
-        self._tables.kept.check_integrity()
+        self._tables.check_integrity()
         self._mover.check_integrity()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+from functools import partial
 
 import structlog
 
@@ -10,6 +11,7 @@ from pdmesh.core.commands import FetchKept, PlaceDecode, SendKept
 from pdmesh.core.events import KvReleased, RequestDropped
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
+from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.model import (
     GRANULE_TOKENS,
     NO_TRANSFER,
@@ -52,7 +54,7 @@ class Intake:
         """Take a request whose prompt is to be computed here, alone or in a group."""
         generation, command = message.generation, message.command
         decodes = command.leads and not command.moves_on
-        self._context.tables.drop(command.drop)
+        self._context.tables.make_room(command)
         try:
             self._groups.check(message)
             token_ids = transcript(generation)
@@ -64,6 +66,7 @@ class Intake:
                 command.num_blocks,
                 num_tokens + num_output_tokens_kept,
                 num_reused_granules=command.num_reused_granules,
+                num_loaded_granules=command.num_loaded_granules,
                 keeps_prefix=command.leads or command.keeps_prefix,
             )
         except PdmeshError as error:
@@ -84,9 +87,36 @@ class Intake:
                 num_context_tokens=num_tokens,
                 source=source,
                 blocks=sources[source].part.blocks,
-                num_present_blocks=request.num_reused_tokens // request.block_size,
+                num_present_blocks=request.num_shared_tokens // request.block_size,
             )
+        self._load(request)
         self._groups.join(request, message)
+
+    def _load(self, request: LocalRequest) -> None:
+        """Begin to bring what is to come from the offload tier."""
+        first, end = request.num_shared_tokens, request.num_reused_tokens
+        tier = self._context.tables.tier
+        if first == end or tier is None:
+            return
+        blocks = request.sequence.block_table[first // request.block_size : end // request.block_size]
+        granules = request.chain[first // GRANULE_TOKENS : end // GRANULE_TOKENS]
+        request.load = tier.load(granules, blocks, partial(self._loaded, request))
+        self._context.metrics.loaded_tokens.inc(end - first)
+
+    def _loaded(self, request: LocalRequest, load: KvLoad) -> None:
+        """All of it is here, or nothing more comes: then the request starts again, unless a step finds that out."""
+        if request.doomed:
+            return
+        if load.aborted is not None:
+            if not request.in_step:
+                self._context.endings.drop(request, load.aborted)
+            return
+        request.load = None
+        first, end = (num // request.block_size for num in (request.num_shared_tokens, request.num_reused_tokens))
+        if request.exchange is not None:
+            request.exchange.add_computed(first, end - first)
+        elif request.sender is not None:
+            request.sender.add_loaded(first, end - first)
 
     def check_new(self, request_id: RequestId, epoch: Epoch) -> None:
         """Raise PdmeshError if nothing is taken any more, or this is held already."""
@@ -103,9 +133,13 @@ class Intake:
         max_kv_tokens: int,
         *,
         num_reused_granules: int,
+        num_loaded_granules: int = 0,
         keeps_prefix: bool = True,
     ) -> LocalRequest:
-        """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be."""
+        """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be.
+
+        Of the granules that are reused the last ``num_loaded_granules`` are to come from the offload tier.
+        """
         self.check_new(generation.request_id, generation.epoch)
         check_request(
             generation,
@@ -116,6 +150,11 @@ class Intake:
             max_model_len=self._context.max_model_len,
         )
         chain = generation.prefix[: (len(token_ids) - 1) // GRANULE_TOKENS] if keeps_prefix else ()
+        prefix = reused(chain, num_reused_granules)
+        if not 0 <= num_loaded_granules <= num_reused_granules:
+            raise ProtocolError(f"{num_loaded_granules} of {num_reused_granules} granules are to be loaded")
+        shared = prefix[: num_reused_granules - num_loaded_granules]
+        self._context.tables.check_offloaded(prefix[len(shared) :])
         request = LocalRequest(
             generation=generation,
             sequence=EngineSequence(
@@ -123,13 +162,14 @@ class Intake:
                 params=generation.params,
                 token_ids=token_ids,
                 num_prompt_tokens=generation.num_prompt_tokens,
-                block_table=self._context.tables.table(num_blocks, reused(chain, num_reused_granules)),
+                block_table=self._context.tables.table(num_blocks, shared),
             ),
             stage=Stage.PREFILLING,
             block_size=self._context.block_size,
             max_kv_tokens=max_kv_tokens,
             chain=chain,
             num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
+            num_shared_tokens=len(shared) * GRANULE_TOKENS,
             trace=trace_of(self._context.tracing, generation, self._context.instance_id),
         )
         self._context.sequences.add(request)

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import TransferCounters
+from pdmesh.kv.offload.tier import OffloadCounters
 from pdmesh.telemetry.exposition import Aliases
 
 _STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -53,6 +54,11 @@ class WorkerMetrics:
         self.fetched_bytes = Counter("pdmesh:prefix_cache_fetched_bytes", "Bytes of that.", registry=self.registry)
         self.stale_prefixes = Counter(
             "pdmesh:num_stale_prefixes", "Requests refused since KV to reuse was not here.", registry=self.registry
+        )
+        self.loaded_tokens = Counter(
+            "pdmesh:kv_offload_loaded_tokens",
+            "Of the hits, the tokens whose KV came back from the offload tier.",
+            registry=self.registry,
         )
         self.transfer_bytes = Counter(
             "pdmesh:kv_transfer_bytes", "KV moved, by direction.", ["direction"], registry=self.registry
@@ -107,11 +113,14 @@ class WorkerMetrics:
         block_size: int,
         stages: Callable[[], Mapping[str, int]],
         pieces: Callable[[], TransferCounters],
+        offloads: Callable[[], OffloadCounters] | None = None,
     ) -> None:
         """Register gauges that are read when Prometheus asks; ``stages`` counts the requests held by stage."""
         self.registry.register(_Books(pool, stages, pieces))
         load = _Load(pool, model, block_size, stages)
         self.registry.register(load)
+        if offloads is not None:
+            self.registry.register(_Offloads(offloads))
         drafts = (self._drafts, self._draft_tokens, self._accepted_tokens, self._accepted_per_pos)
         self.registry.register(Aliases(load, self.cache_queries, self.cache_hits, *drafts))
 
@@ -158,6 +167,33 @@ class _Books(Collector):
             "pdmesh:kv_peer_read_bytes",
             "KV copied from other instances' caches on the same host.",
             counters.num_bytes_peer_read,
+        )
+
+
+class _Offloads(Collector):
+    """What the offload tier holds, and what went there and came back."""
+
+    def __init__(self, counters: Callable[[], OffloadCounters]) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._counters()
+        granules = GaugeMetricFamily(
+            "pdmesh:kv_offload_granules", "Granules in the offload tier, by medium.", labels=["medium"]
+        )
+        granules.add_metric(["host"], counters.num_host_granules)
+        granules.add_metric(["disk"], counters.num_disk_granules)
+        yield granules
+        moved = CounterMetricFamily(
+            "pdmesh:kv_offload_bytes", "KV copied to the offload tier and back.", labels=["direction"]
+        )
+        moved.add_metric(["out"], counters.num_bytes_offloaded)
+        moved.add_metric(["in"], counters.num_bytes_loaded)
+        yield moved
+        yield CounterMetricFamily(
+            "pdmesh:kv_offload_lost_granules",
+            "Granules that the offload tier could not take, write or read.",
+            counters.num_lost_granules,
         )
 
 

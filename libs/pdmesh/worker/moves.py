@@ -180,7 +180,7 @@ class MovingDecodes:
     def expect(self, message: ExpectMove) -> None:
         """Make room for a request that comes with its KV."""
         transfer = message.command.transfer
-        self._context.tables.drop(message.command.drop)
+        self._context.tables.make_room(message.command)
         try:
             request = self._take(message)
         except PdmeshError as error:

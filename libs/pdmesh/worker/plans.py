@@ -124,7 +124,7 @@ class Plans:
             if batch is not None:
                 return batch
         residents = self._free_residents
-        return Batch(plan=None, chunks=(), decodes=self._decodes(residents)) if residents else None
+        return self._made(None, (), self._decodes(residents)) if residents else None
 
     def take_urgent(self) -> Batch | None:
         """Return the next urgent batch, to be executed at once; None if there is none. Any thread; cheap."""
@@ -139,9 +139,11 @@ class Plans:
         return bool(self._urgent)
 
     def _may_wait(self, plan: StepPlan) -> bool:
-        """Whether it depends on plans that were sent before, as a group's chunks do: then it overtakes none."""
+        """Whether it may have to wait, for plans that were sent before or for a load: then it overtakes none."""
         requests = (self._sequences.get(part.request_id, part.epoch) for part in plan.chunks)
-        return any(request is not None and request.exchange is not None for request in requests)
+        return any(
+            request is not None and (request.exchange is not None or request.load is not None) for request in requests
+        )
 
     def _must_wait(self, plan: StepPlan) -> bool:
         """Whether it draws a token under a grammar that is being compiled."""
@@ -177,9 +179,18 @@ class Plans:
         residents = self._sequences.decoding if plan.with_decodes else []
         residents = self._ready([request for request in residents if not request.in_step])
         if chunks or residents:
-            return Batch(plan=plan, chunks=chunks, decodes=self._decodes(residents, drafts=not chunks))
+            return self._made(plan, chunks, self._decodes(residents, drafts=not chunks))
         self._report(step_done(self._instance_id, plan))
         return None
+
+    def _made(self, plan: StepPlan | None, chunks: tuple[BatchChunk, ...], decodes: tuple[BatchDecode, ...]) -> Batch:
+        """Return a batch that waits for whatever copies touch the blocks that it writes into."""
+        guards = self._sequences.guards
+        copies = [guard for each in chunks for guard in guards(each.request, each.plan.start, each.plan.num_tokens)]
+        for each in decodes:
+            first_token = len(each.request.sequence.token_ids) - 1
+            copies += guards(each.request, first_token, each.num_tokens)
+        return Batch(plan=plan, chunks=chunks, decodes=decodes, guards=tuple(copies))
 
     def _decodes(self, residents: Iterable[LocalRequest], *, drafts: bool = True) -> tuple[BatchDecode, ...]:
         """Make residents part of the step that begins now."""
@@ -220,4 +231,4 @@ class Plans:
         request.num_chunks += 1
         request.num_begun_tokens = end
         request.in_step = True
-        return BatchChunk(request, part, request.num_chunks - 1, request.exchange)
+        return BatchChunk(request, part, request.num_chunks - 1, request.exchange, request.load)

@@ -51,11 +51,11 @@ class Results:
             self._context.metrics.kv_wait_s.observe(time.waited_s)
         ended = [chunk for chunk, result in zip(batch.chunks, results, strict=False) if result is None]
         for chunk in ended:
-            if chunk.exchange is None or chunk.request.doomed:
+            if chunk.request.doomed:
                 continue
-            if chunk.exchange.gate.aborted is not None:
-                self._context.endings.drop(chunk.request, chunk.exchange.gate.aborted)
-            else:  # a member was lost, and what it waited for is planned anew
+            if (why_aborted := chunk.aborted) is not None:
+                self._context.endings.drop(chunk.request, why_aborted)
+            elif chunk.exchange is not None:  # a member was lost, and what it waited for is planned anew
                 chunk.exchange.ledger.abandon(*chunk.begun_blocks(self._context.block_size))
         self._tell_of_step(batch, time, ended)
         for chunk, result in zip(batch.chunks, results, strict=False):

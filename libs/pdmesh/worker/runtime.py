@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -13,13 +15,15 @@ import anyio
 import structlog
 
 from pdmesh.config import MeshConfig, TransferConfig, WorkerConfig
-from pdmesh.core.events import DrainRequested, InstanceEvent
+from pdmesh.core.events import DrainRequested, InstanceEvent, OffloadedLost
 from pdmesh.engine.base import Engine
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
+from pdmesh.kv.offload.tier import UNMEASURED_BYTES_PER_S, OffloadTier
 from pdmesh.kv.outcome import TransferOutcome
-from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.model import InstanceId, InstanceProfile, PrefixHashes, Role
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.service import ServiceContext
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
@@ -129,12 +133,24 @@ async def serve_instance(
             deterministic=config.worker.deterministic,
             host=host_label(),
             drafts=drafter is not None,
+            num_offload_granules=0 if tier is None else tier.num_granules,
+            load_bytes_per_s=load_bytes_per_s,
         )
         return RegisterWorker(
-            profile=profile, residents=instance.residents(), kept=instance.kept, stopping=not instance.admits
+            profile=profile,
+            residents=instance.residents(),
+            kept=instance.kept,
+            offloaded=instance.offloaded,
+            stopping=not instance.admits,
         )
 
+    def on_lost(granules: PrefixHashes) -> None:
+        report(OffloadedLost(instance_id, granules))
+
+    tier = offload_tier(config.worker, engine, pool, thread.wakeup, on_lost)
+    load_bytes_per_s = UNMEASURED_BYTES_PER_S if tier is None else await thread.run(tier.measure)
     async with (
+        nullcontext() if tier is None else tier,
         KvMover(
             transport=transport,
             store=engine.kv,
@@ -142,6 +158,7 @@ async def serve_instance(
             config=config.transfer,
             on_outcome=on_outcome,
             mesh_token=config.security.mesh_token,
+            memory=() if tier is None else [tier.memory],
         ) as mover,
         open_token_links(instance_id, config.security, report=report, arithmetic=engine.arithmetic) as tokens,
         open_scheduler_channel(config.scheduler_address, config.security) as channel,
@@ -162,6 +179,7 @@ async def serve_instance(
             tracing=context.tracing,
             stop=context.stopping.set,
             drafter=drafter,
+            tier=tier,
         )
         scheduler = WorkerSession(
             channel,
@@ -179,6 +197,7 @@ async def serve_instance(
             block_size=engine.kv.layout.block_size,
             stages=instance.num_of_stage,
             pieces=mover.counters,
+            offloads=None if tier is None else tier.counters,
         )
         with serve_metrics(
             metrics.registry,
@@ -245,6 +264,37 @@ async def _drain(
         await instance.emptied()
         draining.cancel_scope.cancel()
     work.cancel()
+
+
+def offload_tier(
+    worker: WorkerConfig,
+    engine: Engine,
+    pool: BlockPool,
+    wakeup: Wakeup,
+    on_lost: Callable[[PrefixHashes], object],
+) -> OffloadTier | None:
+    """Return the tier that the settings ask for, if any. Raises ConfigError where there can be none."""
+    if worker.kv_offload_disk_bytes and worker.kv_offload_dir is None:
+        raise ConfigError(
+            "worker.kv_offload_disk_bytes is set, but worker.kv_offload_dir is not: name a directory on a disk"
+        )
+    if not (worker.kv_offload_host_bytes or worker.kv_offload_disk_bytes):
+        return None
+    tier = OffloadTier(
+        engine.kv,
+        pool,
+        wakeup,
+        host_bytes=worker.kv_offload_host_bytes,
+        disk_bytes=worker.kv_offload_disk_bytes,
+        directory=worker.kv_offload_dir,
+        on_lost=on_lost,
+        # anyio has no call from a thread that does not wait for its result.
+        call_soon=asyncio.get_running_loop().call_soon_threadsafe,
+    )
+    if tier.num_granules == 0:
+        log.warning("the offload tier is too small to hold KV", granule_bytes=tier.granule_bytes)
+        return None
+    return tier
 
 
 def prompt_lookup(worker: WorkerConfig, device: str) -> PromptLookup | None:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import anyio
 
 from pdmesh.engine.base import EngineSequence
-from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.blocks import BlockGuard, BlockPool
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.moving import MoveSender
+from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import (
     NO_TRANSFER,
@@ -96,9 +97,11 @@ class LocalRequest:
     received_by: TransferId = NO_TRANSFER  # the transfer that brings its KV here, or did
     sender: KvSender | None = None  # set if its KV moves on after its prefill
     exchange: KvExchange | None = None  # set if a group computes its prompt
+    load: KvLoad | None = None  # set while some of its KV comes from the offload tier
     leaving: Leaving | None = None  # set while it decodes, and moves to another instance
     trace: RequestTrace | None = None  # set if the request is traced
     num_reused_tokens: int = 0  # the first ones, whose KV was here
+    num_shared_tokens: int = 0  # of these, in blocks that others have, too: what is behind came from the offload tier
     num_computed_tokens: int = 0  # those reused among them
     num_drafted_tokens: int = 0  # verified here, by steps of its own decoding
     num_accepted_tokens: int = 0  # of these
@@ -274,6 +277,8 @@ class Sequences:
         self._leaving.add(request)
         request.doomed = True
         self._mover.cancel(*key)
+        if request.load is not None:
+            request.load.abort("the request was freed")
         if not request.in_step:
             self._free(request)
 
@@ -289,6 +294,14 @@ class Sequences:
         for request in self:
             if request.exchange is not None:
                 request.exchange.gate.abort(reason)
+            if request.load is not None:
+                request.load.abort(reason)
+
+    def guards(self, request: LocalRequest, first_token: int, num_tokens: int) -> list[BlockGuard]:
+        """Return the copies that must have ended before the KV of these tokens is written."""
+        first = first_token // request.block_size
+        end = num_blocks_for(first_token + num_tokens, request.block_size)
+        return self._pool.guards_of(request.sequence.block_table[first:end])
 
     def may_write(self, request: LocalRequest, part: ChunkPlan) -> bool:
         """Whether the blocks that a chunk is to fill are this request's alone."""

@@ -3,7 +3,8 @@
 An urgent plan that comes while a step with chunks is running is executed inside it, between two of its layers, and
 handed out at once. Steps of decodes alone are short, and are not interrupted.
 
-A chunk of a prompt that several instances compute waits, before each layer's attention, for the KV before it.
+A chunk of a prompt that several instances compute, or of which KV comes from the offload tier, waits before each
+layer's attention for the KV before it.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class _Step:
         batch = self._batch
         hook = self._layer_done if batch.chunks and self._run_inside is not None else self._publish
         started_s = time.perf_counter()
+        for guard in batch.guards:
+            guard.wait()
+        self._waited_s += time.perf_counter() - started_s
         results: list[SliceResult | None] = [None] * (len(batch.chunks) + len(batch.decodes))
         while rows := self._rows():
             try:
@@ -108,12 +112,11 @@ class _Step:
         plan_id = 0 if self._batch.plan is None else self._batch.plan.plan_id
         given_up = False
         for chunk in list(self._waiting):
-            assert chunk.exchange is not None
             num_blocks = chunk.plan.start // self._block_size
-            if not chunk.exchange.gate.wait(layer, num_blocks, self._urgent, plan_id):
+            if not all(gate.wait(layer, num_blocks, self._urgent, plan_id) for gate in chunk.gates):
                 self._waiting.remove(chunk)
                 self._aborted.append(chunk)
-                given_up = given_up or chunk.exchange.gate.aborted is None
+                given_up = given_up or chunk.aborted is None
         self._waited_s += time.perf_counter() - began_s - (self._nested_s - nested_s)
         if given_up or (len(self._aborted) == len(self._batch.chunks) and not self._batch.decodes):
             raise _EndsEarly

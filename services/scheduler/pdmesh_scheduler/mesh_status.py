@@ -84,6 +84,8 @@ def _instance_statuses(
             num_blocks=profile.num_blocks,
             num_free_blocks=profile.num_blocks if load is None else load.num_free_blocks + load.num_kept_blocks,
             num_kept_blocks=0 if load is None else load.num_kept_blocks,
+            num_offloaded_granules=0 if load is None else load.num_offloaded_granules,
+            num_offload_granules=profile.num_offload_granules,
             num_held_blocks=0 if load is None else load.num_held_blocks,
             num_quarantined_blocks=0 if load is None else load.num_quarantined_blocks,
             num_prefilling=view.num_prefilling,

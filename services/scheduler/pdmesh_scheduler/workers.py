@@ -111,7 +111,13 @@ class WorkerStreams:
                         silent_beats=self.mandate.silent_beats(beat_s),
                     )
                 )
-                joined = InstanceJoined(registered.profile, registered.residents, registered.stopping, registered.kept)
+                joined = InstanceJoined(
+                    registered.profile,
+                    registered.residents,
+                    registered.stopping,
+                    registered.kept,
+                    registered.offloaded,
+                )
                 self.driver.post(joined, first=connection.open)
                 await converse(link, read, self.stopping)
             finally:

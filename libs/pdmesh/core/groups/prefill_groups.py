@@ -331,6 +331,7 @@ class GroupPlanner:
             tenant=request.tenant,
             share=request.share,
         )
+        room = helper.make_room()
         mesh.commands.append(
             AdmitPrefill(
                 instance_id=helper.instance_id,
@@ -339,7 +340,9 @@ class GroupPlanner:
                 shards=(shard,),
                 transfer=None,
                 group=PrefillGroup(member_ids=(leader.instance_id, helper.instance_id), capability=capability),
-                drop=helper.drop_for_room(),
+                drop=room.drop,
+                offload=room.offload,
+                evict=room.evict,
                 keeps_prefix=keeps,
             )
         )

@@ -26,9 +26,10 @@ class IdleLine:
     """A tenant's idle granules on one instance, and what stands for those of nobody, or of several."""
 
     # Not a dataclass: mypyc would leave __init__ to the interpreter.
-    def __init__(self) -> None:
+    def __init__(self, tenant: str | None = None) -> None:
+        self.tenant = tenant  # None: nobody's, or several tenants'
         self.share = 1
-        self.num_live = 0  # requests of it that are there
+        self.num_live = 0  # requests of it that are there, or granules that are used: it is not forgotten
         # With when each came, in order. (An OrderedDict finds its first entry at once after many deletions in front.)
         self.granules: OrderedDict[PrefixHash, int] = OrderedDict()
 
@@ -68,9 +69,13 @@ class IdleGranules:
             if len(self._tenants) > 2 * self._num_known_lines + _SPARE_LINES:
                 self._tenants = {name: line for name, line in self._tenants.items() if line.granules or line.num_live}
                 self._num_known_lines = len(self._tenants)
-            line = self._tenants[tenant] = IdleLine()
+            line = self._tenants[tenant] = IdleLine(tenant)
         line.share = share
         return line
+
+    def line_like(self, line: IdleLine, others: IdleGranules) -> IdleLine:
+        """Return the line here of whose granules are in a line of others."""
+        return self.shared if line is others.shared else self.line_of(line.tenant, line.share)
 
     def used_by(self, before: IdleLine, line: IdleLine) -> IdleLine:
         """Return whose a granule is that was one's before, and is used by another now, or by the same."""
@@ -90,34 +95,30 @@ class IdleGranules:
         del line.granules[granule]
         return line
 
-    def take(self, number: int) -> list[PrefixHash]:
-        """Take so many out, or all there are: those that go first."""
+    def take(self, number: int) -> dict[PrefixHash, IdleLine]:
+        """Take so many out, or all there are: those that go first, with whose they were."""
         number = min(number, len(self._line_of))
         taken = self._take_first(self.unknown, number)
-        taken += self._take_fairly(number - len(taken))
-        taken += self._take_first(self.shared, number - len(taken))
+        taken |= self._take_fairly(number - len(taken))
+        taken |= self._take_first(self.shared, number - len(taken))
         return taken
 
-    def _take_first(self, line: IdleLine, number: int) -> list[PrefixHash]:
-        taken = list(islice(line.granules, number))
-        for granule in taken:
-            self.remove(granule)
-        return taken
+    def _take_first(self, line: IdleLine, number: int) -> dict[PrefixHash, IdleLine]:
+        return {granule: self.remove(granule) for granule in list(islice(line.granules, number))}
 
-    def _take_fairly(self, number: int) -> list[PrefixHash]:
+    def _take_fairly(self, number: int) -> dict[PrefixHash, IdleLine]:
         lines = [line for line in self._tenants.values() if line.granules] if number else []
         if len(lines) < 2:
-            return self._take_first(lines[0], number) if lines else []
+            return self._take_first(lines[0], number) if lines else {}
         total, shares = sum([len(line.granules) for line in lines]), sum([line.share for line in lines])
         number = min(number, total)
         spare = [len(line.granules) - (total - number) * line.share // shares for line in lines]
         heap = [(*line.first, index) for index, line in enumerate(lines) if spare[index] > 0]
         heapify(heap)
-        taken: list[PrefixHash] = []
+        taken: dict[PrefixHash, IdleLine] = {}
         while len(taken) < number:
             _, granule, index = heap[0]
-            self.remove(granule)
-            taken.append(granule)
+            taken[granule] = self.remove(granule)
             spare[index] -= 1
             if spare[index] and lines[index].granules:
                 heapreplace(heap, (*lines[index].first, index))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh.core.instances.batching_state import BatchingState
-from pdmesh.core.instances.kept import KeptWhere
+from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.occupied import OccupiedInstance
 from pdmesh.core.requests import RequestState

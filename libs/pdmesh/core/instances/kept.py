@@ -8,6 +8,8 @@ head, so leaves go before parents, and what is kept of a chain is always its beg
 
 Of two requests that compute the same granule at once the first one's is kept. The other's blocks stay its own, and it
 counts as a user all the same, so that both sides agree whatever crosses on the way.
+
+Where an instance has an offload tier (`pdmesh.core.instances.offloaded`), what goes in the cache goes there.
 """
 
 from __future__ import annotations
@@ -16,58 +18,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pdmesh.core.instances.idle import IdleGranules, IdleLine
+from pdmesh.core.instances.kept_where import KeptWhere
+from pdmesh.core.instances.offloaded import OffloadedHere, RoomMade
 from pdmesh.model import PrefixHash, blocks_of_granule
-
-
-class KeptWhere:
-    """Which instances keep a granule: a bit for each, that of its number."""
-
-    def __init__(self) -> None:
-        self._masks: dict[PrefixHash, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._masks)
-
-    def add(self, granule: PrefixHash, bit: int) -> None:
-        self._masks[granule] = self._masks.get(granule, 0) | bit
-
-    def add_all(self, granules: Sequence[PrefixHash], bit: int) -> None:
-        """Note granules that an instance keeps from now on."""
-        masks = self._masks
-        for granule in granules:
-            masks[granule] = masks.get(granule, 0) | bit
-
-    def discard(self, granule: PrefixHash, bit: int) -> None:
-        mask = self._masks[granule] & ~bit
-        if mask:
-            self._masks[granule] = mask
-        else:
-            del self._masks[granule]
-
-    def depths(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
-        """How many of the first ``most`` granules are kept where, by the instance's number; only where some are."""
-        found: dict[int, int] = {}
-        masks = self._masks
-        left = masks.get(chain[0], 0) if most > 0 else 0
-        depth = 1
-        while left and depth < most:
-            mask = left & masks.get(chain[depth], 0)
-            if mask != left:
-                _note(found, left & ~mask, depth)
-                left = mask
-            depth += 1
-        _note(found, left, depth)
-        return found
-
-    def of(self, bit: int) -> set[PrefixHash]:
-        """What one instance keeps. For checks: it looks at all."""
-        return {granule for granule, mask in self._masks.items() if mask & bit}
-
-
-def _note(found: dict[int, int], mask: int, depth: int) -> None:
-    while mask:
-        found[mask.bit_length() - 1] = depth
-        mask &= ~(1 << (mask.bit_length() - 1))
 
 
 class HeldGranules:
@@ -88,8 +41,8 @@ NOTHING = HeldGranules((), IdleLine())
 class KeptHere:
     """What one instance keeps."""
 
-    def __init__(self, where: KeptWhere, number: int, block_size: int) -> None:
-        """``number`` is the instance's, of which there is one at a time."""
+    def __init__(self, where: KeptWhere, number: int, block_size: int, num_offload_granules: int = 0) -> None:
+        """``number`` is the instance's, of which there is one at a time; its tier holds ``num_offload_granules``."""
         self.granule_blocks = blocks_of_granule(block_size)  # 0: nothing is kept
         self._where = where
         self._bit = 1 << number
@@ -98,6 +51,9 @@ class KeptHere:
         self._idle = IdleGranules()
         self._num_held = 0  # kept granules in blocks of live requests, as often as they have them
         self._orphans: dict[PrefixHash, None] = {}  # kept there for nothing: to be dropped
+        self.offloaded: OffloadedHere | None = None  # where there is a tier
+        if num_offload_granules and self.granule_blocks:
+            self.offloaded = OffloadedHere(where.offloaded, self._bit, num_offload_granules)
 
     @property
     def is_empty(self) -> bool:
@@ -127,12 +83,23 @@ class KeptHere:
                 high = middle - 1
         return low
 
+    def num_loadable(self, chain: Sequence[PrefixHash], num_kept: int) -> int:
+        """Return how many granules behind the first ``num_kept`` of a chain the tier has."""
+        offloaded = self.offloaded
+        if offloaded is None:
+            return 0
+        behind = chain[num_kept:]
+        return next((number for number, granule in enumerate(behind) if granule not in offloaded), len(behind))
+
     # --- live requests ---
 
     def begin(
         self, chain: Sequence[PrefixHash], num_reused: int, tenant: str | None = None, share: int = 1
     ) -> HeldGranules:
-        """A request begins that shares the first ``num_reused`` granules of its chain, and none behind these."""
+        """A request begins that shares the first ``num_reused`` granules of its chain, and none behind these.
+
+        What it loads from the tier is in its own blocks, and kept once a chunk behind it is computed.
+        """
         if not self.granule_blocks or not chain:
             return NOTHING
         held = HeldGranules(chain, self._idle.line_of(tenant, share))
@@ -149,7 +116,24 @@ class KeptHere:
             if granule in idle:  # kept, and computed again: it may be found there
                 self._in_use[granule] = idle.used_by(idle.remove(granule), held.line)
         self._num_held += num_reused
+        if self.offloaded is not None:
+            self.offloaded.use(chain, held.line, idle)
         return held
+
+    def claim(self, held: HeldGranules, tenant: str, share: int) -> None:
+        """It becomes known whose a request is: what it has is used by that tenant, as what it draws will be."""
+        if held is NOTHING:
+            return
+        line = self._idle.line_of(tenant, share)
+        held.line.num_live -= 1
+        line.num_live += 1
+        held.line = line
+        in_use, idle = self._in_use, self._idle
+        for granule in held.chain:
+            if granule in in_use:
+                in_use[granule] = idle.used_by(in_use[granule], line)
+        if self.offloaded is not None:
+            self.offloaded.use(held.chain, line, idle)
 
     def num_idle_blocks_of(self, chain: Sequence[PrefixHash]) -> int:
         """How many blocks a chain has here that nobody uses."""
@@ -211,13 +195,16 @@ class KeptHere:
             return
         self._num_held -= held.kept.bit_count()
         held.line.num_live -= 1
-        users, in_use, idle = self._users, self._in_use, self._idle
+        users, in_use, idle, offloaded = self._users, self._in_use, self._idle, self.offloaded
         for granule in reversed(held.chain):
             number = users.pop(granule) - 1
             if number:
                 users[granule] = number
-            elif granule in in_use:
+                continue
+            if granule in in_use:
                 idle.add(granule, in_use.pop(granule))
+            if offloaded is not None:
+                offloaded.let_go(granule)
 
     def _keep(self, granule: PrefixHash, line: IdleLine) -> None:
         self._where.add(granule, self._bit)
@@ -235,7 +222,20 @@ class KeptHere:
 
     # --- what is given up ---
 
-    def take_orphans(self) -> tuple[PrefixHash, ...]:
+    def make_room(self, num_granules: int) -> RoomMade:
+        """Give up so many idle granules, or all there are, and what is kept there for nothing."""
+        orphans, idle = self._take_orphans(), self._idle
+        if num_granules <= 0:
+            return RoomMade(orphans)
+        given_up = idle.take(num_granules)
+        for granule in given_up:
+            self._where.discard(granule, self._bit)
+        if self.offloaded is None:
+            return RoomMade(orphans + tuple(given_up))
+        room = self.offloaded.take_in(given_up, idle)
+        return room._replace(drop=orphans + room.drop)
+
+    def _take_orphans(self) -> tuple[PrefixHash, ...]:
         """Return what is kept there for nothing: the next command drops it.
 
         But for what a live request has in its chain: perhaps it computed it meanwhile, and found it there.
@@ -247,22 +247,24 @@ class KeptHere:
             del self._orphans[granule]
         return orphans
 
-    def drop(self, num_granules: int) -> tuple[PrefixHash, ...]:
-        """Give up so many idle granules, or all there are."""
-        dropped = self._idle.take(num_granules)
-        for granule in dropped:
-            self._where.discard(granule, self._bit)
-        return tuple(dropped)
-
-    def replace(self, kept: Sequence[PrefixHash], held: Iterable[HeldGranules]) -> None:
+    def replace(
+        self,
+        kept: Sequence[PrefixHash],
+        held: Iterable[HeldGranules],
+        offloaded: Sequence[PrefixHash] | None = None,
+    ) -> None:
         """The instance keeps exactly this, the longest unused first; ``held`` is what live requests have there.
+
+        ``offloaded`` is what its tier has; None: what is known of that holds.
 
         But for news of what live requests have in their chains: it could not be dropped for the room that they were
         promised. The instance gives it up itself if it must.
         """
+        if self.offloaded is not None and offloaded is not None:
+            self.offloaded.replace(offloaded, self._users)
         known = self._idle.lines() | self._in_use
         orphans = self._orphans.keys() & set(kept)
-        self.clear()
+        self._forget()
         if not self.granule_blocks:
             return
         self._orphans = dict.fromkeys([granule for granule in kept if granule in orphans])
@@ -276,8 +278,18 @@ class KeptHere:
                     each.num_lost += 1
             self._num_held += each.kept.bit_count()
 
+    def lose_offloaded(self, granules: Iterable[PrefixHash]) -> None:
+        """The tier has these no more, for a reason of its own."""
+        if self.offloaded is not None:
+            self.offloaded.lose(granules)
+
     def clear(self) -> None:
         """Forget all: nothing is kept any more."""
+        self._forget()
+        if self.offloaded is not None:
+            self.offloaded.clear()
+
+    def _forget(self) -> None:
         for granule in (*self._in_use, *self._idle.lines()):
             self._where.discard(granule, self._bit)
         self._in_use.clear()
@@ -303,3 +315,5 @@ class KeptHere:
             is_kept = [granule in self for granule in chain]
             assert is_kept == sorted(is_kept, reverse=True), f"{name}: what is kept of a chain is not its beginning"
         assert self._where.of(self._bit) == self._in_use.keys() | idle, f"{name}: the index has other granules"
+        if self.offloaded is not None:
+            self.offloaded.check_integrity(name, self._users)

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 from pdmesh.core.instances.allocations import MOVES_AWAY, Allocation, AllocationKind, AllocationSums
 from pdmesh.core.instances.empty import EmptyInstance
-from pdmesh.core.instances.kept import KeptHere, KeptWhere
+from pdmesh.core.instances.kept import KeptHere
+from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth, GrowthSums
+from pdmesh.core.instances.offloaded import RoomMade
 from pdmesh.model import (
     GRANULE_TOKENS,
     NO_TRANSFER,
@@ -20,7 +22,6 @@ from pdmesh.model import (
     InstanceProfile,
     KvPart,
     PrefixHash,
-    PrefixHashes,
     Request,
     RequestKey,
     Role,
@@ -48,6 +49,7 @@ class OccupiedInstance(EmptyInstance):
         super().__init__(profile, growth)
         layout = profile.kv_layout
         self._layers, self._heads = IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads)
+        self._granule_bytes = GRANULE_TOKENS * layout.token_bytes
         self.number = number
         self.draining = draining
         self.closed = False  # by an operator
@@ -58,7 +60,7 @@ class OccupiedInstance(EmptyInstance):
         self.low: dict[RequestKey, None] = {}  # have asked for more than there was
         self.allocated = AllocationSums()
         self._growing = GrowthSums()
-        self.kept = KeptHere(kept_where, number, self.block_size)
+        self.kept = KeptHere(kept_where, number, self.block_size, profile.num_offload_granules)
         self.num_quarantined_blocks = 0  # as reported; a worker cannot use them either
         self._room: Room | None = None
         self._decode_tokens = self._prompt_tokens = 0  # what there is room for, and whether that has been counted
@@ -89,7 +91,8 @@ class OccupiedInstance(EmptyInstance):
     ) -> None:
         """``max_blocks``: that it may be granted in all, if that is more.
 
-        ``chain`` are granules of its prompt, of which the first ``num_reused`` are kept, and it shares their blocks.
+        ``chain`` are granules of its prompt, of which the first ``num_reused`` are kept, and it shares their blocks, or
+        come from the tier.
         """
         max_blocks = max(num_blocks, max_blocks)
         allocation = Allocation(
@@ -194,18 +197,20 @@ class OccupiedInstance(EmptyInstance):
         if allocation is not None and allocation.granules.chain:
             self.kept.computed(allocation.granules, num_tokens // GRANULE_TOKENS)
 
-    def drop_for_room(self) -> PrefixHashes:
+    def load_s(self, num_granules: int) -> float:
+        """Return how long loading so many granules from the tier takes."""
+        return num_granules * self._granule_bytes / self.profile.load_bytes_per_s
+
+    def make_room(self) -> RoomMade:
         """What is to be given up so that all that was taken finds free blocks: of what is kept and not used."""
         kept = self.kept
-        orphans = kept.take_orphans()
         num_short = kept.num_idle_blocks - self.num_free_blocks if kept.num_idle_blocks else 0
-        if num_short <= 0:
-            return orphans
-        return orphans + kept.drop(num_blocks_for(num_short, kept.granule_blocks))
+        return kept.make_room(num_blocks_for(num_short, kept.granule_blocks) if num_short > 0 else 0)
 
-    def replace_kept(self, granules: Sequence[PrefixHash]) -> None:
-        """The instance says what it keeps."""
-        self.kept.replace(granules, [allocation.granules for allocation in self.allocations.values()])
+    def replace_kept(self, granules: Sequence[PrefixHash], offloaded: Sequence[PrefixHash] | None = None) -> None:
+        """The instance says what it keeps, in its cache and, unless that is None, in its tier."""
+        held = [allocation.granules for allocation in self.allocations.values()]
+        self.kept.replace(granules, held, offloaded)
         self._room = None
         self._change()
 

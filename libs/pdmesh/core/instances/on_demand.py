@@ -149,13 +149,16 @@ class OnDemandKv:
 
     def _grant(self, instance: InstanceState, key: RequestKey, num_blocks: int) -> None:
         instance.grow(key, num_blocks)
+        room = instance.make_room()
         self._mesh.commands.append(
             GrowKv(
                 instance_id=instance.instance_id,
                 request_id=key[0],
                 epoch=key[1],
                 num_blocks=num_blocks,
-                drop=instance.drop_for_room(),
+                drop=room.drop,
+                offload=room.offload,
+                evict=room.evict,
             )
         )
 

@@ -45,7 +45,12 @@ class Membership:
         if is_another:
             self._mesh.cut.forget(instance_id)
         self._reconciler.instance_joined(
-            event.profile, event.residents, now_s, stopping=event.stopping, kept=event.kept
+            event.profile,
+            event.residents,
+            now_s,
+            stopping=event.stopping,
+            kept=event.kept,
+            offloaded=event.offloaded,
         )
         self._on_demand.joined(self._mesh.instances[instance_id])
         self._choice.joined(event.profile)

@@ -125,6 +125,7 @@ class Reconciler:
         *,
         stopping: bool = False,
         kept: PrefixHashes = (),
+        offloaded: PrefixHashes = (),
     ) -> None:
         mesh, instance_id = self._mesh, profile.instance_id
         old = mesh.remove_instance(instance_id)  # what it was told of phases ends with its stream
@@ -163,8 +164,8 @@ class Reconciler:
                 mesh.land_move(known)  # unheard of until now
             if being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
                 mesh.free(instance_id, key)
-        if kept:
-            instance.replace_kept(kept)
+        if kept or offloaded:
+            instance.replace_kept(kept, offloaded)
         if old is not None:
             blames = {} if old.profile.is_process_of(profile) else self._died(old, now_s)
             cut_off = [key for key in old.allocations if key not in instance.allocations]

@@ -218,7 +218,7 @@ class Round:
             if step_slot.running:
                 line = self._in_order([*step_slot.running, head])
                 self._plan_running(step_slot, line[: line.index(head)])
-        offers, depths = self._offers(head), mesh.depths(request)
+        offers, depths = self._offers(head), self._reusing.look_at(head, bundle.reuse)
         computing = mesh.computing.shared_with(request)
         if unheard := mesh.cut.of(request.gateway_id):  # what these keep is of no use to it
             depths = {
@@ -310,18 +310,23 @@ class Round:
             return False
         if not step_slot.step.chunks:
             return True
-        start = instance.num_kept_granules(head.request) * GRANULE_TOKENS
+        start = self._num_reused_granules(instance, head) * GRANULE_TOKENS
         step_slot.fits = head, self._num_tokens(step_slot, head, start, num_reused=start, shared=True)
         return step_slot.fits[1] > 0
 
+    def _num_reused_granules(self, instance: InstanceState, head: RequestState) -> int:
+        """How many granules of the head are not computed if it goes to an instance."""
+        return instance.num_kept_granules(head.request) + self._reusing.num_loaded(instance)
+
     def _place(self, state: RequestState, placement: Placement) -> None:
         prefill, num_prompt_tokens = placement.prefill, state.request.num_prompt_tokens
-        num_work_tokens = num_prompt_tokens - prefill.num_kept_granules(state.request) * GRANULE_TOKENS
+        num_work_tokens = num_prompt_tokens - self._num_reused_granules(prefill, state) * GRANULE_TOKENS
         self._mesh.place(
             state,
             prefill,
             placement.decode,
             long_tokens=num_work_tokens if num_work_tokens >= self._bundle.long_prompt_tokens else 0,
+            num_loaded=self._reusing.num_loaded(prefill),
             now_s=self._now_s,
         )
         helpers = self._prefill_groups.placed(state, self._bundle)

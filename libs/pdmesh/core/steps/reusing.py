@@ -16,6 +16,7 @@ from typing import NamedTuple
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
+from pdmesh.core.steps.loading import reusable
 from pdmesh.core.steps.placing import MAX_ASKED
 from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash
@@ -44,7 +45,17 @@ class Reusing:
         self._mesh = mesh
         self._fetches = fetches
         self._now_s = now_s
+        self._loads: Mapping[int, int] = {}  # granules of the head that would be loaded, by the instance's number
         self._awaited_s: dict[InstanceId, float] = {}  # work of the requests that wait for each
+
+    def look_at(self, head: RequestState, reuse: ReuseCost | None) -> Mapping[int, int]:
+        """Return how many granules of the head need not be computed where, by the instance's number."""
+        depths, self._loads = reusable(self._mesh, head.request, reuse)
+        return depths
+
+    def num_loaded(self, instance: InstanceState) -> int:
+        """Return how many of these granules are loaded from the tier."""
+        return self._loads.get(instance.number, 0)
 
     def holders(self, depths: Mapping[int, int]) -> list[InstanceState]:
         """Return the instances that keep most, some of them."""
@@ -85,9 +96,9 @@ class Reusing:
                 busy.append(holder)
         if not asked:
             return _one_by_one(first.values(), line)
-        now = [self._candidate(head, instance, _num_tokens(depths, instance), reuse) for instance in asked.values()]
+        now = [self._own(head, depths, instance, reuse) for instance in asked.values()]
         now.sort(key=_COST_S)
-        later = [self._candidate(head, holder, _num_tokens(depths, holder), reuse) for holder in busy]
+        later = [self._own(head, depths, holder, reuse) for holder in busy]
         later += self._coming(head, computing, reuse)
         fetched = self._fetched(head, depths, holders, (*now, *later), reuse)
         awaited = min((*later, *fetched), default=None, key=_COST_S)
@@ -111,6 +122,18 @@ class Reusing:
                 arrives_s=self._now_s + awaited.bring_s,
                 until_s=head.awaits_until_s,
             )
+
+    def _own(
+        self, head: RequestState, depths: Mapping[int, int], instance: InstanceState, reuse: ReuseCost
+    ) -> PrefillCandidate:
+        """The head computed on an instance with what is kept there, and loaded from its tier."""
+        num_tokens, load_s = _num_tokens(depths, instance), instance.load_s(self.num_loaded(instance))
+        candidate = self._candidate(head, instance, num_tokens, reuse)
+        return candidate._replace(ready_s=candidate.ready_s + load_s, cost_s=candidate.cost_s + load_s)
+
+    def _num_kept_tokens(self, depths: Mapping[int, int], instance: InstanceState) -> int:
+        """Return the tokens that an instance keeps in its cache."""
+        return _num_tokens(depths, instance) - self.num_loaded(instance) * GRANULE_TOKENS
 
     def _candidate(
         self, head: RequestState, instance: InstanceState, num_tokens: int, reuse: ReuseCost, there_in_s: float = 0.0
@@ -149,7 +172,7 @@ class Reusing:
         """
         request, least_s = head.request, min([candidate.cost_s for candidate in known])
         for source in holders:
-            num_tokens = _num_tokens(depths, source)
+            num_tokens = self._num_kept_tokens(depths, source)
             if reuse.cost_s(request, num_tokens, 0.0) >= least_s:
                 return
             if not self._fetches.may_send(source):
@@ -198,6 +221,7 @@ class Reusing:
             if kv_group not in elsewhere:
                 elsewhere[kv_group] = self._least_s(head, depths, kv_group, least_queued(kv_group), reuse)
             work_s = local.packing.local_s(instance.view, request.num_prompt_tokens - num_reused, num_reused)
+            work_s += instance.load_s(self.num_loaded(instance))
             cost_s = work_s + reuse.price * reuse.work_s(request, num_reused)
             if cost_s < elsewhere[kv_group] and (best is None or cost_s < best[0]):
                 best = cost_s, instance
@@ -215,7 +239,7 @@ class Reusing:
         some = [each for each in self.holders(depths) if each.takes_prompts and each.kv_group == kv_group]
         if least_queued is not None:
             some.append(least_queued)
-        costs = [self._candidate(head, each, _num_tokens(depths, each), reuse).cost_s for each in some]
+        costs = [self._own(head, depths, each, reuse).cost_s for each in some]
         return min(costs, default=inf)
 
     def _had_better_wait(self, head: RequestState, awaited: PrefillCandidate, least_s: float) -> bool:

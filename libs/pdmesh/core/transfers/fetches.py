@@ -116,6 +116,7 @@ class Fetches:
                 tenant=request.tenant,
                 share=request.share,
             )
+        room = destination.make_room()
         mesh.commands.append(
             FetchKept(
                 instance_id=destination.instance_id,
@@ -124,7 +125,9 @@ class Fetches:
                 transfer=transfer.plan,
                 chain=chain,
                 wanted_by=state.key,
-                drop=destination.drop_for_room(),
+                drop=room.drop,
+                offload=room.offload,
+                evict=room.evict,
             )
         )
         mesh.grant(mesh.broker.offer(transfer))

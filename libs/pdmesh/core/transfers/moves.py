@@ -91,13 +91,16 @@ class Moves:
             tenant=state.request.tenant,
             share=state.request.share,
         )
+        room = target.make_room()
         mesh.commands.append(
             PlaceDecode(
                 instance_id=target.instance_id,
                 request_id=request_id,
                 epoch=epoch,
                 transfer=transfer.plan,
-                drop=target.drop_for_room(),
+                drop=room.drop,
+                offload=room.offload,
+                evict=room.evict,
             )
         )
         mesh.grant(mesh.broker.offer(transfer))

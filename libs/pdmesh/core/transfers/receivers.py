@@ -81,13 +81,16 @@ def keep(mesh: MeshState, state: RequestState) -> None:
     num_blocks = instance.num_first_blocks(request)
     instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
     state.keep(instance.shard(num_blocks))
+    room = instance.make_room()
     mesh.commands.append(
         KeepKv(
             instance_id=instance.instance_id,
             request_id=state.key[0],
             epoch=state.key[1],
             num_blocks=num_blocks,
-            drop=instance.drop_for_room(),
+            drop=room.drop,
+            offload=room.offload,
+            evict=room.evict,
         )
     )
     if state.is_computed:

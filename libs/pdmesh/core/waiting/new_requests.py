@@ -11,6 +11,7 @@ from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.judging import Judge
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.requests import RequestState
+from pdmesh.core.steps.loading import reusable
 from pdmesh.core.steps.placing import could_place, have_pair, unready_reason
 from pdmesh.core.waiting.admission import Admission, work_us
 from pdmesh.model import GRANULE_TOKENS, RejectReason, Request
@@ -49,7 +50,7 @@ class NewRequests:
                 mesh.ignore("RequestArrived")  # sent again after a reconnect
                 return
             mesh.end(known, Outcome.SUPERSEDED)
-        num_reused = max(mesh.depths(request).values(), default=0) * GRANULE_TOKENS
+        num_reused = max(reusable(mesh, request, bundle.reuse).depths.values(), default=0) * GRANULE_TOKENS
         rank = bundle.order.rank(request, num_reused, None, num_reused)
         state = mesh.open(request, rank, work_us(request, choice.learner.model, num_reused), num_reused)
         instance_id = self._reconciler.claim(state.key, request.gateway_id)

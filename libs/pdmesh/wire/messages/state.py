@@ -46,6 +46,8 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     num_decoding: int
     num_queued_tokens: int
     num_kept_blocks: int = 0
+    num_offloaded_granules: int = 0  # in its offload tier, of as many as there is room for
+    num_offload_granules: int = 0
     num_taken_blocks: int = 0  # held, or promised to requests on their way
     reachable: bool = True  # its stream is open; else it is given up once its lease ends
     suspected: bool = False  # its stream is open, and silent

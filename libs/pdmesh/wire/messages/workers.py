@@ -22,6 +22,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
     profile: InstanceProfile
     residents: tuple[Resident, ...]
     kept: PrefixHashes = ()  # for requests to come, those used longest ago first
+    offloaded: PrefixHashes = ()  # in its tier, likewise
     stopping: bool = False  # it takes no new work
     version: int = PROTOCOL_VERSION
 

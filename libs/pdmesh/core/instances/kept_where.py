@@ -1,0 +1,81 @@
+"""The index of what is kept where: a bit for each instance and granule, so that one walk down a chain tells of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdmesh.model import PrefixHash
+
+
+class GranuleIndex:
+    """Which instances have a granule: a bit for each, that of its number."""
+
+    def __init__(self) -> None:
+        self._masks: dict[PrefixHash, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def add(self, granule: PrefixHash, bit: int) -> None:
+        self._masks[granule] = self._masks.get(granule, 0) | bit
+
+    def add_all(self, granules: Sequence[PrefixHash], bit: int) -> None:
+        """Note granules that an instance has from now on."""
+        masks = self._masks
+        for granule in granules:
+            masks[granule] = masks.get(granule, 0) | bit
+
+    def discard(self, granule: PrefixHash, bit: int) -> None:
+        mask = self._masks[granule] & ~bit
+        if mask:
+            self._masks[granule] = mask
+        else:
+            del self._masks[granule]
+
+    def depths(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
+        """How many of the first ``most`` granules are where, by the instance's number; only where some are."""
+        found: dict[int, int] = {}
+        masks = self._masks
+        left = masks.get(chain[0], 0) if most > 0 else 0
+        depth = 1
+        while left and depth < most:
+            mask = left & masks.get(chain[depth], 0)
+            if mask != left:
+                _note(found, left & ~mask, depth)
+                left = mask
+            depth += 1
+        _note(found, left, depth)
+        return found
+
+    def of(self, bit: int) -> set[PrefixHash]:
+        """What one instance has. For checks: it looks at all."""
+        return {granule for granule, mask in self._masks.items() if mask & bit}
+
+
+class KeptWhere(GranuleIndex):
+    """Which instances keep a granule in their caches, and in ``offloaded`` which ones do in their tiers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offloaded = GranuleIndex()
+
+    def depths_with_tiers(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
+        """Return how many of the first ``most`` granules are where, in its cache or its tier."""
+        found: dict[int, int] = {}
+        masks, others = self._masks, self.offloaded._masks
+        left = masks.get(chain[0], 0) | others.get(chain[0], 0) if most > 0 else 0
+        depth = 1
+        while left and depth < most:
+            mask = left & (masks.get(chain[depth], 0) | others.get(chain[depth], 0))
+            if mask != left:
+                _note(found, left & ~mask, depth)
+                left = mask
+            depth += 1
+        _note(found, left, depth)
+        return found
+
+
+def _note(found: dict[int, int], mask: int, depth: int) -> None:
+    while mask:
+        found[mask.bit_length() - 1] = depth
+        mask &= ~(1 << (mask.bit_length() - 1))

@@ -1,0 +1,358 @@
+"""What an instance's offload tier has, where each granule is, and the copies that bring them there and back.
+
+A granule that is *offloaded* is copied into host memory at once. As long as its copy has not ended nobody writes into
+its blocks, whoever has them by then (`pdmesh.kv.blocks.BlockPool.guard`). From host memory those used longest ago go on
+to the disk, where there is one; a tier without host memory of its own has a little, through which they pass. A granule
+that is *loaded* comes layer by layer, from wherever it is, and stays in the tier.
+
+The scheduling core says what is offloaded, loaded and evicted. What the tier loses by itself (the disk is full, or was
+too slow; a granule is damaged) it tells of, and whoever waits for that is told that it does not come.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import structlog
+
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.gate import Wakeup
+from pdmesh.kv.offload.copies import Copy, CopyThread, KvLoad
+from pdmesh.kv.offload.disk import DiskSlots
+from pdmesh.kv.store import KvStore
+from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
+
+log = structlog.get_logger()
+
+#: Host memory through which granules pass on their way to a disk, beside what the tier keeps there.
+PASSING_BYTES = 256 << 20
+
+#: Places in host memory beyond those: some are given up while they are being read.
+_MIN_SPARE_SLOTS = 8
+
+#: So many granules are copied to measure how fast they come back, and that is assumed where it cannot be measured.
+_MEASURED_GRANULES = 4
+UNMEASURED_BYTES_PER_S = 1e9
+
+
+class OffloadCounters(NamedTuple):
+    """Totals since the start, and what is there."""
+
+    num_host_granules: int
+    num_disk_granules: int
+    num_bytes_offloaded: int
+    num_bytes_loaded: int
+    num_lost_granules: int
+
+
+class _Entry:
+    """A granule of the tier: its place in host memory, on the disk, or for a while both."""
+
+    def __init__(self, granule: PrefixHash, host: int) -> None:
+        self.granule = granule
+        self.host: int | None = host
+        self.disk: int | None = None
+        self.is_on_disk = False  # all of it
+        self.stored: Copy | None = None  # brings it into host memory
+        self.num_copies = 0  # that read or write it now
+        self.is_gone = False  # from the tier; its places are free once no copy uses them
+
+
+class OffloadTier:
+    """The tier of one instance. Event loop only; `async with` runs its threads."""
+
+    def __init__(
+        self,
+        store: KvStore,
+        pool: BlockPool,
+        wakeup: Wakeup,
+        *,
+        host_bytes: int,
+        disk_bytes: int,
+        directory: Path | None,
+        on_lost: Callable[[PrefixHashes], object],
+        call_soon: Callable[[Callable[[], object]], object],
+    ) -> None:
+        """``on_lost`` is told of granules that are gone unasked. Raises ConfigError if there can be no file."""
+        layout = store.layout
+        self._store, self._pool, self._wakeup = store, pool, wakeup
+        self._on_lost = on_lost
+        self._num_layers = layout.num_layers
+        self._layer_bytes = blocks_of_granule(layout.block_size) * layout.block_bytes
+        self.granule_bytes = self._num_layers * self._layer_bytes
+        on_disk = DiskSlots.granule_bytes(self._num_layers, self._layer_bytes)
+        self._num_host = host_bytes // self.granule_bytes if self.granule_bytes else 0
+        num_disk = disk_bytes // on_disk if self.granule_bytes and directory is not None else 0
+        self._disk = None
+        if num_disk and directory is not None:
+            self._disk = DiskSlots(directory, num_disk, self._num_layers, self._layer_bytes)
+        self.num_granules = self._num_host + num_disk
+        num_spare = max(_MIN_SPARE_SLOTS, PASSING_BYTES // self.granule_bytes if num_disk else 0)
+        num_slots = self._num_host + min(num_spare, self.num_granules) if self.num_granules else 0
+        self._arena = mmap.mmap(-1, max(1, num_slots * self.granule_bytes))
+        self._free_host = list(range(num_slots - 1, -1, -1))
+        self._free_disk = list(range(num_disk - 1, -1, -1))
+        self._entries: OrderedDict[PrefixHash, _Entry] = OrderedDict()  # used longest ago first
+        self._in_host: OrderedDict[PrefixHash, _Entry] = OrderedDict()  # of these, in no place or on no way else
+        self._stores = CopyThread("kv-offload", call_soon)
+        self._loads = CopyThread("kv-load", call_soon)
+        self._writes = CopyThread("kv-disk", call_soon)
+        self._num_bytes_offloaded = self._num_bytes_loaded = self._num_lost = 0
+        self._has_failed = False  # the disk, and that was said
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            if self._disk is not None:
+                stack.callback(self._disk.close)
+            for thread in (self._writes, self._loads, self._stores):  # the last is left first: loads come after stores
+                await stack.enter_async_context(thread)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    @property
+    def memory(self) -> memoryview:
+        """Host memory that a device copies from and to."""
+        return memoryview(self._arena)
+
+    @property
+    def hashes(self) -> PrefixHashes:
+        """All that is here, or on its way, used longest ago first."""
+        return tuple(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, granule: object) -> bool:
+        return granule in self._entries
+
+    def counters(self) -> OffloadCounters:
+        num_disk = sum([entry.is_on_disk for entry in self._entries.values()])
+        return OffloadCounters(
+            len(self._entries) - num_disk,
+            num_disk,
+            self._num_bytes_offloaded,
+            self._num_bytes_loaded,
+            self._num_lost,
+        )
+
+    def measure(self) -> float:
+        """Return how many bytes a second come back. Blocking, and before anything else uses tier or cache."""
+        block_ids = range(self._layer_bytes // self._store.layout.block_bytes)
+        if len(block_ids) > self._store.num_blocks:
+            return UNMEASURED_BYTES_PER_S
+        entry = _Entry(PrefixHash(bytes(16)), 0)
+        layers = self._layers(entry)
+        self._gather(block_ids, layers)
+        source = _Source(entry, layers, 0, block_ids)
+        if self._disk is not None and not self._num_host:
+            source.host, source.disk, source.number = None, 0, self._disk.number_write(0)
+            try:
+                self._disk.write(0, source.number, entry.granule, layers)
+            except OSError as error:
+                log.warning("nothing can be written to the offload tier's disk", reason=str(error))
+                return UNMEASURED_BYTES_PER_S
+        began_s = 0.0
+        for number in range(1 + _MEASURED_GRANULES):
+            if number == 1:
+                began_s = time.perf_counter()  # the first touched the memory
+            self._scatter([source], KvLoad(self._wakeup))
+        return _MEASURED_GRANULES * self.granule_bytes / (time.perf_counter() - began_s)
+
+    # --- what the scheduler asks for ----------------------------------------------------------------------------------
+
+    def offload(self, granule: PrefixHash, block_ids: Sequence[int]) -> bool:
+        """Take a granule that these blocks hold, which are about to be given up. False if there is no place for it."""
+        if granule in self._entries:
+            self.touch([granule])
+            return True
+        if not self._free_host or len(self._entries) >= self.num_granules:
+            self._num_lost += 1
+            return False
+        entry = self._entries[granule] = _Entry(granule, self._free_host.pop())
+        layers = self._layers(entry)
+        entry.num_copies += 1
+        entry.stored = copy = Copy(partial(self._gather, block_ids, layers), self._pool.guards_of(block_ids))
+        self._pool.guard(block_ids, copy)
+        self._stores.put(copy, partial(self._offloaded, entry, block_ids, copy))
+        return True
+
+    def evict(self, granules: Iterable[PrefixHash]) -> None:
+        """Give granules up; those that are not here are ignored."""
+        for granule in granules:
+            entry = self._entries.pop(granule, None)
+            if entry is not None:
+                self._in_host.pop(granule, None)
+                entry.is_gone = True
+                self._settle(entry)
+
+    def touch(self, granules: Iterable[PrefixHash]) -> None:
+        """Note that granules were used just now."""
+        for granule in granules:
+            if granule in self._entries:
+                self._entries.move_to_end(granule)
+                if granule in self._in_host:
+                    self._in_host.move_to_end(granule)
+
+    def load(
+        self, granules: Sequence[PrefixHash], block_ids: Sequence[int], on_ended: Callable[[KvLoad], object]
+    ) -> KvLoad:
+        """Bring granules, all of which are here, into blocks of a request; ``on_ended`` is called on the event loop."""
+        load, entries = KvLoad(self._wakeup), [self._entries[granule] for granule in granules]
+        self.touch(reversed(granules))
+        size = len(block_ids) // len(granules)
+        sources: list[_Source] = []
+        after = self._pool.guards_of(block_ids)
+        for index, entry in enumerate(entries):
+            entry.num_copies += 1
+            if entry.stored is not None:
+                after.append(entry.stored)
+            host, number = None, 0
+            if entry.host is not None:
+                host = self._layers(entry)
+            elif self._disk is not None and entry.disk is not None:
+                number = self._disk.number_of(entry.disk)
+            sources.append(_Source(entry, host, number, block_ids[index * size : (index + 1) * size]))
+        copy = Copy(partial(self._scatter, sources, load), after)
+        self._pool.guard(block_ids, copy)
+        self._loads.put(copy, partial(self._loaded, sources, block_ids, copy, load, on_ended))
+        return load
+
+    def check_integrity(self) -> None:
+        """AssertionError names what does not balance."""
+        assert len(self._entries) <= self.num_granules, f"{len(self._entries)} of {self.num_granules} granules"
+        places = [entry.host for entry in self._entries.values() if entry.host is not None]
+        assert len(set(places)) == len(places), "two granules are in one place"
+        assert not set(places) & set(self._free_host), "a granule's place is free"
+        on_disk = [entry.disk for entry in self._entries.values() if entry.disk is not None]
+        assert len(set(on_disk)) == len(on_disk), "two granules are in one place of the disk"
+        assert not set(on_disk) & set(self._free_disk), "a granule's place on the disk is free"
+
+    # --- inside: places -----------------------------------------------------------------------------------------------
+
+    def _layers(self, entry: _Entry) -> list[memoryview]:
+        """Return a granule's place in host memory, layer by layer."""
+        assert entry.host is not None
+        start, size = entry.host * self.granule_bytes, self._layer_bytes
+        memory = memoryview(self._arena)
+        return [memory[start + layer * size : start + (layer + 1) * size] for layer in range(self._num_layers)]
+
+    def _settle(self, entry: _Entry) -> None:
+        """Free the places that a granule needs no more, if no copy uses them."""
+        if entry.num_copies:
+            return
+        if entry.host is not None and (entry.is_gone or entry.is_on_disk):
+            self._free_host.append(entry.host)
+            entry.host = None
+        if entry.disk is not None and entry.is_gone:
+            self._free_disk.append(entry.disk)
+            entry.disk = None
+
+    def _lose(self, entries: Iterable[_Entry], reason: Exception | str) -> None:
+        """Give up what the tier cannot keep, and tell of it."""
+        lost = tuple([entry.granule for entry in entries if not entry.is_gone])
+        if lost:
+            if not self._has_failed:
+                self._has_failed = True
+                log.warning("the offload tier loses KV: it is computed again", reason=str(reason))
+            self._num_lost += len(lost)
+            self.evict(lost)
+            self._on_lost(lost)
+
+    # --- inside: copies -----------------------------------------------------------------------------------------------
+
+    def _gather(self, block_ids: Sequence[int], layers: Sequence[memoryview]) -> None:
+        for layer, out in enumerate(layers):
+            self._store.gather(layer, block_ids, out)
+
+    def _offloaded(self, entry: _Entry, block_ids: Sequence[int], copy: Copy) -> None:
+        self._pool.unguard(block_ids, copy)
+        entry.stored = None
+        entry.num_copies -= 1
+        self._settle(entry)
+        if copy.error is not None:
+            self._lose([entry], copy.error)
+        elif not entry.is_gone:
+            self._num_bytes_offloaded += self.granule_bytes
+            self._in_host[entry.granule] = entry
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Let granules go on to the disk while more are in host memory than is kept there."""
+        while self._disk is not None and len(self._in_host) > self._num_host and self._free_disk:
+            _, entry = self._in_host.popitem(last=False)
+            entry.disk = slot = self._free_disk.pop()
+            entry.num_copies += 1
+            number, layers = self._disk.number_write(slot), self._layers(entry)
+            copy = Copy(partial(self._disk.write, slot, number, entry.granule, layers), ())
+            self._writes.put(copy, partial(self._passed_on, entry, copy))
+
+    def _passed_on(self, entry: _Entry, copy: Copy) -> None:
+        entry.num_copies -= 1
+        entry.is_on_disk = copy.error is None
+        self._settle(entry)
+        if copy.error is not None:
+            self._lose([entry], copy.error)
+        else:
+            self._has_failed = False
+        self._pass_on()
+
+    def _scatter(self, sources: Sequence[_Source], load: KvLoad) -> None:
+        buffer = memoryview(bytearray(self._layer_bytes))
+        for layer in range(self._num_layers):
+            for source in sources:
+                if load.aborted is not None:
+                    return
+                if source.host is not None:
+                    self._store.scatter(layer, source.block_ids, source.host[layer])
+                    continue
+                assert self._disk is not None, "it was written to a disk"
+                assert source.disk is not None, "it is in host memory, or on the disk"
+                source.has_failed = True
+                self._disk.read(source.disk, source.number, source.entry.granule, layer, buffer)
+                source.has_failed = False
+                self._store.scatter(layer, source.block_ids, buffer)
+            load.loaded(layer + 1)
+
+    def _loaded(
+        self,
+        sources: Sequence[_Source],
+        block_ids: Sequence[int],
+        copy: Copy,
+        load: KvLoad,
+        on_ended: Callable[[KvLoad], object],
+    ) -> None:
+        self._pool.unguard(block_ids, copy)
+        for source in sources:
+            source.entry.num_copies -= 1
+            self._settle(source.entry)
+        if copy.error is not None:
+            self._lose([source.entry for source in sources if source.has_failed], copy.error)
+            load.abort(f"KV does not come back from the offload tier: {copy.error}")
+        elif load.aborted is None:
+            self._num_bytes_loaded += len(sources) * self.granule_bytes
+        on_ended(load)
+
+
+class _Source:
+    """Where a granule that is loaded comes from, and where it goes."""
+
+    def __init__(self, entry: _Entry, host: Sequence[memoryview] | None, number: int, block_ids: Sequence[int]) -> None:
+        self.entry = entry
+        self.host = host  # its layers; None: it is on the disk alone
+        self.disk = entry.disk
+        self.number = number  # of what is written there
+        self.block_ids = block_ids
+        self.has_failed = False
