@@ -28,6 +28,7 @@ from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import ExchangedBytes, TransferCounters
+from pdmesh.kv.offload.tier import OffloadCounters
 from pdmesh.metrics import Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RejectReason, Request, RequestId, Role, TransferId
 from pdmesh.plans import ChunkDone
@@ -150,6 +151,7 @@ async def test_a_workers() -> None:
         block_size=16,
         stages=lambda: {"decoding": 1},
         pieces=lambda: TransferCounters(0, 0, 0, 0, ExchangedBytes(0, 0), 0, {"checksum": 1}, 1, 0, 0, 0),
+        offloads=lambda: OffloadCounters(1, 2, 3, 4, 5),
     )
     assert served(metrics.registry) == documented("Worker")
 

@@ -173,9 +173,7 @@ class Reusing:
         request, least_s = head.request, min([candidate.cost_s for candidate in known])
         for source in holders:
             num_tokens = self._num_kept_tokens(depths, source)
-            if reuse.cost_s(request, num_tokens, 0.0) >= least_s:
-                return
-            if not self._fetches.may_send(source):
+            if reuse.cost_s(request, num_tokens, 0.0) >= least_s or not self._fetches.may_send(source):
                 continue
             cut = self._mesh.cut.of(source.instance_id)
             for candidate in known:
