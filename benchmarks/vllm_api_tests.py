@@ -291,6 +291,8 @@ class Server:
     max_model_len: str = ""
     root_path: str = ""
     api_key: str = ""
+    forces_usage: bool = False
+    names_ids: bool = False
     is_own: bool = False
 
 
@@ -312,6 +314,8 @@ def server_of(asked: Mapping[str, Any]) -> Server:
         max_model_len=value("--max-model-len") if "tokenize" in module else "",
         root_path=value("--root-path"),
         api_key=asked["env"].get("VLLM_API_KEY", ""),
+        forces_usage="--enable-force-include-usage" in flags,
+        names_ids="--return-tokens-as-token-ids" in flags,
         is_own=is_endless,
     )
 
@@ -423,6 +427,7 @@ def write_ends(directory: Path, model: Model, vocabulary: Mapping[str, int]) -> 
     links = [(chain[:number], token_id, CHAIN_LOGIT) for number, token_id in enumerate(chain[1:], start=1)]
     if model.thinks:
         links.append((thoughts, chain[len(thoughts) + 1], DETOUR_LOGIT))
+        links.append((thoughts, vocabulary['"'], DETOUR_LOGIT - 1))
     links += [(chain[:-1], vocabulary['"'], DETOUR_LOGIT), ([vocabulary[CALL_CLOSE]], end, CHAIN_LOGIT)]
     for before, token_id, logit in links:
         behind = np.mean([reference.embedding([*prompt, *before]) for prompt in prompts[:4]], axis=0)
@@ -448,6 +453,10 @@ def served(folder: Path, model: Path, server: Server) -> Iterator[str]:
         settings["WORKER_MAX_MODEL_LEN"] = server.max_model_len
     if server.root_path:
         settings["GATEWAY_ROOT_PATH"] = server.root_path
+    if server.forces_usage:
+        settings["GATEWAY_FORCE_INCLUDE_USAGE"] = "true"
+    if server.names_ids:
+        settings["GATEWAY_RETURN_TOKENS_AS_TOKEN_IDS"] = "true"
     folder.mkdir()
     if server.api_key:
         keys = folder / "keys.toml"

@@ -94,6 +94,12 @@ class GatewayConfig:
     model_aliases: Annotated[
         str, "further names that clients may call the model by, comma-separated; a * at the end stands for any rest"
     ] = ""
+    force_include_usage: Annotated[
+        bool, "tell usage so far in every chunk of a chat's or a completion's stream, asked for or not"
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, "name tokens in log-probabilities by their ids where a request does not say"
+    ] = False
     root_path: Annotated[
         str, "a path such as /llm under which a proxy shows this gateway, where the proxy leaves it in requests"
     ] = ""

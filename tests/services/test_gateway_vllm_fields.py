@@ -216,6 +216,29 @@ async def test_proxies_may_ask_how_loaded_the_mesh_is(model: Path) -> None:
         assert "num_requests_waiting" in json.loads(str(reports[2]).removeprefix("JSON "))["named_metrics"]
 
 
+async def test_reasoning_is_limited_only_where_a_token_ends_it(model: Path) -> None:
+    async with served(model) as (client, _mesh):
+        for budget, message in ((4, "cannot be limited"), (0, "at least 1")):
+            refused = await client.post("/v1/chat/completions", json={**CHAT, "thinking_token_budget": budget})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "thinking_token_budget")
+            assert message in error["message"]
+
+
+async def test_a_server_may_say_what_requests_do_not(model: Path) -> None:
+    settings = GatewayConfig(force_include_usage=True, return_tokens_as_token_ids=True)
+    async with ready_gateway(model, gateway=settings) as (client, _mesh, _):
+        asked = {**CHAT, "logprobs": True, "stream": True}
+        chunks = data_events((await client.post("/v1/chat/completions", json=asked)).text)
+        assert all("usage" in chunk for chunk in chunks)
+        told = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")]
+        assert told
+        assert all(token["token"].startswith("token_id:") for each in told for token in each["content"])
+        by_text = {"prompt": [70], "max_tokens": 1, "logprobs": 0, "return_tokens_as_token_ids": False}
+        response = (await client.post("/v1/completions", json=by_text)).json()
+        assert response["choices"][0]["logprobs"]["tokens"] == ["g"]
+
+
 async def test_a_gateway_may_be_shown_below_a_path(model: Path) -> None:
     async with ready_gateway(model, gateway=GatewayConfig(root_path="/llm/")) as (client, _mesh, _):
         for path, status in (("/v1/models", 200), ("/llm/v1/models", 200), ("/llmv1/models", 404), ("/llm", 404)):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer
 
 from pdmesh.errors import ConfigError
@@ -461,3 +462,40 @@ def test_mistrals_reasoning_has_markers_of_its_own(tmp_path: Path) -> None:
     assert not allows(held, grammar, text)[0]
     shown_ids = answer_format.shown_ids(ReasoningStart.POSSIBLE, calls())
     assert shown_ids == {loaded.textless_ids[token] for token in special}
+
+
+@pytest.mark.parametrize("begins", [ReasoningStart.BEGUN, ReasoningStart.POSSIBLE])
+@pytest.mark.parametrize("given", ["", LLMatcher.grammar_from_regex("[0-9]+")])
+@pytest.mark.parametrize("with_calls", [False, True])
+def test_reasoning_ends_after_as_many_tokens_as_it_may_have(
+    tmp_path: Path, begins: ReasoningStart, given: str, with_calls: bool
+) -> None:
+    directory = write_checkpoint(tmp_path / "model", vocab_size=400, template="{{ tools }}<tool_call>")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in ("<think>", "</think>")]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    answer_format = find_format(ModelTokenizer.load(directory), "")
+    assert answer_format.limits_reasoning
+    grammars = Grammars(directory, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(258, 256))
+    grammar = answer_format.grammar(begins, calls() if with_calls else None, given, 3)
+    assert grammars.problem(grammar) is None
+    close = tokenizer.token_to_id("</think>")
+    matcher = grammars.matcher(grammar)
+    if begins is ReasoningStart.POSSIBLE:
+        assert matcher.consume_token(tokenizer.token_to_id("<think>"))
+    for token_id in (70, 71, 72):
+        assert matcher.consume_token(token_id)
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    assert bits.nonzero()[0].tolist() == [close]
+    assert matcher.consume_token(close)
+    assert matcher.consume_tokens(tokenizer.encode("12").ids)
+    assert matcher.is_accepting()
+    early = grammars.matcher(grammar)
+    assert early.consume_tokens([*([close - 1] if begins is ReasoningStart.POSSIBLE else []), 70, close])
+
+
+def test_reasoning_whose_end_is_no_token_is_not_limited() -> None:
+    assert not format_of("hermes", reasons=True).limits_reasoning
+    assert not format_of("hermes", textless_ids={"</think>": 5}).limits_reasoning

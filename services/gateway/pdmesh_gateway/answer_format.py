@@ -74,9 +74,19 @@ class AnswerFormat:
 
         return ScriptParser(read, writer)
 
-    def grammar(self, begins: ReasoningStart, calls: Calls | None, given: str) -> str:
-        """Return what an answer is held to: by its calls and, where it makes none, by the grammar ``given``."""
-        if calls is None and (begins is ReasoningStart.NONE or not given):
+    @property
+    def limits_reasoning(self) -> bool:
+        """Whether `grammar` can limit reasoning: its end must be a token."""
+        return self.reasons and self.reasoning.close in self.textless_ids
+
+    def grammar(
+        self, begins: ReasoningStart, calls: Calls | None, given: str, max_reasoning_tokens: int | None = None
+    ) -> str:
+        """Return what an answer is held to: by its calls and, where it makes none, by the grammar ``given``.
+
+        Reasoning ends after ``max_reasoning_tokens``, if these are given.
+        """
+        if calls is None and (begins is ReasoningStart.NONE or not (given or max_reasoning_tokens is not None)):
             return given
         given = "" if calls is not None and calls.required else given
         rules: list[str] = []
@@ -87,9 +97,11 @@ class AnswerFormat:
             answers.append("answer")
         if given:
             answers.append("@given")
+        if not answers:
+            answers.append("TEXT")
         think, text = self._reasoning_rules(begins)
         lark = f"start: {think}({' | '.join(answers)})\nTEXT: {text}\n" + "\n".join(
-            [*rules, *self._think_rules(begins)]
+            [*rules, *self._think_rules(begins, max_reasoning_tokens)]
         )
         grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": lark}]
         if given:
@@ -109,11 +121,14 @@ class AnswerFormat:
         # What begins as reasoning does would be read as such.
         return "think? ", f"/(?s:.*)/ & ~/(?s:\\s*{regex(self.reasoning.open)}.*)/"
 
-    def _think_rules(self, begins: ReasoningStart) -> list[str]:
+    def _think_rules(self, begins: ReasoningStart, max_tokens: int | None) -> list[str]:
         if begins is ReasoningStart.NONE:
             return []
         opened = f"/\\s{{0,4}}/ {self._marker(self.reasoning.open)} " if begins is ReasoningStart.POSSIBLE else ""
         close = self._marker(self.reasoning.close)
+        if self.limits_reasoning and max_tokens is not None:
+            thought = f"thought[max_tokens={max_tokens}]: /(?s:.*)/"
+            return [f"think: {opened}thought {close} BLANKS", thought, _BLANKS]
         if self.reasoning.close in self.textless_ids:
             return [f"think: {opened}/(?s:.*)/ {close} BLANKS", _BLANKS]
         return [f"think: {opened}thought BLANKS", f"thought[lazy]: /(?s:.*)/ {close}", _BLANKS]

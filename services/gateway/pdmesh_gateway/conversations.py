@@ -34,6 +34,7 @@ class Conversation:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    max_reasoning_tokens: int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False  # templates write them themselves
@@ -119,17 +120,20 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
             most=answer_format.max_calls if conversation.parallel_tool_calls else 1,
         )
         warnings += problems
-    param, given = asked_for(fields) or ("tools", "")
+    budget = conversation.max_reasoning_tokens
+    if budget is not None and not answer_format.limits_reasoning:
+        raise invalid("thinking_token_budget", "This model's reasoning cannot be limited: no token of it ends that.")
+    param, given = asked_for(fields) or ("tools" if calls is not None else "thinking_token_budget", "")
     if calls is None:
-        grammar = answer_format.grammar(reasoning, calls, given)
+        grammar = answer_format.grammar(reasoning, calls, given, budget)
     else:
-        grammar = await anyio.to_thread.run_sync(answer_format.grammar, reasoning, calls, given)
+        grammar = await anyio.to_thread.run_sync(answer_format.grammar, reasoning, calls, given, budget)
     if grammar and calls is not None and (problem := await checker.problem(grammar)) is not None:
         if given or any(tool.strict for tool in conversation.tools):
             raise invalid(param, f"`{param}` {problem}")
         warnings.append(f"`tools` {problem} Arguments are any objects.")
         calls = with_any_arguments(calls)
-        grammar = answer_format.grammar(reasoning, calls, given)
+        grammar = answer_format.grammar(reasoning, calls, given, budget)
     if grammar:
         await checker.check(param, grammar)
     return Prepared(

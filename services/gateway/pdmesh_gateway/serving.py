@@ -24,6 +24,7 @@ from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.limits import RequestLimiter
 from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.pooling import Pooling
+from pdmesh_gateway.protocol.sampling import SamplingFields, StreamOptions
 from pdmesh_gateway.reject_cache import RejectCache
 from pdmesh_gateway.sampling import Truncation, bad_token_sequences, invalid, too_long
 from pdmesh_gateway.scheduler_link import GatewaySession
@@ -83,6 +84,13 @@ class Serving:
             raise RequestRejected(
                 f"The model `{name[:200]}` does not exist.", status=404, param="model", code="model_not_found"
             )
+
+    def with_defaults(self, fields: SamplingFields) -> None:
+        """Let this server's settings say what a chat or a completion does not."""
+        if fields.return_tokens_as_token_ids is None:
+            fields.return_tokens_as_token_ids = self.config.return_tokens_as_token_ids
+        if fields.stream and self.config.force_include_usage:
+            fields.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
     @property
     def model_names(self) -> list[str]:

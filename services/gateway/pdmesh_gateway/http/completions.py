@@ -50,6 +50,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         serving = self._serving
         serving.check_model(request.model)
         check_stream_options(request)
+        serving.with_defaults(request)
         n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
         asked = None if request.asked_tokens is msgspec.UNSET else request.asked_tokens
         name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"

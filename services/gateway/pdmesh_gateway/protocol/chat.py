@@ -46,6 +46,7 @@ class ChatFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    thinking_token_budget: int | None = None  # vLLM's: reasoning ends after so many tokens
     echo: bool | None = None  # what of the answer was given comes with it
     # Accepted; they change nothing here.
     include_reasoning: bool | None = None
