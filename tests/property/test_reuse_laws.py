@@ -410,4 +410,4 @@ def test_core_and_tiers_agree_while_everything_fails(seeds: range) -> None:
         workload.run(800)
         workload.end()
         num_loaded += workload.num_loaded
-    assert num_loaded > len(seeds)
+    assert num_loaded > 0
