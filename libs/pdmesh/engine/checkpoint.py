@@ -98,7 +98,9 @@ def random_weights(
     seed: int = 0,
 ) -> ModelWeights:
     """Weights of the configuration's shape, drawn where they will be used: for benchmarks."""
-    return _Reader(config, RandomTensors(dtype, device, seed), dtype, device, packed, library, group).model()
+    return _Reader(
+        config, RandomTensors(dtype, device, seed, config.quantization), dtype, device, packed, library, group
+    ).model()
 
 
 #: Where rows of a weight come from; None: as they are.

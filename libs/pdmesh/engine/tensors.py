@@ -15,8 +15,8 @@ from torch import Tensor
 from pdmesh.engine.files import weight_files
 from pdmesh.engine.fused_experts import FusedExpertTensors
 from pdmesh.engine.gguf.tensors import GgufTensors
-from pdmesh.engine.grouped import GroupedWeight
-from pdmesh.engine.model_config import ModelConfig, QuantizedFormat, TensorNames
+from pdmesh.engine.grouped import CODE_BITS, GroupedWeight, grouped
+from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, TensorNames
 from pdmesh.engine.quantized import Layout, LayoutError, QuantizedWeight, Shape, Stored, layout_of
 from pdmesh.engine.stored import FileTensors
 from pdmesh.errors import ConfigError
@@ -42,10 +42,16 @@ class Tensors(Protocol):
 
 
 class RandomTensors:
-    """Matrices of deviation 1 / sqrt(inputs), so that activations neither vanish nor grow; vectors of ones."""
+    """Matrices of deviation 1 / sqrt(inputs), so that activations neither vanish nor grow; vectors of ones.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    Where ``quantization`` is by codes, so are the matrices.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, seed: int, quantization: Quantization | None = None
+    ) -> None:
         self._dtype = dtype
+        self._quantization = quantization
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def check(self, name: str, shape: Shape) -> None:
@@ -59,7 +65,15 @@ class RandomTensors:
         return _some(tensor.normal_(0, shape[1] ** -0.5, generator=self._generator), rows)  # on every rank the same
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
-        return None
+        if self._quantization is None or self._quantization.bits not in CODE_BITS:
+            return None
+        bits, (outputs, inputs) = self._quantization.bits, shape
+        codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=self._generator, dtype=torch.uint8)
+        size = self._quantization.group_size or inputs
+        deviation = (1 << bits) / 12**0.5  # of codes
+        scales = torch.full((outputs, -(-inputs // size)), inputs**-0.5 / deviation).bfloat16().float()
+        weight = grouped(codes, scales, None, torch.arange(inputs) // size, bits=bits)
+        return weight if weight is None or rows is None else weight.rows(torch.arange(*rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model
+from pdmesh.engine.levels import compiled_levels
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranks.share import check_divisible
 from pdmesh.errors import ConfigError
@@ -123,7 +124,7 @@ def check_ranks_can_compute(config: MeshConfig, num_ranks: int) -> None:
 
 def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: int, free_bytes: int | None) -> None:
     """Raise ConfigError if so many instances cannot hold the model in the host's memory: the kernel would kill them."""
-    weight_bytes = model.num_weights * (4 if layout.dtype == "float32" else 2)
+    weight_bytes = int(model.num_weights * _bytes_of_a_weight(model, layout))
     if free_bytes is None or num_instances * weight_bytes <= free_bytes:
         return
     each = "" if num_instances == 1 else f", in each of {num_instances} instances"
@@ -132,6 +133,16 @@ def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: in
         f"{free_bytes / (1 << 30):.1f} GiB of memory are free: add memory, or use a smaller model or fewer instances "
         "(`pdmesh up --mixed 1` starts one)"
     )
+
+
+def _bytes_of_a_weight(model: ModelConfig, layout: KvLayout) -> float:
+    """Return what a weight takes in a host's memory, its part of a group's scale included."""
+    if layout.dtype == "float32":
+        return 4
+    quantization = model.quantization
+    if quantization is None or not quantization.has_codes or not compiled_levels():
+        return 2
+    return quantization.bits / 8 + 0.07
 
 
 def device_name(config: MeshConfig) -> str:
