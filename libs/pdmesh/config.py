@@ -270,6 +270,9 @@ class WorkerConfig:
         one_of("auto", "dummy"),
         "auto: the checkpoint's weights; dummy: random weights with the shapes of its config.json, for benchmarks",
     ] = "auto"
+    lora: Annotated[
+        Path | None, "directory of a LoRA adapter (PEFT's), merged into the weights when they are loaded"
+    ] = None
     device: Annotated[str, "cpu or cuda; auto: cuda if there is one"] = "auto"
     cpu_level: Annotated[
         str,

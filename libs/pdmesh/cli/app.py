@@ -107,6 +107,7 @@ def up(
         bool, typer.Option("--detach", "-d", help="Run in the background; return once the mesh serves.")
     ] = False,
     served_model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
+    lora: Annotated[Path | None, typer.Option(help="LoRA adapter to merge into the weights: PEFT's directory.")] = None,
     dtype: Dtype = None,
     cpu_level: CpuLevel = None,
     device: Device = None,
@@ -142,6 +143,7 @@ def up(
         gateway__host=host,
         gateway__port=port,
         worker__served_model_name=served_model_name,
+        worker__lora=lora,
         worker__dtype=dtype,
         worker__cpu_level=cpu_level,
         worker__device=device,

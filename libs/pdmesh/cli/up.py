@@ -244,7 +244,7 @@ class MeshRun:
 
 def resolved(config: MeshConfig) -> MeshConfig:
     """Return the configuration with the model as a directory, its served name, and absolute paths of certificates."""
-    from pdmesh.engine.files import resolve_model
+    from pdmesh.engine.files import resolve_model, with_adapter
 
     if config.model is None:
         from pdmesh.demo.checkpoint import DEMO_MODEL_NAME, demo_checkpoint
@@ -258,13 +258,14 @@ def resolved(config: MeshConfig) -> MeshConfig:
         name = directory.resolve().name if given_path.is_dir() else config.model
         if given_path.is_file():
             name = given_path.stem
-    served = config.worker.served_model_name or name
+    served = config.worker.served_model_name or with_adapter(name, config.worker.lora)
+    lora = None if config.worker.lora is None else config.worker.lora.absolute()
     given = {name: getattr(config.security, name) for name in ("tls_cert", "tls_key", "tls_ca")}
     files: dict[str, Any] = {name: path.absolute() for name, path in given.items() if path is not None}
     return replace(
         config,
         model=str(directory.absolute()),
-        worker=replace(config.worker, served_model_name=served),
+        worker=replace(config.worker, served_model_name=served, lora=lora),
         security=replace(config.security, **files),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +16,7 @@ from pdmesh.engine.experts import Experts, Mlp
 from pdmesh.engine.grouped import GroupedWeight, join_rows
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import Linear, PlainLinear, Vocabulary, WeightMemory, fastest_linear, fastest_vocabulary
+from pdmesh.engine.lora import adapted
 from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, QkNorm
 from pdmesh.engine.packed import joined_linear, packed_linear
 from pdmesh.engine.ranks.group import RankGroup
@@ -74,16 +76,23 @@ def load_weights(
     packed: bool = True,
     library: KernelLibrary | None = None,
     group: RankGroup | None = None,
+    lora: Path | None = None,
 ) -> ModelWeights:
     """Read every tensor the configuration asks for. Raises ConfigError for one that is missing or misshapen.
 
     All are compared by name and shape before memory is taken for any.
 
     ``packed`` allows projections in the order that their products read fastest; ``library`` has kernels for them.
-    Of a ``group``, a rank reads its own part.
+    Of a ``group``, a rank reads its own part. ``lora`` is an adapter's directory, which is merged into them.
     """
-    with open_tensors(directory, config, dtype) as tensors:
-        _Reader(config, UnreadTensors(tensors), dtype, torch.device("meta"), False, None).model()
+    with ExitStack() as stack:
+        tensors = stack.enter_context(open_tensors(directory, config, dtype))
+        adapter = None if lora is None else stack.enter_context(adapted(tensors, lora, config, dtype))
+        tensors = adapter or tensors
+        unread = UnreadTensors(tensors)
+        _Reader(config, unread, dtype, torch.device("meta"), False, None).model()
+        if adapter is not None:
+            adapter.check_all_used(unread.names)
         return _Reader(config, tensors, dtype, device, packed, library, group).model()
 
 

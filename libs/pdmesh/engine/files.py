@@ -85,6 +85,11 @@ def resolve_model(model: str) -> Path:
         raise ConfigError(f"model {model!r} could not be downloaded: {error}") from error
 
 
+def with_adapter(name: str, lora: Path | None) -> str:
+    """A model's name with that of the adapter that is merged into it: other weights need another name."""
+    return name if lora is None else f"{name}+{lora.absolute().name}"
+
+
 def load_model_config(directory: Path) -> ModelConfig:
     """Read and check ``config.json``."""
     path = directory / "config.json"

@@ -37,6 +37,7 @@ class ComputeOptions:
     has_random_weights: bool = False
     cpu_level: str = "auto"
     ordered: bool = False
+    lora: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def load_model(checkpoint_dir: Path, options: ComputeOptions, group: RankGroup |
     if options.native:
         part = share.config_of(config)
         kernels = choose_library(part, layout, device, cpu_level=options.cpu_level, ordered=options.ordered)
-    load = random_weights if options.has_random_weights else partial(load_weights, checkpoint_dir)
+    load = random_weights if options.has_random_weights else partial(load_weights, checkpoint_dir, lora=options.lora)
     weights = load(
         config,
         dtype=TORCH_DTYPES[layout.dtype],

@@ -51,6 +51,7 @@ class TorchEngine:
     ``deterministic`` makes results on CPU bit-identical whatever the batch composition and chunk boundaries.
     ``cpu_level`` is the highest level of compiled kernels to use, "auto" the processor's best; ``ordered`` allows only
     those that give the same bits on every processor. Raises ConfigError for a level that the processor lacks.
+    ``lora`` is the directory of an adapter, which is merged into the weights.
     ``followers`` are the other ranks, which compute with this one.
     """
 
@@ -71,6 +72,7 @@ class TorchEngine:
         has_random_weights: bool = False,
         cpu_level: str = "auto",
         ordered: bool = False,
+        lora: Path | None = None,
         followers: Followers | None = None,
     ) -> None:
         if num_threads > 0:
@@ -88,6 +90,7 @@ class TorchEngine:
             has_random_weights=has_random_weights,
             cpu_level=cpu_level,
             ordered=ordered,
+            lora=lora,
         )
         model = load_model(checkpoint_dir, options, None if followers is None else followers.group)
         layout = model.layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,9 +60,9 @@ class RandomTensors:
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         device = self._generator.device
         if len(shape) == 1:
-            return _some(torch.ones(shape, dtype=self._dtype, device=device), rows)
+            return some(torch.ones(shape, dtype=self._dtype, device=device), rows)
         tensor = torch.empty(shape, dtype=self._dtype, device=device)
-        return _some(tensor.normal_(0, shape[1] ** -0.5, generator=self._generator), rows)  # on every rank the same
+        return some(tensor.normal_(0, shape[1] ** -0.5, generator=self._generator), rows)  # on every rank the same
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
         if self._quantization is None or self._quantization.bits not in CODE_BITS:
@@ -81,13 +81,15 @@ class UnreadTensors:
     """Stands for tensors that are compared only: none is read."""
 
     tensors: Tensors
+    names: set[str] = field(default_factory=set[str])  # that were asked for
 
     def check(self, name: str, shape: Shape) -> None:
+        self.names.add(name)
         self.tensors.check(name, shape)
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         self.check(name, shape)
-        return _some(torch.empty(shape, device="meta"), rows)
+        return some(torch.empty(shape, device="meta"), rows)
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
         return None
@@ -115,7 +117,7 @@ class QuantizedTensors:
             return self.tensors.read(name, shape, rows)
         out = torch.empty(shape, dtype=self.dtype)
         self._weight(name, shape).write(out)
-        return _some(out, rows)
+        return some(out, rows)
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
         if not self._is_quantized(name):
@@ -146,7 +148,8 @@ class QuantizedTensors:
         return name.endswith(_WEIGHT) and any(f"{prefix}.{marker}" in self.tensors for marker in self.layout.markers)
 
 
-def _some(tensor: Tensor, rows: IndexRange | None) -> Tensor:
+def some(tensor: Tensor, rows: IndexRange | None) -> Tensor:
+    """Rows of a tensor; None: all."""
     return tensor if rows is None else tensor[slice(*rows)]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
-from pdmesh.engine.files import load_model_config, resolve_model
+from pdmesh.engine.files import load_model_config, resolve_model, with_adapter
 from pdmesh.engine.levels import compiled_levels
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranks.share import check_divisible
@@ -35,8 +35,9 @@ _TIMED_LAYOUT = KvLayout(num_layers=16, num_kv_heads=_FAKE_HEADS, head_dim=16, b
 
 
 def served_model_name(config: MeshConfig) -> str:
-    """Return what clients call the model: as configured, else the last part of its path or hub id."""
-    return config.worker.served_model_name or Path(config.model or config.worker.engine).name
+    """Return what clients call the model: as configured, else by its path's last part and its adapter."""
+    name = Path(config.model or config.worker.engine).name
+    return config.worker.served_model_name or with_adapter(name, config.worker.lora)
 
 
 def build_engine(config: MeshConfig, num_threads: int, ranks: Followers | None = None) -> Engine:
@@ -95,6 +96,7 @@ def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
     return {
         "block_size": worker.block_size,
         "dtype": worker.dtype,
+        "lora": worker.lora,
         "max_model_len": worker.max_model_len,
         "max_num_seqs": worker.max_num_seqs,
         "prefill_attention": worker.prefill_attention,

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 
 from pdmesh.config import LOOPBACK, MeshConfig
-from pdmesh.engine.files import load_model_info, resolve_model
+from pdmesh.engine.files import load_model_info, resolve_model, with_adapter
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
@@ -65,7 +65,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     tokenizer = await anyio.to_thread.run_sync(ModelTokenizer.load, directory, request_templates)
     answer_format = await anyio.to_thread.run_sync(find_format, tokenizer, gateway.tool_format)
     pooling = await anyio.to_thread.run_sync(load_pooling, directory, gateway.embeddings)
-    model = config.worker.served_model_name or _served_name(config.model)
+    model = config.worker.served_model_name or with_adapter(_served_name(config.model), config.worker.lora)
 
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
