@@ -1,0 +1,88 @@
+"""Damaged, truncated and lying checkpoints and GGUF files: `python benchmarks/damaged_checkpoints.py --files 5000`.
+
+Each is loaded, or refused in one sentence; anything else is counted and its first cases are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import resource
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import structlog
+
+from pdmesh.engine.files import resolve_model
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.errors import ConfigError
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.gguf_files import write_gguf
+from pdmesh.testing.quantized_checkpoints import write_quantized
+
+FORMATS = ("int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-blocks")
+HEADER_BYTES = 6000  # where most damage is done: what follows is numbers, which are any
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Cut, or with some bytes changed."""
+    if rng.random() < 0.15:
+        return data[: rng.randrange(len(data))]
+    changed = bytearray(data)
+    reach = min(len(data), HEADER_BYTES if rng.random() < 0.8 else len(data))
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        place = rng.randrange(reach)
+        changed[place] = rng.choice((rng.randrange(256), changed[place] ^ (1 << rng.randrange(8)), 0xFF, 0x30))
+    return bytes(changed)
+
+
+def outcome(model: Path) -> str:
+    """Return "loaded", "refused", or what went wrong."""
+    try:
+        TorchEngine(resolve_model(str(model)), num_blocks=1, num_threads=1, dtype="bfloat16")
+    except ConfigError as error:
+        return "refused" if "\n" not in str(error) else f"several lines: {error}"
+    except Exception as error:  # what is looked for
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--files", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    rng = random.Random(options.seed)
+    outcomes: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        source = write_checkpoint(folder / "source")
+        write_gguf(source, folder / "model.gguf", "Q8_0")
+        cases = [folder / "model.gguf"]
+        for quantized_format in FORMATS:
+            directory, _ = write_quantized(source, folder / quantized_format, quantized_format)
+            cases += [directory / "model.safetensors", directory / "config.json"]
+        originals = {path: path.read_bytes() for path in cases}
+        before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for number in range(options.files):
+            path = cases[number % len(cases)]
+            path.write_bytes(damaged(originals[path], rng))
+            outcomes[outcome(path if path.suffix == ".gguf" else path.parent)] += 1
+            path.write_bytes(originals[path])
+        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    wrong = {what: count for what, count in outcomes.items() if what not in ("loaded", "refused")}
+    print(f"{options.files} files: {outcomes['refused']} refused in a sentence, {outcomes['loaded']} loaded")
+    print(f"{sum(wrong.values())} otherwise; memory grew by {grown_kib / 1024:.0f} MiB at most")
+    for what, count in list(wrong.items())[:20]:
+        print(f"  {count} x {what[:300]}")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
