@@ -77,10 +77,10 @@ async def test_a_next_turn_is_computed_beside_who_keeps_its_prefix_and_is_busy(t
                     break
             assert holder in busy
             warm, record = await ask(mesh, client, second, 16)
-        (fetched,) = [entry for entry in record.entries if entry.what == "fetched"]
-        assert fetched.detail == f"3,968 of 4,100 tokens from {holder}"
-        assert fetched.instance_id == where(record) != holder
-        assert warm == cold
+            (fetched,) = [entry for entry in record.entries if entry.what == "fetched"]
+            assert fetched.detail == f"3,968 of 4,100 tokens from {holder}"
+            assert fetched.instance_id == where(record) != holder
+            assert warm == cold
         mesh.wait_until_idle()
         assert mesh.total("prefix_cache_fetched_tokens") == 3968
         assert mesh.total("prefix_cache_fetched_bytes") == 3968 * 2 * 2 * 16 * 4 * 4

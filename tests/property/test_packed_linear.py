@@ -87,7 +87,7 @@ def by_definition(rows: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor 
     wide = rows.float() if weight.order is None else rows.float()[:, weight.order]
     codes, size = codes_of(weight), weight.group_size
     scales = weight.scales.by_group(weight.num_groups).numpy()
-    total = np.zeros((len(rows), len(codes)), dtype=np.float32)
+    total: npt.NDArray[Any] = np.zeros((len(rows), len(codes)), dtype=np.float32)
     for group in range(weight.num_groups):
         part = slice(group * size, (group + 1) * size)
         left, right = wide[:, part].numpy(), codes[:, part].numpy()

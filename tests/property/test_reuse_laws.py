@@ -124,6 +124,7 @@ class Workload:
         self.gateway_of: dict[RequestKey, GatewayId] = {}
         self.num_reused = self.num_loaded = self.num_requests = self.num_helpers = 0
         self.num_fetches = self.num_fetched = self.num_role_changes = self.num_cores = 0
+        self.core: SchedulerCore
         self.new_core()
 
     def new_core(self) -> None:
