@@ -67,7 +67,7 @@ async def test_a_next_turn_is_computed_beside_who_keeps_its_prefix_and_is_busy(t
         async with mesh.client() as client, anyio.create_task_group() as tasks:
             cold, _ = await ask(mesh, client, second, 16, salt="cold")
             _, record = await ask(mesh, client, first, 1)
-            holder = where(record)
+            holder, busy = where(record), set[str]()
             for number, other in enumerate(others, 1):
                 tasks.start_soon(ask, mesh, client, other, 1)
                 with anyio.fail_after(60):
