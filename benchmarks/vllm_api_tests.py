@@ -109,8 +109,8 @@ WHY: tuple[tuple[str, str], ...] = (
     ("a model that knows something", r"function_calling|tool_use|Spanish|'2'|common saying|AssertionError: {}|2 == 1"),
     ("a model that ends its texts where a schema sets no limit", r"Unterminated|CalendarEvent"),
     ("an answer of a certain length", r"'stop' == 'length'|'completed' == 'incomplete'|never appeared|0.0 > 0|0 == 1"),
-    ("vLLM's own fields or endpoints, which pdmesh lacks", r"/batch|invocations|beam|input_messages|output_messages"),
-    ("vLLM's own fields or endpoints, which pdmesh lacks", r"background|got -1|by_reason|cache_usage: assert 0"),
+    ("vLLM's own fields, which pdmesh lacks", r"beam|got -1|logprobs.*Expected `bool|cache_usage: assert 0"),
+    ("metrics of single steps, which are the instances'", r"by_reason|iteration_tokens"),
     (
         "another wording, type or status where both refuse, or both accept",
         r"greater_than_equal|APIStatusError|got `str`",
@@ -427,7 +427,6 @@ def write_ends(directory: Path, model: Model, vocabulary: Mapping[str, int]) -> 
     links = [(chain[:number], token_id, CHAIN_LOGIT) for number, token_id in enumerate(chain[1:], start=1)]
     if model.thinks:
         links.append((thoughts, chain[len(thoughts) + 1], DETOUR_LOGIT))
-        links.append((thoughts, vocabulary['"'], DETOUR_LOGIT - 1))
     links += [(chain[:-1], vocabulary['"'], DETOUR_LOGIT), ([vocabulary[CALL_CLOSE]], end, CHAIN_LOGIT)]
     for before, token_id, logit in links:
         behind = np.mean([reference.embedding([*prompt, *before]) for prompt in prompts[:4]], axis=0)
