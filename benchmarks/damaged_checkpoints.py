@@ -22,9 +22,9 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.gguf_files import write_gguf
-from pdmesh.testing.quantized_checkpoints import write_quantized
+from pdmesh.testing.quantized_checkpoints import Format, write_quantized
 
-FORMATS = ("int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-blocks")
+FORMATS: tuple[Format, ...] = ("int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-blocks")
 HEADER_BYTES = 6000  # where most damage is done: what follows is numbers, which are any
 
 
