@@ -7,6 +7,8 @@ are asked in turns, so that whatever else the machine does is in both figures. P
 
 * ``turns``: a prompt of so many tokens, its answer, and a next turn of 36 tokens more: TTFT over the first turn's, and
   the share of its tokens whose KV was there; on one instance that prefills and one that decodes, and on a mixed one.
+* ``offloaded``: the same on a mixed instance whose cache holds two of eight users' conversations, with a tier on a disk
+  behind it: by a user's next turn the others have taken its place.
 * ``cold``: prompts that never repeat: TTFT, and tokens a second of prompt and answer, over those without reuse. Caches
   hold four of them, and are full: what is kept is given up for what comes. (Until a cache was full once, the system has
   to find memory for each prompt, where without reuse the same blocks are written again and again.)
@@ -57,6 +59,9 @@ NUM_PAIRS, PAIR_TOKENS = 200, 512
 
 #: Of a full cache, in prompts and their answers.
 NUM_KEPT = 4
+
+#: Users of the part ``offloaded``, and the conversations of theirs that the cache holds.
+NUM_USERS, NUM_CACHED = 8, 2
 TOKEN_BYTES = 4 * LLAMA_82M.num_layers * LLAMA_82M.num_kv_heads * LLAMA_82M.head_dim
 
 SETTINGS = {"WORKER_DTYPE": "bfloat16", "SCHEDULER_MAX_QUEUE_S": "600"}
@@ -142,6 +147,39 @@ class Bench:
                 mixed=mixed,
                 settings=SETTINGS | {"GATEWAY_PREFIX_REUSE": REUSE[reuse], **(settings or {})},
             )
+        )
+
+    async def offloaded(self) -> None:
+        """Measure turns that come back from the offload tier."""
+        num_bytes = NUM_CACHED * (self._num_tokens + 3 * ANSWER_TOKENS) * TOKEN_BYTES
+        settings = {
+            "WORKER_KV_CACHE_BYTES": str(num_bytes),
+            "WORKER_KV_OFFLOAD_DISK_BYTES": str(NUM_USERS * num_bytes),
+            "WORKER_KV_OFFLOAD_DIR": str(self._folder / "offloaded"),
+        }
+        first_s, next_s, cached = list[float](), list[float](), list[float]()
+        with ExitStack() as stack:
+            mesh = self.mesh(stack, POOLS["mixed"], "with", settings)
+            async with mesh.client() as client:
+                for _ in range(self._rounds):
+                    turns: list[list[int]] = []
+                    for _ in range(NUM_USERS):
+                        prompt = self.prompt()
+                        first = await ask(client, prompt)
+                        first_s.append(first.ttft_s)
+                        turns.append([*prompt, *first.token_ids, *self.prompt(NEW_TOKENS)])
+                    for turn in turns:
+                        second = await ask(client, turn)
+                        next_s.append(second.ttft_s)
+                        cached.append(second.num_cached_tokens / len(turn))
+        ratio, share = statistics.median(next_s) / statistics.median(first_s), statistics.mean(cached)
+        of_ttft = self._limits.at_most("offloaded: TTFT", ratio, MOST_TTFT)
+        of_cached = self._limits.at_least("offloaded: cached", share, LEAST_CACHED)
+        print(
+            f"offloaded: first {1e3 * statistics.median(first_s):.0f} ms, "
+            f"next {1e3 * statistics.median(next_s):.0f} ms: "
+            f"{ratio:.3f} (<= {MOST_TTFT}; {of_ttft}); cached {share:.3f} (>= {LEAST_CACHED}; {of_cached})",
+            flush=True,
         )
 
     async def turns(self) -> None:
@@ -310,6 +348,7 @@ PARTS = {
     "beside": Bench.beside,
     "strangers": Bench.strangers,
     "killed": Bench.killed,
+    "offloaded": Bench.offloaded,
 }
 
 
