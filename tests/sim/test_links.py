@@ -6,7 +6,7 @@ import pytest
 
 from pdmesh.model import Epoch, InstanceId, RequestId, RequestKey
 from pdmesh.sim.agenda import Agenda
-from pdmesh.sim.links import SimulatedLinks
+from pdmesh.sim.links import HostLinks, SimulatedLinks
 
 A, B, C, D = (InstanceId(name) for name in "abcd")
 
@@ -16,11 +16,11 @@ def key(name: str) -> RequestKey:
 
 
 class Bench:
-    def __init__(self, port_bytes_per_s: float = 100.0) -> None:
+    def __init__(self, port_bytes_per_s: float = 100.0, host_links: HostLinks | None = None) -> None:
         self.agenda = Agenda()
         self.drained: list[tuple[str, float]] = []
         self.links = SimulatedLinks(
-            self.agenda, port_bytes_per_s, lambda flow: self.drained.append((flow[0][0], self.agenda.now_s))
+            self.agenda, port_bytes_per_s, lambda flow: self.drained.append((flow[0][0], self.agenda.now_s)), host_links
         )
 
     def run(self) -> list[tuple[str, float]]:
@@ -50,6 +50,23 @@ def test_transfers_with_no_port_in_common_do_not_meet() -> None:
     bench.links.send((key("x"), A, C), 50)
     bench.links.send((key("y"), B, D), 100)
     assert bench.run() == [("x", 0.5), ("y", 1.0)]
+
+
+HOST_LINKS = HostLinks({A: "m", B: "m", C: "n", D: "n"}, {("m", "n"): 50.0})
+
+
+def test_transfers_share_the_link_between_their_hosts_in_one_direction() -> None:
+    bench = Bench(host_links=HOST_LINKS)
+    bench.links.send((key("x"), A, C), 50)
+    bench.links.send((key("y"), B, D), 75)  # no port in common
+    bench.links.send((key("back"), C, A), 100)
+    bench.links.send((key("here"), A, B), 50)  # shares a port with x, which takes less of it than its half
+    assert bench.run() == [("back", 1.0), ("here", 1.0), ("x", 2.0), ("y", 2.5)]
+
+
+def test_a_link_is_known_by_what_kv_takes_on_it_alone() -> None:
+    bench = Bench(host_links=HOST_LINKS)
+    assert [bench.links.alone_s(*ends, 100) for ends in ((A, C), (C, A), (A, B))] == [2.0, 0.0, 0.0]
 
 
 def test_what_is_dropped_makes_room() -> None:

@@ -7,16 +7,19 @@ import json
 import random
 from collections import Counter
 from dataclasses import asdict, replace
+from itertools import permutations
 
 import pytest
 
 from pdmesh.core.commands import Outcome
-from pdmesh.model import Role
+from pdmesh.model import KvLayout, Role
 from pdmesh.policy.bundles import BUNDLE_NAMES
 from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.sim.mesh import MeshShape, host_name, study_core
 from pdmesh.sim.perfetto import chrome_trace
 from pdmesh.sim.result import SimResult, StepSpan
-from pdmesh.sim.simulator import SimConfig
+from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival, Synthetic, synthetic
 from pdmesh.testing.sim import BINARY_MODEL, InstanceCounts, simulate
 
@@ -259,3 +262,28 @@ def test_plain_values_only() -> None:
     """A workload can be written as JSON and read again."""
     arrivals = a_workload(6, num_requests=5)
     assert [Arrival(**row) for row in json.loads(json.dumps([asdict(a) for a in arrivals]))] == arrivals
+
+
+def test_kv_stays_on_its_host_where_the_link_to_another_is_slow() -> None:
+    """The core learns the rates as it does from live instances."""
+    shape = MeshShape(
+        num_prefill=2,
+        num_decode=2,
+        num_mixed=0,
+        kv_layout=KvLayout(num_layers=16, num_kv_heads=8, head_dim=64, block_size=16, dtype="bfloat16"),
+        num_kv_tokens=400_000,
+        num_hosts=2,
+    )
+    policy = PolicyConfig(latency=LinearLatencyModel(a_s=0.003, b_s=1e-4, c_s=0.0, d_s=0.0, decode_s=0.01))
+    arrivals = synthetic(Synthetic(num_requests=100, requests_per_s=4.0), random.Random(1))
+
+    def share_inside(bytes_per_s: float) -> float:
+        links = dict.fromkeys(permutations([host_name(0), host_name(1)], 2), bytes_per_s)
+        core = study_core("pdmesh", policy, 0)
+        config = SimConfig(host_link_bytes_per_s=links)
+        runs = Simulator(core, shape.instances(policy.latency), arrivals, config).run().requests
+        ends = [(run.prefill_id, run.decode_id) for run in runs if run.prefill_id and run.decode_id]
+        return sum(prefill[-1] == decode[-1] for prefill, decode in ends) / len(ends)
+
+    assert share_inside(25e9) < 0.7
+    assert share_inside(1e8) > 0.8

@@ -113,6 +113,7 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
         (["--profile", "abacus"], 2, "no latency profile and no file is called 'abacus': use one of"),
         (["--slo-ttft", "-1"], 2, "--slo-ttft is -1.0: must be a number of seconds above 0"),
         (["--slo-tpot", "nan"], 2, "--slo-tpot is nan: must be a number of seconds above 0"),
+        (["--host-gbytes-per-s", "1"], 2, "--host-gbytes-per-s: needs --hosts 2 or more"),
         (["--rate", "nan"], 2, "--rate is nan: must be a number above 0"),
         (["--prefill", "0"], 2, "no instance could prefill: --prefill or --mixed must be at least 1"),
         (["--batching", "best"], 2, "no batching mode is called 'best': use one of mb, eb, ebplus"),

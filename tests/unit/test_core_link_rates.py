@@ -49,6 +49,19 @@ def test_a_rate_is_of_two_hosts_and_one_transfer_that_waited_does_not_change_it(
     assert links.rates == [LinkRate("host-a", "host-b", pytest.approx(100 * MIB), 4)]  # type: ignore[arg-type]
 
 
+def test_a_link_is_slow_beside_a_host_that_instances_share() -> None:
+    """With one link alone nothing seemed slow, and KV went over it though it could have stayed on its host."""
+    links = links_of("a", "b")
+    links.note(A, B, 10 * MIB, 0.1, 0.0)
+    assert not links.are_uneven
+    links.joined(on_host("c", "host-a"))
+    assert links.are_uneven
+    assert links.slow_from(A, 100 * MIB, [B, C]) == {B}
+    assert links.slow_from(A, MIB, [B, C]) == set()
+    links.left(C)
+    assert not links.are_uneven
+
+
 @pytest.mark.parametrize("what", ["small", "read in place", "unknown"])
 def test_what_says_nothing_of_a_link_is_not_counted(what: str) -> None:
     links = links_of("a", "b")

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
 
 from pdmesh.errors import ConfigError
@@ -14,7 +15,8 @@ from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.profile import Profile
 from pdmesh.profiles import load_profile
-from pdmesh.sim.mesh import MeshShape
+from pdmesh.sim.links import HostLink
+from pdmesh.sim.mesh import MeshShape, host_name
 from pdmesh.sim.simulator import SimConfig
 from pdmesh.sim.workload import Arrival, Synthetic, synthetic, with_long_inputs, with_rate_scaled
 from pdmesh.traces import read_trace
@@ -40,6 +42,8 @@ class StudyOptions:
     load_gbytes_per_s: float = 10.0
     transfer_backends: int
     port_gbytes_per_s: float
+    num_hosts: int
+    host_gbytes_per_s: float | None
     control_delay_ms: float
     slo_ttft_s: float | None
     slo_tpot_s: float | None
@@ -72,9 +76,12 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
         ("--rate", options.rate),
         ("--rate-scale", options.rate_scale),
         ("--port-gbytes-per-s", options.port_gbytes_per_s),
+        ("--host-gbytes-per-s", options.host_gbytes_per_s),
     ):
-        if not 0 < value < math.inf:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option} is {value}: must be a number above 0")
+    if options.host_gbytes_per_s is not None and options.num_hosts < 2:
+        raise ConfigError("--host-gbytes-per-s: needs --hosts 2 or more, between which it is the rate")
     long_range = _long_range(options.long_range)
     profile = load_profile(options.profile)
     policy = PolicyConfig(latency=profile.latency)
@@ -86,7 +93,9 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
         long_tokens=long_range[0],
         policy=policy,
         config=SimConfig(
-            port_bytes_per_s=options.port_gbytes_per_s * 1e9, control_delay_s=options.control_delay_ms / 1e3
+            port_bytes_per_s=options.port_gbytes_per_s * 1e9,
+            host_link_bytes_per_s=_host_links(options),
+            control_delay_s=options.control_delay_ms / 1e3,
         ),
         instances=MeshShape(
             num_prefill=0,
@@ -103,8 +112,17 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
             num_offload_tokens=options.offload_tokens,
             load_bytes_per_s=options.load_gbytes_per_s * 1e9,
             num_transfer_backends=options.transfer_backends,
+            num_hosts=options.num_hosts,
         ),
     )
+
+
+def _host_links(options: StudyOptions) -> dict[HostLink, float]:
+    """Return the rate of each link between two hosts, if they have one."""
+    if options.host_gbytes_per_s is None:
+        return {}
+    names = [host_name(index) for index in range(options.num_hosts)]
+    return dict.fromkeys(permutations(names, 2), options.host_gbytes_per_s * 1e9)
 
 
 def described(profile: Profile) -> str:

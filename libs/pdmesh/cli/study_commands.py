@@ -48,6 +48,8 @@ OffloadTokens = Annotated[
 LoadSpeed = Annotated[float, typer.Option(min=0.001, help="Speed at which KV comes back from the offload tier.")]
 TransferBackends = Annotated[int, typer.Option(min=1, help="KV transfers that an instance receives at once.")]
 PortSpeed = Annotated[float, typer.Option(help="Network bandwidth of an instance, each way.")]
+Hosts = Annotated[int, typer.Option(min=0, help="Hosts that instances of each role are dealt out to. [0: one each]")]
+HostSpeed = Annotated[float | None, typer.Option(help="Network bandwidth between two hosts, each way. [as ports]")]
 ControlDelay = Annotated[float, typer.Option(min=0, help="Delay between scheduler and instance, each way.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
 PerfettoFile = Annotated[
@@ -112,6 +114,8 @@ def simulate(
     load_gbytes_per_s: LoadSpeed = 10.0,
     transfer_backends: TransferBackends = 4,
     port_gbytes_per_s: PortSpeed = 25.0,
+    hosts: Hosts = 0,
+    host_gbytes_per_s: HostSpeed = None,
     control_delay_ms: ControlDelay = 0.0,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
@@ -167,6 +171,8 @@ def simulate(
         load_gbytes_per_s=load_gbytes_per_s,
         transfer_backends=transfer_backends,
         port_gbytes_per_s=port_gbytes_per_s,
+        num_hosts=hosts,
+        host_gbytes_per_s=host_gbytes_per_s,
         control_delay_ms=control_delay_ms,
         slo_ttft_s=slo_ttft,
         slo_tpot_s=slo_tpot,
@@ -197,6 +203,8 @@ def plan(
     kv_tokens: KvTokens = 1 << 20,
     transfer_backends: TransferBackends = 4,
     port_gbytes_per_s: PortSpeed = 25.0,
+    hosts: Hosts = 0,
+    host_gbytes_per_s: HostSpeed = None,
     control_delay_ms: ControlDelay = 0.0,
     seed: Seed = 0,
     output: OutputFormat = Output.TABLE,
@@ -220,6 +228,8 @@ def plan(
         kv_tokens=kv_tokens,
         transfer_backends=transfer_backends,
         port_gbytes_per_s=port_gbytes_per_s,
+        num_hosts=hosts,
+        host_gbytes_per_s=host_gbytes_per_s,
         control_delay_ms=control_delay_ms,
         slo_ttft_s=slo_ttft,
         slo_tpot_s=slo_tpot,

@@ -100,7 +100,9 @@ class SimulatedDepartures:
         run.granted_s, run.landed_s, run.exposed_s = prefill.granted_s, now_s, now_s - prefill.computed_s
         del self.prefills[key]
         self._land(held.transfer, key, duration_s)
-        self._untimed.send(held, num_bytes, duration_s, run.exposed_s)
+        _, sender_id, receiver_id = self._flow(held, held.transfer)
+        sent_s = self._links.alone_s(sender_id, receiver_id, num_bytes)
+        self._untimed.send(held, num_bytes, duration_s, run.exposed_s, sent_s=sent_s)
 
     def _move(self, prefill: Prefill, num_bytes: float) -> None:
         held = prefill.held

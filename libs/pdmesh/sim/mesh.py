@@ -29,6 +29,7 @@ class MeshShape:
     num_transfer_backends: int = 4
     num_offload_tokens: int = 0  # that the tier of one instance has room for
     load_bytes_per_s: float = 10e9  # from there
+    num_hosts: int = 0  # that instances of each role are dealt out to; 0: each is a host of its own
     joins_groups: bool = False  # instances can compute a prompt together, as live ones can
 
     def instances(self, model: LatencyModel) -> list[tuple[InstanceProfile, LatencyModel]]:
@@ -49,7 +50,13 @@ class MeshShape:
             joins_groups=self.joins_groups,
             num_offload_granules=self.num_offload_tokens // GRANULE_TOKENS,
             load_bytes_per_s=self.load_bytes_per_s,
+            host=host_name(index % self.num_hosts) if self.num_hosts else "",
         )
+
+
+def host_name(index: int) -> str:
+    """Return the name of a host that instances are dealt out to."""
+    return f"host-{index}"
 
 
 def study_core(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from typing import Protocol, assert_never
@@ -27,7 +27,7 @@ from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.faults import Death
 from pdmesh.sim.instance import SimInstance
-from pdmesh.sim.links import FlowId, SimulatedLinks
+from pdmesh.sim.links import FlowId, HostLink, HostLinks, SimulatedLinks
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
 from pdmesh.sim.workload import Arrival, ClosedLoop
 
@@ -47,6 +47,8 @@ class SimConfig:
     """The modelled mesh beside its instances."""
 
     port_bytes_per_s: float = 25e9  # each instance's, in and out: a 200 Gb/s adapter
+    #: Between two hosts, one way, where that is slower than a port; instances say where they are.
+    host_link_bytes_per_s: Mapping[HostLink, float] = field(default_factory=dict[HostLink, float])
     control_delay_s: float = 0.0  # from the scheduler to an instance, and back
     parallel_step_s: float = (
         0.0  # a step of a parallel step takes so much longer: its members wait for each other in each layer
@@ -75,7 +77,9 @@ class Simulator:
         self._check_deaths({profile.instance_id: profile for profile, _ in instances})
         self._core = core
         self._agenda = Agenda()
-        self._links = SimulatedLinks(self._agenda, config.port_bytes_per_s, self._drained)
+        hosts = {profile.instance_id: profile.host for profile, _ in instances}
+        host_links = HostLinks(hosts, config.host_link_bytes_per_s)
+        self._links = SimulatedLinks(self._agenda, config.port_bytes_per_s, self._drained, host_links)
         self._exchange = SimulatedExchange(self._agenda, self._links)
         self._requests: list[RequestRun] = []
         self._runs: dict[RequestKey, RequestRun] = {}  # by their newest epoch

@@ -424,12 +424,26 @@ class UntimedInstance(Holding):
 
     # --- KV that moves on when the prompt is computed, and KV that comes ---
 
-    def send(self, held: Held, num_bytes: int, duration_s: float, exposed_s: float) -> None:
-        """All of a request's KV is where it goes, and acknowledged."""
+    def send(self, held: Held, num_bytes: int, duration_s: float, exposed_s: float, *, sent_s: float = 0.0) -> None:
+        """All of a request's KV is where it goes, and acknowledged.
+
+        It took ``sent_s`` on its way between hosts, if that is known.
+        """
         assert held.is_computed, f"{held.key} landed before it was computed"
         assert held.transfer is not None, f"{held.key} landed without a transfer"
-        transfer_id = held.transfer.transfer_id
-        self._report(TransferSent(self.instance_id, *held.key, transfer_id, num_bytes, duration_s, exposed_s))
+        transfer = held.transfer
+        self._report(
+            TransferSent(
+                self.instance_id,
+                *held.key,
+                transfer.transfer_id,
+                num_bytes,
+                duration_s,
+                exposed_s,
+                destination_id=transfer.destination_ids[0] if sent_s else None,
+                sent_s=sent_s,
+            )
+        )
         self.release(held)
 
     def land(self, held: Held, num_tokens: int, num_bytes: int, duration_s: float) -> None:

@@ -1,7 +1,8 @@
 """How fast KV went from host to host of late, as instances report of transfers that happened.
 
 A link is a pair of hosts, in one direction. Nothing is known of one before its first transfer, nor once the last is
-long ago: it is then taken for as fast as any, so that a link that was slow is tried again.
+long ago: it is then taken for as fast as any, so that a link that was slow is tried again. Inside a host KV is copied
+from cache to cache: no link is as fast.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Set
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from pdmesh.model import InstanceId, InstanceProfile
@@ -70,10 +72,12 @@ class MeasuredLinks:
     def joined(self, profile: InstanceProfile) -> None:
         """Note where an instance is; one that does not say is a host of its own."""
         self._hosts[profile.instance_id] = profile.host or profile.instance_id
+        self._compare()
 
     def left(self, instance_id: InstanceId) -> None:
         """Forget where an instance was. What is known of its host's links is true for the next one there."""
         self._hosts.pop(instance_id, None)
+        self._compare()
 
     def note(
         self,
@@ -111,7 +115,7 @@ class MeasuredLinks:
         return None if link is None else link.bytes_per_s
 
     def slow_from(self, source_id: InstanceId, num_bytes: int, among: Collection[InstanceId]) -> Set[InstanceId]:
-        """Return those of some instances to which KV takes much longer than over the fastest link."""
+        """Return those of some instances to which KV takes much longer than over the fastest link, or inside a host."""
         if not self.are_uneven:
             return _NOBODY
         least_s = num_bytes / self._fastest
@@ -129,7 +133,8 @@ class MeasuredLinks:
 
     def _compare(self) -> None:
         rates = [link.bytes_per_s for link in self._links.values()]
-        self._fastest = max(rates, default=0.0)
+        is_any_shared = len(set(self._hosts.values())) < len(self._hosts)
+        self._fastest = inf if is_any_shared and rates else max(rates, default=0.0)
         self.are_uneven = min(rates, default=0.0) * SLOW_FACTOR < self._fastest
 
 
