@@ -123,14 +123,14 @@ async def check(hosts: Hosts, references: Sequence[Reference], way: str) -> tupl
         timeout=LIMIT_S,
         trust_env=False,
     )
-    mover = Mover(hosts)
+    mover, found = Mover(hosts), list[str]()
     async with client, anyio.create_task_group() as tasks:
         with anyio.fail_after(LIMIT_S):
             while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110  # nobody else could tell
                 await anyio.sleep(0.1)
         if way == "moves":
             tasks.start_soon(mover.run)
-        found = await mismatches(client, "model", references, concurrency=1)
+        found += await mismatches(client, "model", references, concurrency=1)
         found += await mismatches(client, "model", list(references) * 3, concurrency=16)
         while way == "moves" and mover.num_moved < NUM_MOVES:
             found += await mismatches(client, "model", references, concurrency=4)
