@@ -80,6 +80,7 @@ from pdmesh.wire.messages import (
     RegisterGateway,
     RegisterWorker,
     Regroup,
+    SchedulerHeartbeat,
     Submit,
     WelcomeWorker,
     WorkerDown,
@@ -244,7 +245,7 @@ class Worker:
                 for message in messages:
                     if isinstance(message, WelcomeWorker):
                         task_status.started()
-                    else:
+                    elif not isinstance(message, SchedulerHeartbeat):
                         self.instance.take(as_command(message))
 
     def _beat(self, interval_s: float) -> None:

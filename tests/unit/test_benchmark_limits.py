@@ -15,6 +15,7 @@ FIGURES_ONLY = {
     "decision_cost",
     "engine",
     "engine_gpu",
+    "formats",
     "kv_exchange",
     "kv_transport",
     "medha_table",

@@ -142,7 +142,7 @@ def test_no_field_that_is_refused_is_one_of_ours() -> None:
     ours = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__, *TokenizeRequest.__struct_fields__}
     assert {name for name in REFUSED if name in ours} == {
         *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
-        *("echo", "messages", "prompt", "tool_choice", "tools", "top_logprobs"),
+        *("echo", "messages", "prompt", "thinking_token_budget", "tool_choice", "tools", "top_logprobs"),
     }
     assert set(_INSTEAD) <= set(REFUSED)
 

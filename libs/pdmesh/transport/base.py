@@ -101,7 +101,7 @@ class KvTransport(Protocol):
 
     @property
     def num_refused(self) -> int:
-        """Number of connections and messages that were of no peer's, or no pieces."""
+        """Number of connections and messages that came from no peer that is known (yet), or were no pieces."""
         ...
 
     def check_integrity(self) -> None:
