@@ -481,10 +481,12 @@ def test_reasoning_ends_after_as_many_tokens_as_it_may_have(
     grammars = Grammars(directory, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(258, 256))
     grammar = answer_format.grammar(begins, calls() if with_calls else None, given, 3)
     assert grammars.problem(grammar) is None
-    close = tokenizer.token_to_id("</think>")
+    opening, close = tokenizer.token_to_id("<think>"), tokenizer.token_to_id("</think>")
+    assert opening is not None
+    assert close is not None
     matcher = grammars.matcher(grammar)
     if begins is ReasoningStart.POSSIBLE:
-        assert matcher.consume_token(tokenizer.token_to_id("<think>"))
+        assert matcher.consume_token(opening)
     for token_id in (70, 71, 72):
         assert matcher.consume_token(token_id)
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
