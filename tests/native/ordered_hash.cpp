@@ -11,7 +11,7 @@ using Value = uint16_t;  // bits of a bf16 or a float16
 #define KERNELS(suffix)                                                                                                \
     void pdmesh_attention##suffix(                                                                                     \
         const Value*, int64_t, const Value*, Value*, float*, const int64_t*, int64_t, const int64_t*, int64_t,         \
-        int64_t, int64_t, int64_t, int64_t, float, int64_t);                                                           \
+        int64_t, int64_t, int64_t, int64_t, float, int64_t, float, int64_t);                                           \
     void pdmesh_add_norm##suffix(Value*, const Value*, const Value*, Value*, int64_t, int64_t, float, int64_t);        \
     void pdmesh_rotate_and_store##suffix(                                                                              \
         Value*, const Value*, const Value*, const int64_t*, Value*, int64_t, int64_t, int64_t, int64_t, int64_t,       \
@@ -91,7 +91,7 @@ void hash_attention(const Kernels& kernels) {
         std::vector<float> lse(14 * num_heads);
         kernels.attention(
             query.data(), num_heads * head_dim, cache.data(), output.data(), lse.data(), spans, 3, tables.data(),
-            num_heads, num_kv_heads, num_kv_heads, block_size, head_dim, 0.125f, 1);
+            num_heads, num_kv_heads, num_kv_heads, block_size, head_dim, 0.125f, 0, 0.0f, 1);
         hash.add(output);
         hash.add(lse);
     }
