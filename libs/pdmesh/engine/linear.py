@@ -128,9 +128,7 @@ class TileLinear:
         return output[:, : self.num_outputs].contiguous()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        lowest, highest = token_ids.aminmax()
-        if lowest < 0 or highest >= self.num_outputs:
-            raise IndexError(f"token ids {int(lowest)} … {int(highest)} in a vocabulary of {self.num_outputs}")
+        check_token_ids(token_ids, self.num_outputs)
         output = self.weight.new_empty(len(token_ids), self.weight.shape[1])
         self.library.unpack_rows(
             self.weight.data_ptr(), token_ids.data_ptr(), output.data_ptr(), len(token_ids), self.weight.shape[1]
@@ -147,6 +145,13 @@ def tile_linear(weight: Tensor, bias: Tensor | None, memory: WeightMemory, libra
     packed = memory.like(padded)
     library.pack_linear(padded.contiguous().data_ptr(), packed.data_ptr(), *padded.shape)
     return TileLinear(library, packed, bias, num_outputs, num_inputs)
+
+
+def check_token_ids(token_ids: Tensor, vocab_size: int) -> None:
+    """Raise IndexError, since kernels would read what lies beyond, unless all ids are of the vocabulary."""
+    lowest, highest = token_ids.aminmax()
+    if lowest < 0 or highest >= vocab_size:
+        raise IndexError(f"token ids {int(lowest)} … {int(highest)} in a vocabulary of {vocab_size}")
 
 
 def padded_to(matrix: Tensor, num_rows: int, num_columns: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from pdmesh.engine.grouped import Factors, GroupedWeight, padded_factors
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelLibrary
-from pdmesh.engine.linear import TILE_SIZE, Linear, WeightMemory, padded_to
+from pdmesh.engine.linear import TILE_SIZE, Linear, WeightMemory, check_token_ids, padded_to
 
 #: Name of the arithmetic in an arithmetic class: sums of products with codes are scaled, not weights rounded. One more
 #: whenever a change of the kernels changes a bit of any result.
@@ -78,9 +78,7 @@ class PackedLinear:
         return output[:, : self.num_outputs].contiguous()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        lowest, highest = token_ids.aminmax()
-        if lowest < 0 or highest >= self.num_outputs:
-            raise IndexError(f"token ids {int(lowest)} … {int(highest)} in a vocabulary of {self.num_outputs}")
+        check_token_ids(token_ids, self.num_outputs)
         num_inputs = _rounded_up(self.num_inputs)
         output = torch.empty(len(token_ids), num_inputs)
         self.library.unpack_codes(
