@@ -124,6 +124,8 @@ async def test_roles_allow_what_is_done_with_them_and_nothing_else(helm: str, tm
         assert await store.swap(LeaseRecord(holder_id="a"), before.version) is not None
         with pytest.raises(StoreUnavailable, match="may not"):
             await KubernetesStore(api, "another", 3.0).read()
+    deletes = [rule.names for rule in roles["release-actuator"] if "delete" in rule.verbs]
+    assert deletes == [tuple(f"release-{role}-{number}" for role in ("decode", "prefill") for number in range(64))]
     cluster = FakeCluster(rules=roles["release-actuator"])
     labels = {"app.kubernetes.io/instance": "release", "app.kubernetes.io/component": "worker"}
     cluster.add_set("release-decode", 1, labels)

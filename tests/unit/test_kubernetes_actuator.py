@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -14,7 +15,7 @@ from pdmesh.cli.kubernetes_actuator import KubernetesActuator
 from pdmesh.core.operators.actuators import DesiredProcesses, number_of
 from pdmesh.kubernetes import KubernetesError
 from pdmesh.model import InstanceId, PoolMember, Role
-from pdmesh.testing.kubernetes import FakeCluster, Rule, asking
+from pdmesh.testing.kubernetes import PODS, FakeCluster, Rule, asking
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +25,13 @@ LABELS = {"app.kubernetes.io/instance": "mesh", "app.kubernetes.io/component": "
 RULES = [
     Rule(("apps",), ("statefulsets",), ("get",), ("mesh-prefill", "mesh-decode", "mesh-mixed")),
     Rule(("apps",), ("statefulsets/scale",), ("patch",), ("mesh-prefill", "mesh-decode", "mesh-mixed")),
-    Rule(("",), ("pods",), ("list", "delete")),
+    Rule(("",), ("pods",), ("list",)),
+    Rule(
+        ("",),
+        ("pods",),
+        ("delete",),
+        tuple(f"mesh-{role}-{number}" for role in ("prefill", "decode") for number in range(4)),
+    ),
 ]
 
 
@@ -113,6 +120,46 @@ async def test_a_pod_that_was_started_again_is_made_from_the_present_template(tm
         after = {name: cluster.pod(name)["metadata"]["uid"] for name in cluster.pod_names}
         assert {name for name in before if before[name] != after[name]} == {"mesh-decode-0"}
         assert cluster.pod("mesh-decode-0")["metadata"]["labels"]["controller-revision-hash"] == "two"
+
+
+async def test_pods_of_others_are_neither_told_of_nor_deleted(tmp_path: Path) -> None:
+    """Whoever may make a pod can give it our labels and a name like ours."""
+    cluster = a_cluster()
+    looks_old = {
+        "status": {"containerStatuses": [{"restartCount": 0}], "conditions": [{"type": "Ready", "status": "True"}]}
+    }
+    owners: list[list[dict[str, Any]]] = [
+        [],
+        [{"uid": cluster.pod("other-decode-0")["metadata"]["ownerReferences"][0]["uid"], "controller": True}],
+        [{"uid": cluster.pod("mesh-decode-0")["metadata"]["ownerReferences"][0]["uid"]}],
+    ]
+    names = [f"mesh-decode-{7 + index}" for index in range(len(owners))]
+    for name, references in zip(names, owners, strict=True):
+        metadata = {"labels": {**LABELS, "controller-revision-hash": "old"}, "uid": name, "ownerReferences": references}
+        cluster.put(f"{PODS}/{name}", {"metadata": metadata, **looks_old})
+    async with acting(tmp_path, cluster) as actuator:
+        for name in names:
+            cluster.pod(name)["status"]["containerStatuses"] = [{"restartCount": 1}]
+        await actuator.look()
+        report = actuator.report()
+        assert {each.name for each in report.processes} == {"mesh-decode-0", "mesh-decode-1", "mesh-prefill-0"}
+        assert report.unsettled == ()
+        assert set(names) <= set(cluster.pod_names)
+
+
+async def test_a_pod_that_may_not_be_deleted_does_not_keep_the_others_from_being_looked_after(tmp_path: Path) -> None:
+    cluster = a_cluster(6)
+    async with acting(tmp_path, cluster) as actuator:
+        path = next(path for path in cluster.objects if path.endswith("statefulsets/mesh-decode"))
+        cluster.objects[path]["status"]["updateRevision"] = "two"
+        for name in ("mesh-decode-1", "mesh-decode-5"):
+            cluster.pod(name)["status"]["containerStatuses"] = [{"restartCount": 1}]
+        await actuator.look()
+        assert "delete pods mesh-decode-5" in cluster.asked, "the Role does not name it"
+        revisions = {
+            name: cluster.pod(name)["metadata"]["labels"]["controller-revision-hash"] for name in cluster.pod_names
+        }
+        assert [name for name, revision in revisions.items() if revision == "two"] == ["mesh-decode-1"]
 
 
 async def test_what_cannot_be_started_is_told_once(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 A StatefulSet gives its pods numbers, and the one with the highest leaves first. So the scheduler drains that one
 (`ActuatorReported.last_leaves_first`), and a pod that comes again has its name, and what operators asked for it. A pod
 whose process has ended, to be started again, and that was made from an older template, is deleted: then it is made from
-the present one.
+the present one. Pods that no StatefulSet of the release controls are left alone, whatever their names and labels.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _PLENTY_BYTES = 1 << 50
 class PodSet(NamedTuple):
     """A StatefulSet: how many pods it is to have, and the revision of the template that new ones are made from."""
 
+    uid: str
     num_pods: int
     revision: str
 
@@ -73,6 +74,7 @@ class KubernetesActuator:
         self._num_restarts: dict[str, int] = {}  # of each pod, by its uid, when it was first seen
         self._scaling: dict[str, int] = {}  # StatefulSets whose scale is being changed, and to what
         self._deleting: set[str] = set()  # pods, by uid
+        self._not_deleted: set[str] = set()  # those of which it was said that they could not be
         self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
         self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
         self._complaint = ""
@@ -159,20 +161,34 @@ class KubernetesActuator:
         selector = f"app.kubernetes.io/instance={self._prefix[:-1]},app.kubernetes.io/component=worker"
         pods_path = f"/api/v1/namespaces/{self._api.namespace}/pods"
         listed = await self._api.get(pods_path, {"labelSelector": selector}) or {}
-        pods = {str(each["metadata"]["name"]): _pod(each) for each in listed.get("items", ())}
-        pods = {name: pod for name, pod in pods.items() if number_of(InstanceId(name))[0] in sets}
+        pods = {
+            str(each["metadata"]["name"]): _pod(each)
+            for each in listed.get("items", ())
+            if _is_of(each["metadata"], sets)
+        }
         self._num_restarts = {pod.uid: self._num_restarts.get(pod.uid, pod.num_restarts) for pod in pods.values()}
         self._deleting &= self._num_restarts.keys()
+        self._not_deleted &= self._num_restarts.keys()
         for name, pod in pods.items():
             is_old = pod.revision != sets[number_of(InstanceId(name))[0]].revision
             has_ended = pod.num_restarts > self._num_restarts[pod.uid]
             if is_old and has_ended and not pod.is_leaving and pod.uid not in self._deleting:
-                log.info("deleting a pod, to be made from the present template", name=name)
-                await self._api.delete(f"{pods_path}/{name}", {"preconditions": {"uid": pod.uid}})
-                self._deleting.add(pod.uid)
+                await self._delete(f"{pods_path}/{name}", pod)
         if (sets, pods) != (self._sets, self._pods):
             self._sets, self._pods = sets, pods
             self._note_change()
+
+    async def _delete(self, path: str, pod: Pod) -> None:
+        """Delete a pod. One that the Role does not name goes on as it is, and the others are looked after."""
+        try:
+            await self._api.delete(path, {"preconditions": {"uid": pod.uid}})
+        except KubernetesError as error:
+            if pod.uid not in self._not_deleted:
+                log.error("cannot delete a pod, to be made from the present template; trying again", reason=str(error))
+            self._not_deleted.add(pod.uid)
+        else:
+            log.info("deleted a pod, to be made from the present template", path=path)
+            self._deleting.add(pod.uid)
 
     def _note_change(self) -> None:
         self.changed.set()
@@ -180,7 +196,18 @@ class KubernetesActuator:
 
 
 def _pod_set(found: Mapping[str, Any]) -> PodSet:
-    return PodSet(int(found["spec"].get("replicas", 1)), str(found.get("status", {}).get("updateRevision", "")))
+    return PodSet(
+        uid=str(found["metadata"]["uid"]),
+        num_pods=int(found["spec"].get("replicas", 1)),
+        revision=str(found.get("status", {}).get("updateRevision", "")),
+    )
+
+
+def _is_of(pod: Mapping[str, Any], sets: Mapping[str, PodSet]) -> bool:
+    """Whether one of the StatefulSets controls a pod, by its metadata: anybody can write its name and its labels."""
+    owner = sets.get(number_of(InstanceId(pod["name"]))[0])
+    uids = [each.get("uid") for each in pod.get("ownerReferences", ()) if each.get("controller")]
+    return owner is not None and uids == [owner.uid]
 
 
 def _pod(found: Mapping[str, Any]) -> Pod:

@@ -171,7 +171,8 @@ class FakeCluster(FakeApiServer):
     def add_set(self, name: str, num_pods: int, labels: dict[str, str]) -> None:
         """Add a StatefulSet, with its pods."""
         body = {"spec": {"replicas": num_pods, "template": {"metadata": {"labels": labels}}}}
-        self.put(f"{STATEFUL_SETS}/{name}", {**body, "status": {"updateRevision": "one"}})
+        metadata = {"uid": f"uid-{next(self._uids)}"}
+        self.put(f"{STATEFUL_SETS}/{name}", {"metadata": metadata, **body, "status": {"updateRevision": "one"}})
         self.reconcile()
 
     def pod(self, name: str) -> dict[str, Any]:
@@ -200,7 +201,12 @@ class FakeCluster(FakeApiServer):
                     "conditions": [{"type": "Ready", "status": "True"}],
                     "containerStatuses": [{"restartCount": 0}],
                 }
-                self.put(path, {"metadata": {"labels": labels, "uid": f"uid-{next(self._uids)}"}, "status": status})
+                metadata = {
+                    "labels": labels,
+                    "uid": f"uid-{next(self._uids)}",
+                    "ownerReferences": [{"kind": "StatefulSet", "uid": each["metadata"]["uid"], "controller": True}],
+                }
+                self.put(path, {"metadata": metadata, "status": status})
 
 
 def _target(path: str) -> ApiTarget:
