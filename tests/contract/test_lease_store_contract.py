@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +11,10 @@ from pathlib import Path
 import anyio
 import pytest
 
+from pdmesh import watched_file
+from pdmesh.cli.tls import LOCAL_HOSTS, make_certificates
 from pdmesh.config import StandbyConfig
+from pdmesh.testing.certificates import make_expired
 from pdmesh.testing.kubernetes import NAMESPACE, FakeApiServer, Rule, asking
 from pdmesh.testing.standby import running_etcd, why_no_etcd
 from pdmesh_scheduler.standby.etcd_store import open_etcd
@@ -68,6 +72,31 @@ async def in_etcd(folder: Path) -> AsyncGenerator[Kept]:
 
 
 @asynccontextmanager
+async def in_etcd_with_tls(folder: Path) -> AsyncGenerator[Kept]:
+    tls = folder / "right"
+    skip_without_tls()
+    make_certificates(tls, hosts=LOCAL_HOSTS, days=2)
+    async with running_etcd(folder, tls) as port, open_etcd(with_tls(port, tls)) as store:
+        yield Kept(store, lambda: store._endpoints.__setitem__(slice(None), ["https://127.0.0.1:9"]))
+
+
+def skip_without_tls() -> None:
+    if (why_not := why_no_etcd()) is not None:
+        pytest.skip(why_not)
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+
+
+def with_tls(port: int, folder: Path, name: str = "mesh") -> StandbyConfig:
+    return StandbyConfig(
+        etcd_endpoints=f"https://127.0.0.1:{port}",
+        etcd_ca=folder / "ca.pem",
+        etcd_cert=folder / f"{name}.pem",
+        etcd_key=folder / f"{name}.key",
+    )
+
+
+@asynccontextmanager
 async def in_kubernetes(folder: Path) -> AsyncGenerator[Kept]:
     server = FakeApiServer()
     async with asking(server, folder) as api:
@@ -78,7 +107,7 @@ async def in_kubernetes(folder: Path) -> AsyncGenerator[Kept]:
         yield Kept(KubernetesStore(api, "pdmesh", 3.0), lambda: setattr(server, "is_away", True), damage)
 
 
-@pytest.fixture(params=[in_memory, in_a_file, in_etcd, in_kubernetes], ids=lambda made: made.__name__)
+@pytest.fixture(params=[in_memory, in_a_file, in_etcd, in_etcd_with_tls, in_kubernetes], ids=lambda made: made.__name__)
 async def kept(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncGenerator[Kept]:
     made: Callable[[Path], AbstractAsyncContextManager[Kept]] = request.param
     async with made(tmp_path) as kept:
@@ -147,6 +176,56 @@ async def test_a_damaged_record_is_no_record(kept: Kept) -> None:
     kept.damage()
     with pytest.raises(StoreUnavailable, match="no lease record"):
         await kept.store.read()
+
+
+async def test_etcd_and_a_scheduler_that_do_not_trust_each_other_say_so_in_a_sentence(tmp_path: Path) -> None:
+    """A certificate that etcd did not accept ended the scheduler with a traceback."""
+    skip_without_tls()
+    right, other = tmp_path / "right", tmp_path / "other"
+    for folder in (right, other):
+        make_certificates(folder, hosts=LOCAL_HOSTS, days=2)
+    make_expired(right)
+    async with running_etcd(tmp_path, right) as port:
+        ours = with_tls(port, right)
+        not_accepted = "its certificate is not accepted .*: standby.etcd_ca must hold the authority"
+        broken_off = "it broke the connection off: .* a standby.etcd_cert of the authority that it trusts"
+        for config, message in (
+            (replace(ours, etcd_ca=other / "ca.pem"), not_accepted),
+            (replace(ours, etcd_ca=None), not_accepted),
+            (replace(with_tls(port, other), etcd_ca=ours.etcd_ca), broken_off),
+            (with_tls(port, right, "expired"), broken_off),
+            (replace(ours, etcd_cert=None, etcd_key=None), broken_off),
+            (replace(ours, etcd_endpoints=f"http://127.0.0.1:{port}"), broken_off),
+        ):
+            async with open_etcd(config) as store:
+                for act in (store.read(), store.swap(RECORDS[0], None)):
+                    with pytest.raises(StoreUnavailable, match=message):
+                        await act
+        async with open_etcd(ours) as store:
+            assert await store.read() == StoredRecord(None, None)
+    async with running_etcd(tmp_path) as port, open_etcd(with_tls(port, right)) as store:
+        with pytest.raises(StoreUnavailable, match="it does not speak TLS as it should"):
+            await store.read()
+
+
+async def test_etcd_is_shown_the_certificate_that_is_there_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without_tls()
+    monkeypatch.setattr(watched_file, "LOOK_S", 0.0)
+    tls = tmp_path / "right"
+    make_certificates(tls, hosts=LOCAL_HOSTS, days=2)
+    make_expired(tls)
+    for suffix in ("pem", "key"):
+        shutil.copy(tls / f"expired.{suffix}", tls / f"shown.{suffix}")
+    async with running_etcd(tmp_path, tls) as port, open_etcd(with_tls(port, tls, "shown")) as store:
+        with pytest.raises(StoreUnavailable):
+            await store.read()
+        shutil.copy(tls / "mesh.pem", tls / "shown.pem")
+        with pytest.raises(StoreUnavailable):
+            await store.read()  # half of a pair: what was there before stays
+        shutil.copy(tls / "mesh.key", tls / "shown.key")
+        assert await store.read() == StoredRecord(None, None)
 
 
 async def test_kubernetes_keeps_what_others_wrote_on_the_lease_and_tells_people(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from pdmesh.core.events import LoadReported
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.model import Epoch, InstanceId, RequestId
 from pdmesh.telemetry.exposition import serve_metrics
+from pdmesh.testing.certificates import make_expired
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.exactness import complete
 from pdmesh.testing.mesh import RunningMesh, running_mesh
@@ -55,23 +56,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_certificates(folder / name, hosts=LOCAL_HOSTS, days=2)
     make_expired(folder / "right")
     return folder
-
-
-def make_expired(folder: Path) -> None:
-    (folder / "index.txt").touch()
-    (folder / "serial").write_text("01")
-    (folder / "ca.cnf").write_text(
-        "[ca]\ndefault_ca = here\n[here]\ndatabase = index.txt\nserial = serial\nnew_certs_dir = .\n"
-        "default_md = sha256\npolicy = any\ncopy_extensions = copy\n[any]\ncommonName = supplied\n"
-    )
-    request = "openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=pdmesh"
-    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    sign = "openssl ca -batch -notext -config ca.cnf -cert ca.pem -keyfile ca.key -in expired.csr -out expired.pem"
-    for command in (
-        [*request.split(), "-addext", names, "-keyout", "expired.key", "-out", "expired.csr"],
-        [*sign.split(), "-startdate", "20200101000000Z", "-enddate", "20200201000000Z"],
-    ):
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=30)
 
 
 def security_of(folder: Path, name: str = "mesh") -> SecurityConfig:

@@ -70,19 +70,30 @@ def _spawned(
 
 
 @asynccontextmanager
-async def running_etcd(folder: Path) -> AsyncGenerator[int]:
-    """Start an etcd of one member, and yield the port that its clients use."""
+async def running_etcd(folder: Path, certificates: Path | None = None) -> AsyncGenerator[int]:
+    """Start an etcd of one member, and yield the port that its clients use.
+
+    With a folder of ``certificates`` (`make_certificates`) it speaks TLS, and to clients of that authority alone.
+    """
     client, peer = free_port(), free_port()
     data = await asyncio.to_thread(_data_folder, folder)
-    urls = {
-        "--listen-client-urls": f"http://127.0.0.1:{client}",
-        "--advertise-client-urls": f"http://127.0.0.1:{client}",
+    scheme = "http" if certificates is None else "https"
+    options = {
+        "--listen-client-urls": f"{scheme}://127.0.0.1:{client}",
+        "--advertise-client-urls": f"{scheme}://127.0.0.1:{client}",
         "--listen-peer-urls": f"http://127.0.0.1:{peer}",
         "--initial-advertise-peer-urls": f"http://127.0.0.1:{peer}",
         "--initial-cluster": f"default=http://127.0.0.1:{peer}",
         "--data-dir": data,
     }
-    command = ["etcd", *(each for pair in urls.items() for each in pair)]
+    if certificates is not None:
+        options |= {
+            "--cert-file": str(certificates / "mesh.pem"),
+            "--key-file": str(certificates / "mesh.key"),
+            "--trusted-ca-file": str(certificates / "ca.pem"),
+            "--client-cert-auth": "true",
+        }
+    command = ["etcd", *(f"{name}={value}" for name, value in options.items())]
     process = _spawned(command, folder / "etcd.log")
     try:
         async with asyncio.timeout(START_LIMIT_S):

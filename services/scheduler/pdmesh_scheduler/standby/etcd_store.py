@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from base64 import b64decode, b64encode
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ import msgspec
 
 from pdmesh.config import StandbyConfig
 from pdmesh.errors import ConfigError
+from pdmesh_scheduler.standby.etcd_client import EtcdClient, refusal_of
 from pdmesh_scheduler.standby.leadership import LeaseRecord
 from pdmesh_scheduler.standby.store import StoredRecord, StoreUnavailable, decode_record, encode_record
 
@@ -20,7 +20,7 @@ from pdmesh_scheduler.standby.store import StoredRecord, StoreUnavailable, decod
 class EtcdStore:
     """Reads and compares by a key's revision; implements `LeaseStore`. Made by `open_etcd`."""
 
-    def __init__(self, client: httpx.AsyncClient, endpoints: Sequence[str], key: str) -> None:
+    def __init__(self, client: EtcdClient, endpoints: Sequence[str], key: str) -> None:
         self._client = client
         self._endpoints = list(endpoints)  # that which answered last is the first
         self._key = b64encode(key.encode()).decode()
@@ -61,8 +61,8 @@ class EtcdStore:
                     answered = True
                     return msgspec.json.decode(response.content)
                 problems.append(f"{endpoint}: {response.status_code} {response.text[:200]}")
-            except (httpx.HTTPError, msgspec.DecodeError) as error:
-                problems.append(f"{endpoint}: {str(error) or type(error).__name__}")
+            except (httpx.HTTPError, OSError, msgspec.DecodeError) as error:  # of TLS not all is wrapped
+                problems.append(f"{endpoint}: {refusal_of(error)}")
             finally:
                 if not answered and self._endpoints[0] == endpoint:  # also one that was waited for in vain
                     self._endpoints.append(self._endpoints.pop(0))
@@ -77,13 +77,5 @@ async def open_etcd(config: StandbyConfig) -> AsyncGenerator[EtcdStore]:
         raise ConfigError(
             "standby.etcd_endpoints: name etcd's addresses, such as https://10.0.0.1:2379,https://10.0.0.2:2379"
         )
-    if (config.etcd_cert is None) != (config.etcd_key is None):
-        raise ConfigError("standby.etcd_cert and standby.etcd_key go together: set both or neither")
-    try:
-        trusts = ssl.create_default_context(cafile=config.etcd_ca)
-        if config.etcd_cert is not None:
-            trusts.load_cert_chain(config.etcd_cert, config.etcd_key)
-    except OSError as error:
-        raise ConfigError(f"standby.etcd_ca, etcd_cert or etcd_key cannot be read: {error}") from error
-    async with httpx.AsyncClient(verify=trusts, trust_env=False, timeout=config.lease_s) as client:
+    async with EtcdClient(config) as client:
         yield EtcdStore(client, endpoints, config.name)
