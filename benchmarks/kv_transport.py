@@ -316,7 +316,7 @@ def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None, places:
 
 def inside(host: Host | None) -> list[str]:
     """What a command on a host begins with."""
-    return [] if host is None else ["ip", "netns", "exec", host.namespace]
+    return [] if host is None else host.command([])
 
 
 def main() -> None:

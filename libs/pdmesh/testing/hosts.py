@@ -99,7 +99,7 @@ class Host:
         environ = {**os.environ, **{f"PDMESH_{key}": value for key, value in values.items()}}
         log = self.folder / f"{name}.log"
         read_fd, write_fd = os.pipe()
-        command = ["ip", "netns", "exec", self.namespace, sys.executable, "-m", f"pdmesh_{kind}"]
+        command = self.command([sys.executable, "-m", f"pdmesh_{kind}"])
         with log.open("ab") as output, open(read_fd, "rb", buffering=0) as ready:
             process = subprocess.Popen(
                 ending_with_us(command),
@@ -118,6 +118,14 @@ class Host:
                 if "pid" not in service.facts:
                     raise RuntimeError(f"{name} on {self.name} did not start:\n{log.read_text()}")
         return service
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """Return what runs a command on this host."""
+        return ["ip", "netns", "exec", self.namespace, *command]
+
+    def run(self, command: Sequence[str]) -> str:
+        """Run a command on this host, and return what it prints; CalledProcessError if it fails."""
+        return subprocess.run(self.command(command), check=True, capture_output=True, text=True, timeout=30).stdout
 
     @contextmanager
     def entered(self) -> Generator[None]:
