@@ -167,6 +167,23 @@ def test_a_prompt_whose_first_token_was_lost_starts_again_though_its_decode_goes
     assert [each.request_id for each in of(Restart, commands)] == restarts
 
 
+def test_an_instance_speaks_of_no_request_that_it_was_not_given() -> None:
+    """Of any of the gateway's it could say that its tokens were lost, again and again, and have it restarted."""
+    bench = bench_of("p0", "p1", "d0", "d1")
+    on = bench.decoding("r")
+    prefills = {each.instance_id for each in of(AdmitPrefill, bench.commands)}
+    (stranger,) = {"p0", "p1"} - prefills
+    (other,) = {"d0", "d1"} - {on}
+    unconfirmed = ((RequestId("r"), Epoch(0)),)
+    for named_by in (stranger, other):
+        commands = bench.feed(replace(is_up(named_by, False), unconfirmed=unconfirmed))
+        assert of(Restart, commands) == []
+    (given,) = prefills
+    bench.feed(is_up(stranger, True))
+    commands = bench.feed(replace(is_up(given, False), unconfirmed=unconfirmed))
+    assert [each.request_id for each in of(Restart, commands)] == ["r"]
+
+
 def test_all_goes_on_where_no_instance_reaches_the_gateway() -> None:
     bench = bench_of("p", "d")
     bench.arrive("r")

@@ -174,6 +174,7 @@ class RequestState:
     phase: Phase = Phase.WAITING
     prefill_shards: tuple[KvShard, ...] = ()  # where its prompt is computed; of a group, its leader
     decode_shards: tuple[KvShard, ...] = ()  # where it decodes; the same where it stays
+    given_ids: tuple[InstanceId, ...] = ()  # the instances that ever had its prompt or its KV, and may speak of it
     transfer: Transfer | None = None  # that takes its KV from the ones to the others
     rank_of_offer: int | None = None  # of its KV that has no receiver
     num_lost_receivers: int = 0
@@ -318,6 +319,7 @@ class RequestState:
         self.placed_s = now_s
         self.num_reused_tokens = self.num_planned_tokens = num_reused_tokens
         self.prefill_shards = (prefill,)
+        self._give(self.prefill_shards)
         if stays:
             self.decode_shards = self.prefill_shards
 
@@ -325,6 +327,7 @@ class RequestState:
         """Take over a request that turns out to be decoding already."""
         self._go("adopt", Phase.DECODING)
         self.prefill_shards = self.decode_shards = (decode,)
+        self._give(self.decode_shards)
         self.num_planned_tokens = self.request.num_prompt_tokens
 
     # --- its prompt is computed ---
@@ -378,6 +381,7 @@ class RequestState:
         """Give the request room where it decodes, and a transfer of its KV."""
         self._go("receive", Phase.TRANSFERRING if self.is_computed else Phase.PREFILLING)
         self.transfer, self.decode_shards = transfer, transfer.plan.destinations
+        self._give(self.decode_shards)
 
     def lose_receiver(self) -> None:
         """Its receiver is lost: its KV waits where it was computed for another receiver."""
@@ -411,6 +415,7 @@ class RequestState:
         """Begin a move to another instance; the request decodes where it is meanwhile."""
         self._go("begin_move", Phase.MOVING)
         self.move = Move(transfer)
+        self._give(transfer.plan.destinations)
         return self.move
 
     def end_move(self, *, failed: bool) -> None:
@@ -425,6 +430,11 @@ class RequestState:
         assert self.move is not None, f"{self.key} lands without a move"
         self.transfer, self.move = self.move.transfer, None
         self.prefill_shards, self.decode_shards = self.transfer.plan.sources, self.transfer.plan.destinations
+
+    def _give(self, shards: tuple[KvShard, ...]) -> None:
+        for shard in shards:
+            if shard.instance_id not in self.given_ids:
+                self.given_ids = (*self.given_ids, shard.instance_id)
 
     # --- the tables ---
 

@@ -1,7 +1,8 @@
 """An instance's tokens do not reach a gateway: its requests go on where they do, if there is such an instance.
 
 The gateway may notice, too, and resume what it has had tokens of. Of what it waits for without having heard of it, only
-the instance knows: also of a prompt whose first token was lost while its decode went on elsewhere.
+the instance knows: also of a prompt whose first token was lost while its decode went on elsewhere. It is believed of
+requests that it was given, and of no others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def on_token_link(mesh: MeshState, moves: Moves, event: TokenLinkReported, now_s
         state = mesh.requests[request_id]
         if not have_way(state.request, mesh.instances.values(), mesh.cut):
             continue
-        if state.key in unconfirmed:
+        if state.key in unconfirmed and instance_id in state.given_ids:
             mesh.restart(state, reason)
         elif state.needs(instance_id):
             do_without(mesh, state, instance_id, reason)
