@@ -84,6 +84,7 @@ ADDED: Sequence[str] = (
     "InstanceJoined.offloaded",
     "InstanceJoined.profile.num_offload_granules",
     "InstanceJoined.profile.load_bytes_per_s",
+    "InstanceJoined.profile.num_stages",
     "Reject.reject_ttl_s",
     "Restart.retracted",
     "Restart.blame",

@@ -395,6 +395,8 @@ class InstanceProfile:
     drafts: bool = False  # it guesses tokens from what was said before: it wants prompts of what it only decodes
     num_offload_granules: Annotated[int, ANY_COUNT] = 0  # that its tier, host memory and disk, has room for
     load_bytes_per_s: Annotated[float, SECONDS] = 1e9  # at which the tier brings KV back into the cache
+    #: Layer ranges that a step passes one after the other: as many steps are under way, each in another stage.
+    num_stages: Annotated[int, COUNT] = 1
 
     def is_process_of(self, other: InstanceProfile) -> bool:
         """Whether that one registers again. Containers may count pids each for itself, so addresses count, too."""

@@ -233,6 +233,13 @@ def test_a_dropped_chunk_restarts_its_request() -> None:
     assert {free.instance_id for free in of(FreeKv, commands)} == {P, D}
 
 
+def test_an_instance_of_stages_has_a_plan_more_for_each() -> None:
+    bench = CoreBench(prefill(num_stages=3), decode(), config=limited(plans_in_flight=2))
+    bench.arrive("long", prompt=80)
+    plans = of(RunStep, bench.commands)
+    assert [chunk.start for run in plans for chunk in run.plan.chunks] == [0, 16, 32, 48]
+
+
 # --- transfers ---
 
 

@@ -11,7 +11,7 @@ from pdmesh.plans import ChunkPlan
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, AdaptiveChunks, ChunkSizer
 from pdmesh.policy.prediction import Prediction, RemainingTime
-from pdmesh.policy.views import PartialStep
+from pdmesh.policy.views import InstanceView, PartialStep
 from pdmesh.testing.core import a_request, a_view
 
 #: A millisecond for each token, whatever comes before it.
@@ -54,6 +54,40 @@ def test_decodes_come_out_of_the_budget_of_their_own_pace() -> None:
     assert PACKING.num_tokens(hurried, PartialStep(), SHORT, 0) == CHUNK_UNIT_TOKENS
     patient = replace(busy, slo_tpots_s=frozenset([0.48, 0.6]))
     assert PACKING.num_tokens(patient, PartialStep(), SHORT, 0) == 320
+
+
+@pytest.mark.parametrize(("num_stages", "least_speedup"), [(2, 1.85), (4, 3.6), (8, 7.0)])
+def test_a_prompt_alone_keeps_all_stages_busy(num_stages: int, least_speedup: float) -> None:
+    """Chunks through equal stages, each as the one before leaves it, against the same prompt through one."""
+    latency = LinearLatencyModel(a_s=2e-3, b_s=1e-3, c_s=1e-8, d_s=5e-9)
+    packing = replace(PACKING, sizer=ChunkSizer(latency, 8192))
+    prompt = a_request("long", prompt=16_384)
+
+    def prompt_s(instance: InstanceView) -> float:
+        free_s = [0.0] * instance.num_stages
+        start = 0
+        while start < prompt.num_prompt_tokens:
+            num_tokens = packing.num_tokens(instance, PartialStep(), prompt, start)
+            stage_s = latency.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0)) / instance.num_stages
+            left_s = 0.0
+            for stage in range(instance.num_stages):
+                left_s = free_s[stage] = max(left_s, free_s[stage]) + stage_s
+            start += num_tokens
+        return free_s[-1]
+
+    assert prompt_s(PREFILL) >= least_speedup * prompt_s(replace(PREFILL, num_stages=num_stages))
+
+
+def test_beside_others_chunks_of_stages_are_as_long_as_the_next_may_wait() -> None:
+    staged = replace(PREFILL, num_stages=4)
+    assert PACKING.num_tokens(staged, PartialStep(), SHORT, 0, shared=True) == 1000
+    assert PACKING.num_tokens(staged, PartialStep(), a_request("x", prompt=3000), 0, shared=True) == 4 * 640
+
+
+def test_a_step_of_stages_has_a_share_of_the_decodes() -> None:
+    busy = replace(MIXED, num_decoding=20, num_resident_tokens=80_000, slo_tpots_s=DEFAULT)
+    assert PACKING.num_tokens(busy, PartialStep(), SHORT, 0, shared=True) == CHUNK_UNIT_TOKENS
+    assert PACKING.num_tokens(replace(busy, num_stages=2), PartialStep(), SHORT, 0, shared=True) == 160
 
 
 def test_a_prompt_goes_on_beside_any_number_of_decodes() -> None:

@@ -479,5 +479,5 @@ class SchedulerCore:
         self._moves.check_integrity()
         self._fetches.check_integrity()
         for instance in self._mesh.instances.values():
-            num_plans = instance.num_regular_plans
-            assert num_plans <= self._config.plans_in_flight, f"{instance.instance_id}: {num_plans} plans in flight"
+            num_plans, limit = instance.num_regular_plans, self._config.plans_in_flight + instance.num_stages - 1
+            assert num_plans <= limit, f"{instance.instance_id}: {num_plans} plans in flight"

@@ -23,6 +23,7 @@ class PolicyConfig:
     chunk_tokens: Annotated[int, COUNT, "prompt tokens in a step, with static packing"] = 512
     #: Of an instance; from `scheduler.profile`, or measured.
     latency: Annotated[LinearLatencyModel, NO_SETTING] = PROFILES["a100-llama3-8b"]
+    num_stages: Annotated[int, NO_SETTING] = 1  # of the instances that ``latency`` is of
     #: Of device classes of instances; those without one are as fast as ``latency`` says.
     latency_of_device_class: Annotated[Mapping[str, LinearLatencyModel], NO_SETTING] = field(
         default_factory=dict[str, LinearLatencyModel]

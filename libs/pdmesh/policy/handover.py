@@ -57,7 +57,7 @@ class RunAhead:
         """Return the tokens a second that an instance's requests draw once all of them decode."""
         latency = self.latency_of_device_class.get(instance.device_class, self.latency)
         shape = StepShape((), max(1, instance.num_seats_taken), instance.num_resident_tokens)
-        return instance.num_seats_taken / max(1e-6, latency.step_s(shape))
+        return instance.num_seats_taken / max(1e-6, latency.step_s(shape.shared_by(instance.num_stages)))
 
     def begins(
         self, request: Request, prefill: InstanceView, num_reused_tokens: int = 0, *, room_s: float, now_s: float

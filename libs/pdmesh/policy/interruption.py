@@ -15,6 +15,7 @@ class StepInFlight(NamedTuple):
 
     longest_tokens: int  # to compute, of the longest prompt of which it has a chunk; 0: it has none
     shape: StepShape
+    num_stages: int = 1  # that it passes: the next step begins as it leaves the first
 
 
 class Interruption(Protocol):
@@ -40,7 +41,7 @@ class ShortInterruptsLong:
             return 0
         if max([step.longest_tokens for step in in_flight], default=0) < self.long_prompt_tokens:
             return 0
-        wait_s = sum(self.latency.step_s(step.shape) for step in in_flight)
+        wait_s = sum(self.latency.step_s(step.shape) / step.num_stages for step in in_flight)
         if self._alone_s(self.long_prompt_tokens - 1) < wait_s:
             return self.long_prompt_tokens - 1
         return bisect_left(range(1, self.long_prompt_tokens), wait_s, key=self._alone_s)

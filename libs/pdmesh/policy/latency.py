@@ -31,6 +31,12 @@ class StepShape(NamedTuple):
         """Number of tokens in all chunks."""
         return sum([chunk.num_tokens for chunk in self.chunks])
 
+    def shared_by(self, num_steps: int) -> StepShape:
+        """Return the step with the part of its decodes that it has if these are dealt out to so many."""
+        if num_steps == 1:
+            return self
+        return StepShape(self.chunks, self.num_decodes / num_steps, self.num_decode_context_tokens / num_steps)
+
 
 class LatencyModel(Protocol):
     """Predicts a step's device time."""

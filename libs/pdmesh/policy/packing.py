@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil, inf
+from math import ceil, inf, sqrt
 
 from pdmesh.model import Request, Role
 from pdmesh.policy.batching_theory import StepLimit
@@ -14,6 +14,9 @@ from pdmesh.policy.views import InstanceView, PartialStep
 
 #: Adaptive chunks are multiples of this, but for a prompt's last. A step with no chunk yet takes one in any case.
 CHUNK_UNIT_TOKENS = 32
+
+#: A prompt alone is cut into so many steps for each stage at most, however little a step costs by itself.
+_MAX_STEPS_PER_STAGE = 16
 
 #: So much more than a budget is a rounding error.
 ROUNDING_S = 1e-9
@@ -80,6 +83,17 @@ class ChunkSizer:
             low, high = (middle, high) if step_s(middle * CHUNK_UNIT_TOKENS) <= limit_s else (low, middle)
         return low * CHUNK_UNIT_TOKENS
 
+    def filling_s(self, num_tokens: int, num_history_tokens: int, num_stages: int) -> float:
+        """Return the time of steps with which so many tokens pass ``num_stages`` soonest.
+
+        n steps take (n + stages - 1) · (a + work / n) / stages: the more there are, the shorter some stages are without
+        one at the beginning and the end, and the more often each pays a step's constant.
+        """
+        constant_s = self.model.a_s
+        work_s = self.model.step_s(StepShape((ChunkShape(num_tokens, num_history_tokens),), 0, 0)) - constant_s
+        shortest_s = work_s / (_MAX_STEPS_PER_STAGE * num_stages)
+        return constant_s + max(shortest_s, sqrt(max(0.0, work_s * constant_s) / (num_stages - 1)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveChunks:
@@ -90,7 +104,9 @@ class AdaptiveChunks:
     unit whatever the time, so that a prompt goes on beside any number of decodes.
 
     Beside decodes the budget is the smallest TPOT target of them, ``slo_tpot_s`` for those without one. On an instance
-    that only decodes it is ``local_step_share`` of that, at any time.
+    that only decodes it is ``local_step_share`` of that, at any time. An instance of several stages has a share of the
+    decodes in each step, and the next step begins as one leaves the first stage: that is what ``prefill_step_s`` limits
+    there. A prompt alone on one is cut so that its chunks keep all stages busy.
     """
 
     sizer: ChunkSizer
@@ -117,12 +133,15 @@ class AdaptiveChunks:
         is_long = self.prediction.is_long(request, num_reused_tokens)
         if step.chunks and self._excludes(step, is_long):
             return 0
-        budget_s = self._budget_s(instance)
+        sizer, budget_s = self._sizer(instance), self._budget_s(instance)
+        if instance.num_stages > 1 and not shared:
+            num_work_tokens = request.num_prompt_tokens - num_reused_tokens
+            budget_s = min(budget_s, sizer.filling_s(num_work_tokens, num_reused_tokens, instance.num_stages))
         if shared and is_long:
             slack = self.prediction.relative_slack(request, start, step.now_s, num_reused_tokens)
             budget_s *= 1 - min(self.max_shared, max(0.0, slack))
         num_left = request.num_prompt_tokens - start
-        num_tokens = self._sizer(instance).largest(_beside(instance, step), start, num_left, budget_s)
+        num_tokens = sizer.largest(_beside(instance, step), start, num_left, budget_s)
         return num_tokens if num_tokens or step.chunks else min(num_left, CHUNK_UNIT_TOKENS)
 
     def step_limit(self, instance: InstanceView) -> StepLimit:
@@ -130,19 +149,20 @@ class AdaptiveChunks:
 
     def takes_local(self, instance: InstanceView) -> bool:
         budget_s = self.local_step_share * self._tpot_s(instance)
-        step = StepShape(_A_UNIT, instance.num_decoding, instance.num_resident_tokens)
+        step = StepShape(_A_UNIT, instance.num_decoding, instance.num_resident_tokens).shared_by(instance.num_stages)
         sizer = self._sizer(instance)
         return sizer.max_tokens >= CHUNK_UNIT_TOKENS and sizer.model.step_s(step) <= budget_s + ROUNDING_S
 
     def local_s(self, instance: InstanceView, num_tokens: int, start: int = 0) -> float:
         budget_s = self.local_step_share * self._tpot_s(instance)
-        beside = StepShape((), instance.num_decoding, instance.num_resident_tokens)
+        beside = _beside(instance, PartialStep())
         sizer, half = self._sizer(instance), start + num_tokens // 2
         chunk_tokens = sizer.largest(beside, half, num_tokens, budget_s)  # as large as in the mean
         if not chunk_tokens:
             return inf
         num_steps = ceil((num_tokens + instance.num_queued_tokens) / chunk_tokens)
-        return num_steps * sizer.model.with_chunk_s(beside, half)(chunk_tokens)
+        step_s = sizer.model.with_chunk_s(beside, half)(chunk_tokens)
+        return (num_steps + instance.num_stages - 1) * step_s / instance.num_stages
 
     def _sizer(self, instance: InstanceView) -> ChunkSizer:
         return self.sizer_of_device_class.get(instance.device_class, self.sizer)
@@ -154,7 +174,7 @@ class AdaptiveChunks:
     def _budget_s(self, instance: InstanceView) -> float:
         if instance.role is Role.DECODE:
             return self.local_step_share * self._tpot_s(instance)
-        return self._tpot_s(instance) if instance.num_decoding else self.prefill_step_s
+        return self._tpot_s(instance) if instance.num_decoding else self.prefill_step_s * instance.num_stages
 
     def _tpot_s(self, instance: InstanceView) -> float:
         if instance.slo_tpots_s <= NO_TARGETS:
@@ -163,4 +183,5 @@ class AdaptiveChunks:
 
 
 def _beside(instance: InstanceView, step: PartialStep) -> StepShape:
-    return StepShape(tuple(step.shapes), instance.num_decoding, instance.num_resident_tokens)
+    beside = StepShape(tuple(step.shapes), instance.num_decoding, instance.num_resident_tokens)
+    return beside.shared_by(instance.num_stages)

@@ -22,7 +22,7 @@ _ONE_TOKEN = StepShape((ChunkShape(1, 0),), 0, 0)
 
 def _prediction(config: PolicyConfig, chunk: Callable[[int, int], int]) -> Prediction:
     return Prediction(
-        remaining=RemainingTime(config.latency, chunk),
+        remaining=RemainingTime(config.latency, chunk, config.num_stages),
         long_prompt_tokens=config.long_prompt_tokens,
         slo_ttft_s=config.slo_ttft_s,
         slo_ttft_stretch=config.slo_ttft_stretch,

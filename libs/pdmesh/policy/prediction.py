@@ -20,9 +20,13 @@ class RemainingTime:
     prompt alone. It grows with the longest prompt asked for.
     """
 
-    def __init__(self, model: LatencyModel, chunk_tokens: Callable[[int, int], int]) -> None:
-        """``chunk_tokens(start, num_left)`` is the chunk that is cut at ``start``, never 0."""
+    def __init__(self, model: LatencyModel, chunk_tokens: Callable[[int, int], int], num_stages: int = 1) -> None:
+        """``chunk_tokens(start, num_left)`` is the chunk that is cut at ``start``, never 0.
+
+        A chunk follows another through ``num_stages`` as soon as that leaves the first.
+        """
         self._model = model
+        self._num_stages = num_stages
         self._chunk_tokens = chunk_tokens
         self._totals_s = [0.0]
         self._num_computed_tokens = 0  # the simulation's state: chunks never end behind the table's last entry
@@ -51,7 +55,7 @@ class RemainingTime:
         return self._elapsed_s + self._chunk_s(start, end - start)
 
     def _chunk_s(self, start: int, num_tokens: int) -> float:
-        return self._model.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0))
+        return self._model.step_s(StepShape((ChunkShape(num_tokens, start),), 0, 0)) / self._num_stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class Subject:
     dtype: str
     device: str  # cpu, cuda, cuda:1
     device_name: str  # the hardware's own, or, of a profile, a part of it
+    num_ranks: int = 1  # processes that compute together
+    num_stages: int = 1  # that they are divided into
 
     @classmethod
     def of(cls, instance: InstanceProfile) -> Self:
@@ -46,6 +48,8 @@ class Subject:
             dtype=layout.dtype,
             device=instance.device,
             device_name=instance.device_name,
+            num_ranks=max(1, len(instance.rank_pids)),
+            num_stages=instance.num_stages,
         )
 
     @property
@@ -53,7 +57,8 @@ class Subject:
         """What instances have in common that are equally fast: all but what the model is called."""
         device = self.device.partition(":")[0]
         sizes = f"{self.num_parameters} {self.num_layers} {self.num_kv_heads} {self.head_dim} {self.dtype}"
-        return f"{sizes} {device} {self.device_name}"
+        ranks = "" if self.num_ranks == self.num_stages == 1 else f" {self.num_ranks} ranks {self.num_stages} stages"
+        return f"{sizes} {device} {self.device_name}{ranks}"
 
     def __str__(self) -> str:
         size = f"{self.num_parameters / 1e6:.4g}M parameters" if self.num_parameters else f"{self.num_layers} layers"

@@ -52,7 +52,7 @@ class Rebalancing:
         """A decode step of an instance, with so many more or fewer, and their context."""
         model = self.latency_of_device_class.get(instance.device_class, self.latency)
         shape = StepShape((), instance.num_decoding + num_decodes, instance.num_resident_tokens + num_tokens)
-        return model.step_s(shape)
+        return model.step_s(shape.shared_by(instance.num_stages))
 
     def is_behind(self, instance: InstanceView) -> bool:
         """Whether an instance's decode steps take longer than its residents' TPOT targets."""

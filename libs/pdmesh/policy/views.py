@@ -38,6 +38,7 @@ class InstanceView:
     slo_tpots_s: frozenset[float | None] = frozenset()  # own targets of its decoding requests; None: the default
     number: int = 0  # its place among those that joined, from 1 on; that of one that was lost is taken again
     device_class: str = ""  # instances of one are equally fast
+    num_stages: int = 1  # that each step passes; its decodes are dealt out to as many steps
 
     # Written out because mypyc leaves the one of a dataclass to the interpreter.
     def __init__(
@@ -62,6 +63,7 @@ class InstanceView:
         slo_tpots_s: frozenset[float | None] = frozenset(),
         number: int = 0,
         device_class: str = "",
+        num_stages: int = 1,
     ) -> None:
         self.instance_id = instance_id
         self.role = role
@@ -83,6 +85,7 @@ class InstanceView:
         self.slo_tpots_s = slo_tpots_s
         self.number = number
         self.device_class = device_class
+        self.num_stages = num_stages
 
 
 @dataclass(slots=True)

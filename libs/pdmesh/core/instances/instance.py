@@ -38,6 +38,7 @@ class InstanceState(OccupiedInstance):
         kept_where = KeptWhere() if kept_where is None else kept_where
         super().__init__(profile, growth, changed=changed, kept_where=kept_where, number=number, draining=draining)
         self.device_class = device_class_of(profile)  # instances of one device class are equally fast
+        self.num_stages = profile.num_stages
         self.switches = SwitchTimes()
         self.arithmetic = profile.arithmetic
         self.exact_group = f"{self.kv_group} {profile.arithmetic}"  # what moves inside it goes on with the same bits
@@ -62,6 +63,10 @@ class InstanceState(OccupiedInstance):
     def num_regular_plans(self) -> int:
         """Number of plans in flight, without an urgent one."""
         return len(self.plans) - (self.urgent_plan_id is not None)
+
+    def has_step_slot(self, plans_in_flight: int) -> bool:
+        """Whether it can be given another regular plan, if an instance of one stage may have so many at once."""
+        return self.num_regular_plans < plans_in_flight + self.num_stages - 1
 
     def begin_plan(self, plan: StepPlan, now_s: float) -> None:
         """A plan is sent."""
@@ -141,6 +146,7 @@ class InstanceState(OccupiedInstance):
                 self.allocated.slo_tpots_s,
                 self.number,
                 self.device_class,
+                self.num_stages,
             )
         return self._view
 

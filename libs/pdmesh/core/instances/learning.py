@@ -22,12 +22,14 @@ class LatencyLearner:
     """
 
     def __init__(self, prior: LinearLatencyModel, learning: LatencyLearning) -> None:
+        self.num_stages = 1  # of the first instance that prefills, or else of any
         self._prior = prior
         self._learning = learning
         self._of_device_class: dict[str, Refinement] = {}
         self._timed_prefill: set[str] = set()  # device classes of which an instance that prefills has timed itself
         self._main = ""
         self._main_prefills = False
+        self._stages_are_known = False
 
     @property
     def model(self) -> LinearLatencyModel:
@@ -47,16 +49,23 @@ class LatencyLearner:
     def joined(self, profile: InstanceProfile) -> bool:
         """Start from the first instance of a make that prefills and timed itself; until there is one, from any."""
         device_class = device_class_of(profile)
+        has_moved = self._note_stages(profile)
         if self._learning is not LatencyLearning.MEASURED or device_class in self._timed_prefill:
-            return False
+            return has_moved
         model = self_measured(profile)
         if model is None:
-            return False
+            return has_moved
         if profile.role.can_prefill:
             self._timed_prefill.add(device_class)
         self._of_device_class[device_class] = Refinement(model)
         self._consider(device_class, profile.role.can_prefill)
         return True
+
+    def _note_stages(self, profile: InstanceProfile) -> bool:
+        before = self.num_stages
+        if not self._stages_are_known:
+            self.num_stages, self._stages_are_known = profile.num_stages, profile.role.can_prefill
+        return self.num_stages != before
 
     def step_done(self, instance: InstanceState, plan: StepPlan, event: StepDone) -> bool:
         """Take note of a planned step, and of the decode steps that the instance made by itself before it."""

@@ -1,7 +1,8 @@
 """Step slots: the instances that can be given a step plan now.
 
-One has a step slot for a *regular* plan while it has fewer than its plans in flight, and for an *urgent* one, beyond
-them, while some request may run before all that it has in flight: at most one at a time.
+One has a step slot for a *regular* plan while it has fewer than its plans in flight, of which it has one more for each
+stage but the first; and for an *urgent* one, beyond them, while some request may run before all that it has in flight:
+at most one at a time.
 
 They are kept up to date, and sorted as the bundle's placements have it, by the instances that changed: so an event
 costs what it changes, not what there is.
@@ -167,9 +168,9 @@ class StepSlots:
             chunks = tuple([ChunkShape(chunk.num_tokens, chunk.start) for chunk in plan.chunks])
             num_decodes = instance.allocated.num_decoding if plan.with_decodes else 0
             num_context_tokens = instance.view.num_resident_tokens if plan.with_decodes else 0
-            shape = StepShape(chunks, num_decodes, num_context_tokens)
+            shape = StepShape(chunks, num_decodes, num_context_tokens).shared_by(instance.num_stages)
             longest = max([state.num_work_tokens for state in states], default=0)
-            steps.append(StepInFlight(longest, shape))
+            steps.append(StepInFlight(longest, shape, instance.num_stages))
             in_flight += states
         may_be = not any(plan.urgent for plan in plans)
         max_tokens = interruption.max_tokens(steps) if may_be else 0
@@ -180,7 +181,7 @@ class StepSlots:
 
     def has_room(self, instance: InstanceState) -> bool:
         """Whether it can be given a regular plan."""
-        return instance.num_regular_plans < self._plans_in_flight
+        return instance.has_step_slot(self._plans_in_flight)
 
     @property
     def any_long(self) -> bool:

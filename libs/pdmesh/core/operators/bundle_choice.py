@@ -75,7 +75,14 @@ class BundleChoice:
         learner = self.learner
         links = LinksAsMeasured(self._mesh.links, policy.link_bytes_per_s)
         self.bundle = make_bundle(
-            name, replace(policy, latency=learner.model, latency_of_device_class=learner.models, links=links)
+            name,
+            replace(
+                policy,
+                latency=learner.model,
+                num_stages=learner.num_stages,
+                latency_of_device_class=learner.models,
+                links=links,
+            ),
         )
         self._mesh.broker.computed_first = self.bundle.sends_computed_first
         self._mesh.queue.reorder(self.bundle.order)

@@ -367,8 +367,11 @@ def _phase_left_s(instance: InstanceState) -> float:
 
 
 def can_switch(instance: InstanceState) -> bool:
-    """Whether it prefills and decodes, by itself: there are modes to choose from."""
-    return instance.role is Role.MIXED
+    """Whether it prefills and decodes, by itself: there are modes to choose from.
+
+    One of several stages has steps of both kinds under way at once.
+    """
+    return instance.role is Role.MIXED and instance.num_stages == 1
 
 
 def _latest_start_s(head: RequestState, now_s: float) -> float:
