@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -150,6 +152,26 @@ def test_of_a_peer_that_died_after_the_copy_nothing_is_taken() -> None:
         cache.process = peer.process
         copies = [Copies(IndexRange(0, 1), peer.note.block_ids, OURS)]
         assert not peer_reads.read(peer.owner, peer.note, copies)
+
+
+def test_threads_that_read_of_a_peer_at_once_open_its_cache_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's memory was mapped twice, and then once no more."""
+    store, peer_reads = reading()
+    both = threading.Barrier(2)
+    opened: list[PeerCache] = []
+    open_cache = HostCache.open
+
+    def meet_and_open(cache: HostCache, pid: int, described: bytes) -> HostPeerCache:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.1)  # nobody comes: another thread waits until this one has opened it
+        opened.append(peer := open_cache(cache, pid, described))
+        return peer
+
+    monkeypatch.setattr(HostCache, "open", meet_and_open)
+    with running_owner() as peer, ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(lambda _: read(peer_reads, peer), range(2)))
+    assert len(opened) == 1
+    assert_copied(store)
 
 
 def test_a_cache_of_another_layout_is_not_opened() -> None:

@@ -132,6 +132,7 @@ class PeerReads:
         self._words = (ctypes.c_uint64 * MAX_WINDOWS)()
         self._free_words = list(range(MAX_WINDOWS))
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._opened: dict[bytes, _Opened] = {}
         self._declined: set[bytes] = set()
 
@@ -213,11 +214,25 @@ class PeerReads:
         assert num_open + len(self._free_words) == MAX_WINDOWS, f"{num_open} open + {len(self._free_words)} free"
 
     def _open(self, address: bytes, pid: int, card_address: int) -> _Opened:
+        opened = self._borrowed(address)
+        if opened is None:
+            with self._opening:  # two threads would map the same memory
+                opened = self._borrowed(address)
+                if opened is None:
+                    cache = self._map(pid, card_address)
+                    with self._lock:
+                        opened = self._opened[address] = _Opened(cache, num_readers=1)
+        return opened
+
+    def _borrowed(self, address: bytes) -> _Opened | None:
         with self._lock:
             opened = self._opened.get(address)
             if opened is not None:
                 opened.num_readers += 1
-                return opened
+            return opened
+
+    def _map(self, pid: int, card_address: int) -> PeerCache:
+        """Raises KvTransferError."""
         card = ctypes.create_string_buffer(len(self._card))
         try:
             read_memory(pid, card_address, len(card), ctypes.addressof(card))
@@ -225,13 +240,7 @@ class PeerReads:
             raise KvTransferError(f"the peer's memory cannot be read: {error}") from error
         if not card.raw.startswith(self._head):
             raise KvTransferError("the peer's cache is of another kind")
-        cache = self._cache.open(pid, card.raw[len(self._head) :])
-        with self._lock:
-            opened = self._opened.setdefault(address, _Opened(cache))
-            opened.num_readers += 1
-        if opened.cache is not cache:  # another thread was first
-            cache.close()
-        return opened
+        return self._cache.open(pid, card.raw[len(self._head) :])
 
     def _close_if_left(self, opened: _Opened) -> None:
         with self._lock:

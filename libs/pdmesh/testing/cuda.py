@@ -47,13 +47,19 @@ class FakeStreams:
         self.events: list[FakeEvent] = []
         self.num_pinned = 0
         self.num_recorded = 0
-        self.copies: list[Callable[[], object]] = []  # that a `FakeDriver` was given, and has not made yet
+        self._copies = threading.local()
 
     def record(self, *, spins: bool = False) -> FakeEvent:
         self.num_recorded += 1
         event = FakeEvent(done=not self.held)
         self.events.append(event)
         return event
+
+    @property
+    def copies(self) -> list[Callable[[], object]]:
+        """Copies that a `FakeDriver` was given by the calling thread, and has not made yet."""
+        copies: list[Callable[[], object]] = self._copies.__dict__.setdefault("waiting", [])
+        return copies
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
