@@ -419,7 +419,8 @@ class Supervisor:
         while True:
             changed = self._changed
             coming = [service.instance_id for service in self.workers if service.is_coming]
-            if coming != self._told and await self._plan.expect(coming):
+            told = self._told
+            if coming != told and await self._plan.expect(coming) and self._told is told:  # else it was another one
                 self._told = coming
             with anyio.move_on_after(TELL_AGAIN_S if coming != self._told else None):
                 await changed.wait()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pdmesh.cli.processes import process_id
 
-#: Announces itself, once there is no file beside the events file that ends in ``.hold``, and waits for SIGTERM;
+#: Announces itself, once there is no file beside the events file that ends in ``.NAME.hold``, and waits for SIGTERM;
 #: ``behaviour`` makes it misbehave. What it does goes to the events file.
 _STAND_IN = """
 import http.server, json, os, signal, sys, threading, time
@@ -47,7 +47,7 @@ if name == "gateway":
 else:
     facts["metrics_port"] = server.server_port
 note("starting")
-while os.path.exists(events + ".hold"):
+while os.path.exists(f"{events}.{name}.hold"):
     time.sleep(0.01)
 if behaviour == "silent":
     os.close(int(os.environ["PDMESH_READY_FD"]))
