@@ -8,12 +8,13 @@ import pytest
 
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.lengths import Lengths
 from pdmesh.core.instances.ranking import Decoders, Ranking
 from pdmesh.core.requests import RequestState
 from pdmesh.core.waiting.queue import WaitingQueue
-from pdmesh.model import InstanceId, Role
+from pdmesh.model import InstanceId, PrefixHash, Role
 from pdmesh.policy.placement import Apart
 from pdmesh.policy.views import InstanceView
 from pdmesh.studies.order import ShortFirst
@@ -24,16 +25,17 @@ PLACE = Apart(long_prompt_tokens=1000)
 
 
 def line_of(members: dict[InstanceId, InstanceState]) -> list[InstanceId]:
-    return sorted(members, key=lambda name: (PLACE.key(members[name].view), name))
+    return sorted(members, key=lambda name: (PLACE.key(members[name].view), members[name].kept.last_begun, name))
 
 
 @pytest.mark.parametrize("on_demand", [False, True])
 def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(on_demand: bool) -> None:
     rng, changed = random.Random(0), dict[InstanceId, None]()
-    growth = FixedGrowth(20.0, on_demand=on_demand)
+    growth, where = FixedGrowth(20.0, on_demand=on_demand), KeptWhere()
     roles = (Role.DECODE, Role.MIXED, Role.PREFILL)
     instances = [
-        InstanceState(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=growth) for n in range(12)
+        InstanceState(modelled_profile(f"i{n}", rng.choice(roles)), changed=changed, growth=growth, kept_where=where)
+        for n in range(12)
     ]
     ranking, decoders = Ranking(PLACE.key), Decoders(PLACE, None)
     members: dict[InstanceId, InstanceState] = {}
@@ -48,12 +50,13 @@ def test_members_that_come_go_and_change_are_in_line_as_if_sorted_anew(on_demand
             if instance.allocations and rng.random() < 0.5:
                 instance.give_back(next(iter(instance.allocations)))
             elif instance.num_free_blocks > 20 and instance.allocated.num_seats_taken < 8:
-                instance.take((key.request_id, key.epoch), rng.randint(1, 20), AllocationKind.RESIDENT)
+                chain = (PrefixHash(bytes(16)),) if rng.random() < 0.5 else ()
+                instance.take((key.request_id, key.epoch), rng.randint(1, 20), AllocationKind.RESIDENT, chain=chain)
             members[instance.instance_id] = instance
             ranking.put(instance)
             decoders.look_at(instance.instance_id, instance)
         if rng.random() < 0.5:
-            assert [name for _, name, _ in ranking.line()] == line_of(members)
+            assert [instance.instance_id for *_, instance in ranking.line()] == line_of(members)
             request = a_request("new", prompt=rng.randint(1, 250), output=rng.choice((4, 100)))
             first = decoders.firsts(request).get(instances[0].exact_group)
             fitting = [name for name in line_of(members) if members[name].can_decode(request)]

@@ -80,7 +80,7 @@ class PrefillPlacement(Protocol):
     """
 
     def key(self, instance: InstanceView) -> tuple[float, ...]:
-        """Smaller is earlier; equal keys are in the order of instance ids."""
+        """Smaller is earlier; of equal keys, the one that was longest given nothing to keep, then the order of ids."""
         ...
 
     def takes(self, request: Request, instance: InstanceView, num_reused_tokens: int = 0) -> bool:
@@ -95,7 +95,7 @@ class DecodePlacement(Protocol):
     """Chooses where output is generated: the first instance with room for it, or the one that computes the prompt."""
 
     def key(self, instance: InstanceView) -> tuple[float, ...]:
-        """Smaller is earlier; equal keys are in the order of instance ids."""
+        """Smaller is earlier; of equal keys, the one that was longest given nothing to keep, then the order of ids."""
         ...
 
     def stays(self, request: Request, prefill: InstanceView, first: InstanceView) -> bool:

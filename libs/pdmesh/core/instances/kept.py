@@ -50,6 +50,7 @@ class KeptHere:
         self._in_use: dict[PrefixHash, IdleLine] = {}  # by whose they are
         self._idle = IdleGranules()
         self._num_held = 0  # kept granules in blocks of live requests, as often as they have them
+        self.last_begun = 0  # the number of the last request with a chain, in the order in which they began anywhere
         self._orphans: dict[PrefixHash, None] = {}  # kept there for nothing: to be dropped
         self.offloaded: OffloadedHere | None = None  # where there is a tier
         if num_offload_granules and self.granule_blocks:
@@ -102,6 +103,7 @@ class KeptHere:
         """
         if not self.granule_blocks or not chain:
             return NOTHING
+        self.last_begun = self._where.number_request()
         held = HeldGranules(chain, self._idle.line_of(tenant, share))
         held.line.num_live += 1
         held.num_computed = num_reused

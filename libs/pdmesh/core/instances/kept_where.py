@@ -58,6 +58,12 @@ class KeptWhere(GranuleIndex):
     def __init__(self) -> None:
         super().__init__()
         self.offloaded = GranuleIndex()
+        self._num_requests = 0
+
+    def number_request(self) -> int:
+        """Return the number of a request with a chain that begins on an instance, from 1 on."""
+        self._num_requests += 1
+        return self._num_requests
 
     def depths_with_tiers(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
         """Return how many of the first ``most`` granules are where, in its cache or its tier."""

@@ -23,8 +23,18 @@ _ALIKE = 0.1
 #: So many of these are compared by what they keep.
 _MAX_COMPARED = 8
 
-#: An instance behind its key and its id, which no two share: so entries compare without the instances.
-Ranked = tuple[tuple[float, ...], InstanceId, InstanceState]
+#: An instance behind its key, when it was last given something to keep, and its id, which no two share: so entries
+#: compare without the instances.
+Ranked = tuple[tuple[float, ...], int, InstanceId, InstanceState]
+
+
+def ranked(instance: InstanceState, key: Callable[[InstanceView], tuple[float, ...]]) -> Ranked:
+    """Return an instance with its place in a line.
+
+    Of those with equal keys the one comes first that was longest given nothing to keep: if it were always the same
+    one, as it is where ids decide, what it keeps would soon be flushed, and the others' memory would lie idle.
+    """
+    return key(instance.view), instance.kept.last_begun, instance.instance_id, instance
 
 
 class Ranking:
@@ -51,7 +61,7 @@ class Ranking:
         """The members, sorted. Not to be changed, and good until the next call of `put` or `discard`."""
         for instance_id in self._changed:
             old, instance = self._entries.get(instance_id), self.members.get(instance_id)
-            new = None if instance is None else (self._key(instance.view), instance_id, instance)
+            new = None if instance is None else ranked(instance, self._key)
             if old == new:
                 continue
             if old is not None:
@@ -111,7 +121,7 @@ class _ExactGroup:
         found: InstanceState | None = None
         first_key: tuple[float, ...] = ()
         deepest = num_found = 0
-        for key, _, instance in self._ranking.line():
+        for key, _, _, instance in self._ranking.line():
             if found is not None and (num_found == _MAX_COMPARED or not _are_alike(first_key, key)):
                 break
             if not instance.can_decode(request) or instance.instance_id in avoided:

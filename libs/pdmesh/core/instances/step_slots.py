@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.lengths import Lengths
-from pdmesh.core.instances.ranking import Decoders, Ranked, Ranking
+from pdmesh.core.instances.ranking import Decoders, Ranked, Ranking, ranked
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.batching import Modes
@@ -211,7 +211,7 @@ class StepSlots:
             return opened
         key = self._bundle.prefill_placement.key
         members = self._takers.members if others else ()
-        beside = [(key(i.view), i.instance_id, i) for i in opened if i.instance_id not in members]
+        beside = [ranked(instance, key) for instance in opened if instance.instance_id not in members]
         beside.sort()
         return _merged(line, beside)
 
@@ -223,7 +223,7 @@ class StepSlots:
         """Return the least queued instance that takes prompts and is not held back; asked with local prefill only."""
         ranking = self._prefilling.get(kv_group)
         line = [] if ranking is None else ranking.line()
-        return line[0][2] if line else None
+        return line[0][-1] if line else None
 
     def is_spare(self, instance: InstanceState) -> bool:
         """Whether it only decodes, and has room in its steps."""
@@ -232,7 +232,7 @@ class StepSlots:
     def spare(self) -> Iterator[InstanceState]:
         """Yield instances that only decode and have room in their steps, in the order of the placement."""
         if self._any_spare():
-            for _, _, instance in self._spare.line():
+            for *_, instance in self._spare.line():
                 yield instance
 
     def _any_spare(self) -> bool:
@@ -277,8 +277,8 @@ def _merged(line: Iterable[Ranked], beside: Sequence[Ranked]) -> Iterator[Instan
     num_taken = 0
     for entry in line:
         while num_taken < len(beside) and beside[num_taken] < entry:
-            yield beside[num_taken][2]
+            yield beside[num_taken][-1]
             num_taken += 1
-        yield entry[2]
+        yield entry[-1]
     for entry in beside[num_taken:]:
-        yield entry[2]
+        yield entry[-1]
