@@ -5,11 +5,11 @@
 For each piece size, in turn and best of ``--rounds``: ``ucx_perftest -t tag_bw`` (one buffer at each end, which stays
 in the processor's cache, and spinning), *one* (our transport with one buffer at each end too: headers, Python, the
 event loop, asleep when idle), *ring* (the same with the rings of buffers the mesh uses), *hand-over* (`KvMover`:
-gather, checksum, send, check, scatter) and *lent* (the same KV, copied from cache to cache). GB are 10^9 bytes. Compare
-ratios of one run, never figures of two.
+gather, checksum, send, check, scatter), *encrypted* (the same with ``transfer.encrypt``) and *peer reads* (the same KV,
+copied from cache to cache). GB are 10^9 bytes. Compare ratios of one run, never figures of two.
 
 With ``--hosts`` the two are network namespaces on a switch (`pdmesh.testing.hosts`; it takes root): all goes over UCX
-with TCP, and nothing is lent.
+with TCP, and nothing is read from a peer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from pdmesh.transport.ucx import UcxTransport
 EPOCH, CAPABILITY = Epoch(0), 1
 NUM_LAYERS = 16
 SENDERS = PIECES_IN_FLIGHT  # sends under way at once, as in one transfer
-OURS = ("one", "ring", "hand-over")
+OURS = ("one", "ring", "hand-over", "encrypted")
 PEER_READS = "peer reads"
 
 
@@ -357,6 +357,7 @@ def compare(options: argparse.Namespace, base: TransferConfig, places: Places) -
                 measure_raw(single, num_pieces, places),
                 measure_raw(config, num_pieces, places),
                 measure_handover(config, num_pieces, places),
+                measure_handover(replace(config, encrypt=True), num_pieces, places),
             ]
             if PEER_READS in names:
                 figures.append(measure_handover(replace(config, peer_reads=True), num_pieces, places))

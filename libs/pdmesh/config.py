@@ -393,6 +393,11 @@ class TransferConfig:
         "say that only hosts of the mesh reach the network devices that KV is sent over: UCX knows neither TLS nor "
         "keys, and a stranger's bytes at its port end an instance",
     ] = False
+    encrypt: Annotated[
+        bool,
+        "encrypt the KV that this instance sends (AES-256-GCM, with keys made of `security.mesh_token`). Others take "
+        "it whether they have this set or not. What peers on one host copy from its cache is not sent",
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.local import _HELLO, _HELLO_MAGIC, _OFFER, _OFFER_MAGIC, MAX_STRANGERS, _name
 from pdmesh.transport.prefix import HEAD_BYTES, number_piece
-from pdmesh.transport.seal import MeshKey
+from pdmesh.transport.seal import CHECK_BYTES, MeshKey
 from pdmesh.transport.ucx import UcxTransport
 
 NUMBER = int(os.environ.get("FUZZ_NUMBER", "300"))
@@ -301,7 +301,7 @@ async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_r
         )
 
     values = [0, 1, 2, 3, 4, 96, 192, 2**16 - 1, 2**32 - 1]
-    others = {"kind", "request_key", "epoch", "has_token", "part"}
+    others = {"kind", "request_key", "epoch", "has_token", "part", "check"}
     numbers = [field.name for field in fields(PieceHeader) if field.name not in others]
 
     def span() -> IndexRange:
@@ -333,6 +333,8 @@ async def test_whatever_a_peer_of_the_mesh_says_in_a_header_is_no_error_of_the_r
                     if rng.random() < 0.8:
                         heads = rng.choice([span(), IndexRange(0, SMALL_LAYOUT.num_kv_heads)])
                         changes |= {"part": KvPart(span(), span(), heads), "has_token": rng.random() < 0.5}
+                    if rng.random() < 0.3:
+                        changes["check"] = rng.randbytes(CHECK_BYTES)
                     async with a.lend() as buffer:
                         pack_header(replace(header, **changes), buffer.header, key)
                         await a.send(b.address, buffer, payload_bytes)

@@ -14,7 +14,7 @@ import pytest
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
 from pdmesh.kv.peer_reads import CacheOwner, PeerReadWriter, ReadNote, note_bytes
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
+from pdmesh.kv.piece import NO_CHECK, PieceHeader, PieceKind, pack_header, request_key, unpack_header
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sharing import HostCache
@@ -64,13 +64,13 @@ def a_note(pair: Pair, block_ids: Sequence[int]) -> ReadNote:
 
 
 async def say(pair: Pair, header: PieceHeader, payload: bytes = b"", *, backwards: bool = False) -> None:
-    """Send a piece as it is; its length and checksum are right unless it has others."""
+    """Send a piece as it is; its length and check are right unless it has others."""
     source, destination = (pair.b, pair.a) if backwards else (pair.a, pair.b)
     async with source.transport.lend() as buffer:
         buffer.payload[: len(payload)] = payload
-        checksum = header.checksum or KEY.checksum(memoryview(payload))
+        check = KEY.close_payload(buffer.payload[: len(payload)]) if header.check == NO_CHECK else header.check
         payload_bytes = header.payload_bytes or len(payload)
-        pack_header(replace(header, checksum=checksum, payload_bytes=payload_bytes), buffer.header, KEY)
+        pack_header(replace(header, check=check, payload_bytes=payload_bytes), buffer.header, KEY)
         await source.transport.send(destination.transport.address, buffer, len(payload))
 
 
@@ -365,7 +365,7 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "range: of two layers, and one beyond": ({}, {"part": A_READ.part._replace(layers=IndexRange(2, 4))}),
     "range: beyond the request": ({}, {"part": A_READ.part._replace(blocks=IndexRange(9, 10))}),
     "range: of another source": ({}, {"source": 1}),
-    "checksum": ({}, {"checksum": 1}),
+    "checksum": ({}, {"check": b"wrong"}),
     "capability": ({}, {"capability": 1}),
     "epoch": ({}, {"epoch": Epoch(2)}),
     "unknown": ({}, {"request_key": bytes(16)}),

@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "window closed: no word": ({"word_address": 8}, {}),
     "range: too short": ({"block_ids": []}, {}),
     "range: too long": ({"block_ids": [0, 1]}, {}),
-    "checksum": ({}, {"checksum": 1}),
+    "checksum": ({}, {"check": b"wrong"}),
     "capability": ({}, {"capability": 1}),
     "epoch": ({}, {"epoch": 2}),
     "duplicate": ({}, {"part": KvPart(IndexRange(8, 9), IndexRange(0, 1), HEADS)}),

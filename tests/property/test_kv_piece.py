@@ -14,10 +14,13 @@ from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, un
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.address import WorkerAddress, pack_address, unpack_address
 from pdmesh.transport.buffers import HEADER_BYTES
-from pdmesh.transport.seal import MeshKey
+from pdmesh.transport.seal import CHECK_BYTES, SEAL_BYTES, MeshKey
 
 KEY = MeshKey("the mesh's")
-COPY_BYTES = 100
+ENCRYPTING = MeshKey("the mesh's", encrypts=True)
+COPY_BYTES = 156
+
+keys = st.sampled_from([KEY, ENCRYPTING])
 
 u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 
@@ -27,7 +30,7 @@ OTHERS = {
     "request_key",
     "epoch",
     "capability",
-    "checksum",
+    "check",
     "source",
     "destination",
     "num_members",
@@ -46,7 +49,7 @@ headers = st.builds(
     request_key=st.text().map(lambda text: request_key(RequestId(text.encode(errors="replace").decode()))),
     epoch=u32.map(Epoch),
     capability=u64,
-    checksum=u64,
+    check=st.binary(min_size=CHECK_BYTES, max_size=CHECK_BYTES),
     source=u16,
     destination=u16,
     num_members=u16,
@@ -56,15 +59,15 @@ headers = st.builds(
 )
 
 
-def packed(header: PieceHeader) -> bytearray:
+def packed(header: PieceHeader, key: MeshKey = KEY) -> bytearray:
     data = bytearray(HEADER_BYTES)
-    pack_header(header, memoryview(data), KEY)
+    pack_header(header, memoryview(data), key)
     return data
 
 
-@given(headers)
-def test_a_header_is_read_back(header: PieceHeader) -> None:
-    assert unpack_header(bytes(packed(header)), KEY) == header
+@given(headers, keys, keys)
+def test_a_header_is_read_back_by_every_key_of_the_mesh(header: PieceHeader, key: MeshKey, other: MeshKey) -> None:
+    assert unpack_header(bytes(packed(header, key)), other) == header
 
 
 @given(st.binary(max_size=2 * HEADER_BYTES))
@@ -73,11 +76,11 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
         unpack_header(data, KEY)
 
 
-@given(headers, st.integers(0, COPY_BYTES - 1), st.integers(0, COPY_BYTES - 1), st.integers(1, 255))
+@given(headers, st.integers(0, COPY_BYTES - 1), st.integers(0, COPY_BYTES - 1), st.integers(1, 255), keys)
 def test_a_byte_changed_in_one_copy_is_harmless_and_in_both_is_noticed(
-    header: PieceHeader, position: int, other: int, change: int
+    header: PieceHeader, position: int, other: int, change: int, key: MeshKey
 ) -> None:
-    first, second, both = packed(header), packed(header), packed(header)
+    first, second, both = packed(header, key), packed(header, key), packed(header, key)
     for data in (first, both):
         data[position] ^= change
     for data in (second, both):
@@ -87,18 +90,57 @@ def test_a_byte_changed_in_one_copy_is_harmless_and_in_both_is_noticed(
         unpack_header(bytes(both), KEY)
 
 
-@given(headers, st.text())
-def test_a_header_sealed_with_another_token_is_refused(header: PieceHeader, token: str) -> None:
+@given(headers, st.text(), keys)
+def test_a_header_sealed_with_another_token_is_refused(header: PieceHeader, token: str, key: MeshKey) -> None:
     with pytest.raises(ProtocolError):
-        unpack_header(bytes(packed(header)), MeshKey(token + "?"))
+        unpack_header(bytes(packed(header, key)), MeshKey(token + "?"))
 
 
 @given(st.binary(max_size=1000))
 def test_a_checksum_needs_the_key(payload: bytes) -> None:
     """An unkeyed checksum, as it was, is one that anybody can make."""
     view = memoryview(payload)
-    assert KEY.checksum(view) == MeshKey("the mesh's").checksum(view)
-    assert KEY.checksum(view) not in {MeshKey("").checksum(view), xxhash.xxh3_64_intdigest(view)}
+    check = KEY.close_payload(view)
+    assert check == MeshKey("the mesh's").close_payload(view)
+    assert check != MeshKey("").close_payload(view)
+    assert xxhash.xxh3_64_intdigest(view).to_bytes(8, "little") not in check
+
+
+@given(st.binary(max_size=200), keys, keys)
+def test_a_payload_is_read_back_by_every_key_of_the_mesh(payload: bytes, key: MeshKey, other: MeshKey) -> None:
+    sent = bytearray(payload)
+    check = key.close_payload(memoryview(sent))
+    assert other.opens_payload(memoryview(sent), check)
+    assert sent == payload
+
+
+@given(st.binary(min_size=1, max_size=200), keys, st.data())
+def test_a_damaged_payload_or_check_is_noticed(payload: bytes, key: MeshKey, data: st.DataObject) -> None:
+    sent = bytearray(payload)
+    check = bytearray(key.close_payload(memoryview(sent)))
+    damaged = data.draw(st.sampled_from([sent, check]))
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    assert not KEY.opens_payload(memoryview(sent), bytes(check))
+
+
+@given(st.binary(min_size=1, max_size=200), st.text())
+def test_what_is_encrypted_opens_with_no_other_token(payload: bytes, token: str) -> None:
+    sent = bytearray(payload)
+    check = ENCRYPTING.close_payload(memoryview(sent))
+    assert not MeshKey(token + "?").opens_payload(memoryview(sent), check)
+
+
+@given(st.binary(min_size=16, max_size=200), headers)
+def test_nothing_that_is_encrypted_can_be_read_or_recognised(payload: bytes, header: PieceHeader) -> None:
+    """The same payload and header look different each time."""
+    sent, again = bytearray(payload), bytearray(payload)
+    assert ENCRYPTING.close_payload(memoryview(sent)) != ENCRYPTING.close_payload(memoryview(again))
+    assert len({bytes(sent), bytes(again), payload}) == 3
+    plain = KEY.open(packed(header)[:COPY_BYTES])
+    assert plain is not None
+    first, second = packed(header, ENCRYPTING), packed(header, ENCRYPTING)
+    assert first != second
+    assert not any(plain[i : i + 8] in first for i in range(0, len(plain) - 8) if plain[i : i + 8] != bytes(8))
 
 
 @given(headers, st.integers(0, 2 * COPY_BYTES - 1))
@@ -127,16 +169,16 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
         num_members=16,
         part=KvPart(IndexRange(4, 5), IndexRange(6, 16), IndexRange(9, 10)),
         payload_bytes=7,
-        checksum=8,
+        check=bytes(range(100, 140)),
         num_context_tokens=11,
         has_token=True,
         token_id=12,
         token_index=13,
     )
-    assert packed(header)[:84].hex() == (
-        "70644b370101100001000000000102030405060708090a0b0c0d0e0f0200000000000000"
+    assert packed(header)[: COPY_BYTES - SEAL_BYTES].hex() == (
+        "70644b380101100001000000000102030405060708090a0b0c0d0e0f0200000000000000"
         "0e000f00030000000400000005000000060010000900"
-        "0a000700000008000000000000000b0000000c0000000d000000"
+        f"0a0007000000{bytes(range(100, 140)).hex()}0b0000000c0000000d000000"
     )
 
 

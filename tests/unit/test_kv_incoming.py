@@ -87,7 +87,7 @@ async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
                 capability=1,
                 part=part,
                 payload_bytes=num_bytes,
-                checksum=KEY.checksum(payload),
+                check=KEY.close_payload(payload),
             )
             reader.read(header, Piece(payload), [0, 1], address=b"", is_wanted=lambda: True, on_read=faults.append)
             assert faults == [UNREADABLE]
@@ -126,7 +126,7 @@ async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committe
                 capability=1,
                 part=part,
                 payload_bytes=len(payload),
-                checksum=KEY.checksum(payload),
+                check=KEY.close_payload(payload),
             )
             piece = Piece(payload)
             reader.read(header, piece, blocks, address=b"", is_wanted=lambda: True, on_read=on_read)

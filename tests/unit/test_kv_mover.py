@@ -92,6 +92,34 @@ async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_
         pair.free_all()
 
 
+@pytest.mark.parametrize("layout", [SMALL_LAYOUT, LARGE_LAYOUT], ids=["small", "large"])
+@pytest.mark.parametrize("encrypts", [(True, True), (True, False), (False, True)], ids=["both", "source", "receiver"])
+async def test_encrypted_kv_moves_to_whoever_has_the_token(
+    maker: TransportMaker, layout: KvLayout, encrypts: tuple[bool, bool]
+) -> None:
+    """So the setting may be changed one instance after the other."""
+    config = SMALL_TRANSFER if layout is SMALL_LAYOUT else LARGE_TRANSFER
+    configs = [replace(config, encrypt=each) for each in encrypts]
+    async with (
+        open_side(maker, layout, configs[0], ByteStore(layout, NUM_BLOCKS, seed=1)) as a,
+        open_side(maker, layout, configs[1], ByteStore(layout, NUM_BLOCKS)) as b,
+    ):
+        with anyio.fail_after(30):
+            pair = Pair(a, b)
+            pair.expect()
+            sender = pair.offer()
+            pair.grant()
+            await anyio.to_thread.run_sync(lambda: pair.compute(sender))
+            sender.commit(FirstToken(7, 2))
+            landed = await b.outcome()
+            assert isinstance(landed, LandedTransfer)
+            assert (landed.token_id, landed.token_index) == (7, 2)
+            assert isinstance(await a.outcome(), SentTransfer)
+            assert b.mover.counters().dropped == {}
+            pair.check_moved()
+            pair.free_all()
+
+
 async def test_layers_are_pushed_while_later_ones_are_computed(maker: TransportMaker) -> None:
     """What is ready arrives though the rest is not there yet."""
     async with open_pair(maker) as pair:
@@ -248,7 +276,13 @@ def damaged_at_first() -> MemoryFaults:
 
 @pytest.mark.parametrize("committed_first", [True, False])
 @pytest.mark.parametrize(
-    ("layout", "config"), [(SMALL_LAYOUT, SMALL_TRANSFER), (LARGE_LAYOUT, LARGE_TRANSFER)], ids=["small", "large"]
+    ("layout", "config"),
+    [
+        (SMALL_LAYOUT, SMALL_TRANSFER),
+        (LARGE_LAYOUT, LARGE_TRANSFER),
+        (SMALL_LAYOUT, replace(SMALL_TRANSFER, encrypt=True)),
+    ],
+    ids=["small", "large", "encrypted"],
 )
 async def test_damaged_pieces_are_asked_for_again(
     memory: TransportMaker, layout: KvLayout, config: TransferConfig, committed_first: bool
@@ -507,7 +541,7 @@ def _forgeries() -> list[Forgery]:
         capability=CAPABILITY,
         part=A_PAGE,
         payload_bytes=size,
-        checksum=KEY.checksum(memoryview(bytes(size))),
+        check=KEY.close_payload(memoryview(bytes(size))),
     )
     return [
         Forgery("unknown", replace(good, request_key=request_key(RequestId("another"))), size),

@@ -198,10 +198,16 @@ def test_a_wide_bind_needs_tls_and_a_key() -> None:
 def test_kv_on_a_network_needs_somebody_who_vouches_for_it(devices: str) -> None:
     """UCX has neither TLS nor keys: `transfer.ucx_net_devices=all` used to start without a word."""
     for inside in ("", "lo"):
-        check_kv_devices(inside, TransferConfig())
-    check_kv_devices(devices, TransferConfig(trusted_network=True))
-    with pytest.raises(ConfigError, match="unencrypted"):
-        check_kv_devices(devices, TransferConfig())
+        check_kv_devices(inside, TransferConfig(), SecurityConfig())
+    check_kv_devices(devices, TransferConfig(trusted_network=True), SecurityConfig())
+    with pytest.raises(ConfigError, match="accepts data from anybody"):
+        check_kv_devices(devices, TransferConfig(), SecurityConfig())
+
+
+def test_kv_is_encrypted_only_with_a_secret() -> None:
+    check_kv_devices("", TransferConfig(encrypt=True), SecurityConfig(mesh_token="secret"))
+    with pytest.raises(ConfigError, match="mesh_token"):
+        check_kv_devices("", TransferConfig(encrypt=True), SecurityConfig())
 
 
 async def test_a_stranger_is_answered_before_it_has_said_a_word() -> None:

@@ -115,7 +115,7 @@ class KvMover:
         self._store = store
         self._pool = pool
         self._config = config
-        self._key = MeshKey(mesh_token)
+        self._key = MeshKey(mesh_token, encrypts=config.encrypt)
         self._on_outcome = on_outcome
         self._clock = clock
         self._memory = memory

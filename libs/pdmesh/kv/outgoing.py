@@ -1,4 +1,4 @@
-"""Blocks of one request on their way out, as pieces: gather, checksum, header, send."""
+"""Blocks of one request on their way out, as pieces: gather, seal, send."""
 
 from __future__ import annotations
 
@@ -91,9 +91,10 @@ class PieceWriter:
 
     async def _send_payload(self, address: bytes, payload: bytes, about: PieceHeader) -> None:
         """Send one piece that is no KV. Raises KvTransferError."""
-        header = replace(about, payload_bytes=len(payload), checksum=self._key.checksum(memoryview(payload)))
         async with self._transport.lend() as buffer:
-            buffer.payload[: len(payload)] = payload
+            room = buffer.payload[: len(payload)]
+            room[:] = payload
+            header = replace(about, payload_bytes=len(payload), check=self._key.close_payload(room))
             pack_header(header, buffer.header, self._key)
             await self._transport.send(address, buffer, len(payload))
         self.num_pieces += 1
@@ -136,6 +137,6 @@ class PieceWriter:
             chunk=blocks.chunk,
             part=self._part(blocks),
             payload_bytes=payload_bytes,
-            checksum=self._key.checksum(payload),
+            check=self._key.close_payload(payload),
         )
         pack_header(header, buffer.header, self._key)

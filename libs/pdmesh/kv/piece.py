@@ -1,9 +1,8 @@
 """The fixed header of a piece, and the checks that come before anything else in it is believed.
 
-Little-endian, 100 bytes. The last sixteen are a seal that only services of the mesh can make (`pdmesh.transport.seal`),
-so that a damaged or foreign header is told apart from a wrong one. The header is sent twice, because a receiver cannot
-ask again for a piece whose header it does not believe. The payload has a checksum of its own, of the same secret, which
-the header holds.
+Little-endian, 116 bytes, and a seal that only services of the mesh can make (`pdmesh.transport.seal`), so that a
+damaged or foreign header is told apart from a wrong one. The header is sent twice, because a receiver cannot ask again
+for a piece whose header it does not believe. What opens the payload is in the header.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from enum import IntEnum
 from pdmesh.errors import ProtocolError
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
-from pdmesh.transport.seal import SEAL_BYTES, MeshKey
+from pdmesh.transport.seal import CHECK_BYTES, SEAL_BYTES, MeshKey
 
-_MAGIC = b"pdK7"  # the digit is the version
-_FIELDS = struct.Struct("<4sB?HI16sQ2HI2I4HIQ3I")
+_MAGIC = b"pdK8"  # the digit is the version
+_FIELDS = struct.Struct(f"<4sB?HI16sQ2HI2I4HI{CHECK_BYTES}s3I")
 _COPY_BYTES = _FIELDS.size + SEAL_BYTES
 assert 2 * _COPY_BYTES <= HEADER_BYTES
 
 
+NO_CHECK = bytes(CHECK_BYTES)
 NO_PART = KvPart(IndexRange(0, 0), IndexRange(0, 0), IndexRange(0, 0))
 
 
@@ -58,7 +58,7 @@ class PieceHeader:
     part: KvPart = NO_PART  # KV, PEER_READ, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
     # TRANSCRIPT: ``blocks`` are bytes
     payload_bytes: int = 0
-    checksum: int = 0  # of the payload: `MeshKey.checksum`
+    check: bytes = NO_CHECK  # of the payload: `MeshKey.close_payload`
     num_context_tokens: int = 0  # COMMIT: tokens of the request's context
     has_token: bool = False  # COMMIT: this source drew the first token
     token_id: int = 0
@@ -72,9 +72,7 @@ def request_key(request_id: RequestId) -> bytes:
 
 def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
     """Write the sealed header into ``out``, which is `HEADER_BYTES` long."""
-    _FIELDS.pack_into(
-        out,
-        0,
+    fields = _FIELDS.pack(
         _MAGIC,
         header.kind,
         header.has_token,
@@ -89,31 +87,28 @@ def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
         *header.part.layers,
         *header.part.heads,
         header.payload_bytes,
-        header.checksum,
+        header.check,
         header.num_context_tokens,
         header.token_id,
         header.token_index,
     )
-    out[_FIELDS.size : _COPY_BYTES] = key.seal(out[: _FIELDS.size])
-    out[_COPY_BYTES : 2 * _COPY_BYTES] = out[:_COPY_BYTES]
+    out[: 2 * _COPY_BYTES] = 2 * key.seal(fields)
 
 
 def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
     """Decode what `pack_header` wrote. Raises ProtocolError, and nothing else, for anything else."""
     if len(data) < 2 * _COPY_BYTES:
         raise ProtocolError(f"a piece header of {len(data)} bytes")
-    for copy in (data[:_COPY_BYTES], data[_COPY_BYTES : 2 * _COPY_BYTES]):
-        if key.opens(copy[: _FIELDS.size], copy[_FIELDS.size :]):
-            break
-    else:
+    fields = key.open(data[:_COPY_BYTES]) or key.open(data[_COPY_BYTES : 2 * _COPY_BYTES])
+    if fields is None:
         raise ProtocolError("a damaged piece header, or another mesh's")
-    magic, kind, has_token, num_members, epoch, request, capability, *numbers = _FIELDS.unpack_from(copy)
+    magic, kind, has_token, num_members, epoch, request, capability, *numbers = _FIELDS.unpack(fields)
     if magic != _MAGIC:
         raise ProtocolError("not a piece of this version")
     if kind not in _KINDS:
         raise ProtocolError(f"a piece of unknown kind {kind}")
     source, destination, chunk, *spans = numbers[:9]
-    payload_bytes, checksum, num_context_tokens, token_id, token_index = numbers[9:]
+    payload_bytes, check, num_context_tokens, token_id, token_index = numbers[9:]
     return PieceHeader(
         kind=PieceKind(kind),
         request_key=request,
@@ -125,7 +120,7 @@ def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
         chunk=chunk,
         part=KvPart(IndexRange(*spans[:2]), IndexRange(*spans[2:4]), IndexRange(*spans[4:])),
         payload_bytes=payload_bytes,
-        checksum=checksum,
+        check=check,
         num_context_tokens=num_context_tokens,
         has_token=has_token,
         token_id=token_id,

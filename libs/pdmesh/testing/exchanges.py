@@ -16,7 +16,7 @@ from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.pages import Blocks
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header
+from pdmesh.kv.piece import NO_CHECK, PieceHeader, PieceKind, pack_header
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
@@ -95,11 +95,11 @@ class Member:
         ]
 
     async def say(self, to: Member, header: PieceHeader, payload: bytes = b"") -> None:
-        """Send a piece as it is; its checksum is that of the payload unless there is one."""
+        """Send a piece as it is; what opens the payload is right unless there is something."""
         async with self.transport.lend() as buffer:
             buffer.payload[: len(payload)] = payload
-            checksum = header.checksum or KEY.checksum(memoryview(payload))
-            pack_header(replace(header, checksum=checksum), buffer.header, KEY)
+            check = KEY.close_payload(buffer.payload[: len(payload)]) if header.check == NO_CHECK else header.check
+            pack_header(replace(header, check=check), buffer.header, KEY)
             await self.transport.send(to.transport.address, buffer, len(payload))
 
     def free(self) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 import anyio
 
 #: Room for a piece's header (`pdmesh.kv.piece`), a multiple of the cache line.
-HEADER_BYTES = 256
+HEADER_BYTES = 320
 
 
 class PieceBuffer:

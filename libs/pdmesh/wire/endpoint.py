@@ -210,15 +210,18 @@ def metadata_of(details: grpc.HandlerCallDetails) -> dict[str, str]:
     return {key: value for key, value in metadata if isinstance(value, str)}
 
 
-def check_kv_devices(devices: str, config: TransferConfig) -> None:
+def check_kv_devices(devices: str, config: TransferConfig, security: SecurityConfig) -> None:
     """Refuse to send KV over an untrusted network, because UCX has neither TLS nor keys. Raises ConfigError."""
+    if config.encrypt and not security.mesh_token:
+        raise ConfigError("transfer.encrypt makes its keys of security.mesh_token: set that on every service")
     beyond = [device for device in devices.split(",") if device.strip() not in {"", "lo"}]
     if beyond and not config.trusted_network:
         raise ConfigError(
-            f"KV would be sent over {', '.join(beyond)} unencrypted, and UCX accepts data from anybody there, with "
-            "or without TLS: leave transfer.ucx_net_devices (UCX_NET_DEVICES) unset to keep KV inside this host, or "
-            "set transfer.trusted_network if only hosts of the mesh can reach it (security.trusted_network says "
-            "nothing of it)"
+            f"KV would be sent over {', '.join(beyond)}, and UCX accepts data from anybody there, with or without TLS "
+            "(transfer.encrypt hides KV, but does not keep a stranger's bytes from ending an instance): leave "
+            "transfer.ucx_net_devices (UCX_NET_DEVICES) unset to keep KV inside this host, or set "
+            "transfer.trusted_network if only hosts of the mesh can reach it (security.trusted_network says nothing "
+            "of it)"
         )
 
 

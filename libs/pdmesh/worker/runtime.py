@@ -63,7 +63,7 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
     if config.transfer.transport == "ucx":
-        check_kv_devices(ucx_devices(config.transfer), config.transfer)
+        check_kv_devices(ucx_devices(config.transfer), config.transfer, config.security)
     num_ranks = config.num_ranks_of(role)
     check_ranks_can_compute(config, num_ranks)
     num_threads = fair_num_threads(config.worker.num_threads, num_ranks)
