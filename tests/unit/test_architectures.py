@@ -7,9 +7,8 @@ in `pdmesh.testing.transformers_checkpoints`.
 from __future__ import annotations
 
 import json
-import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,19 @@ import torch
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
-from pdmesh.engine.base import SliceResult
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.model import SamplingParams
-from pdmesh.testing.reference import GreedyStep, HfReference
+from pdmesh.testing.architectures import (
+    NUM_OUTPUT_TOKENS,
+    PARAMS,
+    PROMPT_LENGTHS,
+    assert_computes_as_transformers,
+    assert_equal,
+    prompt_of,
+    references_of,
+)
+from pdmesh.testing.reference import GreedyStep
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
-
-NUM_OUTPUT_TOKENS = 12
-PROMPT_LENGTHS = (1, 19, 75)
 
 
 def models() -> Iterator[ParameterSet]:
@@ -47,71 +50,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_transformers_checkpoint(tmp_path_factory.mktemp(model_type), model_type, seed=1, **options)
 
 
-def prompt_of(num_tokens: int) -> list[int]:
-    rng = random.Random(num_tokens)
-    return [rng.randrange(320) for _ in range(num_tokens)]
-
-
 @pytest.fixture(scope="module")
 def references(checkpoint: Path) -> dict[int, list[GreedyStep]]:
-    """What transformers continues prompts of these lengths with."""
-    reference = HfReference(checkpoint)
-    return {length: reference.greedy_steps(prompt_of(length), NUM_OUTPUT_TOKENS) for length in PROMPT_LENGTHS}
-
-
-PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=0)
-
-
-def assert_equal(results: Sequence[SliceResult], expected: Sequence[GreedyStep]) -> None:
-    drawn = [result for result in results if result.token_id is not None]
-    assert [result.token_id for result in drawn] == [step.token_id for step in expected]
-    logprobs = [result.logprobs.logprob for result in drawn if result.logprobs is not None]
-    assert logprobs == pytest.approx([step.logprob for step in expected], abs=1e-4)
+    return references_of(checkpoint)
 
 
 def test_greedy_tokens_and_logprobs_equal_transformers(
     checkpoint: Path, references: dict[int, list[GreedyStep]]
 ) -> None:
-    """For every chunking, in batches of unlike sequences, handed over before the first token, and moved after it."""
-    engines = [TorchEngine(checkpoint, num_blocks=32, num_threads=1) for _ in range(2)]
-    engine, other = engines
-    for length, expected in references.items():
-        for chunk_tokens in (7, 1000):
-            alone = generate(engine, prompt_of(length), NUM_OUTPUT_TOKENS, chunk_tokens=chunk_tokens, params=PARAMS)
-            assert_equal(alone.results, expected)
-
-    lengths = [length + NUM_OUTPUT_TOKENS for length in PROMPT_LENGTHS]
-    requests = {
-        length: SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), NUM_OUTPUT_TOKENS)
-        for length, table in zip(PROMPT_LENGTHS, separate_tables(engine, lengths), strict=True)
-    }
-    while left := [request for request in requests.values() if not request.done]:
-        step(engine, [(request, 16) for request in left])
-    for length, request in requests.items():
-        assert_equal(request.results, references[length])
-
-    length = PROMPT_LENGTHS[-1]
-    moved = SteppedRequest(new_sequence(prompt_of(length), list(range(8)), PARAMS), NUM_OUTPUT_TOKENS)
-    step(engine, [(moved, 40)])
-    step(engine, [(moved, 40)])  # draws the first token
-    for source, target in ((engine, other), (other, engine)):
-        move(moved, source, target)
-        for _ in range(4):
-            step(target, [(moved, 1)])
-    assert_equal(moved.results, references[length][: len(moved.output_ids)])
-    assert len({step.token_id for steps in references.values() for step in steps}) > 4  # it wanders
-
-
-def move(request: SteppedRequest, source: TorchEngine, target: TorchEngine) -> None:
-    """Take a request's KV to other blocks of another engine."""
-    table, layout = request.sequence.block_table, source.kv.layout
-    assert layout == target.kv.layout
-    moved = [(block + 11) % target.kv.num_blocks for block in table]
-    for layer in range(layout.num_layers):
-        data = memoryview(bytearray(len(table) * layout.block_bytes))
-        source.kv.gather(layer, table, data)
-        target.kv.scatter(layer, moved, data)
-    request.sequence.block_table[:] = moved
+    assert_computes_as_transformers(checkpoint, references)
 
 
 def test_deterministic_mode_gives_the_same_tokens(checkpoint: Path, references: dict[int, list[GreedyStep]]) -> None:

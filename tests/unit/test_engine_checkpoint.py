@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from pdmesh.demo.checkpoint import demo_checkpoint
 from pdmesh.engine.files import load_model_config, load_model_info, resolve_model
-from pdmesh.engine.model_config import QkNorm, RopeConfig
+from pdmesh.engine.model_config import ModelConfig, QkNorm, RopeConfig
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint, write_safetensors
@@ -37,7 +37,7 @@ def edit_config(directory: Path, **changes: Any) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "architecture is 'MambaForCausalLM', which is not served"),
-        ({"architectures": ..., "model_type": "opt"}, "architecture is 'opt'"),
+        ({"architectures": ..., "model_type": "mamba"}, "architecture is 'mamba'"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; it must be a positive integer"),
         ({"num_key_value_heads": 3}, "4 attention heads are not a multiple of 3"),
@@ -137,10 +137,12 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     )
     edit_config(directory, **absent)
     config = load_model_config(directory)
+    assert isinstance(config, ModelConfig)
     assert (config.head_dim, config.max_position_embeddings, config.tie_word_embeddings) == (128, 32768, False)
     assert (config.ropes, config.dtype) == ((RopeConfig(theta=10_000.0),), "float32")
     edit_config(directory, architectures=["LlamaForCausalLM"])
     config = load_model_config(directory)
+    assert isinstance(config, ModelConfig)
     assert (config.head_dim, config.max_position_embeddings, config.qk_norm) == (16, 2048, QkNorm.NONE)
 
 

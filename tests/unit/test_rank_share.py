@@ -11,7 +11,7 @@ from pdmesh.engine.model_config import ModelConfig, QkNorm
 from pdmesh.engine.ranks.share import RankShare, check_divisible
 from pdmesh.errors import ConfigError
 
-MODEL = parse_model_config(
+_PARSED = parse_model_config(
     {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 1000,
@@ -24,6 +24,8 @@ MODEL = parse_model_config(
     },
     "config.json",
 )
+assert isinstance(_PARSED, ModelConfig)
+MODEL = _PARSED
 
 
 @given(num_outputs=st.integers(1, 5000), num_ranks=st.integers(1, 8))

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from pdmesh.config import MeshConfig
+from pdmesh.engine.architectures.undescribed import check_installed
 from pdmesh.engine.files import load_model_config, weight_files
 from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes, is_loopback, num_startable_threads
@@ -35,6 +36,7 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
     if config.worker.engine != "torch":
         return
     model = load_model_config(directory)
+    check_installed(model)
     if not (directory / "tokenizer.json").exists():
         raise ConfigError(f"{directory} has no tokenizer.json: save the checkpoint with its fast tokenizer")
     if config.worker.load_format != "dummy":

@@ -73,7 +73,6 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         name=name,
         reason=loaded.kernels.reason,
         arithmetic=class_name(layout.dtype, kinds),
-        transformer=transformer,
         forward=forward,
         kv=store,
     )

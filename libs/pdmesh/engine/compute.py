@@ -66,11 +66,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """What computes a checkpoint on one device: the layers, how a step passes them, and the paged cache."""
+    """What computes a checkpoint on one device: how a step passes the layers, and the paged cache."""
 
     name: str  # for the log
     arithmetic: str  # its class, as in `pdmesh.model.InstanceProfile`
     reason: str = ""  # why this and nothing faster
-    transformer: Transformer
     forward: Forward
     kv: PagedStore

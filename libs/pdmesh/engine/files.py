@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from pdmesh.engine.architectures import parse_model_config
-from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_config import ModelConfig, UndescribedModel
 from pdmesh.errors import ConfigError
 
 #: What a hub snapshot needs for serving; weights in other formats stay where they are.
@@ -90,7 +90,7 @@ def with_adapter(name: str, lora: Path | None) -> str:
     return name if lora is None else f"{name}+{lora.absolute().name}"
 
 
-def load_model_config(directory: Path) -> ModelConfig:
+def load_model_config(directory: Path) -> ModelConfig | UndescribedModel:
     """Read and check ``config.json``."""
     path = directory / "config.json"
     return parse_model_config(read_json_object(path), str(path))

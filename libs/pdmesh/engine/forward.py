@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionBackend, QuerySpan
+from pdmesh.engine.attention import AttentionBackend, AttentionPlan, QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
-from pdmesh.engine.model import StepInputs, Transformer
+from pdmesh.engine.model import StepInputs
 from pdmesh.engine.sampler import sample
 from pdmesh.model import KvLayout, num_blocks_for
 
@@ -24,6 +24,24 @@ _NONE: Ints = np.empty(0, dtype=np.int64)
 
 #: Rows of a step.
 Rows = Sequence[int]
+
+
+class Decoder(Protocol):
+    """A model's layers, and what makes scores of their results."""
+
+    def forward(
+        self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
+    ) -> Tensor:
+        """Hidden states (num_tokens, hidden_size); writes the tokens' keys and values."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`."""
+        ...
+
+    def last_norm(self, hidden: Tensor) -> Tensor:
+        """Chosen rows of `forward` behind the last norm."""
+        ...
 
 
 class StepOutput(Protocol):
@@ -45,18 +63,18 @@ class StepOutput(Protocol):
 class HiddenOutput:
     """`StepOutput` of hidden states (num_tokens, hidden_size)."""
 
-    def __init__(self, transformer: Transformer, hidden: Tensor) -> None:
-        self._transformer = transformer
+    def __init__(self, decoder: Decoder, hidden: Tensor) -> None:
+        self._decoder = decoder
         self._hidden = hidden
         self._last: tuple[Rows, Tensor] | None = None
 
     def logits(self, rows: Rows) -> Tensor:
         if self._last is None or self._last[0] != rows:
-            self._last = rows, self._transformer.logits(take_rows(self._hidden, rows))
+            self._last = rows, self._decoder.logits(take_rows(self._hidden, rows))
         return self._last[1]
 
     def embeddings(self, rows: Rows) -> Tensor:
-        return self._transformer.last_norm(take_rows(self._hidden, rows)).float()
+        return self._decoder.last_norm(take_rows(self._hidden, rows)).float()
 
     def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
         return sample(self.logits(rows), sequences)
@@ -89,14 +107,14 @@ class DirectForward:
 
     def __init__(
         self,
-        transformer: Transformer,
+        decoder: Decoder,
         attention: AttentionBackend,
         caches: Sequence[Tensor],
         *,
         layout: KvLayout,
         device: torch.device,
     ) -> None:
-        self._transformer = transformer
+        self._decoder = decoder
         self._attention = attention
         self._caches = caches
         self._layout = layout
@@ -109,7 +127,7 @@ class DirectForward:
         arrays = step_arrays(batch, self._layout)
         inputs = StepInputs(*(torch.from_numpy(values).to(self._device) for values in arrays))
         plan = self._attention.plan(spans)
-        yield HiddenOutput(self._transformer, self._transformer.forward(inputs, self._caches, plan, on_layer))
+        yield HiddenOutput(self._decoder, self._decoder.forward(inputs, self._caches, plan, on_layer))
         self.settle()
 
     def settle(self) -> None:

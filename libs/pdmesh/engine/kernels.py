@@ -83,11 +83,9 @@ class TorchKernels:
         return hidden, weight * wide.to(hidden.dtype)
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
-        num_kv_heads, block_size = cache.shape[2:4]
-        rotated = rotate(qkv[:, : num_heads + num_kv_heads], rotation.cos, rotation.sin)
-        blocks, offsets = rotation.slots // block_size, rotation.slots % block_size
-        cache[blocks, 0, :, offsets] = rotated[:, num_heads:]
-        cache[blocks, 1, :, offsets] = qkv[:, num_heads + num_kv_heads :]
+        num_rotated = num_heads + cache.shape[2]
+        rotated = rotate(qkv[:, :num_rotated], rotation.cos, rotation.sin)
+        store_heads(cache, rotation.slots, rotated[:, num_heads:], qkv[:, num_rotated:])
         return rotated[:, :num_heads]
 
     def activate(self, rows: Tensor) -> Tensor:
@@ -99,6 +97,14 @@ class TorchKernels:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             return (up + 1) * (gate * torch.sigmoid(gate * _SWISH_FACTOR))
         return _activated(gate, self.kinds.activation) * up
+
+
+def store_heads(cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write tokens' keys and values, each (num_tokens, num_kv_heads, head_dim), to their slots of a layer's cache."""
+    block_size = cache.shape[3]
+    blocks, offsets = slots // block_size, slots % block_size
+    cache[blocks, 0, :, offsets] = keys
+    cache[blocks, 1, :, offsets] = values
 
 
 def _activated(rows: Tensor, activation: Activation) -> Tensor:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pdmesh.engine.architectures.undescribed import check_installed
 from pdmesh.engine.checkpoint import ModelWeights, load_weights, random_weights
 from pdmesh.engine.choosing import choose_compute, choose_library
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelChoice
-from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_config import DecoderShape, ModelConfig, UndescribedModel
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.share import WHOLE, RankShare, check_divisible
 from pdmesh.errors import ConfigError
@@ -40,20 +42,40 @@ class ComputeOptions:
     lora: Path | None = None
 
 
+class LoadedModel(Protocol):
+    """A checkpoint, or a rank's part of it, in memory."""
+
+    @property
+    def config(self) -> DecoderShape:
+        """The shape of the whole model."""
+        ...
+
+    @property
+    def layout(self) -> KvLayout:
+        """The layout of the whole cache."""
+        ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def compute(self, num_blocks: int, memory: Tensor | None = None) -> Compute:
+        """Return what computes the model over a cache of so many blocks, in ``memory`` if others compute on it too."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """The weights of a checkpoint, or a rank's part of them, in memory."""
+class LoadedWeights:
+    """A `LoadedModel` that is described."""
 
     options: ComputeOptions
-    config: ModelConfig  # of the whole model
-    layout: KvLayout  # of the whole cache
+    config: ModelConfig
+    layout: KvLayout
     max_model_len: int
     weights: ModelWeights
     kernels: KernelChoice
     share: RankShare
 
     def compute(self, num_blocks: int, memory: Tensor | None = None) -> Compute:
-        """Return what computes the model over a cache of so many blocks, in ``memory`` if others compute on it too."""
         options = self.options
         loaded = Loaded(
             config=self.config,
@@ -76,10 +98,13 @@ def load_model(checkpoint_dir: Path, options: ComputeOptions, group: RankGroup |
     config, device = load_model_config(checkpoint_dir), options.device
     share = WHOLE if group is None else group.share
     check_divisible(config, share.num_ranks)
+    check_installed(config)
     if (asked := options.max_model_len) is not None and asked > config.max_model_len:
         raise ConfigError(
             f"max_model_len is {asked}, but {checkpoint_dir} has a context of {config.max_model_len} tokens"
         )
+    if isinstance(config, UndescribedModel):
+        return _load_undescribed(checkpoint_dir, config, options)
     layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size)
     kernels = KernelChoice(None, "the reference")
     if options.native:
@@ -94,7 +119,7 @@ def load_model(checkpoint_dir: Path, options: ComputeOptions, group: RankGroup |
         library=kernels.library,
         group=group,
     )
-    return LoadedModel(
+    return LoadedWeights(
         options=options,
         config=config,
         layout=layout,
@@ -102,4 +127,25 @@ def load_model(checkpoint_dir: Path, options: ComputeOptions, group: RankGroup |
         weights=weights,
         kernels=kernels,
         share=share,
+    )
+
+
+def _load_undescribed(checkpoint_dir: Path, model: UndescribedModel, options: ComputeOptions) -> LoadedModel:
+    """Load a model that transformers' own modules compute, which is what there is of options."""
+    refused = {
+        "worker.deterministic": options.deterministic,
+        "worker.lora": options.lora is not None,
+        "worker.load_format = dummy": options.has_random_weights,
+        f"worker.device = {options.device}": options.device.type != "cpu",
+    }
+    for name in (name for name, is_asked in refused.items() if is_asked):
+        raise ConfigError(f"{name} is not served of a {model.architecture}, which transformers' own modules compute")
+    from pdmesh.engine.fallback.loading import load_undescribed  # transformers takes seconds to import
+
+    return load_undescribed(
+        checkpoint_dir,
+        model,
+        dtype=options.dtype,
+        block_size=options.block_size,
+        max_model_len=options.max_model_len or model.max_model_len,
     )

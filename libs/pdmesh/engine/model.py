@@ -40,6 +40,15 @@ class StepInputs:
     rests: Tensor | None  # rows of head_dim in blocks begun and not filled: to be wiped, unless they have been
 
 
+def wipe_rests(cache: Tensor, inputs: StepInputs) -> None:
+    """Wipe what another sequence left behind this one's end when it begins a block: a NaN would pass the mask.
+
+    (0 x NaN.) No more than that: a step that is computed again changes nothing that others may read.
+    """
+    if inputs.rests is not None and len(inputs.rests):
+        cache.view(-1, cache.shape[-1]).index_fill_(0, inputs.rests, 0)
+
+
 class Transformer:
     """Weights and the forward pass."""
 
@@ -84,10 +93,7 @@ class Transformer:
         hidden, rotations = self.embed(inputs)
         delta: Tensor | None = None
         for number, cache in enumerate(caches):
-            # What another sequence left behind this one's end is wiped when it begins the block: a NaN would pass the
-            # mask (0 x NaN). No more than that: a step that is computed again changes nothing that others may read.
-            if inputs.rests is not None and len(inputs.rests):
-                cache.view(-1, cache.shape[-1]).index_fill_(0, inputs.rests, 0)
+            wipe_rests(cache, inputs)
             if self._cache_heads is not None:
                 cache = cache[:, :, slice(*self._cache_heads)]
             hidden, query = self.before_attention(number, hidden, delta, rotations, cache)

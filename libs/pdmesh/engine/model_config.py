@@ -170,8 +170,8 @@ class TensorNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Shape and make-up of a decoder-only transformer."""
+class DecoderShape:
+    """What is known of a decoder whatever computes its layers."""
 
     architecture: str  # transformers' class name
     vocab_size: int
@@ -181,30 +181,11 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     layers: tuple[LayerConfig, ...]
-    norm: NormConfig
-    max_position_embeddings: int
     max_model_len: int  # tokens that the model can attend to
     dtype: str  # of the checkpoint: "float32" | "bfloat16" | "float16"
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: QkNorm = QkNorm.NONE
-    rotary_dim: int = 0  # of a head, what is rotated; 0: all
-    interleaves_rotation: bool = False  # neighbours are the pairs that are rotated, else the halves of the rotated dims
-    activation: Activation = Activation.SILU
-    activation_limit: float = 0.0  # of a clamped one
     is_gated: bool = True  # the activation of one product times another one
     attention_scale: float = 0.0  # the factor of attention scores; 0: 1 / sqrt(head_dim)
-    has_sinks: bool = False  # each head's scores compete with one more, of no value
     score_cap: float | None = None  # attention scores are squeezed into -cap ... cap
-    num_learned_positions: int = 0  # embeddings of positions, which are added to those of tokens
-    transposes_weights: bool = False  # matrices of linear layers lie in the file as (inputs, outputs)
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attention and MLP add
-    logit_scale: float = 1.0
-    logit_cap: float | None = None
-    names: TensorNames = TensorNames()
     quantization: Quantization | None = None  # None: weights are stored as they are
 
     @property
@@ -215,13 +196,6 @@ class ModelConfig:
     def scale(self) -> float:
         """The factor of attention scores."""
         return self.attention_scale or 1 / math.sqrt(self.head_dim)
-
-    @property
-    def inner_sizes(self) -> frozenset[int]:
-        """Sizes of the layers' MLPs."""
-        return frozenset(
-            layer.experts.intermediate_size if layer.experts else self.intermediate_size for layer in self.layers
-        )
 
     @property
     def masks_more(self) -> bool:
@@ -241,10 +215,6 @@ class ModelConfig:
         """
         lengths = [rope.original_max_position_embeddings for rope in self.ropes if rope and rope.depends_on_length]
         return min(lengths, default=None)
-
-    @property
-    def has_experts(self) -> bool:
-        return any(layer.experts for layer in self.layers)
 
     @property
     def num_parameters(self) -> int:
@@ -286,3 +256,47 @@ class ModelConfig:
             block_size=block_size,
             dtype=self.compute_dtype(dtype),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(DecoderShape):
+    """Shape and make-up of a decoder-only transformer: all that is needed to compute it."""
+
+    norm: NormConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    rotary_dim: int = 0  # of a head, what is rotated; 0: all
+    interleaves_rotation: bool = False  # neighbours are the pairs that are rotated, else the halves of the rotated dims
+    activation: Activation = Activation.SILU
+    activation_limit: float = 0.0  # of a clamped one
+    has_sinks: bool = False  # each head's scores compete with one more, of no value
+    num_learned_positions: int = 0  # embeddings of positions, which are added to those of tokens
+    transposes_weights: bool = False  # matrices of linear layers lie in the file as (inputs, outputs)
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    names: TensorNames = TensorNames()
+
+    @property
+    def inner_sizes(self) -> frozenset[int]:
+        """Sizes of the layers' MLPs."""
+        return frozenset(
+            layer.experts.intermediate_size if layer.experts else self.intermediate_size for layer in self.layers
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.experts for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UndescribedModel(DecoderShape):
+    """A decoder whose layers are transformers' own modules; see `pdmesh.engine.fallback`.
+
+    Heads, windows, scale and caps are guesses until the modules were asked.
+    """

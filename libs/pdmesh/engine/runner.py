@@ -31,7 +31,7 @@ from pdmesh.engine.ranks.leading import Followers, LeadingForward
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
 from pdmesh.grammars import Grammars
-from pdmesh.model import ComputePath, FinishReason
+from pdmesh.model import ComputePath, FinishReason, KvLayout
 
 log = structlog.get_logger()
 
@@ -44,7 +44,8 @@ class TorchEngine:
 
     ``max_num_seqs`` is how many decodes of one step a device gets ready for; more are computed more slowly.
     ``prefill_attention`` names FlashInfer's backend for chunks; "auto" chooses by their length.
-    ``num_blocks`` of the KV cache may follow from the bytes that a device has free after the weights (None: the host).
+    ``num_blocks`` of the KV cache may follow from its layout, and the bytes that a device has free after the weights
+    (None: the host).
     ``num_threads`` sets torch's threads for the whole process; 0 leaves them as they are. ``native`` allows what is
     faster than plain torch: compiled kernels, reordered weights, on CUDA FlashInfer and graphs; without it, this is the
     reference. ``has_random_weights`` draws them on the device: of the checkpoint, only ``config.json`` is read.
@@ -59,7 +60,7 @@ class TorchEngine:
         self,
         checkpoint_dir: Path,
         *,
-        num_blocks: int | Callable[[int | None], int],
+        num_blocks: int | Callable[[KvLayout, int | None], int],
         block_size: int = 16,
         dtype: str = "auto",
         device: str = "auto",
@@ -99,7 +100,7 @@ class TorchEngine:
         self._eos_token_ids = load_model_info(checkpoint_dir).eos_token_ids
         self._grammars = Grammars(checkpoint_dir, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
         if not isinstance(num_blocks, int):
-            num_blocks = num_blocks(_free_bytes(self._device))
+            num_blocks = num_blocks(layout, _free_bytes(self._device))
         if followers is None:
             compute = model.compute(num_blocks)
             self._forward: Forward = compute.forward

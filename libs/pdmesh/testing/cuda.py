@@ -193,4 +193,4 @@ def fake_cuda_compute(loaded: Loaded, library: FakeFlashInfer, streams: FakeStre
         max_model_len=loaded.max_model_len,
         max_num_seqs=loaded.max_num_seqs,
     )
-    return Compute(name="fake", arithmetic="fake", transformer=transformer, forward=forward, kv=store)
+    return Compute(name="fake", arithmetic="fake", forward=forward, kv=store)

@@ -6,10 +6,12 @@ drawn so that greedy output wanders over the vocabulary, as those of `pdmesh.tes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdmesh.engine.architectures import architectures
+from pdmesh.engine.architectures import architectures, undescribed_architectures
+from pdmesh.engine.architectures.base import Architecture
 from pdmesh.testing.tokenizers import write_tokenizer
 
 #: Of every architecture, unless its options say otherwise.
@@ -97,25 +99,43 @@ _VARIANTS: dict[str, list[dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ],
+    "cohere": [{"use_qk_norm": True, "logit_scale": 0.7}],
+    "cohere2": [{"sliding_window": 24}],
+    "exaone4": [{"sliding_window": 24}],
+    "gpt_neox": [{"use_parallel_residual": False, "attention_bias": False}],
+    "granitemoe": [{**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2}],
+    "opt": [{"word_embed_proj_dim": 32, "ffn_dim": 96}],
+    "vaultgemma": [{"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 2.0}],
     "qwen2": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}],
     "qwen3": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "head_dim": 16}],
 }
 
 #: What an architecture's configuration class cannot do without.
 _NEEDED: dict[str, dict[str, Any]] = {
+    "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
     "ministral": {"head_dim": 24},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
 }
 
 
 def model_variants() -> dict[str, list[dict[str, Any]]]:
-    """Options of models of each architecture that is served, the most particular first, its defaults last."""
+    """Options of models of each architecture that is described, the most particular first, its defaults last."""
+    return _variants_of(architectures())
+
+
+def undescribed_variants() -> dict[str, list[dict[str, Any]]]:
+    """The same of each one that transformers' own modules compute."""
+    return _variants_of(undescribed_architectures())
+
+
+def _variants_of(served: Mapping[str, Architecture]) -> dict[str, list[dict[str, Any]]]:
     return {
         architecture.model_type: [
             {**_NEEDED.get(architecture.model_type, {}), **options}
             for options in [*_VARIANTS.get(architecture.model_type, []), {}]
         ]
-        for architecture in architectures().values()
+        for architecture in served.values()
     }
 
 

@@ -11,7 +11,7 @@ from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model, with_adapter
 from pdmesh.engine.levels import compiled_levels
-from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.ranks.share import check_divisible
 from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes
@@ -70,7 +70,7 @@ def build_engine(config: MeshConfig, num_threads: int, ranks: Followers | None =
         check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
     return TorchEngine(
         directory,
-        num_blocks=lambda free_bytes: num_blocks_of(
+        num_blocks=lambda layout, free_bytes: num_blocks_of(
             worker, layout, free_bytes=free_bytes, max_model_len=max_model_len, host_bytes=free_host_bytes()
         ),
         device=worker.device,
@@ -124,7 +124,7 @@ def check_ranks_can_compute(config: MeshConfig, num_ranks: int) -> None:
         check_divisible(load_model_config(resolve_model(config.model)), num_ranks)
 
 
-def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: int, free_bytes: int | None) -> None:
+def check_weights_fit(model: DecoderShape, layout: KvLayout, *, num_instances: int, free_bytes: int | None) -> None:
     """Raise ConfigError if so many instances cannot hold the model in the host's memory: the kernel would kill them."""
     weight_bytes = int(model.num_weights * _bytes_of_a_weight(model, layout))
     if free_bytes is None or num_instances * weight_bytes <= free_bytes:
@@ -137,7 +137,7 @@ def check_weights_fit(model: ModelConfig, layout: KvLayout, *, num_instances: in
     )
 
 
-def _bytes_of_a_weight(model: ModelConfig, layout: KvLayout) -> float:
+def _bytes_of_a_weight(model: DecoderShape, layout: KvLayout) -> float:
     """Return what a weight takes in a host's memory, its part of a group's scale included."""
     if layout.dtype == "float32":
         return 4

@@ -1,6 +1,7 @@
 """The architectures that are served: a module each, found by its being here.
 
-A module has an `ARCHITECTURE`, and with it the architecture is in the contract tests, too.
+A module has an `ARCHITECTURE`, and with it the architecture is in the contract tests, too. ``undescribed`` lists those
+that have no module and are computed by transformers' own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from pdmesh.engine.architectures.base import Architecture
 from pdmesh.engine.config_fields import Fields
-from pdmesh.engine.model_config import ModelConfig, QuantizedFormat
+from pdmesh.engine.model_config import ModelConfig, QuantizedFormat, UndescribedModel
 from pdmesh.engine.quantization import quantization_of
 from pdmesh.errors import ConfigError
 
@@ -24,16 +25,30 @@ WITH_TEXT_PARTS = {"Gemma3ForConditionalGeneration": "gemma3_text", "Mistral3For
 
 @cache
 def architectures() -> Mapping[str, Architecture]:
-    """All that are served, by transformers' class name."""
-    modules = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
+    """All that are described, by transformers' class name."""
+    others = ("base", "undescribed")
+    modules = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in others)
     found: list[Architecture] = [importlib.import_module(f"{__name__}.{name}").ARCHITECTURE for name in modules]
     return {architecture.class_name: architecture for architecture in found}
 
 
-def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """Read a ``config.json``. Raises ConfigError, naming ``where``, for whatever cannot be served exactly."""
+@cache
+def undescribed_architectures() -> Mapping[str, Architecture]:
+    """All that transformers' own modules compute, by its class name."""
+    from pdmesh.engine.architectures.undescribed import FAMILIES  # imported late, as are the others
+
+    return {architecture.class_name: architecture for architecture in FAMILIES}
+
+
+def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig | UndescribedModel:
+    """Read a ``config.json``.
+
+    Raises ConfigError, naming ``where``, for whatever cannot be served exactly.
+    """
     fields = Fields(raw, where)
     config = _text_part(fields) or _architecture(raw, where).describe(fields)
+    if isinstance(config, UndescribedModel):
+        return config
     quantization = quantization_of(fields)
     if quantization is not None and (quantization.format is QuantizedFormat.MXFP4) is not config.names.fuses_experts:
         method = quantization.format.value
@@ -54,12 +69,14 @@ def _text_part(fields: Fields) -> ModelConfig | None:
     inherited = {name: fields.raw[name] for name in ("dtype", "torch_dtype") if name in fields.raw}
     raw = {**inherited, **text.raw, "architectures": None, "model_type": model_type}
     config = _architecture(raw, text.where).describe(Fields(raw, text.where))
+    if isinstance(config, UndescribedModel):
+        raise fields.error(f"the text model is a {config.architecture}, which is not served inside of a {names[0]}")
     renames = (("language_model.", ""), ("model.language_model.", "model."))
     return replace(config, architecture=names[0], names=replace(config.names, renames=renames))
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:
-    served = architectures()
+    served = {**architectures(), **undescribed_architectures()}
     names = raw.get("architectures")
     if isinstance(names, list) and names:
         name = names[0]

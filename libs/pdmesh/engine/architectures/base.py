@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdmesh.engine.config_fields import Fields
-from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_config import ModelConfig, UndescribedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,4 +15,4 @@ class Architecture:
 
     class_name: str
     model_type: str
-    describe: Callable[[Fields], ModelConfig]
+    describe: Callable[[Fields], ModelConfig | UndescribedModel]

@@ -38,7 +38,7 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
         arithmetic = class_name(layout.dtype, kinds)
         attention = TorchAttention(layout, loaded.scale, streams.device, loaded.config.score_cap)
         direct = DirectForward(transformer, attention, store.layers, layout=layout, device=streams.device)
-        return Compute(name="torch on cuda", arithmetic=arithmetic, transformer=transformer, forward=direct, kv=store)
+        return Compute(name="torch on cuda", arithmetic=arithmetic, forward=direct, kv=store)
     transformer.tabulate_rotation(loaded.max_model_len)
     flashinfer = FlashInfer(
         library,
@@ -63,7 +63,7 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     forward.warm_up()
     kinds.append(f"flashinfer-{library.__version__}-{loaded.prefill_attention}")
     arithmetic = class_name(layout.dtype, kinds)
-    return Compute(name="flashinfer", arithmetic=arithmetic, transformer=transformer, forward=forward, kv=store)
+    return Compute(name="flashinfer", arithmetic=arithmetic, forward=forward, kv=store)
 
 
 def _needs_reference(config: ModelConfig) -> bool:

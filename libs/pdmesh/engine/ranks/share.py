@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pdmesh.engine.model_config import ExpertsConfig, ModelConfig, QkNorm
+from pdmesh.engine.model_config import DecoderShape, ExpertsConfig, ModelConfig, QkNorm, UndescribedModel
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
@@ -17,7 +17,7 @@ from pdmesh.model import IndexRange
 _PANEL_OUTPUTS = 32
 
 
-def check_divisible(model: ModelConfig, num_ranks: int) -> None:
+def check_divisible(model: DecoderShape, num_ranks: int) -> None:
     """Raise ConfigError unless so many ranks can share the model."""
 
     def fits(number: int) -> bool:
@@ -30,7 +30,12 @@ def check_divisible(model: ModelConfig, num_ranks: int) -> None:
             f"tensor_parallel_size is {num_ranks}, but the model has {model.num_heads} attention heads and "
             f"{model.num_kv_heads} key-value heads, which divide among {', '.join(possible)} ranks"
         )
-    if num_ranks > 1 and model.qk_norm is QkNorm.ALL_HEADS:
+    if num_ranks > 1 and isinstance(model, UndescribedModel):
+        raise ConfigError(
+            f"tensor_parallel_size is {num_ranks}, but transformers' own modules compute a {model.architecture}, and "
+            "these are not divided: set it to 1"
+        )
+    if num_ranks > 1 and isinstance(model, ModelConfig) and model.qk_norm is QkNorm.ALL_HEADS:
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but a {model.architecture} normalises over all heads, which are not "
             "divided so far: set it to 1"

@@ -1,0 +1,181 @@
+"""From a checkpoint to transformers' modules, and what their attention needs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
+
+from pdmesh.engine.fallback.attention import IMPLEMENTATION, Attended, passing, register
+from pdmesh.engine.files import read_json_object, weight_files
+from pdmesh.engine.model_config import UndescribedModel
+from pdmesh.errors import ConfigError
+
+#: Tensors that modules make for themselves, such as masks: none that we know needs more.
+_MAX_BUFFER_BYTES = 1 << 28
+
+#: Fields by which a checkpoint would choose code.
+_CODE = ("auto_map", "attn_implementation", "experts_implementation")
+
+#: Of transformers' own messages, some of which list every tensor.
+_MAX_MESSAGE = 300
+
+
+def probed(directory: Path, model: UndescribedModel) -> UndescribedModel:
+    """Return the model with what its modules say of their attention, for which no memory is taken. Raises ConfigError.
+
+    They are made as the configuration says, on a device that holds nothing, and one token goes through them.
+    """
+    config = _config(directory, model)
+    try:
+        with _quiet(), torch.device("meta"), torch.inference_mode(), passing(probe := _Probe()):
+            modules = _class(model)._from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.bfloat16)
+            _check_size(directory, model, modules)
+            modules(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _refusal(directory, model, f"transformers cannot make it: {_sentence(error)}") from error
+    return probe.shape_of(model, directory)
+
+
+def load_modules(directory: Path, model: UndescribedModel, dtype: torch.dtype) -> Any:
+    """Return transformers' modules with the checkpoint's weights; code that comes with it is not run.
+
+    Raises ConfigError for weights that are missing or misshapen.
+    """
+    try:
+        with _quiet():
+            modules, found = _class(model).from_pretrained(
+                directory,
+                config=_config(directory, model),
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are refused here, in a sentence
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise _refusal(directory, model, f"transformers cannot load it: {_sentence(error)}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(f"{directory}: the weights hold no tensor {missing[0]!r}")
+    for name, shape, needed in sorted(found["mismatched_keys"]):
+        raise ConfigError(f"{directory}: tensor {name!r} has shape {tuple(shape)}; config.json needs {tuple(needed)}")
+    return modules.eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let transformers print nothing: what is wrong is raised."""
+    hf: Any = transformers  # only partly typed
+    level = hf.logging.get_verbosity()
+    hf.logging.set_verbosity_error()
+    hf.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hf.logging.set_verbosity(level)
+
+
+def _sentence(error: Exception) -> str:
+    """What went wrong inside of transformers, on one line."""
+    return " ".join(str(error).split())[:_MAX_MESSAGE] or type(error).__name__
+
+
+class _Probe:
+    """Notes what layers ask of attention, and computes nothing."""
+
+    def __init__(self) -> None:
+        self._calls: list[Attended] = []
+
+    def attend(self, call: Attended) -> Tensor:
+        self._calls.append(call)
+        _, num_heads, num_tokens, _ = call.query.shape
+        return call.query.new_empty(1, num_tokens, num_heads, call.value.shape[-1])
+
+    def shape_of(self, model: UndescribedModel, directory: Path) -> UndescribedModel:
+        calls = self._calls
+        if not calls or len(calls) != model.num_layers:
+            raise _refusal(directory, model, f"{len(calls)} of its {model.num_layers} layers attend")
+        first = calls[0]
+        if any(_kind(call) != _kind(first) for call in calls):
+            raise _refusal(directory, model, "its layers' keys and values are of several shapes")
+        if first.has_mask or first.key.shape != first.value.shape:
+            raise _refusal(directory, model, "its attention is not that of queries, keys and values of one size")
+        return replace(
+            model,
+            num_heads=first.query.shape[1],
+            num_kv_heads=first.key.shape[1],
+            head_dim=first.key.shape[3],
+            layers=tuple(
+                replace(layer, window=_window(call, model)) for layer, call in zip(model.layers, calls, strict=True)
+            ),
+            attention_scale=first.scale,
+            score_cap=first.score_cap,
+        )
+
+
+def _kind(call: Attended) -> Sequence[object]:
+    """What has to be the same in all layers."""
+    return call.query.shape, call.key.shape, call.value.shape, call.has_mask, call.scale, call.score_cap
+
+
+def _window(call: Attended, model: UndescribedModel) -> int | None:
+    return None if call.window is None or call.window >= model.max_model_len else call.window
+
+
+def _refusal(directory: Path, model: UndescribedModel, why: str) -> ConfigError:
+    return ConfigError(f"{directory}: this {model.architecture} is not served: {why}")
+
+
+def _class(model: UndescribedModel) -> Any:
+    register()
+    found = getattr(transformers, model.architecture, None)
+    if found is None:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no {model.architecture}: install a newer one "
+            '(pip install -U "transformers")'
+        )
+    return found
+
+
+def _config(directory: Path, model: UndescribedModel) -> Any:
+    raw = read_json_object(directory / "config.json")
+    shape = {name: value for name, value in raw.items() if name not in _CODE and not name.startswith("_")}
+    try:
+        return _class(model).config_class.from_dict(shape)
+    except Exception as error:
+        raise _refusal(directory, model, f"transformers cannot read config.json: {_sentence(error)}") from error
+
+
+def _check_size(directory: Path, model: UndescribedModel, modules: Any) -> None:
+    """Raise ConfigError if more memory would be taken than the files have weights for."""
+    buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in modules.buffers())
+    if buffer_bytes > _MAX_BUFFER_BYTES:
+        raise _refusal(directory, model, f"its modules need {buffer_bytes / (1 << 30):.1f} GiB beside their weights")
+    wanted, held = sum(parameter.numel() for parameter in modules.parameters()), _num_values(weight_files(directory))
+    if wanted > held:
+        raise ConfigError(f"{directory}: config.json needs {wanted} weights, and the files hold {held}")
+
+
+def _num_values(paths: Sequence[Path]) -> int:
+    total = 0
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                values = 1
+                for size in file.get_slice(name).get_shape():
+                    values *= size
+                total += values
+    return total

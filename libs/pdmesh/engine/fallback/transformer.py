@@ -1,0 +1,98 @@
+"""A step through transformers' modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from pdmesh.engine.attention import AttentionPlan
+from pdmesh.engine.base import LayerHook
+from pdmesh.engine.fallback.attention import Attended, passing
+from pdmesh.engine.kernels import store_heads
+from pdmesh.engine.model import StepInputs, wipe_rests
+from pdmesh.engine.model_config import UndescribedModel
+
+
+class ModuleTransformer:
+    """Implements `pdmesh.engine.forward.Decoder` for a model that is not described here.
+
+    All tokens of a step go through the layers as one row, whatever sequences they belong to: a token's position is
+    given, and only attention, which is ours, looks at other tokens.
+    """
+
+    def __init__(self, model: UndescribedModel, modules: Any) -> None:
+        self._model = model
+        self._layers = modules.base_model
+        # The same modules, but for the layers: what scores hidden states, scales and caps of its own among it.
+        self._head = copy.copy(modules)
+        self._head._modules = {**modules._modules, modules.base_model_prefix: _Given()}
+
+    def forward(
+        self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
+    ) -> Tensor:
+        """Hidden states (num_tokens, hidden_size) behind the last norm; writes the tokens' keys and values."""
+        with passing(_Step(self._model, inputs, caches, attention, on_layer)):
+            output = self._layers(
+                input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        scores: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+        return scores
+
+    def last_norm(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class _Output(BaseModelOutputWithPast):
+    """What layers of any kind return beside hidden states, none of which is asked for."""
+
+    cross_attentions = None
+    router_logits = None
+
+
+class _Given(nn.Module):
+    """Stands for layers: what they are given are hidden states already."""
+
+    @property
+    def decoder(self) -> nn.Module:
+        """What OPT calls of its layers."""
+        return self
+
+    def forward(self, *unused: Any, inputs_embeds: Tensor, **also_unused: Any) -> _Output:
+        return _Output(last_hidden_state=inputs_embeds)
+
+
+class _Step:
+    """One step's pass through the layers."""
+
+    def __init__(
+        self,
+        model: UndescribedModel,
+        inputs: StepInputs,
+        caches: Sequence[Tensor],
+        attention: AttentionPlan,
+        on_layer: LayerHook | None,
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._caches = caches
+        self._attention = attention
+        self._on_layer = on_layer
+        self._number = 0  # of the next layer
+
+    def attend(self, call: Attended) -> Tensor:
+        number, self._number = self._number, self._number + 1
+        cache = self._caches[number]
+        wipe_rests(cache, self._inputs)
+        store_heads(cache, self._inputs.slots, call.key[0].transpose(0, 1), call.value[0].transpose(0, 1))
+        if self._on_layer is not None:
+            self._on_layer(number)
+        query = call.query[0].transpose(0, 1)
+        return self._attention.attend(query, cache, window=self._model.layers[number].window).output[None]
