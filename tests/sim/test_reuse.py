@@ -110,8 +110,10 @@ def test_what_is_kept_gives_way_to_what_needs_room() -> None:
 def test_idle_instances_take_turns_so_that_the_memory_of_all_keeps_something(prefill: int) -> None:
     """Four prompts fit where two fit into each of two instances: all four would go to the first, two at a time."""
     prompts = [a_turn(60.0 * i, 4000, 200, conversation=i % 4) for i in range(8)]
-    pools = {"mixed": 2} if not prefill else {"prefill": prefill, "decode": 2}
-    runs = simulate(prompts, **pools, bundle="fcfs", num_kv_tokens=8192 + 768).requests
+    mixed, decode = (0, 2) if prefill else (2, 0)
+    runs = simulate(
+        prompts, prefill=prefill, decode=decode, mixed=mixed, bundle="fcfs", num_kv_tokens=8192 + 768
+    ).requests
     assert [run.num_reused_tokens > 3000 for run in runs] == [False] * 4 + [True] * 4
     assert len({run.decode_id for run in runs[:4]}) == 2
 
