@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from pdmesh.kv.exchange import KvExchange
-from pdmesh.kv.gate import KvGate, Wakeup
+from pdmesh.kv.gate import GroupGate, Wakeup
 from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks, marked, runs
@@ -56,7 +56,7 @@ def a_member(num_blocks: int) -> KvExchange:
         capability=1,
         block_ids=range(num_blocks),
         ledger=ledger,
-        gate=KvGate(Wakeup(), ledger, no_progress_s=1, clock=lambda: 0.0),
+        gate=GroupGate(Wakeup(), ledger, no_progress_s=1, clock=lambda: 0.0),
         store=store,
         writer=cast(PieceWriter, NoWriter()),
         call_soon=lambda callback: callback(),

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.kv import gate as module
-from pdmesh.kv.gate import KvGate, Urgent, Wakeup
+from pdmesh.kv.gate import GroupGate, Progress, Urgent, Wakeup
 from pdmesh.kv.ledger import PageLedger
+from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.pages import Blocks
 from pdmesh.testing.examples import examples
 
@@ -34,7 +35,7 @@ class Pages:
         self, wakeup: Wakeup, *, num_layers: int, num_blocks: int, no_progress_s: float, clock: Callable[[], float]
     ) -> None:
         self.ledger = PageLedger(num_layers, num_blocks)
-        self.gate = KvGate(wakeup, self.ledger, no_progress_s=no_progress_s, clock=clock)
+        self.gate = GroupGate(wakeup, self.ledger, no_progress_s=no_progress_s, clock=clock)
 
     def write(self, layer: int, first_block: int, num_blocks: int) -> None:
         """Of the engine's thread."""
@@ -242,8 +243,26 @@ def waits_for_urgent_work_only(turns: Turns, wakeup: Wakeup) -> list[Callable[[]
     return [engine, scheduler]
 
 
+def waits_for_a_load(turns: Turns, wakeup: Wakeup) -> list[Callable[[], object]]:
+    """Two layers come from the offload tier; then nothing more does."""
+    load = KvLoad(wakeup, Progress(lambda: 0.0), lambda load: None, no_progress_s=LIMIT_S)
+
+    def engine() -> None:
+        load.wait(0, 1, NOTHING)  # unless it is aborted by then
+        assert not load.wait(2, 1, NOTHING)
+        assert load.aborted == "damaged"
+
+    def loader() -> None:
+        load.loaded(1)
+        load.loaded(2)
+        load.abort("damaged")
+        assert not load.write(lambda: None)
+
+    return [engine, loader]
+
+
 Scenario = Callable[[Turns, Wakeup], Sequence[Callable[[], object]]]
-SCENARIOS: list[Scenario] = [waits_for_pages, is_aborted, waits_for_urgent_work_only]
+SCENARIOS: list[Scenario] = [waits_for_pages, is_aborted, waits_for_urgent_work_only, waits_for_a_load]
 
 
 def schedules(max_preemptions: int, run: Callable[[Callable[[int], int]], None]) -> Iterator[None]:

@@ -62,6 +62,7 @@ def a_tier(
     num_host: int = 0,
     num_disk: int = 0,
     directory: Path | None = None,
+    no_progress_s: float = 5.0,
 ) -> OffloadTier:
     granule_bytes = GRANULE_TOKENS * store.layout.token_bytes
     return OffloadTier(
@@ -73,6 +74,7 @@ def a_tier(
         directory=directory,
         on_lost=on_lost,
         call_soon=asyncio.get_running_loop().call_soon_threadsafe,
+        no_progress_s=no_progress_s,
     )
 
 
@@ -263,6 +265,45 @@ async def test_a_full_disk_is_harmless(tmp_path: Path, monkeypatch: pytest.Monke
         ]
         assert set(lost) == set(hashes(prompt))
         await run(instance, "c", prompt)
+
+
+async def test_a_disk_that_does_not_answer_holds_nobody_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for it starts again, its blocks are others' at once, and the tier is of use again when it answers."""
+    prompts = [a_prompt(300, seed) for seed in range(3)]
+    answers, read = threading.Event(), os.preadv
+
+    def hung(file: int, buffers: Sequence[memoryview], offset: int) -> int:
+        answers.wait(20)
+        return read(file, buffers, offset)
+
+    tier = partial(a_tier, num_disk=8, directory=tmp_path, no_progress_s=0.05)
+    async with one(tier, num_blocks=80) as instance:
+        await run(instance, "a", prompts[0])
+        await run(instance, "b", prompts[1], offload=hashes(prompts[0])[::-1])
+        await settled(instance, 2)
+        monkeypatch.setattr(os, "preadv", hung)
+        generation = a_request("a2", prompts[0])
+        instance.admit(generation, kv_moves=False, num_reused=2, num_loaded=2, offload=hashes(prompts[1])[::-1])
+        instance.run(chunk_plans(generation, [44], 2 * GRANULE_TOKENS)[:1])
+        dropped = await instance.reported(RequestDropped, "a2")
+        assert dropped.reason == "no KV came from the offload tier for 0.05 s"
+        await instance.reported(KvReleased, "a2")
+        await instance.until(lambda: any(isinstance(report, OffloadedLost) for report in instance.reports))
+        lost = {each for report in instance.reports if isinstance(report, OffloadedLost) for each in report.granules}
+        assert lost == {*hashes(prompts[0]), *hashes(prompts[1])}
+        await run(instance, "c", prompts[2])  # in the blocks of the load
+        await run(instance, "d", prompts[1], offload=hashes(prompts[2])[::-1])
+        assert not tier_of(instance).hashes
+        answers.set()
+        while tier_of(instance).is_stuck:  # noqa: ASYNC110  # it tells nobody
+            await asyncio.sleep(0)
+        await run(instance, "c2", prompts[2])
+        instance.reports.clear()
+        await run(instance, "a3", prompts[0], offload=hashes(prompts[2])[::-1])
+        await run(instance, "c3", prompts[2], num_reused=2, num_loaded=2, offload=hashes(prompts[0])[::-1])
+        assert not [report for report in instance.reports if isinstance(report, OffloadedLost | CacheReported)]
 
 
 async def test_a_request_that_is_freed_while_its_kv_is_loaded_leaves_nothing_behind(tmp_path: Path) -> None:

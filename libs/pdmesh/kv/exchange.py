@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from pdmesh.kv.gate import KvGate
+from pdmesh.kv.gate import GroupGate
 from pdmesh.kv.lane import Lane, StartTask
 from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outbox import Outgoing
@@ -79,7 +79,7 @@ class KvExchange:
         capability: int,
         block_ids: Sequence[int],
         ledger: PageLedger,
-        gate: KvGate,
+        gate: GroupGate,
         store: KvStore,
         writer: PieceWriter,
         call_soon: Callable[[Callable[[], object]], object],

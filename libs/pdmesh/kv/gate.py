@@ -1,4 +1,4 @@
-"""Where a step waits, before a layer's attention, for the KV that other instances compute of the same prompt.
+"""Where a step waits, before a layer's attention, for KV before it: other instances compute it, or it is loaded.
 
 The engine's thread waits. Pages are brought by it and by the event loop (`pdmesh.kv.ledger`), and the event loop aborts
 waits. A thread that changes what a waiting thread looks at calls `Wakeup.ring` afterwards, and the waiting thread looks
@@ -8,6 +8,7 @@ under the wakeup's lock before it sleeps, so no wake-up is lost.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -44,23 +45,41 @@ class Urgent(NamedTuple):
     run: Callable[[], object]
 
 
-class KvGate:
-    """Lets a step pass once the first blocks of a request are in a ledger.
+class Progress:
+    """When something last came that gates wait for."""
 
-    A waiting thread is woken by every abort, and by every page that completes what it waits for. If nothing has come
-    for ``no_progress_s``, the wait itself aborts the gate.
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.last_s = clock()
+
+    def came(self) -> None:
+        """Note that something comes just now. Any thread."""
+        self.last_s = self.clock()
+
+
+class Gate(ABC):
+    """Lets a step pass once the KV before it is here, which others bring.
+
+    A waiting thread is woken by every abort, and by what completes that for which it waits. If there was no
+    ``progress`` for ``no_progress_s``, the wait itself aborts the gate.
     """
 
-    def __init__(self, wakeup: Wakeup, ledger: PageLedger, *, no_progress_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, wakeup: Wakeup, progress: Progress, *, no_progress_s: float, source: str) -> None:
+        """``source`` says from where KV comes, for those who read why none did."""
         self._wakeup = wakeup
-        self._ledger = ledger
+        self._progress = progress
         self._no_progress_s = no_progress_s
-        self._clock = clock
-        self._progress_s = clock()
+        self._source = source
         self._aborted: str | None = None
-        self._given_up_plan_id = -1  # plans up to this one do not wait
         self._awaited: tuple[int, int] | None = None  # a layer, and how many of its first blocks
-        ledger.on_here = self._here
+
+    @abstractmethod
+    def _is_here(self, layer: int, num_blocks: int) -> bool:
+        """Whether the context's first ``num_blocks`` blocks are here in this layer. Under the wakeup's lock, or not."""
+
+    def _is_given_up(self, plan_id: int) -> bool:
+        """Whether chunks of this plan are to end where they would wait. Under the wakeup's lock."""
+        return False
 
     @property
     def aborted(self) -> str | None:
@@ -74,12 +93,6 @@ class KvGate:
                 self._aborted = reason
             self._wakeup.ring()
 
-    def give_up(self, plan_id: int) -> None:
-        """Let chunks of plans up to this one end where they wait or would wait: what they wait for is planned anew."""
-        with self._wakeup.lock:
-            self._given_up_plan_id = max(self._given_up_plan_id, plan_id)
-            self._wakeup.ring()
-
     def wait(self, layer: int, num_blocks: int, urgent: Urgent, plan_id: int = 0) -> bool:
         """Wait until the context's first ``num_blocks`` blocks are here in this layer. The engine's thread.
 
@@ -88,15 +101,15 @@ class KvGate:
         """
 
         def is_here() -> bool:
-            return self._ledger.has_first(layer, num_blocks)
+            return self._is_here(layer, num_blocks)
 
         def is_over() -> bool:
-            return self._aborted is not None or (plan_id <= self._given_up_plan_id and not is_here())
+            return self._aborted is not None or (self._is_given_up(plan_id) and not is_here())
 
         def can_go_on() -> bool:
             return is_over() or is_here() or urgent.waits()
 
-        since_s = self._clock()
+        since_s = self._progress.clock()
         while True:
             with self._wakeup.lock:
                 self._awaited = layer, num_blocks
@@ -108,16 +121,43 @@ class KvGate:
                     return True
                 is_urgent = urgent.waits()
                 if not is_urgent and self._left_s(since_s) <= 0:
-                    self.abort(f"no KV came from other members of the group for {self._no_progress_s:g} s")
+                    self._nothing_came(f"no KV came from {self._source} for {self._no_progress_s:g} s")
             if is_urgent:
                 urgent.run()
-                since_s = self._clock()
+                since_s = self._progress.clock()
 
-    def _here(self, layers: range) -> None:
-        self._progress_s = self._clock()
+    def _came(self, layers: range) -> None:
+        """Some KV of these layers is here now. Any thread."""
+        self._progress.came()
         awaited = self._awaited
-        if awaited is not None and awaited[0] in layers and self._ledger.has_first(*awaited):
+        if awaited is not None and awaited[0] in layers and self._is_here(*awaited):
             self._wakeup.ring()
 
+    def _nothing_came(self, reason: str) -> None:
+        """Give up, after too long. The engine's thread."""
+        self.abort(reason)
+
     def _left_s(self, since_s: float) -> float:
-        return max(since_s, self._progress_s) + self._no_progress_s - self._clock()
+        return max(since_s, self._progress.last_s) + self._no_progress_s - self._progress.clock()
+
+
+class GroupGate(Gate):
+    """Lets a step pass once the first blocks of a request are in a ledger: other members of its group compute them."""
+
+    def __init__(self, wakeup: Wakeup, ledger: PageLedger, *, no_progress_s: float, clock: Callable[[], float]) -> None:
+        super().__init__(wakeup, Progress(clock), no_progress_s=no_progress_s, source="other members of the group")
+        self._ledger = ledger
+        self._given_up_plan_id = -1  # plans up to this one do not wait
+        ledger.on_here = self._came
+
+    def _is_here(self, layer: int, num_blocks: int) -> bool:
+        return self._ledger.has_first(layer, num_blocks)
+
+    def _is_given_up(self, plan_id: int) -> bool:
+        return plan_id <= self._given_up_plan_id
+
+    def give_up(self, plan_id: int) -> None:
+        """Let chunks of plans up to this one end where they wait or would wait: what they wait for is planned anew."""
+        with self._wakeup.lock:
+            self._given_up_plan_id = max(self._given_up_plan_id, plan_id)
+            self._wakeup.ring()

@@ -8,7 +8,7 @@ import structlog
 
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.exchange import KvExchange, exchange_key
-from pdmesh.kv.gate import KvGate, Wakeup
+from pdmesh.kv.gate import GroupGate, Wakeup
 from pdmesh.kv.incoming import PieceReader
 from pdmesh.kv.inlet import PageIntake
 from pdmesh.kv.ledger import PageLedger
@@ -64,7 +64,7 @@ class KvGroups:
             capability=capability,
             block_ids=block_ids,
             ledger=ledger,
-            gate=KvGate(wakeup, ledger, no_progress_s=context.config.group_no_progress_s, clock=context.clock),
+            gate=GroupGate(wakeup, ledger, no_progress_s=context.config.group_no_progress_s, clock=context.clock),
             store=context.store,
             writer=context.writer(block_ids),
             call_soon=context.call_soon,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.kv.blocks import BlockGuard
 from pdmesh.kv.exchange import KvExchange
-from pdmesh.kv.gate import KvGate
+from pdmesh.kv.gate import Gate
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.pages import Blocks
 from pdmesh.model import num_blocks_for
@@ -28,9 +28,9 @@ class BatchChunk:
     load: KvLoad | None = None  # set if KV before it was on its way from the offload tier as it began
 
     @property
-    def gates(self) -> list[KvGate | KvLoad]:
+    def gates(self) -> list[Gate]:
         """Where it may have to wait, in each layer, for the KV before it."""
-        gates: list[KvGate | KvLoad] = []
+        gates: list[Gate] = []
         if self.load is not None:
             gates.append(self.load)
         if self.exchange is not None and self.plan.start > 0:

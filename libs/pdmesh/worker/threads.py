@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import anyio
-from anyio import from_thread, to_thread
+from anyio import from_thread
 from anyio.lowlevel import current_token
 
 from pdmesh.host import num_usable_cores
 from pdmesh.kv.gate import Wakeup
+from pdmesh.threads import CallThread
 
 T = TypeVar("T")
 
@@ -26,7 +24,7 @@ def fair_num_threads(num_threads: int, num_ranks: int = 1) -> int:
     return num_threads or max(1, num_usable_cores() // 2 // num_ranks)
 
 
-class EngineThread:
+class EngineThread(CallThread):
     """Runs blocking calls one after the other on one thread of its own.
 
     Always the same thread, for two reasons: native thread pools and device contexts belong to the thread that made
@@ -34,20 +32,8 @@ class EngineThread:
     """
 
     def __init__(self, name: str = "engine") -> None:
+        super().__init__(name)
         self.wakeup = Wakeup()  #: for calls that wait for something
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    async def __aenter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._jobs.put(None)
-        with anyio.CancelScope(shield=True):
-            await to_thread.run_sync(self._thread.join)
 
     async def run(self, call: Callable[[], T], *, on_cancel: Callable[[], object] = lambda: None) -> T:
         """Run ``call`` and return its result. Cancellation waits for it, because a running step cannot be abandoned.
@@ -65,7 +51,7 @@ class EngineThread:
                 outcome.extend((None, error))
             from_thread.run_sync(done.set, token=token)
 
-        self._jobs.put(job)
+        self.put(job)
         try:
             await done.wait()
         except anyio.get_cancelled_exc_class():  # comes again at whatever the caller awaits next
@@ -76,7 +62,3 @@ class EngineThread:
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]  # T, through an untyped list
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from functools import partial
 from types import TracebackType
-from typing import Self
-
-import anyio
-from anyio import to_thread
 
 from pdmesh.kv.blocks import BlockGuard
-from pdmesh.kv.gate import Urgent, Wakeup
+from pdmesh.kv.gate import Gate, Progress, Wakeup
+from pdmesh.threads import CallThread
+
+#: How long a thread is waited for that does not come back from the disk.
+_END_S = 5.0
 
 
 class Copy:
@@ -24,17 +24,28 @@ class Copy:
         self._run = run
         self._after = after
         self._ended = threading.Event()
+        self._writing = threading.Lock()
 
     @property
     def has_ended(self) -> bool:
-        return self._ended.is_set()
+        return self._ended.is_set() and not self._writing.locked()
 
     def wait(self) -> None:
         """Return when it has ended. Any thread but the event loop's."""
         self._ended.wait()
+        with self._writing:
+            pass
+
+    def write(self, call: Callable[[], object]) -> bool:
+        """Call what writes into blocks, as long as it has not ended: False if it has, and nothing was written."""
+        with self._writing:
+            if self._ended.is_set():
+                return False
+            call()
+            return True
 
     def end(self) -> None:
-        """Let it have ended without having been made."""
+        """Let it have ended, made or not: nothing is written any more. Any thread; does not wait for it."""
         self._after = ()
         self._ended.set()
 
@@ -50,83 +61,75 @@ class Copy:
             self.end()
 
 
-class CopyThread:
+class CopyThread(CallThread):
     """Makes copies one after the other, until it is left: what is in line by then is not made.
 
     ``call_soon`` runs a callback on the event loop, from any thread.
     """
 
     def __init__(self, name: str, call_soon: Callable[[Callable[[], object]], object]) -> None:
+        super().__init__(name, end_s=_END_S)
         self._call_soon = call_soon
-        self._copies: SimpleQueue[tuple[Copy, Callable[[], object]] | None] = SimpleQueue()
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    async def __aenter__(self) -> Self:
-        self._thread.start()
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_closing = True
-        self._copies.put(None)
-        with anyio.CancelScope(shield=True):
-            await to_thread.run_sync(self._thread.join)
+        await super().__aexit__(kind, error, trace)
 
-    def put(self, copy: Copy, on_ended: Callable[[], object]) -> None:
+    def make(self, copy: Copy, on_ended: Callable[[], object]) -> None:
         """Make a copy in its turn; ``on_ended`` is called on the event loop after it."""
-        self._copies.put((copy, on_ended))
+        self.put(partial(self._make, copy, on_ended))
 
-    def _run(self) -> None:
-        while (entry := self._copies.get()) is not None:
-            copy, on_ended = entry
-            if self._is_closing:
-                copy.end()
-                continue
-            copy.execute()
-            self._call_soon(on_ended)
+    def _make(self, copy: Copy, on_ended: Callable[[], object]) -> None:
+        if self._is_closing:
+            copy.end()
+            return
+        copy.execute()
+        self._call_soon(on_ended)
 
 
-class KvLoad:
-    """KV of one request on its way from the tier, layer by layer; steps wait for it as at a `pdmesh.kv.gate.KvGate`."""
+class KvLoad(Gate):
+    """KV of one request on its way from the tier, layer by layer. Once it is aborted, nothing is written any more."""
 
-    def __init__(self, wakeup: Wakeup) -> None:
-        """``wakeup`` wakes the engine's thread."""
-        self._wakeup = wakeup
+    def __init__(
+        self,
+        wakeup: Wakeup,
+        progress: Progress,
+        bring: Callable[[KvLoad], object],
+        after: Sequence[BlockGuard] = (),
+        *,
+        no_progress_s: float,
+        on_stuck: Callable[[str], object] = lambda reason: None,
+    ) -> None:
+        """``bring`` writes the layers in order, by `write`, and calls `loaded` after each.
+
+        ``progress`` is that of all loads, which come one after the other. ``wakeup`` wakes the engine's thread, on
+        which ``on_stuck`` is called if it waited in vain.
+        """
+        super().__init__(wakeup, progress, no_progress_s=no_progress_s, source="the offload tier")
+        self._on_stuck = on_stuck
+        self.copy = Copy(partial(bring, self), after)
         self._num_layers = 0  # that are here
-        self._aborted: str | None = None
 
-    @property
-    def aborted(self) -> str | None:
-        """Why nothing more comes; None as long as something does, or all has come."""
-        return self._aborted
+    def _is_here(self, layer: int, num_blocks: int) -> bool:
+        return self._num_layers > layer
 
     def abort(self, reason: str) -> None:
-        """End every wait, now and later. Any thread; the first reason counts."""
-        with self._wakeup.lock:
-            if self._aborted is None:
-                self._aborted = reason
-            self._wakeup.ring()
+        super().abort(reason)
+        self.copy.end()
+
+    def _nothing_came(self, reason: str) -> None:
+        super()._nothing_came(reason)
+        self._on_stuck(reason)
+
+    def write(self, call: Callable[[], object]) -> bool:
+        """Call what writes some of it: False if it was aborted, and nothing was written."""
+        self._progress.came()
+        return self.copy.write(call)
 
     def loaded(self, num_layers: int) -> None:
-        """So many of the first layers are here. Any thread."""
-        with self._wakeup.lock:
-            self._num_layers = num_layers
-            self._wakeup.ring()
-
-    def wait(self, layer: int, num_blocks: int, urgent: Urgent, plan_id: int = 0) -> bool:
-        """Wait until a layer is here, and run what is ``urgent`` meanwhile; False if it does not come.
-
-        The engine's thread. ``num_blocks`` and ``plan_id`` are for gates of other kinds.
-        """
-
-        def is_over() -> bool:
-            return self._aborted is not None or self._num_layers > layer
-
-        while True:
-            with self._wakeup.lock:
-                self._wakeup.wait_for(lambda: is_over() or urgent.waits(), threading.TIMEOUT_MAX)
-                if is_over():
-                    return self._num_layers > layer
-            urgent.run()
+        """So many of the first layers are here."""
+        self._num_layers = num_layers
+        self._came(range(num_layers))

@@ -6,7 +6,9 @@ to the disk, where there is one; a tier without host memory of its own has a lit
 that is *loaded* comes layer by layer, from wherever it is, and stays in the tier.
 
 The scheduling core says what is offloaded, loaded and evicted. What the tier loses by itself (the disk is full, or was
-too slow; a granule is damaged) it tells of, and whoever waits for that is told that it does not come.
+too slow; a granule is damaged) it tells of, and whoever waits for that is told that it does not come. A disk that does
+not answer at all (a file server that is gone) holds a step for a while; then all that the tier has is lost, and it
+takes nothing until the disk answers.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -24,7 +27,7 @@ from typing import NamedTuple, Self
 import structlog
 
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.gate import Wakeup
+from pdmesh.kv.gate import Progress, Wakeup
 from pdmesh.kv.offload.copies import Copy, CopyThread, KvLoad
 from pdmesh.kv.offload.disk import DiskSlots
 from pdmesh.kv.store import KvStore
@@ -41,6 +44,9 @@ _MIN_SPARE_SLOTS = 8
 #: So many granules are copied to measure how fast they come back, and that is assumed where it cannot be measured.
 _MEASURED_GRANULES = 4
 UNMEASURED_BYTES_PER_S = 1e9
+
+#: A step waits so long for a tier from which nothing comes. Then the tier is given up, until something does.
+NO_PROGRESS_S = 5.0
 
 
 class OffloadCounters(NamedTuple):
@@ -80,11 +86,14 @@ class OffloadTier:
         directory: Path | None,
         on_lost: Callable[[PrefixHashes], object],
         call_soon: Callable[[Callable[[], object]], object],
+        no_progress_s: float = NO_PROGRESS_S,
     ) -> None:
         """``on_lost`` is told of granules that are gone unasked. Raises ConfigError if there can be no file."""
         layout = store.layout
         self._store, self._pool, self._wakeup = store, pool, wakeup
         self._on_lost = on_lost
+        self._call_soon = call_soon
+        self._no_progress_s = no_progress_s
         self._num_layers = layout.num_layers
         self._layer_bytes = blocks_of_granule(layout.block_size) * layout.block_bytes
         self.granule_bytes = self._num_layers * self._layer_bytes
@@ -107,11 +116,13 @@ class OffloadTier:
         self._writes = CopyThread("kv-disk", call_soon)
         self._num_bytes_offloaded = self._num_bytes_loaded = self._num_lost = 0
         self._has_failed = False  # the disk, and that was said
+        self._progress = Progress(time.monotonic)  # of loads
+        self._loading: dict[KvLoad, Callable[[KvLoad], object]] = {}  # who is told as they end
+        self.is_stuck = False  # what is loaded: the disk does not answer
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            if self._disk is not None:
-                stack.callback(self._disk.close)
+            stack.callback(self._close_disk)
             for thread in (self._writes, self._loads, self._stores):  # the last is left first: loads come after stores
                 await stack.enter_async_context(thread)
             self._stack = stack.pop_all()
@@ -121,6 +132,10 @@ class OffloadTier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
+
+    def _close_disk(self) -> None:
+        if self._disk is not None and self._loads.has_ended and self._writes.has_ended:
+            self._disk.close()
 
     @property
     def memory(self) -> memoryview:
@@ -168,7 +183,11 @@ class OffloadTier:
         for number in range(1 + _MEASURED_GRANULES):
             if number == 1:
                 began_s = time.perf_counter()  # the first touched the memory
-            self._scatter([source], KvLoad(self._wakeup))
+            load = KvLoad(self._wakeup, self._progress, partial(self._scatter, [source]), no_progress_s=inf)
+            load.copy.execute()
+            if load.copy.error is not None:
+                log.warning("nothing can be read from the offload tier's disk", reason=str(load.copy.error))
+                return UNMEASURED_BYTES_PER_S
         return _MEASURED_GRANULES * self.granule_bytes / (time.perf_counter() - began_s)
 
     # --- what the scheduler asks for ----------------------------------------------------------------------------------
@@ -178,7 +197,7 @@ class OffloadTier:
         if granule in self._entries:
             self.touch([granule])
             return True
-        if not self._free_host or len(self._entries) >= self.num_granules:
+        if self.is_stuck or not self._free_host or len(self._entries) >= self.num_granules:
             self._num_lost += 1
             return False
         entry = self._entries[granule] = _Entry(granule, self._free_host.pop())
@@ -186,7 +205,7 @@ class OffloadTier:
         entry.num_copies += 1
         entry.stored = copy = Copy(partial(self._gather, block_ids, layers), self._pool.guards_of(block_ids))
         self._pool.guard(block_ids, copy)
-        self._stores.put(copy, partial(self._offloaded, entry, block_ids, copy))
+        self._stores.make(copy, partial(self._offloaded, entry, block_ids, copy))
         return True
 
     def evict(self, granules: Iterable[PrefixHash]) -> None:
@@ -210,7 +229,7 @@ class OffloadTier:
         self, granules: Sequence[PrefixHash], block_ids: Sequence[int], on_ended: Callable[[KvLoad], object]
     ) -> KvLoad:
         """Bring granules, all of which are here, into blocks of a request; ``on_ended`` is called on the event loop."""
-        load, entries = KvLoad(self._wakeup), [self._entries[granule] for granule in granules]
+        entries = [self._entries[granule] for granule in granules]
         self.touch(reversed(granules))
         size = len(block_ids) // len(granules)
         sources: list[_Source] = []
@@ -225,9 +244,17 @@ class OffloadTier:
             elif self._disk is not None and entry.disk is not None:
                 number = self._disk.number_of(entry.disk)
             sources.append(_Source(entry, host, number, block_ids[index * size : (index + 1) * size]))
-        copy = Copy(partial(self._scatter, sources, load), after)
-        self._pool.guard(block_ids, copy)
-        self._loads.put(copy, partial(self._loaded, sources, block_ids, copy, load, on_ended))
+        load = KvLoad(
+            self._wakeup,
+            self._progress,
+            partial(self._scatter, sources),
+            after,
+            no_progress_s=self._no_progress_s,
+            on_stuck=lambda reason: self._call_soon(partial(self._stuck, reason)),
+        )
+        self._loading[load] = on_ended
+        self._pool.guard(block_ids, load.copy)
+        self._loads.make(load.copy, partial(self._loaded, sources, block_ids, load))
         return load
 
     def check_integrity(self) -> None:
@@ -297,7 +324,7 @@ class OffloadTier:
             entry.num_copies += 1
             number, layers = self._disk.number_write(slot), self._layers(entry)
             copy = Copy(partial(self._disk.write, slot, number, entry.granule, layers), ())
-            self._writes.put(copy, partial(self._passed_on, entry, copy))
+            self._writes.make(copy, partial(self._passed_on, entry, copy))
 
     def _passed_on(self, entry: _Entry, copy: Copy) -> None:
         entry.num_copies -= 1
@@ -313,37 +340,47 @@ class OffloadTier:
         buffer = memoryview(bytearray(self._layer_bytes))
         for layer in range(self._num_layers):
             for source in sources:
-                if load.aborted is not None:
+                data = self._read(source, layer, buffer) if source.host is None else source.host[layer]
+                if not load.write(partial(self._store.scatter, layer, source.block_ids, data)):
                     return
-                if source.host is not None:
-                    self._store.scatter(layer, source.block_ids, source.host[layer])
-                    continue
-                assert self._disk is not None, "it was written to a disk"
-                assert source.disk is not None, "it is in host memory, or on the disk"
-                source.has_failed = True
-                self._disk.read(source.disk, source.number, source.entry.granule, layer, buffer)
-                source.has_failed = False
-                self._store.scatter(layer, source.block_ids, buffer)
             load.loaded(layer + 1)
 
-    def _loaded(
-        self,
-        sources: Sequence[_Source],
-        block_ids: Sequence[int],
-        copy: Copy,
-        load: KvLoad,
-        on_ended: Callable[[KvLoad], object],
-    ) -> None:
-        self._pool.unguard(block_ids, copy)
+    def _read(self, source: _Source, layer: int, buffer: memoryview) -> memoryview:
+        assert self._disk is not None, "it was written to a disk"
+        assert source.disk is not None, "it is in host memory, or on the disk"
+        source.has_failed = True
+        self._disk.read(source.disk, source.number, source.entry.granule, layer, buffer)
+        source.has_failed = False
+        return buffer
+
+    def _loaded(self, sources: Sequence[_Source], block_ids: Sequence[int], load: KvLoad) -> None:
+        self.is_stuck = False
+        self._pool.unguard(block_ids, load.copy)
         for source in sources:
             source.entry.num_copies -= 1
             self._settle(source.entry)
-        if copy.error is not None:
-            self._lose([source.entry for source in sources if source.has_failed], copy.error)
-            load.abort(f"KV does not come back from the offload tier: {copy.error}")
+        if (error := load.copy.error) is not None:
+            self._lose([source.entry for source in sources if source.has_failed], error)
+            load.abort(f"KV does not come back from the offload tier: {error}")
         elif load.aborted is None:
             self._num_bytes_loaded += len(sources) * self.granule_bytes
-        on_ended(load)
+        self._end(load)
+
+    def _stuck(self, reason: str) -> None:
+        """Give up all that is here, and whoever waits for some of it: the thread that loads does not come back."""
+        if not self._loading or self.is_stuck:
+            return  # it came back meanwhile
+        self.is_stuck = True
+        self._lose(list(self._entries.values()), reason)
+        for load in list(self._loading):
+            load.abort(reason)
+            self._end(load)
+
+    def _end(self, load: KvLoad) -> None:
+        """Tell who waits for a load that it has ended, once."""
+        on_ended = self._loading.pop(load, None)
+        if on_ended is not None:
+            on_ended(load)
 
 
 class _Source:
