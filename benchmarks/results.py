@@ -22,7 +22,16 @@ from report import MISSED, UNAVAILABLE
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "docs" / "results" / "printed.md"
-NOT_BENCHMARKS = {"parallelism_claims", "report", "results", "simulated", "structured_schemas"}
+NOT_BENCHMARKS = {
+    "cluster_nodes",
+    "kubernetes_cluster",
+    "parallelism_claims",
+    "report",
+    "results",
+    "simulated",
+    "structured_schemas",
+    "swarm",
+}
 
 
 def benchmarks() -> list[str]:

@@ -18,6 +18,7 @@ FIGURES_ONLY = {
     "formats",
     "kv_exchange",
     "kv_transport",
+    "many_instances",
     "medha_table",
     "pecsched_table",
     "peer",

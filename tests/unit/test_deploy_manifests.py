@@ -146,6 +146,15 @@ def test_the_stack_is_what_docker_reads() -> None:
     assert "unsupported" not in read.stderr.lower()
 
 
+def test_no_engine_ends_a_gateway_because_others_are_away() -> None:
+    """Its streams go on without a scheduler, and a large model takes long to load: it is alive, though not ready."""
+    gateway = (CHART / "templates/gateway.yaml").read_text()
+    liveness = gateway[gateway.index("livenessProbe:") :]
+    assert re.findall(r"path: (\S+),", liveness)[0] == "/live"
+    stack: dict[str, Any] = msgspec.yaml.decode(STACK.read_text())
+    assert ":8000/live'" in stack["services"]["gateway"]["healthcheck"]["test"][-1]
+
+
 def test_the_unit_is_what_systemd_reads(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not here")

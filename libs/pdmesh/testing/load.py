@@ -137,10 +137,21 @@ async def follow(
 
 @asynccontextmanager
 async def running_load(
-    base_url: str, model: str, requests: Sequence[LoadRequest], *, at_once: int
+    base_url: str,
+    model: str,
+    requests: Sequence[LoadRequest],
+    *,
+    at_once: int,
+    api_key: str = "none",
+    max_retries: int = openai.DEFAULT_MAX_RETRIES,
 ) -> AsyncGenerator[StreamLoad]:
-    """Ask each once, then keep ``at_once`` streams running until the block is left; they end then."""
-    async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=600) as client:
+    """Ask each once, then keep ``at_once`` streams running until the block is left; they end then.
+
+    A request that is refused before its answer begins is sent again, up to ``max_retries`` times.
+    """
+    async with openai.AsyncOpenAI(
+        base_url=f"{base_url}/v1", api_key=api_key, timeout=600, max_retries=max_retries
+    ) as client:
         first = [await follow(client, model, Stream(asked, time.monotonic())) for asked in requests]
         broken = [each.error for each in first if each.error is not None]
         if broken:

@@ -1,0 +1,126 @@
+"""A Docker Swarm of three nodes with the stack of ``deploy/swarm``, and what is done to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster_nodes import Cluster, ClusterError, Event, Node, until
+
+STACK = Path(__file__).parents[1] / "deploy/swarm/stack.yaml"
+
+#: The network between services; `docker stack` puts the name of the stack before those of the file.
+PREFIX = "pdmesh_"
+
+#: Swarm takes a node for lost once it has been silent for so long, and then starts its tasks elsewhere.
+HEARTBEAT_S = 5
+
+
+class Swarm:
+    """A swarm whose first node manages it, and has scheduler and gateway. Made by `running_swarm`."""
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self._nodes = nodes
+        self._manager = nodes[0]
+
+    def docker(self, *arguments: str, given: str | None = None) -> str:
+        return self._manager.run("docker", *arguments, given=given)
+
+    def settled(self) -> None:
+        """Wait until each service has its tasks, and no other task runs."""
+        until("all services have their tasks, and no others", self._is_settled)
+
+    def _is_settled(self) -> bool:
+        replicas = self.docker("service", "ls", "--format", "{{.Replicas}}").split("\n")
+        counts = [re.match(r"(\d+)/(\d+)", each) for each in replicas if each]
+        if not all(each is not None and each[1] == each[2] for each in counts):
+            return False
+        names = self.docker("service", "ls", "--format", "{{.Name}}").split()
+        told = self.docker(
+            *("service", "ps", *names, "--filter", "desired-state=shutdown"),
+            "--format",
+            "{{.CurrentState}} on {{.Node}}",
+        )
+        return not [
+            each for each in told.splitlines() if each.startswith("Running") and self._is_there(each.split()[-1])
+        ]
+
+    def _is_there(self, node: str) -> bool:
+        return self.docker("node", "inspect", node, "--format", "{{.Status.State}}").strip() == "ready"
+
+    def scale(self, decode: int) -> None:
+        self.docker("service", "scale", "--detach", f"{PREFIX}decode={decode}")
+        self.settled()
+
+    def update(self, *services: str) -> None:
+        """Replace all tasks of services, one after the other."""
+        for service in services:
+            self.docker("service", "update", "--force", "--quiet", f"{PREFIX}{service}")
+        self.settled()
+
+    def drain(self, node: Node) -> None:
+        self.docker("node", "update", "--availability", "drain", node.name)
+        self.settled()
+
+    def use_again(self, node: Node) -> None:
+        """Let a node have tasks again; what is there is spread anew."""
+        self.docker("node", "update", "--availability", "active", node.name)
+        self.update("decode", "prefill")
+
+    def kill(self, node: Node) -> None:
+        node.lose_power()
+        until(f"{node.name} is known to be down", lambda: not self._is_there(node.name))
+        self.settled()
+
+    def restore(self, node: Node) -> None:
+        node.restore_power()
+        until(f"{node.name} is ready", lambda: self._is_there(node.name))
+        self.update("decode", "prefill")
+
+    def events(self) -> list[Event]:
+        second, third = self._nodes[1:3]
+        return [
+            Event("scale decode 2 -> 3", lambda: self.scale(3)),
+            Event("scale decode 3 -> 1", lambda: self.scale(1)),
+            Event("scale decode 1 -> 2", lambda: self.scale(2)),
+            Event("rolling update of all instances", lambda: self.update("decode", "prefill")),
+            Event("rolling update of the scheduler", lambda: self.update("scheduler")),
+            Event(f"{third.name} drained", lambda: self.drain(third)),
+            Event(f"{third.name} used again", lambda: self.use_again(third)),
+            Event(f"{second.name} loses power", lambda: self.kill(second)),
+            Event(f"{second.name} comes back", lambda: self.restore(second)),
+        ]
+
+    def logs(self) -> str:
+        """What all services have logged."""
+        names = self.docker("service", "ls", "--format", "{{.Name}}").split()
+        return "".join(self.docker("service", "logs", "--raw", name) for name in names)
+
+
+@contextmanager
+def running_swarm(nodes: list[Node], settings: str, api_key: str, *, encrypted: bool) -> Generator[Cluster]:
+    """Make the nodes a swarm with the stack on it; ``settings`` are the file pdmesh.toml."""
+    manager, *others = nodes
+    swarm = Swarm(nodes)
+    swarm.docker("swarm", "init", "--advertise-addr", manager.address)
+    swarm.docker("swarm", "update", "--dispatcher-heartbeat", f"{HEARTBEAT_S}s")
+    token = swarm.docker("swarm", "join-token", "-q", "worker").strip()
+    for node in others:
+        node.run("docker", "swarm", "join", "--token", token, manager.address)
+    swarm.docker("node", "update", "--label-add", "pdmesh=edge", manager.name)
+    for node in others:
+        swarm.docker("node", "update", "--label-add", "pdmesh=worker", node.name)
+    swarm.docker("secret", "create", "pdmesh.toml", "-", given=settings)
+    stack = STACK.read_text()
+    if not encrypted:
+        stack = stack.replace('encrypted: "true"', 'encrypted: "false"')
+    swarm.docker("stack", "deploy", "--resolve-image", "never", "-c", "-", "pdmesh", given=stack)
+    try:
+        swarm.settled()
+    except ClusterError as error:
+        raise ClusterError(
+            f"{error}\n{swarm.docker('stack', 'ps', '--no-trunc', 'pdmesh')}\n{swarm.logs()[-4000:]}"
+        ) from error
+    yield Cluster(f"http://{manager.address}:8000", api_key, swarm.events(), swarm.logs)
