@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import anyio
+import anyio.to_thread
 import httpx
 from report import heading
 
@@ -179,9 +180,10 @@ async def one(
                 tasks.start_soon(draw, client, prompt, max_tokens, stream)
             while not all(len(stream.token_ids) >= NUM_BEGUN or stream.error for stream in streams):  # noqa: ASYNC110
                 await anyio.sleep(0.02)
-            fault.begin(hosts)
+            # On threads, so that the clients read on while processes are killed.
+            await anyio.to_thread.run_sync(fault.begin, hosts)
             await anyio.sleep(fault.duration_s)
-            fault.end(hosts)
+            await anyio.to_thread.run_sync(fault.end, hosts)
     said = log.read_bytes()[begin_bytes:].decode()
     given_up = [json.loads(line)["instance_id"] for line in said.splitlines() if '"instance lost' in line]
     num_given_up = sum(name.rpartition("-")[2] not in fault.away for name in given_up)
