@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_the_stack_is_what_docker_reads() -> None:
     read = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert read.returncode == 0, read.stderr
     assert "unsupported" not in read.stderr.lower()
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_an_image_is_built_with_all_that_a_wheel_takes(name: str) -> None:
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]["path"]
+    folder = DEPLOY / "compose"
+    assert f"COPY {hook} /tmp/build/{Path(hook).parent}/" in (folder / name).read_text()
+    assert f"!{hook}" in (folder / "Dockerfile.dockerignore").read_text().splitlines()
 
 
 def test_no_engine_ends_a_gateway_because_others_are_away() -> None:
