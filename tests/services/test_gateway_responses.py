@@ -17,6 +17,7 @@ from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, toke
 from pdmesh.testing.sse import named_events
 from pdmesh.wire.messages import Generation, TokenLogprobs, TokenOut, unpack_token_ids
 from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.http.responses.background import MAX_EVENT_BYTES
 from pdmesh_gateway.http.responses.logprobs import TextLogprobs
 from pdmesh_gateway.testing import RunningGateway
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -305,8 +306,64 @@ async def test_a_response_goes_on_in_the_background_and_is_told_again(model: Pat
         for wrong in ("-1", "x", "9" * 20):
             query = {"stream": "true", "starting_after": wrong}
             assert (await http.get(f"/v1/responses/{begun.id}", params=query)).status_code == 400
+        nothing = await http.get(f"/v1/responses/{begun.id}", params={"stream": "true", "starting_after": "1000"})
+        assert (nothing.status_code, nothing.text) == (200, "")
         await client.responses.delete(begun.id)
         assert (await http.get(f"/v1/responses/{begun.id}", params={"stream": "true"})).status_code == 404
+
+
+async def test_what_was_deleted_while_it_was_under_way_stays_away(model: Path) -> None:
+    async with served(model, silent) as (client, _http, mesh, _running):
+        begun = await client.responses.create(**BODY, background=True)
+        await mesh.next_submit()
+        await client.responses.delete(begun.id)
+        await mesh.until(lambda: len(mesh.cancelled) == 1)
+        for ask in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                await ask(begun.id)
+
+
+async def test_events_of_the_background_take_the_room_of_their_keys_responses(model: Path) -> None:
+    gateway = GatewayConfig(kept_responses_bytes=30_000)
+    async with served(model, gateway=gateway) as (client, http, _mesh, _running):
+        names: list[str] = []
+        for _ in range(8):
+            begun = await client.responses.create(**BODY, background=True)
+            text = (await http.get(f"/v1/responses/{begun.id}", params={"stream": "true"})).text
+            assert named_events(text)[-1][0] == "response.incomplete"
+            names.append(begun.id)
+        found = [(await http.get(f"/v1/responses/{name}", params={"stream": "true"})).status_code for name in names]
+        assert found == sorted(found, reverse=True)  # the oldest are gone
+        assert set(found) == {200, 404}
+
+
+async def test_a_gateway_that_holds_too_much_begins_nothing_in_the_background(model: Path) -> None:
+    gateway = GatewayConfig(max_queued_bytes=MAX_EVENT_BYTES + 100_000)
+    async with served(model, silent, gateway=gateway) as (client, _http, mesh, _running):
+        begun = await client.responses.create(**BODY, background=True)
+        with pytest.raises(openai.RateLimitError):
+            await client.responses.create(**BODY, background=True)
+        assert (await client.responses.cancel(begun.id)).status == "cancelled"
+        again = await client.responses.create(**BODY, background=True)
+        assert len(mesh.submitted) == 2
+        await client.responses.delete(again.id)
+
+
+async def test_a_conversation_does_not_grow_for_ever(model: Path) -> None:
+    gateway = GatewayConfig(max_body_bytes=4000)
+    async with served(model, gateway=gateway) as (client, _http, mesh, _running):
+        skipped: list[Any] = [{"type": "web_search_call", "note": "x" * 1500}, {"role": "user", "content": "hello"}]
+        asked: dict[str, Any] = {"model": "tiny", "input": skipped, "max_output_tokens": 1}
+        previous: str | None = None
+        for _ in range(3):
+            previous = (await client.responses.create(**asked, previous_response_id=previous)).id
+        with pytest.raises(openai.BadRequestError, match="too long: begin another"):
+            await client.responses.create(**asked, previous_response_id=previous)
+        answer = await client.responses.create(model="tiny", input="hello")
+        named: list[Any] = [{"type": "item_reference", "id": answer.output[0].id}] * 30
+        with pytest.raises(openai.BadRequestError, match="more than 4000 bytes"):
+            await client.responses.create(model="tiny", input=named)
+        assert len(mesh.submitted) == 4
 
 
 async def test_a_streamed_response_goes_on_when_its_client_leaves(model: Path) -> None:

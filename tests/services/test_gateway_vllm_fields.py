@@ -181,10 +181,10 @@ async def test_invocations_go_where_their_body_is_for(model: Path) -> None:
     async with served(model) as (client, _mesh):
         kinds = [
             (await client.post("/invocations", json=body)).json()["object"]
-            for body in (CHAT, {"prompt": "a", "max_tokens": 1})
+            for body in (CHAT, {"prompt": "a", "max_tokens": 1, "messages": None})
         ]
         assert kinds == ["chat.completion", "text_completion"]
-        for wrong in (b"{}", b"[]", b"{", b'"' * 3):
+        for wrong in (b"{}", b'{"messages": null}', b"[]", b"{", b'"' * 3):
             refused = await client.post("/invocations", content=wrong, headers={"content-type": "application/json"})
             assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 

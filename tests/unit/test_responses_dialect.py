@@ -18,6 +18,7 @@ from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.generation import Collected
+from pdmesh_gateway.http.responses.background import MAX_EVENT_BYTES, PIECE_BYTES, EventLog
 from pdmesh_gateway.http.responses.endpoint import _begun
 from pdmesh_gateway.http.responses.kept import KEPT_S, KeptResponse, KeptResponses
 from pdmesh_gateway.http.responses.logprobs import TextLogprobs
@@ -353,6 +354,7 @@ def test_responses_are_kept_for_an_hour() -> None:
     store.put("alice", kept("a"))
     now_s = KEPT_S + 1
     assert store.get("alice", "a") is None
+    assert store.item("alice", "msg_a") is None
     store.put("bob", kept("b"))
     assert store.num_bytes == kept("b").num_bytes
 
@@ -387,3 +389,41 @@ def test_what_is_kept_stays_within_its_memory(puts: list[tuple[str, int, int, bo
             store.delete(tenant, f"r{name}")
         there = {key: size for key, size in there.items() if store.get(*key) is not None}
         assert store.num_bytes == sum(there.values()) <= 5000
+
+
+def log_of(*sizes: int) -> EventLog:
+    log = EventLog()
+    for size in sizes:
+        log.add(b"x" * size + b"\n\n")
+    return log
+
+
+def test_events_are_kept_with_their_response_if_there_is_room_for_both() -> None:
+    store = KeptResponses(5000, clock=lambda: 0.0)
+    store.put_events("alice", "a", log_of(100))  # it is not kept
+    assert store.num_bytes == 0
+    store.put("alice", kept("a"))
+    store.put_events("alice", "a", log_of(100))
+    assert store.num_bytes == kept("a").num_bytes + 102
+    store.put("alice", kept("b"))
+    store.put_events("alice", "b", log_of(4900))
+    whole = store.get("alice", "b")
+    assert whole is not None
+    assert whole.events is None
+    assert store.num_bytes == 2 * kept("a").num_bytes + 102
+    store.delete("alice", "a")
+    store.delete("alice", "b")
+    assert store.num_bytes == 0
+
+
+@pytest.mark.anyio
+async def test_the_latest_events_are_told_in_pieces() -> None:
+    log = log_of(*[10_000] * 200)
+    assert log.num_bytes <= MAX_EVENT_BYTES
+    log.end()
+    pieces = [piece async for piece in log.read(150)]
+    assert b"".join(pieces) == (b"x" * 10_000 + b"\n\n") * 50
+    assert max(map(len, pieces)) <= PIECE_BYTES + 10_002
+    with pytest.raises(RequestRejected, match="not kept any more"):
+        await anext(log.read(0))
+    assert [piece async for piece in log.read(500)] == []

@@ -20,6 +20,7 @@ from pdmesh_gateway.http.messages.endpoint import CountTokensEndpoint, MessagesE
 from pdmesh_gateway.http.messages.errors import ANTHROPIC
 from pdmesh_gateway.http.orca import ASKING, REPORTING, load_report
 from pdmesh_gateway.http.responses.endpoint import ResponsesEndpoint
+from pdmesh_gateway.http.responses.stored import StoredResponses
 from pdmesh_gateway.http.ui import UiEndpoints
 from pdmesh_gateway.http.utility import UtilityEndpoints
 from pdmesh_gateway.serving import Serving, check_label
@@ -33,7 +34,8 @@ CLIENT_CLOSED_REQUEST = 499
 def build_app(serving: Serving) -> ASGIApp:
     """The ASGI application of a gateway."""
     utility = UtilityEndpoints(serving)
-    responses = ResponsesEndpoint(serving)
+    stored = StoredResponses(serving)
+    responses = ResponsesEndpoint(serving, stored)
     chat, completions, embeddings = ChatEndpoint(serving), CompletionsEndpoint(serving), EmbeddingsEndpoint(serving)
     invocations = InvocationsEndpoint(serving, {"messages": chat, "prompt": completions, "input": embeddings})
     guarded: list[tuple[str, str, Handler, str]] = [  # with the scope that a key needs
@@ -46,9 +48,9 @@ def build_app(serving: Serving) -> ASGIApp:
         ("/v1/messages/count_tokens", "POST", CountTokensEndpoint(serving), "tokenize"),
         ("/v1/responses", "POST", responses, "generate"),
         ("/v1/responses/input_tokens", "POST", responses.count, "tokenize"),
-        ("/v1/responses/{response_id}", "GET DELETE", responses.one, "generate"),
-        ("/v1/responses/{response_id}/cancel", "POST", responses.cancel, "generate"),
-        ("/v1/responses/{response_id}/input_items", "GET", responses.input_items, "generate"),
+        ("/v1/responses/{response_id}", "GET DELETE", stored.one, "generate"),
+        ("/v1/responses/{response_id}/cancel", "POST", stored.cancel, "generate"),
+        ("/v1/responses/{response_id}/input_items", "GET", stored.input_items, "generate"),
         ("/v1/models", "GET", utility.models, "models"),
         ("/v1/models/{model:path}", "GET", utility.model, "models"),
         ("/tokenize", "POST", utility.tokenize, "tokenize"),

@@ -13,20 +13,22 @@ from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.intake import read_body
 from pdmesh_gateway.serving import Serving
 
+_NULL = msgspec.Raw(b"null")
+
 
 class _Shape(msgspec.Struct):
-    """The fields that tell the endpoints apart; all else is passed over."""
+    """The fields that tell the endpoints apart, null where they are not there; all else is passed over."""
 
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw = _NULL
+    prompt: msgspec.Raw = _NULL
+    input: msgspec.Raw = _NULL
 
 
 _decode_shape = msgspec.json.Decoder(_Shape).decode
 
 
 class InvocationsEndpoint:
-    """Passes a body on by its first field of ``messages``, ``prompt`` and ``input`` that is there."""
+    """Passes a body on by its first field of ``messages``, ``prompt`` and ``input`` that is there and not null."""
 
     def __init__(self, serving: Serving, endpoints: Mapping[str, ComputingEndpoint[Any]]) -> None:
         self._serving = serving
@@ -39,7 +41,7 @@ class InvocationsEndpoint:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RequestRejected(f"The body is not a JSON object: {error}", code="invalid_json") from None
         for name, endpoint in self._endpoints.items():
-            if getattr(shape, name) is not msgspec.UNSET:
+            if getattr(shape, name) != _NULL:
                 await endpoint.take(exchange, body)
                 return
         names = ", ".join(f"`{name}`" for name in self._endpoints)

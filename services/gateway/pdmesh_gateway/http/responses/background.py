@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import anyio
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.responses.rendering import ResponsesRendering
+from pdmesh_gateway.http.responses.protocol import ResponseObject
 
 #: Of the events of one response that are kept to be told again: the latest.
 MAX_EVENT_BYTES = 1024 * 1024
 
-#: Of responses that have ended and whose events are kept. Those under way count to what the gateway holds.
-MAX_ENDED = 64
+#: Read at once, so that a client that reads slowly takes little memory.
+PIECE_BYTES = 64 * 1024
 
 
-@dataclass(slots=True)
-class BackgroundResponse:
-    """A response under way, or that has ended. Events are numbered from 0, as clients number them."""
+class EventLog:
+    """The server-sent events of one response, those that are to come, too. They are numbered from 0, as clients do."""
 
-    rendering: ResponsesRendering
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    has_ended: bool = False
-    _events: deque[bytes] = field(default_factory=deque[bytes])
-    _num_dropped: int = 0
-    _num_bytes: int = 0
-    _news: anyio.Event = field(default_factory=anyio.Event)
+    def __init__(self) -> None:
+        self.has_ended = False
+        self.num_bytes = 0
+        self._events: list[bytes] = []
+        self._num_dropped = 0
+        self._news = anyio.Event()
 
     def add(self, events: bytes) -> None:
-        """Add server-sent events."""
+        """Add events, and forget the oldest if there are too many."""
         for event in events.split(b"\n\n")[:-1]:
             self._events.append(event + b"\n\n")
-            self._num_bytes += len(self._events[-1])
-        while self._num_bytes > MAX_EVENT_BYTES:
-            self._num_bytes -= len(self._events.popleft())
-            self._num_dropped += 1
+            self.num_bytes += len(self._events[-1])
+        num_old = 0
+        while self.num_bytes > MAX_EVENT_BYTES:
+            self.num_bytes -= len(self._events[num_old])
+            num_old += 1
+        del self._events[:num_old]
+        self._num_dropped += num_old
         self._tell()
 
     def end(self) -> None:
@@ -51,8 +51,8 @@ class BackgroundResponse:
         while not self.has_ended:
             await self._news.wait()
 
-    async def events(self, number: int, *, idle_s: float = math.inf) -> AsyncIterator[bytes]:
-        """The events from a number on, those that are to come, too; none after each ``idle_s`` without any.
+    async def read(self, number: int, *, idle_s: float = math.inf) -> AsyncIterator[bytes]:
+        """The events from a number on, in pieces; an empty one after each ``idle_s`` without any.
 
         Raises RequestRejected if the next one is not kept any more.
         """
@@ -63,7 +63,7 @@ class BackgroundResponse:
                     param="starting_after",
                     code="invalid_value",
                 )
-            if events := list(self._events)[number - self._num_dropped :]:
+            if events := self._piece(number):
                 number += len(events)
                 yield b"".join(events)
             elif self.has_ended:
@@ -74,31 +74,29 @@ class BackgroundResponse:
                 if waiting.cancelled_caught:
                     yield b""
 
+    def _piece(self, number: int) -> list[bytes]:
+        """The events from a number on that are there, but not more than are read at once."""
+        begin = end = number - self._num_dropped
+        num_bytes = 0
+        while end < len(self._events) and num_bytes < PIECE_BYTES:
+            num_bytes += len(self._events[end])
+            end += 1
+        return self._events[begin:end]
+
     def _tell(self) -> None:
         self._news.set()
         self._news = anyio.Event()
 
 
-class BackgroundResponses:
-    """Responses by tenant and id. Of those that have ended, the tenant that has most gives up its oldest."""
+@dataclass(slots=True)
+class BackgroundResponse:
+    """A response under way. ``begun`` is what there is of it before its answer."""
 
-    def __init__(self) -> None:
-        self._runs: OrderedDict[tuple[str, str], BackgroundResponse] = OrderedDict()
+    begun: ResponseObject
+    log: EventLog = field(default_factory=EventLog)
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
-    def add(self, tenant: str, response_id: str, run: BackgroundResponse) -> None:
-        """Add a response, and forget one that has ended if there are too many of them."""
-        self._runs[tenant, response_id] = run
-        ended = [key for key, each in self._runs.items() if each.has_ended]
-        if len(ended) > MAX_ENDED:
-            [(most, _)] = Counter(key[0] for key in ended).most_common(1)
-            del self._runs[next(key for key in ended if key[0] == most)]
-
-    def get(self, tenant: str, response_id: str) -> BackgroundResponse | None:
-        """Return a tenant's own response; None if there is none, or none any more."""
-        return self._runs.get((tenant, response_id))
-
-    def remove(self, tenant: str, response_id: str) -> None:
-        """Cancel a response if it is under way, and forget it."""
-        run = self._runs.pop((tenant, response_id), None)
-        if run is not None:
-            run.scope.cancel()
+    async def cancel(self) -> None:
+        """End it, unless it is about to end by itself, and return when it has ended."""
+        self.scope.cancel()
+        await self.log.ended()

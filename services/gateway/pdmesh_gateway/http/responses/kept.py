@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from pdmesh_gateway.http.responses.background import EventLog
 
 #: How long a response is kept if there is room.
 KEPT_S = 3600.0
@@ -22,12 +24,14 @@ class KeptResponse:
     input_items: bytes  # a list: those of its own request
     conversation: bytes  # a list: all items up to its own output
     output_items: Mapping[str, bytes]  # by id
+    events: EventLog | None = None  # of one that was answered in the background
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes that it counts for."""
         items = sum(map(len, self.output_items.values()))
-        return len(self.response) + len(self.input_items) + len(self.conversation) + items + _OVERHEAD_BYTES
+        events = 0 if self.events is None else self.events.num_bytes
+        return len(self.response) + len(self.input_items) + len(self.conversation) + items + events + _OVERHEAD_BYTES
 
 
 @dataclass(slots=True)
@@ -73,20 +77,28 @@ class KeptResponses:
             most = max(self._shelves, key=lambda name: self._shelves[name].num_bytes)
             self._remove(most, next(iter(self._shelves[most].responses)))
 
+    def put_events(self, tenant: str, response_id: str, events: EventLog) -> None:
+        """Keep the events of a response with it, if it is kept and there is room for both."""
+        if (kept := self.get(tenant, response_id)) is None:
+            return
+        whole = replace(kept, events=events)
+        if whole.num_bytes <= self._max_bytes:
+            self._remove(tenant, response_id)
+            self.put(tenant, whole)
+
     def get(self, tenant: str, response_id: str) -> KeptResponse | None:
         """Return a response of the tenant's own; None if it is not kept, or not any more."""
         shelf = self._shelves.get(tenant)
         entry = None if shelf is None else shelf.responses.get(response_id)
-        if entry is None or self._clock() > entry[0] + KEPT_S:
-            return None
-        return entry[1]
+        return None if entry is None or entry[0] < self._oldest_s else entry[1]
 
     def item(self, tenant: str, item_id: str) -> bytes | None:
         """Return an output item of the tenant's own, as JSON; the latest responses are looked at first."""
         shelf = self._shelves.get(tenant)
         if shelf is None:
             return None
-        found = (kept.output_items.get(item_id) for _, kept in reversed(shelf.responses.values()))
+        latest = reversed(shelf.responses.values())
+        found = (kept.output_items.get(item_id) for kept_s, kept in latest if kept_s >= self._oldest_s)
         return next((item for item in found if item is not None), None)
 
     def delete(self, tenant: str, response_id: str) -> bool:
@@ -96,10 +108,15 @@ class KeptResponses:
         self._remove(tenant, response_id)
         return True
 
+    @property
+    def _oldest_s(self) -> float:
+        """When those that are not too old were put here, at the earliest."""
+        return self._clock() - KEPT_S
+
     def _expire(self) -> None:
-        until = self._clock() - KEPT_S
+        oldest_s = self._oldest_s
         for tenant, shelf in list(self._shelves.items()):
-            while shelf.responses and next(iter(shelf.responses.values()))[0] < until:
+            while shelf.responses and next(iter(shelf.responses.values()))[0] < oldest_s:
                 self._remove(tenant, next(iter(shelf.responses)))
 
     def _remove(self, tenant: str, response_id: str) -> None:
