@@ -11,7 +11,7 @@ from anyio import to_thread
 from llguidance import LLMatcher
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.events import KvReleased
+from pdmesh.core.events import KvReleased, StepDone
 from pdmesh.engine.fake import FakeEngine, reference_output
 from pdmesh.grammars import Grammars
 from pdmesh.model import SamplingParams
@@ -69,6 +69,32 @@ async def test_residents_decode_while_a_plan_waits_for_its_grammar(holds_decodes
         engine.compiled.set()
         await running.reported(KvReleased, "slow")
         assert [token.token_id for token in running.tokens_of("slow")] == reference_output([2] * 5, SLOW)
+        running.assert_all_free()
+
+
+async def test_prompts_that_are_planned_behind_one_that_waits_overtake_it() -> None:
+    slow, plain = make_generation("slow", [2] * 5, SLOW), make_generation("plain", [1] * 9, PLAIN)
+    other, held = make_generation("other", [3] * 5, SLOW), make_generation("held", [4] * 5, PLAIN)
+    async with compiling() as (running, engine):
+        for generation in (slow, plain, other, held):
+            running.admit(generation, kv_moves=False)
+        [of_slow, of_other] = [*chunk_plans(slow, [5]), *chunk_plans(other, [5])]
+        [first, second, third] = chunk_plans(plain, [3, 3, 3])
+        running.run([of_slow])
+        running.run([first])
+        running.run([of_other, second])  # waits, and what follows of the same prompt waits with it
+        running.run([third])
+        running.run(chunk_plans(held, [5]), holds_decodes=True)  # says something else of the residents
+        await running.until(lambda: any(isinstance(report, StepDone) for report in running.reports))
+        await anyio.wait_all_tasks_blocked()
+        done = [report.chunks for report in running.reports if isinstance(report, StepDone)]
+        assert [[chunk.request_id for chunk in chunks] for chunks in done] == [["plain"]]
+        assert running.tokens_of("held") == []
+        engine.compiled.set()
+        for generation, prompt in ((slow, [2] * 5), (plain, [1] * 9), (other, [3] * 5), (held, [4] * 5)):
+            await running.reported(KvReleased, generation.request_id)
+            tokens = [token.token_id for token in running.tokens_of(generation.request_id)]
+            assert tokens == reference_output(prompt, generation.params)
         running.assert_all_free()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 import anyio
 import structlog
@@ -34,7 +35,7 @@ class Plans:
     """Urgent plans, other plans, and else decode steps of the residents, unless ``own`` says they are held.
 
     A plan of which nothing is left to do is answered at once. One that draws under a grammar waits until `grammars` has
-    compiled it, and so do residents that have one; others decode meanwhile. ``wakeup`` rings when there is something
+    compiled it, and so do residents that have one; others go on meanwhile. ``wakeup`` rings when there is something
     urgent, for an engine's thread that waits. ``drop`` gives up a request whose chunk does not follow what has been
     computed of it. ``drafter`` guesses tokens for steps of decodes alone: one with chunks is as large as it was
     planned.
@@ -100,7 +101,7 @@ class Plans:
 
     async def wait_for_work(self) -> None:
         """Return when `next_batch` is worth another call."""
-        if self._urgent or (self._plans and not self._is_blocked) or self._free_residents:
+        if self._urgent or self._next_index is not None or self._free_residents:
             return
         self._has_work = anyio.Event()
         if not self._own.held:
@@ -119,9 +120,10 @@ class Plans:
         urgent = self.take_urgent()
         if urgent is not None:
             return urgent
-        while self._plans and not self._is_blocked:
-            batch = self._batch(self._plans.popleft())
-            if batch is not None:
+        while (index := self._next_index) is not None:
+            plan = self._plans[index]
+            del self._plans[index]
+            if (batch := self._batch(plan)) is not None:
                 return batch
         residents = self._free_residents
         return self._made(None, (), self._decodes(residents)) if residents else None
@@ -153,14 +155,28 @@ class Plans:
         return any(request is not None and not self._is_ready(request) for request in requests)
 
     @property
-    def _is_blocked(self) -> bool:
-        """Whether the next plan must wait. Later ones wait behind it, residents do not."""
-        return bool(self._plans) and self._must_wait(self._plans[0])
+    def _next_index(self) -> int | None:
+        """Which plan is next: the first, or one that may overtake those that wait for a grammar; None if none can be.
+
+        A plan overtakes none of its own requests' earlier ones, and none that says something else of the residents.
+        """
+        if not self._plans or not self._must_wait(self._plans[0]):
+            return 0 if self._plans else None
+        passed = {part.request_id for part in self._plans[0].chunks}
+        for index, plan in enumerate(islice(self._plans, 1, None), 1):
+            if plan.holds_decodes != self._plans[0].holds_decodes:
+                return None
+            if not (self._may_wait(plan) or self._must_wait(plan)) and passed.isdisjoint(
+                part.request_id for part in plan.chunks
+            ):
+                return index
+            passed.update(part.request_id for part in plan.chunks)
+        return None
 
     @property
     def _free_residents(self) -> list[LocalRequest]:
         """The residents that may decode in a step of the instance's own."""
-        if self._own.held and not self._is_blocked:
+        if self._own.held and not (self._plans and self._next_index is None):
             return []
         return self._ready(self._sequences.decoding)
 
