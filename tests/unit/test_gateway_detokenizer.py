@@ -1,5 +1,6 @@
 """Incremental text equals the text of the whole."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdmesh.testing.examples import examples
 from pdmesh.testing.tokenizers import write_tokenizer
-from pdmesh_gateway.detokenizer import REPLACEMENT, Detokenizer
+from pdmesh_gateway.byte_level import ByteLevelDetokenizer, ByteLevelVocabulary
+from pdmesh_gateway.detokenizer import REPLACEMENT, Detokenizer, WindowDetokenizer
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 VOCAB_SIZE = 320
@@ -48,32 +50,62 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-def stream(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+def windowed(tokenizer: Tokenizer, prompt: list[int]) -> Detokenizer:
+    return WindowDetokenizer(tokenizer, prompt_tail=prompt)
+
+
+def by_bytes(tokenizer: Tokenizer, prompt: list[int]) -> Detokenizer:
+    return ByteLevelDetokenizer(ByteLevelVocabulary(tokenizer), prompt_tail=prompt)
+
+
+KINDS = (windowed, by_bytes)
+Kind = Callable[[Tokenizer, list[int]], Detokenizer]
+
+
+def stream(tokenizer: Tokenizer, token_ids: list[int], kind: Kind = windowed, prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = kind(tokenizer, list(prompt))
     deltas = [detokenizer.push(token_id) for token_id in token_ids]
     return [*deltas, detokenizer.flush()]
 
 
-@settings(max_examples=examples(300), deadline=None)
-@given(token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=200))
-def test_any_tokens_stream_to_their_text(byte_level: Tokenizer, token_ids: list[int]) -> None:
-    assert "".join(stream(byte_level, token_ids)) == byte_level.decode(token_ids, skip_special_tokens=False)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(200), deadline=None)
+@given(token_ids=st.lists(st.integers(0, VOCAB_SIZE + 1), max_size=200))
+def test_any_tokens_stream_to_their_text(kind: Kind, byte_level: Tokenizer, token_ids: list[int]) -> None:
+    text = "".join(stream(byte_level, token_ids, kind))
+    assert text == byte_level.decode(token_ids, skip_special_tokens=False)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(200), deadline=None)
 @given(data=st.lists(st.sampled_from([0x80, 0xBF, 0xC3, 0xE4, 0xF0, 0x9F, 0x98, 0x80, 0x41]), max_size=150))
 def test_bytes_that_nearly_are_characters_stream_to_their_text(
-    byte_level: Tokenizer, id_of_byte: dict[int, int], data: list[int]
+    kind: Kind, byte_level: Tokenizer, id_of_byte: dict[int, int], data: list[int]
 ) -> None:
     token_ids = [id_of_byte[byte] for byte in data]
-    assert "".join(stream(byte_level, token_ids)) == bytes(data).decode(errors="replace")
+    deltas = stream(byte_level, token_ids, kind)
+    assert "".join(deltas) == bytes(data).decode(errors="replace") == byte_level.decode(token_ids)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(200), deadline=None)
+@given(text=st.text(max_size=60), num_prompt_bytes=st.integers(0, 20))
+def test_text_goes_on_from_a_prompt_that_ends_anywhere(
+    kind: Kind, byte_level: Tokenizer, id_of_byte: dict[int, int], text: str, num_prompt_bytes: int
+) -> None:
+    text = text.replace(REPLACEMENT, "")
+    token_ids = [id_of_byte[byte] for byte in text.encode()]
+    shown = text.encode()[:num_prompt_bytes].decode(errors="ignore")
+    deltas = stream(byte_level, token_ids[num_prompt_bytes:], kind, token_ids[:num_prompt_bytes])
+    assert shown + "".join(deltas) == text or not token_ids[num_prompt_bytes:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=60))
-def test_text_never_shows_half_a_character(byte_level: Tokenizer, text: str) -> None:
+def test_text_never_shows_half_a_character(kind: Kind, byte_level: Tokenizer, text: str) -> None:
     text = text.replace(REPLACEMENT, "")
-    deltas = stream(byte_level, byte_level.encode(text).ids)
+    deltas = stream(byte_level, byte_level.encode(text).ids, kind)
     assert "".join(deltas) == text
     assert REPLACEMENT not in "".join(deltas)
 
@@ -94,7 +126,7 @@ def test_a_wrong_byte_after_a_character_takes_nothing_back(byte_fallback: Tokeni
 
 def test_the_space_after_the_prompt_is_kept(byte_fallback: Tokenizer) -> None:
     prompt = byte_fallback.encode("a").ids
-    detokenizer = Detokenizer(byte_fallback, prompt_tail=prompt)
+    detokenizer = WindowDetokenizer(byte_fallback, prompt_tail=prompt)
     token_id = byte_fallback.token_to_id("\u2581b")
     assert token_id is not None
     assert detokenizer.push(token_id) == " b"
@@ -121,8 +153,26 @@ def test_token_bytes_are_exact(directory: Path, byte_level: Tokenizer, byte_fall
     )
 
 
+def test_which_vocabularies_are_byte_level(directory: Path, byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+    plain = ModelTokenizer.load(directory).detokenizer([], skip_special_tokens=True)
+    assert isinstance(plain, ByteLevelDetokenizer)
+    of_pieces = ModelTokenizer(byte_fallback).detokenizer([], skip_special_tokens=True)
+    assert isinstance(of_pieces, WindowDetokenizer)
+    mixed = Tokenizer.from_str(byte_level.to_str())
+    mixed.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    assert isinstance(ModelTokenizer(mixed).detokenizer([], skip_special_tokens=True), WindowDetokenizer)
+
+
+def test_added_tokens_stand_for_themselves(byte_level: Tokenizer) -> None:
+    tokenizer = Tokenizer.from_str(byte_level.to_str())
+    tokenizer.add_tokens(["a b", "\u0120x", "\u4f60"])
+    token_ids = [*range(tokenizer.get_vocab_size() - 3, tokenizer.get_vocab_size()), 70]
+    assert "".join(stream(tokenizer, token_ids, by_bytes)) == tokenizer.decode(token_ids)
+    assert b"".join(map(ModelTokenizer(tokenizer).token_bytes, token_ids)).decode() == tokenizer.decode(token_ids)
+
+
 def test_windows_stay_small(byte_level: Tokenizer, id_of_byte: dict[int, int]) -> None:
-    detokenizer = Detokenizer(byte_level)
+    detokenizer = WindowDetokenizer(byte_level)
     for _ in range(10_000):
         detokenizer.push(id_of_byte[0x80])
         assert len(detokenizer._window) <= 64

@@ -7,6 +7,7 @@ form a character, and raises where a byte-fallback decoder changes its mind abou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -21,8 +22,20 @@ _KEEP = 16
 _GROW = 48
 
 
-class Detokenizer:
-    """One generation's text. The concatenated results of `push` and `flush` are the decoded whole.
+class Detokenizer(Protocol):
+    """One generation's text. The concatenated results of `push` and `flush` are the decoded whole."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is certain with this token: no character that a later token may complete."""
+        ...
+
+    def flush(self) -> str:
+        """Return what was held back, at the end of the generation."""
+        ...
+
+
+class WindowDetokenizer:
+    """A `Detokenizer` for any vocabulary: with each token the last ones are decoded again.
 
     The end of the prompt is decoded along, so that a leading space which a decoder strips from the first token of a
     text is kept in the middle of one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +14,8 @@ from tokenizers import Tokenizer
 from pdmesh.engine.files import read_json_object
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.host import num_usable_cores
-from pdmesh_gateway.detokenizer import Detokenizer
+from pdmesh_gateway.byte_level import ByteLevelDetokenizer, ByteLevelVocabulary, decoder_types
+from pdmesh_gateway.detokenizer import Detokenizer, WindowDetokenizer
 from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, check_nesting, compile_template
 
 T = TypeVar("T")
@@ -83,7 +83,9 @@ class ModelTokenizer:
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         }
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._byte_level = _is_byte_level(tokenizer)
+        decoders = decoder_types(tokenizer)
+        self._byte_level = ByteLevelVocabulary(tokenizer) if "ByteLevel" in decoders else None
+        self._has_other_decoders = decoders != ["ByteLevel"]
         self._texts: dict[int, str] = {}
         num_cores = num_usable_cores()
         self._light = anyio.CapacityLimiter(num_cores)
@@ -178,7 +180,9 @@ class ModelTokenizer:
     ) -> Detokenizer:
         """An incremental decoder for one generation; ``shown_ids`` are special tokens that are not skipped."""
         hidden_ids = self.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
-        return Detokenizer(self._tokenizer, hidden_ids=hidden_ids, prompt_tail=prompt_tail)
+        if self._byte_level is None or self._has_other_decoders:
+            return WindowDetokenizer(self._tokenizer, hidden_ids=hidden_ids, prompt_tail=prompt_tail)
+        return ByteLevelDetokenizer(self._byte_level, hidden_ids=hidden_ids, prompt_tail=prompt_tail)
 
     def token_text(self, token_id: int) -> str:
         """One token on its own, as log-probabilities name it."""
@@ -190,11 +194,11 @@ class ModelTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, also where they are only a part of a character."""
+        if self._byte_level is not None:
+            return self._byte_level.bytes_of(token_id)
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or token_id in self._added_ids:
             return self.token_text(token_id).encode()
-        if self._byte_level:
-            return bytes(_BYTE_OF_CHAR[char] for char in piece if char in _BYTE_OF_CHAR)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace("\u2581", " ").encode()
@@ -298,22 +302,3 @@ def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
 
 def _has_content(token: Any) -> bool:
     return isinstance(token, dict) and isinstance(token.get("content"), str)
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    if tokenizer.decoder is None:
-        return False
-    decoder = json.loads(tokenizer.decoder.__getstate__())
-    return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", [])])
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable Latin-1 stays, the others follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
-    return alphabet
-
-
-_BYTE_OF_CHAR = _byte_level_alphabet()
