@@ -248,7 +248,7 @@ def main() -> None:
         with meshes(folder) as url:
             variables = {
                 "PDMESH_MESHES": url,
-                "PDMESH_TEST_MODEL": str(drawn_model(folder / "tokenizer", Model())),
+                "PDMESH_TEST_MODEL": str(tests_model(folder / "tokenizer")),
                 "VLLM_SDIST": str(arguments.sdist),
             }
             outcomes = run(arguments.python, folder, tests, variables, arguments.options)
@@ -360,9 +360,8 @@ def meshes(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-def drawn_model(directory: Path, model: Model) -> Path:
-    """Write a model of random weights that does what it is to do."""
-    template = THINKING_TEMPLATE if model.thinks else TOOL_TEMPLATE
+def random_model(directory: Path, template: str) -> None:
+    """Write a model that does nothing in particular."""
     write_checkpoint(
         directory,
         vocab_size=VOCAB_SIZE,
@@ -371,6 +370,18 @@ def drawn_model(directory: Path, model: Model) -> Path:
         template=template,
         tie_word_embeddings=False,
     )
+
+
+def tests_model(directory: Path) -> Path:
+    """Write the model that the tests themselves see: its tokenizer has the markers of all that are served."""
+    random_model(directory, TOOL_TEMPLATE)
+    with_markers(directory / "tokenizer.json", [THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE])
+    return directory
+
+
+def drawn_model(directory: Path, model: Model) -> Path:
+    """Write a model of random weights that does what it is to do."""
+    random_model(directory, THINKING_TEMPLATE if model.thinks else TOOL_TEMPLATE)
     markers = [*((THINK_OPEN, THINK_CLOSE) if model.thinks else ()), CALL_OPEN, CALL_CLOSE]
     vocabulary = with_markers(directory / "tokenizer.json", markers)
     if not model.is_endless:

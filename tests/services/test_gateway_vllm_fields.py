@@ -218,7 +218,9 @@ async def test_proxies_may_ask_how_loaded_the_mesh_is(model: Path) -> None:
 
 async def test_reasoning_is_limited_only_where_a_token_ends_it(model: Path) -> None:
     async with served(model) as (client, _mesh):
-        for budget, message in ((4, "cannot be limited"), (0, "at least 1")):
+        unlimited = await client.post("/v1/chat/completions", json={**CHAT, "thinking_token_budget": -1})
+        assert unlimited.status_code == 200
+        for budget, message in ((4, "cannot be limited"), (-2, "at least -1")):
             refused = await client.post("/v1/chat/completions", json={**CHAT, "thinking_token_budget": budget})
             error = refused.json()["error"]
             assert (refused.status_code, error["param"]) == (400, "thinking_token_budget")

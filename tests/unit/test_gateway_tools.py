@@ -467,8 +467,9 @@ def test_mistrals_reasoning_has_markers_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("begins", [ReasoningStart.BEGUN, ReasoningStart.POSSIBLE])
 @pytest.mark.parametrize("given", ["", LLMatcher.grammar_from_regex("[0-9]+")])
 @pytest.mark.parametrize("with_calls", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 3])
 def test_reasoning_ends_after_as_many_tokens_as_it_may_have(
-    tmp_path: Path, begins: ReasoningStart, given: str, with_calls: bool
+    tmp_path: Path, begins: ReasoningStart, given: str, with_calls: bool, num_tokens: int
 ) -> None:
     directory = write_checkpoint(tmp_path / "model", vocab_size=400, template="{{ tools }}<tool_call>")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -479,7 +480,7 @@ def test_reasoning_ends_after_as_many_tokens_as_it_may_have(
     answer_format = find_format(ModelTokenizer.load(directory), "")
     assert answer_format.limits_reasoning
     grammars = Grammars(directory, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(258, 256))
-    grammar = answer_format.grammar(begins, calls() if with_calls else None, given, 3)
+    grammar = answer_format.grammar(begins, calls() if with_calls else None, given, num_tokens)
     assert grammars.problem(grammar) is None
     opening, close = tokenizer.token_to_id("<think>"), tokenizer.token_to_id("</think>")
     assert opening is not None
@@ -487,15 +488,18 @@ def test_reasoning_ends_after_as_many_tokens_as_it_may_have(
     matcher = grammars.matcher(grammar)
     if begins is ReasoningStart.POSSIBLE:
         assert matcher.consume_token(opening)
-    for token_id in (70, 71, 72):
+    for token_id in range(70, 70 + num_tokens):
         assert matcher.consume_token(token_id)
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
     assert bits.nonzero()[0].tolist() == [close]
     assert matcher.consume_token(close)
     assert matcher.consume_tokens(tokenizer.encode("12").ids)
     assert matcher.is_accepting()
-    early = grammars.matcher(grammar)
-    assert early.consume_tokens([*([close - 1] if begins is ReasoningStart.POSSIBLE else []), 70, close])
+    if num_tokens:
+        early = grammars.matcher(grammar)
+        assert early.consume_tokens([*([opening] if begins is ReasoningStart.POSSIBLE else []), 70, close])
+    assert answer_format.num_thought_tokens([70, opening, 71, opening, 72, 73]) == 2
+    assert answer_format.num_thought_tokens([70, 71]) == 0
 
 
 def test_reasoning_whose_end_is_no_token_is_not_limited() -> None:

@@ -79,6 +79,11 @@ class AnswerFormat:
         """Whether `grammar` can limit reasoning: its end must be a token."""
         return self.reasons and self.reasoning.close in self.textless_ids
 
+    def num_thought_tokens(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens of reasoning end a prompt within which it has begun."""
+        opens = self.textless_ids.get(self.reasoning.open)
+        return next((number for number, token_id in enumerate(reversed(prompt)) if token_id == opens), 0)
+
     def grammar(
         self, begins: ReasoningStart, calls: Calls | None, given: str, max_reasoning_tokens: int | None = None
     ) -> str:
@@ -127,6 +132,8 @@ class AnswerFormat:
         opened = f"/\\s{{0,4}}/ {self._marker(self.reasoning.open)} " if begins is ReasoningStart.POSSIBLE else ""
         close = self._marker(self.reasoning.close)
         if self.limits_reasoning and max_tokens is not None:
+            if max_tokens == 0:
+                return [f"think: {opened}{close} BLANKS", _BLANKS]
             thought = f"thought[max_tokens={max_tokens}]: /(?s:.*)/"
             return [f"think: {opened}thought {close} BLANKS", thought, _BLANKS]
         if self.reasoning.close in self.textless_ids:

@@ -123,6 +123,8 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
     budget = conversation.max_reasoning_tokens
     if budget is not None and not answer_format.limits_reasoning:
         raise invalid("thinking_token_budget", "This model's reasoning cannot be limited: no token of it ends that.")
+    if budget is not None and reasoning is ReasoningStart.BEGUN:
+        budget = max(0, budget - answer_format.num_thought_tokens(prompt))
     param, given = asked_for(fields) or ("tools" if calls is not None else "thinking_token_budget", "")
     if calls is None:
         grammar = answer_format.grammar(reasoning, calls, given, budget)

@@ -34,6 +34,9 @@ INLINE_MESSAGES = 256
 #: More than any context.
 MAX_THINKING_TOKENS = 1 << 24
 
+#: A budget of reasoning that is none.
+UNLIMITED = -1
+
 ChatT = TypeVar("ChatT", bound=ChatFields)
 
 
@@ -54,7 +57,7 @@ class _ChatsEndpoint(GenerationEndpoint[ChatT]):
         n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
         number("max_tokens", request.max_tokens, low=1)
         number("max_completion_tokens", request.max_completion_tokens, low=1)
-        number("thinking_token_budget", request.thinking_token_budget, low=1, high=MAX_THINKING_TOKENS)
+        number("thinking_token_budget", request.thinking_token_budget, low=UNLIMITED, high=MAX_THINKING_TOKENS)
         asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         given = self.conversations_of(request)
         serving.check_load(num_prompts=len(given), n=n)
@@ -133,7 +136,7 @@ async def conversation_of(
         tool_choice=chat_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         include_reasoning=request.include_reasoning is not False,
-        max_reasoning_tokens=request.thinking_token_budget,
+        max_reasoning_tokens=None if request.thinking_token_budget == UNLIMITED else request.thinking_token_budget,
         variables=variables,
         truncation=truncation_of(request.truncate_prompt_tokens, request.truncation_side),
         token_ids=_token_ids_of(request.kv_transfer_params),
