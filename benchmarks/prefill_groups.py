@@ -119,11 +119,7 @@ class Load:
 
     def _cpu_s(self) -> float:
         """What the mesh's processes have spent so far."""
-        spent = 0
-        for pid in self.mesh.pids().values():
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            spent += int(fields[11]) + int(fields[12])  # user and system time
-        return spent / os.sysconf("SC_CLK_TCK")
+        return sum(self.mesh.cpu_s().values())
 
     async def _complete(self, client: httpx.AsyncClient, prompt: list[int]) -> None:
         await complete(client, self.mesh.model, prompt, 1)

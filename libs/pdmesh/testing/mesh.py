@@ -107,6 +107,14 @@ class RunningMesh:
         record = msgspec.json.decode((self.folder / "mesh.json").read_bytes(), type=MeshRecord)
         return {service.name: service.process.pid for service in record.services}
 
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds that each service has spent so far, in user and system time."""
+        spent: dict[str, float] = {}
+        for name, pid in self.pids().items():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            spent[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return spent
+
     def metrics(self) -> dict[str, str]:
         """What each service serves at ``/metrics``."""
         # As the supervisor has it now: a service that was started again has another port.
