@@ -1,5 +1,6 @@
 """Frames over a real loopback gRPC stream: batching, malformed frames, broken peers, bounded outboxes."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from pdmesh.core.commands import FreeKv
 from pdmesh.core.events import KvReleased, LoadReported
 from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull
 from pdmesh.model import Epoch, GatewayId, InstanceId, RequestId, SamplingParams
+from pdmesh.sim.agenda import Agenda
+from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh.wire.endpoint import check_bind, check_kv_devices, open_channel, serving
 from pdmesh.wire.link import FRAME_BYTES, FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
@@ -177,6 +180,31 @@ async def test_frames_stay_far_below_the_limit_whatever_waits() -> None:
     messages = [message for frame in frames for message in msgspec.msgpack.decode(frame, type=list[Submit])]
     assert [message.priority for message in messages] == list(range(300))
     assert all(message.generation == generation for message in messages)
+
+
+def test_frames_keep_their_distance_and_nothing_waits_longer_than_that() -> None:
+    frames: list[tuple[float, int]] = []
+
+    async def talk() -> None:
+        async def write(data: bytes) -> None:
+            frames.append((round(asyncio.get_running_loop().time(), 3), len(msgspec.msgpack.decode(data))))
+
+        link: FrameLink[WorkerUp, WorkerDown] = FrameLink(
+            write=write, read=anyio.sleep_forever, receive_type=WorkerDown, interval_s=0.1
+        )
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.pump)
+            for _ in range(8):
+                link.post(BEAT)
+                await anyio.sleep(0.03)
+            await anyio.sleep(1)
+            link.post(BEAT)
+            link.post(BEAT)
+            link.close()
+
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(Agenda(), lambda: False)) as runner:
+        runner.run(talk())
+    assert frames == [(0.0, 1), (0.1, 3), (0.2, 3), (0.3, 1), (1.24, 2)]
 
 
 def test_token_ids_survive_packing() -> None:

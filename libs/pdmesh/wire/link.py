@@ -7,6 +7,7 @@ are posted while a frame is being sent leave together in the next frames, so a b
 from __future__ import annotations
 
 import asyncio  # for an exception that grpc.aio lets out
+import math
 import struct
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -84,8 +85,10 @@ class FrameLink(Generic[SendT, RecvT]):
         read: Callable[[], Awaitable[Any]],
         receive_type: Any,
         max_queued: int = MAX_QUEUED_MESSAGES,
+        interval_s: float = 0.0,
         finish: Callable[[], Awaitable[Any]] | None = None,
     ) -> None:
+        """``interval_s`` is the least time between the beginnings of two frames."""
         self._write = write
         self._read = read
         self._finish = finish
@@ -93,6 +96,7 @@ class FrameLink(Generic[SendT, RecvT]):
         self._decoder: msgspec.msgpack.Decoder[list[RecvT]] = msgspec.msgpack.Decoder(list[receive_type])
         self._outbox: deque[SendT] = deque()
         self._max_queued = max_queued
+        self._interval_s = interval_s
         self._wake = anyio.Event()
         self._closed = False
 
@@ -115,12 +119,17 @@ class FrameLink(Generic[SendT, RecvT]):
 
     async def pump(self) -> None:
         """Write frames until the link is closed and its outbox empty."""
+        next_s = -math.inf
         try:
             while not (self._closed and not self._outbox):
                 if not self._outbox:
                     self._wake = anyio.Event()
                     await self._wake.wait()
                     continue
+                if self._interval_s:
+                    if (now_s := anyio.current_time()) < next_s and not self._closed:
+                        await anyio.sleep(next_s - now_s)
+                    next_s = anyio.current_time() + self._interval_s
                 await _of_call(self._write(self._next_frame()))
             if self._finish is not None:
                 await _of_call(self._finish())
@@ -180,7 +189,12 @@ def _describe(error: Exception) -> str:
 
 @asynccontextmanager
 async def open_link(
-    channel: Channel, method: str, receive_type: Any, *, max_queued: int = MAX_QUEUED_MESSAGES
+    channel: Channel,
+    method: str,
+    receive_type: Any,
+    *,
+    max_queued: int = MAX_QUEUED_MESSAGES,
+    interval_s: float = 0.0,
 ) -> AsyncGenerator[FrameLink[Any, Any]]:
     """Yield the client's end of a stream; the call is cancelled when the block is left."""
     call = channel.stream_stream(method)()
@@ -190,6 +204,7 @@ async def open_link(
             read=call.read,
             receive_type=receive_type,
             max_queued=max_queued,
+            interval_s=interval_s,
             finish=call.done_writing,
         )
     finally:

@@ -108,14 +108,16 @@ class Session(Generic[SendT, RecvT]):
         *,
         max_queued: int = MAX_QUEUED_MESSAGES,
         answer_limit_s: float = ANSWER_LIMIT_S,
+        interval_s: float = 0.0,
     ) -> None:
-        """``answer_limit_s`` is for the welcome."""
+        """``answer_limit_s`` is for the welcome, ``interval_s`` the least time between two frames."""
         self._channel = channel
         self._answer_limit_s = answer_limit_s
         self._method = method
         self._receive_type = receive_type
         self._talk = talk
         self._max_queued = max_queued
+        self._interval_s = interval_s
         self._link: FrameLink[SendT, RecvT] | None = None
         self._scope = anyio.CancelScope()
         self._pause_s = 0.0  # so far
@@ -172,7 +174,13 @@ class Session(Generic[SendT, RecvT]):
         talk = self._talk
         await talk.prepare()
         async with (
-            open_link(self._channel, self._method, self._receive_type, max_queued=self._max_queued) as link,
+            open_link(
+                self._channel,
+                self._method,
+                self._receive_type,
+                max_queued=self._max_queued,
+                interval_s=self._interval_s,
+            ) as link,
             anyio.create_task_group() as tasks,
         ):
             for said in talk.opening():

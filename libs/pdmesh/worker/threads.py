@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import anyio
-from anyio import from_thread
-from anyio.lowlevel import current_token
 
 from pdmesh.host import num_usable_cores
 from pdmesh.kv.gate import Wakeup
@@ -40,7 +39,7 @@ class EngineThread(CallThread):
 
         ``on_cancel`` is called on cancellation, and ends what the call waits for.
         """
-        token = current_token()
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe  # anyio's would let the thread wait for the loop
         done = anyio.Event()
         outcome: list[Any] = []
 
@@ -49,7 +48,7 @@ class EngineThread(CallThread):
                 outcome.extend((call(), None))
             except BaseException as error:  # handed to the caller
                 outcome.extend((None, error))
-            from_thread.run_sync(done.set, token=token)
+            call_soon(done.set)
 
         self.put(job)
         try:

@@ -1,9 +1,10 @@
 """Streams of tokens to gateways: one for each gateway address, opened at the first request and kept while it is used.
 
-The tokens of one step are posted together and leave in one frame. Each link remembers its latest messages and sends
-them again after a reconnect. A gateway drops those that it has, by (epoch, index), so a broken stream costs nothing. A
-gateway whose stream was away for longer finds a gap and resumes the requests concerned. A gateway that cannot be
-reached is told to the scheduler, which may reach it: other instances then speak to it.
+The tokens of one step are posted together and leave in one frame, and so do those of several steps that follow each
+other within a millisecond. Each link remembers its latest messages and sends them again after a reconnect. A gateway
+drops those that it has, by (epoch, index), so a broken stream costs nothing. A gateway whose stream was away for longer
+finds a gap and resumes the requests concerned. A gateway that cannot be reached is told to the scheduler, which may
+reach it: other instances then speak to it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from pdmesh.wire.session import Session, Terms
 log = structlog.get_logger()
 
 METHOD = "/pdmesh.v1.Gateway/Tokens"
+
+#: Between two frames to a gateway. Steps of a model take longer; each frame costs both ends more than its tokens do.
+FRAME_INTERVAL_S = 0.001
 
 #: Messages sent again after a reconnect.
 NUM_REMEMBERED = 1024
@@ -131,7 +135,9 @@ class _GatewayLink:
         self._num_unconfirmed = 0  # of these, the last
         #: For each heartbeat without an answer: how many were sent after it, and before the next one.
         self._asked: deque[int] = deque()
-        self._session: Session[TokensUp, TokensDown] = Session(channel, METHOD, TokensDown, self, max_queued=max_queued)
+        self._session: Session[TokensUp, TokensDown] = Session(
+            channel, METHOD, TokensDown, self, max_queued=max_queued, interval_s=FRAME_INTERVAL_S
+        )
         self._limit = anyio.CancelScope()
         self.finish = self._session.finish
 
