@@ -7,6 +7,7 @@ held to and the parser that reads it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from pdmesh_gateway.items import ItemParser, ItemWriter, PlainText
 from pdmesh_gateway.reasoning import THINK, ReasoningMarkers, ReasoningStart, markers_of
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.tools.format import MAX_CALLS, CallableTool, ToolFormat, regex
+from pdmesh_gateway.tools.harmony import ANALYSIS, CHANNEL, FINAL, MESSAGE, Harmony
 from pdmesh_gateway.tools.hermes import Hermes
 from pdmesh_gateway.tools.llama import Llama
 from pdmesh_gateway.tools.mistral import Mistral
@@ -46,6 +48,7 @@ class AnswerFormat:
     template_knows_tools: bool = False
     reasons: bool = False
     reasoning: ReasoningMarkers = THINK  # where it does
+    channels: Harmony | None = None  # if answers are messages of several channels, what reads them
     max_calls: int = MAX_CALLS  # of an answer
     textless_ids: Mapping[str, int]  # of tokens that are no text to a grammar, by what they read as
 
@@ -55,7 +58,7 @@ class AnswerFormat:
 
     def shown_ids(self, begins: ReasoningStart, calls: Calls | None) -> frozenset[int]:
         """Return the special tokens whose text is needed to read an answer."""
-        markers = self.tools.markers if self.tools is not None and calls is not None else ()
+        markers = self.tools.markers if self.tools is not None and (calls is not None or self.channels) else ()
         if begins is not ReasoningStart.NONE:
             markers += (self.reasoning.open, self.reasoning.close)
         return frozenset(self.textless_ids[marker] for marker in markers if marker in self.textless_ids)
@@ -67,6 +70,9 @@ class AnswerFormat:
         schemas = {tool.name: tool.schema for tool in calls.tools} if calls is not None else {}
 
         def read(reader: Reader) -> Script[None]:
+            if self.channels is not None:
+                yield from self.channels.read_messages(reader, schemas, thinks=begins is ReasoningStart.BEGUN)
+                return
             yield from self.reasoning.read(reader, begins)
             if calls is not None and self.tools is not None:
                 yield from self.tools.read(reader, schemas)
@@ -100,10 +106,11 @@ class AnswerFormat:
             free = not calls.required and not given
             rules.append(self.tools.rules(calls.tools, self._marker, most=calls.most, free=free))
             answers.append("answer")
+        head = f"{self._marker(FINAL)} " if self.channels is not None else ""
         if given:
-            answers.append("@given")
+            answers.append(f"{head}@given")
         if not answers:
-            answers.append("TEXT")
+            answers.append(f"{head}TEXT")
         think, text = self._reasoning_rules(begins)
         lark = f"start: {think}({' | '.join(answers)})\nTEXT: {text}\n" + "\n".join(
             [*rules, *self._think_rules(begins, max_reasoning_tokens)]
@@ -115,7 +122,11 @@ class AnswerFormat:
         return json.dumps({"grammars": grammars})
 
     def _marker(self, text: str) -> str:
-        return f"<[{self.textless_ids[text]}]>" if text in self.textless_ids else json.dumps(text)
+        """Return what is just ``text``, in Lark, of which parts may be special tokens."""
+        parts = [text] if text in self.textless_ids else [part for part in _TOKENS.split(text) if part]
+        return " ".join(
+            f"<[{self.textless_ids[part]}]>" if part in self.textless_ids else json.dumps(part) for part in parts
+        )
 
     def _reasoning_rules(self, begins: ReasoningStart) -> tuple[str, str]:
         """Return how an answer begins, and what the text of the answer proper is, in Lark."""
@@ -131,15 +142,19 @@ class AnswerFormat:
             return []
         opened = f"/\\s{{0,4}}/ {self._marker(self.reasoning.open)} " if begins is ReasoningStart.POSSIBLE else ""
         close = self._marker(self.reasoning.close)
+        resumes = self._marker(self.reasoning.resumes)
         if self.limits_reasoning and max_tokens is not None:
             if max_tokens == 0:
                 return [f"think: {opened}{close} BLANKS", _BLANKS]
             thought = f"thought[max_tokens={max_tokens}]: /(?s:.*)/"
-            return [f"think: {opened}thought {close} BLANKS", thought, _BLANKS]
+            return [f"think: {opened}thought {close} BLANKS {resumes}", thought, _BLANKS]
         if self.reasoning.close in self.textless_ids:
-            return [f"think: {opened}/(?s:.*)/ {close} BLANKS", _BLANKS]
-        return [f"think: {opened}thought BLANKS", f"thought[lazy]: /(?s:.*)/ {close}", _BLANKS]
+            return [f"think: {opened}/(?s:.*)/ {close} BLANKS {resumes}", _BLANKS]
+        return [f"think: {opened}thought BLANKS {resumes}", f"thought[lazy]: /(?s:.*)/ {close}", _BLANKS]
 
+
+#: Special tokens of gpt-oss's kind within a marker.
+_TOKENS = re.compile(r"(<\|\w+\|>)")
 
 #: After reasoning. Not for ever, as a model might.
 _BLANKS = r"BLANKS: /\s{0,4}/"
@@ -161,6 +176,17 @@ def find_format(tokenizer: ModelTokenizer, setting: str) -> AnswerFormat:
     if setting and setting not in FORMATS:
         raise ConfigError(f"gateway.tool_format is {setting!r}: use one of {', '.join(FORMATS)}")
     template, vocabulary = tokenizer.template_source, tokenizer.added_tokens
+    if not setting and {CHANNEL, MESSAGE} <= vocabulary:
+        channels = Harmony()
+        return AnswerFormat(
+            tools=channels,
+            channels=channels,
+            template_knows_tools=tokenizer.template_knows_tools(),
+            max_calls=1,
+            reasons=True,
+            reasoning=ANALYSIS,
+            textless_ids=tokenizer.textless_ids,
+        )
     markers = markers_of(template, vocabulary)
     return AnswerFormat(
         tools=FORMATS[setting] if setting else _detected(template, vocabulary),

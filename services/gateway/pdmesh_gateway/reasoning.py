@@ -23,6 +23,7 @@ class ReasoningMarkers:
 
     open: str
     close: str
+    resumes: str = ""  # what comes behind them before the answer goes on
 
     def begins_after(self, prompt: str) -> ReasoningStart:
         """Return how the answer begins, by the end of its prompt."""
