@@ -8,40 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
+from pdmesh.testing.adapters import write_adapter
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.quantized_checkpoints import write_quantized
 from pdmesh.testing.stepping import generate
 
-RANK, ALPHA = 4, 6.0
-TARGETS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 PROMPT = [number * 37 % 300 for number in range(30)]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0)
-
-
-def write_adapter(directory: Path, source: Path, **fields: Any) -> dict[str, torch.Tensor]:
-    """Write an adapter of some layers; return the source's weights with it, by PEFT's definition."""
-    tensors = load_file(source / "model.safetensors")
-    scale = ALPHA / (RANK**0.5 if fields.get("use_rslora") else RANK)
-    generator = torch.Generator().manual_seed(0)
-    stored: dict[str, torch.Tensor] = {}
-    for name in [name for name in tensors if any(target in name for target in TARGETS) and name.endswith(".weight")]:
-        outputs, inputs = tensors[name].shape
-        into, out = torch.randn(RANK, inputs, generator=generator), torch.randn(outputs, RANK, generator=generator)
-        out /= 8 * inputs**0.5
-        prefix = f"base_model.model.{name.removesuffix('.weight')}"
-        stored |= {f"{prefix}.lora_A.weight": into, f"{prefix}.lora_B.weight": out}
-        tensors[name] = tensors[name] + scale * (out @ into)
-    directory.mkdir()
-    save_file(stored, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"], "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps({**config, **fields}))
-    return tensors
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])

@@ -11,6 +11,8 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any, Literal
 
+from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+
 Tensors = dict[str, Any]  # of torch
 Format = Literal[
     "int8-channel", "int8-group", "int8-zeros", "int4-group", "int4-zeros", "int4-order", "fp8-tensor", "fp8-channel",
@@ -19,6 +21,7 @@ Format = Literal[
 
 GROUP = 16
 BLOCK = (32, 48)
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -46,6 +49,47 @@ def write_quantized(source: Path, directory: Path, quantized_format: Format) -> 
     fields = json.loads((paths[0] / "config.json").read_text())
     (paths[0] / "config.json").write_text(json.dumps({**fields, "quantization_config": config}))
     return paths
+
+
+def _in_mxfp4(weights: Any) -> tuple[Tensors, Any]:
+    """(experts, inputs, outputs) as bytes and exponents, and what these stand for."""
+    import torch
+
+    values = torch.tensor(_MXFP4_VALUES)
+    turned = weights.transpose(1, 2)
+    blocks = turned.reshape(*turned.shape[:2], -1, 32)
+    exponents = (blocks.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    codes = (blocks[..., None] / 2 ** exponents[..., None] - values).abs().argmin(-1)
+    packed = codes[..., 0::2] | codes[..., 1::2] << 4
+    meaning = (values[codes] * 2**exponents).view(turned.shape).transpose(1, 2)
+    return {"blocks": packed.to(torch.uint8), "scales": (exponents[..., 0] + 127).to(torch.uint8)}, meaning
+
+
+def write_mxfp4(directory: Path) -> tuple[Path, Path]:
+    """Write ``quantized``, a gpt-oss with experts in MXFP4, and ``plain``, what its weights stand for."""
+    from safetensors.torch import load_file, save_file
+
+    plain = write_transformers_checkpoint(
+        directory / "plain", "gpt_oss", num_local_experts=3, num_experts_per_tok=2, head_dim=16
+    )
+    quantized = directory / "quantized"
+    quantized.mkdir()
+    stored: Tensors = {}
+    tensors: Tensors = load_file(plain / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            parts, meaning = _in_mxfp4(tensor)
+            stored |= {f"{name}_{end}": part.contiguous() for end, part in parts.items()}
+            tensors[name] = meaning.contiguous()
+        else:
+            stored[name] = tensor
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((plain / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**fields, "quantization_config": {"quant_method": "mxfp4"}}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (quantized / name).write_bytes((plain / name).read_bytes())
+    return quantized, plain
 
 
 def pack(values: Any, bits: int) -> Any:
