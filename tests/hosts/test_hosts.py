@@ -9,17 +9,16 @@ import re
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
-import anyio
 import httpx
 import pytest
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import mismatches, random_prompts, reference
-from pdmesh.testing.hosts import API_KEY, GATEWAY_PORT, SCHEDULER_PORT, Hosts, running_hosts, until, why_no_hosts
+from pdmesh.testing.host_load import LIMIT_S, MOST_TOKENS, NUM_STREAMS, STAND_IN, HostLoad, client_of, draw, log_of
+from pdmesh.testing.hosts import GATEWAY_PORT, SCHEDULER_PORT, Hosts, running_hosts, until, why_no_hosts
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetStatus, InstanceStatus, MeshStatus
 
@@ -36,18 +35,6 @@ pytestmark = [
 
 #: a: scheduler; b: a prefill and a decode instance; c: a decode instance; d: gateway, and the clients.
 HOSTS = ("a", "b", "c", "d")
-
-#: Instances without a model, whose decode steps take 20 ms: streams last.
-STAND_IN = {"WORKER_ENGINE": "fake", "WORKER_FAKE_LATENCY": "a_s=0.003,b_s=2e-5,decode_a_s=0.02"}
-
-NUM_STREAMS = 8
-MOST_TOKENS = 450  # of one of them
-
-#: A stream has begun once it has so many.
-NUM_BEGUN = 4
-
-#: For all that has to happen in a test.
-LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +57,6 @@ def start_all(hosts: Hosts) -> None:
     hosts["d"].start("gateway", "gateway")
 
 
-@asynccontextmanager
-async def client_of(hosts: Hosts) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client on the gateway's host."""
-    url = f"https://{hosts['d'].address}:{GATEWAY_PORT}"
-    headers = {"Authorization": f"Bearer {API_KEY}"}
-    with hosts["d"].entered():
-        async with httpx.AsyncClient(
-            base_url=url, headers=headers, verify=hosts.https(), timeout=LIMIT_S, trust_env=False
-        ) as client:
-            with anyio.fail_after(LIMIT_S):
-                while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110  # nobody else could tell
-                    await anyio.sleep(0.1)
-                yield client
-
-
 async def instances(hosts: Hosts) -> dict[str, InstanceStatus]:
     """What the scheduler knows, asked from its own host."""
     address = f"{hosts['a'].address}:{SCHEDULER_PORT}"
@@ -94,83 +66,9 @@ async def instances(hosts: Hosts) -> dict[str, InstanceStatus]:
     return {instance.instance_id: instance for instance in state.instances}
 
 
-async def draw(
-    client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, on_token: Callable[[int], None] = lambda _: None
-) -> list[int]:
-    """Token ids of one stream, which must end well; ``on_token`` hears how many there are, as they come."""
-    body = {
-        "model": "model",
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    token_ids: list[int] = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                for choice in event["choices"]:
-                    token_ids += choice["token_ids"]
-                on_token(len(token_ids))
-    return token_ids
-
-
-class Load:
-    """Streams that run while something is done to the mesh; each says what it said undisturbed."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self._hosts = hosts
-        self._prompts = random_prompts([300 + 3 * i for i in range(NUM_STREAMS)], TINY.vocab_size, seed=5)
-        self._undisturbed: dict[int, list[int]] = {}
-
-    async def run(
-        self, disturb: Callable[[], object], *, max_tokens: int, num_before: int = NUM_STREAMS, limit_s: float = LIMIT_S
-    ) -> None:
-        """Begin ``num_before`` of them, ``disturb`` once each has some tokens, begin the others, and let all end."""
-        async with client_of(self._hosts) as client:
-            if not self._undisturbed:
-                async with anyio.create_task_group() as tasks:
-                    for index in range(NUM_STREAMS):
-                        tasks.start_soon(self._draw, client, index, MOST_TOKENS, self._undisturbed)
-            got: dict[int, list[int]] = {}
-            begun = [anyio.Event() for _ in range(NUM_STREAMS)]
-            with anyio.fail_after(limit_s):
-                async with anyio.create_task_group() as tasks:
-                    for index in range(NUM_STREAMS):
-                        if index == num_before:
-                            for event in begun[:num_before]:
-                                await event.wait()
-                            disturb()
-                        tasks.start_soon(self._draw, client, index, max_tokens, got, begun[index])
-                    if num_before == NUM_STREAMS:
-                        for event in begun:
-                            await event.wait()
-                        disturb()
-        assert got == {index: token_ids[:max_tokens] for index, token_ids in self._undisturbed.items()}
-
-    async def _draw(
-        self,
-        client: httpx.AsyncClient,
-        index: int,
-        max_tokens: int,
-        into: dict[int, list[int]],
-        begun: anyio.Event | None = None,
-    ) -> None:
-        def drawn(number: int) -> None:
-            if begun is not None and number >= NUM_BEGUN:
-                begun.set()
-
-        into[index] = await draw(client, self._prompts[index], max_tokens, drawn)
-
-
 @pytest.fixture(scope="module")
-def load(hosts: Hosts) -> Load:
-    return Load(hosts)
+def load(hosts: Hosts) -> HostLoad:
+    return HostLoad(hosts, "d")
 
 
 @pytest.fixture(autouse=True)
@@ -183,15 +81,7 @@ def healed(request: pytest.FixtureRequest) -> Generator[None]:
             hosts.heal(one, other)
 
 
-@contextmanager
-def log_of(hosts: Hosts, host: str, name: str) -> Generator[Callable[[], str]]:
-    """What a service logs from here on."""
-    log = hosts[host].folder / f"{name}.log"
-    begin = len(log.read_text()) if log.exists() else 0
-    yield lambda: log.read_text()[begin:]
-
-
-async def test_hosts_that_are_cut_off_from_each_other_lose_no_instance(hosts: Hosts, load: Load) -> None:
+async def test_hosts_that_are_cut_off_from_each_other_lose_no_instance(hosts: Hosts, load: HostLoad) -> None:
     """A blocking connect froze the prefill instance of a pair that was cut until its lease ran out, and then again."""
     with log_of(hosts, "a", "scheduler") as said:
         await load.run(lambda: hosts.cut("b", "c"), max_tokens=100, num_before=NUM_STREAMS // 2)
@@ -203,7 +93,7 @@ async def test_hosts_that_are_cut_off_from_each_other_lose_no_instance(hosts: Ho
 
 @pytest.mark.parametrize("both", [True, False], ids=["both_ways", "one_way"])
 async def test_streams_go_on_while_their_gateway_is_cut_off_from_the_scheduler(
-    hosts: Hosts, load: Load, both: bool
+    hosts: Hosts, load: HostLoad, both: bool
 ) -> None:
     """All of them stood still from the end of the lease until the cut was healed, though no token passes there."""
     with log_of(hosts, "a", "scheduler") as said:
@@ -211,7 +101,7 @@ async def test_streams_go_on_while_their_gateway_is_cut_off_from_the_scheduler(
         assert "gateway lost" not in said()
 
 
-async def test_requests_go_around_an_instance_that_their_gateway_does_not_hear_of(hosts: Hosts, load: Load) -> None:
+async def test_requests_go_around_an_instance_that_their_gateway_does_not_hear_of(hosts: Hosts, load: HostLoad) -> None:
     """They were placed there again and again: the scheduler heard of both of them as ever."""
     await load.run(lambda: hosts.cut("d", "c", both=False), max_tokens=MOST_TOKENS)
     with log_of(hosts, "d", "gateway") as said:
@@ -219,7 +109,7 @@ async def test_requests_go_around_an_instance_that_their_gateway_does_not_hear_o
         assert "resuming" not in said()
 
 
-async def test_streams_outlive_a_scheduler_that_comes_back_on_another_host(hosts: Hosts, load: Load) -> None:
+async def test_streams_outlive_a_scheduler_that_comes_back_on_another_host(hosts: Hosts, load: HostLoad) -> None:
     """They stood still where the room that it had granted them ended: at their 181st token."""
     (scheduler,) = (service for service in hosts["a"].services if service.name == "scheduler")
     await load.run(scheduler.kill, max_tokens=400)
@@ -233,7 +123,7 @@ async def test_streams_outlive_a_scheduler_that_comes_back_on_another_host(hosts
 
 
 async def test_a_second_instance_of_one_name_is_refused_until_the_first_ones_host_is_lost(
-    hosts: Hosts, load: Load
+    hosts: Hosts, load: HostLoad
 ) -> None:
     """The two threw each other out for ever: 82 times in 8 s."""
     settings = {"WORKER_INSTANCE_ID": "decode-c"}
@@ -248,7 +138,7 @@ async def test_a_second_instance_of_one_name_is_refused_until_the_first_ones_hos
     hosts["c"].start("decode", "decode-c", settings)
 
 
-async def test_the_doctor_says_which_hosts_do_not_reach_each_other(hosts: Hosts, load: Load) -> None:
+async def test_the_doctor_says_which_hosts_do_not_reach_each_other(hosts: Hosts, load: HostLoad) -> None:
     """Two instances that are cut one way, and a gateway that told the mesh a wrong address for its tokens."""
     await load.run(lambda: None, max_tokens=10)  # all is there
     assert doctor(hosts) == []
@@ -283,7 +173,7 @@ async def test_tokens_are_those_of_transformers(tmp_path: Path, checkpoint: Path
         hosts["b"].start("prefill", "prefill-b")
         hosts["c"].start("decode", "decode-c")
         hosts["d"].start("gateway", "gateway")
-        async with client_of(hosts) as client:
+        async with client_of(hosts, "d") as client:
             assert await mismatches(client, "model", references, concurrency=4) == []
 
 

@@ -50,7 +50,8 @@ def free_port() -> int:
         return int(holder.getsockname()[1])
 
 
-def _data_folder(folder: Path) -> str:
+def etcd_data_folder(folder: Path) -> str:
+    """Make a folder for what an etcd keeps, in ``folder`` if not in memory, and return its path."""
     return tempfile.mkdtemp(prefix="etcd-", dir=MEMORY if MEMORY.is_dir() else folder)
 
 
@@ -69,21 +70,18 @@ def _spawned(
         )
 
 
-@asynccontextmanager
-async def running_etcd(folder: Path, certificates: Path | None = None) -> AsyncGenerator[int]:
-    """Start an etcd of one member, and yield the port that its clients use.
+def etcd_command(host: str, client: int, peer: int, data: str, certificates: Path | None = None) -> list[str]:
+    """Return what starts an etcd of one member, with ports of ``host`` for clients and for other members.
 
     With a folder of ``certificates`` (`make_certificates`) it speaks TLS, and to clients of that authority alone.
     """
-    client, peer = free_port(), free_port()
-    data = await asyncio.to_thread(_data_folder, folder)
     scheme = "http" if certificates is None else "https"
     options = {
-        "--listen-client-urls": f"{scheme}://127.0.0.1:{client}",
-        "--advertise-client-urls": f"{scheme}://127.0.0.1:{client}",
-        "--listen-peer-urls": f"http://127.0.0.1:{peer}",
-        "--initial-advertise-peer-urls": f"http://127.0.0.1:{peer}",
-        "--initial-cluster": f"default=http://127.0.0.1:{peer}",
+        "--listen-client-urls": f"{scheme}://{host}:{client}",
+        "--advertise-client-urls": f"{scheme}://{host}:{client}",
+        "--listen-peer-urls": f"http://{host}:{peer}",
+        "--initial-advertise-peer-urls": f"http://{host}:{peer}",
+        "--initial-cluster": f"default=http://{host}:{peer}",
         "--data-dir": data,
     }
     if certificates is not None:
@@ -93,7 +91,15 @@ async def running_etcd(folder: Path, certificates: Path | None = None) -> AsyncG
             "--trusted-ca-file": str(certificates / "ca.pem"),
             "--client-cert-auth": "true",
         }
-    command = ["etcd", *(f"{name}={value}" for name, value in options.items())]
+    return ["etcd", *(f"{name}={value}" for name, value in options.items())]
+
+
+@asynccontextmanager
+async def running_etcd(folder: Path, certificates: Path | None = None) -> AsyncGenerator[int]:
+    """Start an etcd of one member (`etcd_command`), and yield the port that its clients use."""
+    client = free_port()
+    data = await asyncio.to_thread(etcd_data_folder, folder)
+    command = etcd_command("127.0.0.1", client, free_port(), data, certificates)
     process = _spawned(command, folder / "etcd.log")
     try:
         async with asyncio.timeout(START_LIMIT_S):
