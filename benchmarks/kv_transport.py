@@ -2,14 +2,18 @@
 
     python benchmarks/kv_transport.py [--sizes 16384 65536 1048576 16777216] [--megabytes 2048] [--tls ...] [--hosts]
 
-For each piece size, in turn and best of ``--rounds``: ``ucx_perftest -t tag_bw`` (one buffer at each end, which stays
-in the processor's cache, and spinning), *one* (our transport with one buffer at each end too: headers, Python, the
-event loop, asleep when idle), *ring* (the same with the rings of buffers the mesh uses), *hand-over* (`KvMover`:
-gather, checksum, send, check, scatter), *encrypted* (the same with ``transfer.encrypt``) and *peer reads* (the same KV,
-copied from cache to cache). GB are 10^9 bytes. Compare ratios of one run, never figures of two.
+For each piece size, best of ``--rounds``, forth and back in turn: ``ucx_perftest -t tag_bw`` (one buffer at each end,
+which stays in the processor's cache, and spinning), *one* (our transport with one buffer at each end too: headers,
+Python, the event loop, asleep when idle), *ring* (the same with the rings of buffers the mesh uses), *hand-over*
+(`KvMover`: gather, checksum, send, check, scatter), *encrypted* (the same with ``transfer.encrypt``), *staged* (the
+same through the store of a device, whose memory
+is the host's here: copies on threads and streams of their own, from and to the transport's buffers, which are pinned
+where there is a device) and *peer reads* (the same KV, copied from cache to cache). GB are 10^9 bytes. Behind each
+figure but perftest's, which spins: seconds of processor time that sender and receiver take for a GB, which says the
+most that two idle cores could move. Compare ratios of one run, never figures of two.
 
 With ``--hosts`` the two are network namespaces on a switch (`pdmesh.testing.hosts`; it takes root): all goes over UCX
-with TCP, and nothing is read from a peer.
+with TCP, and no peer reads.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -36,14 +40,17 @@ import anyio.to_thread
 from report import heading
 
 from pdmesh.config import TransferConfig
+from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.lane import PIECES_IN_FLIGHT
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.store import KvStore
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.testing.cuda import FakeStreams
 from pdmesh.testing.hosts import Host, running_hosts
 from pdmesh.testing.kv import EVERYTHING
 from pdmesh.transport.ucx import UcxTransport
@@ -51,8 +58,30 @@ from pdmesh.transport.ucx import UcxTransport
 EPOCH, CAPABILITY = Epoch(0), 1
 NUM_LAYERS = 16
 SENDERS = PIECES_IN_FLIGHT  # sends under way at once, as in one transfer
-OURS = ("one", "ring", "hand-over", "encrypted")
+OURS = ("one", "ring", "hand-over", "encrypted", "staged")
 PEER_READS = "peer reads"
+
+#: Makes the cache of an instance, with so many blocks.
+StoreOf = Callable[[KvLayout, int], KvStore]
+
+
+class Moved(NamedTuple):
+    """What one measurement gave."""
+
+    gb_per_s: float
+    cpu_s_per_gb: tuple[float, float] | None = None  # of sender and receiver; None: they spin
+
+    def __str__(self) -> str:
+        cpu = "" if self.cpu_s_per_gb is None else " {:4.2f}+{:4.2f}".format(*self.cpu_s_per_gb)
+        return f"{self.gb_per_s:>6.2f}{cpu}"
+
+
+class Part(NamedTuple):
+    """One side's of a measurement."""
+
+    at_s: float  # the sender's: when it began; the receiver's: when it had everything
+    num_bytes: int
+    cpu_s: float
 
 
 class Places(NamedTuple):
@@ -78,6 +107,7 @@ async def send_raw(pipe: Connection, config: TransferConfig, num_pieces: int) ->
         pipe.send(transport.address)
         destination = await anyio.to_thread.run_sync(pipe.recv)
         left = num_pieces
+        began_s, cpu_s = time.monotonic(), time.process_time()
 
         async def send_some() -> None:
             nonlocal left
@@ -86,10 +116,10 @@ async def send_raw(pipe: Connection, config: TransferConfig, num_pieces: int) ->
                 async with transport.lend() as buffer:
                     await transport.send(destination, buffer, transport.max_payload_bytes)
 
-        pipe.send(time.monotonic())
         async with anyio.create_task_group() as tasks:
             for _ in range(min(SENDERS, config.num_send_buffers)):
                 tasks.start_soon(send_some)
+        pipe.send(Part(began_s, num_pieces * config.max_payload_bytes, time.process_time() - cpu_s))
         await anyio.to_thread.run_sync(pipe.recv)
 
 
@@ -98,13 +128,13 @@ async def receive_raw(pipe: Connection, config: TransferConfig, num_pieces: int)
         pipe.send(transport.address)
         transport.admit(await anyio.to_thread.run_sync(pipe.recv))
         pipe.send("ready")
-        left = num_pieces
+        left, cpu_s = num_pieces, time.process_time()
         async for piece in transport.receive():
             piece.release()
             left -= 1
             if left == 0:
                 break
-        pipe.send(time.monotonic())
+        pipe.send(Part(time.monotonic(), num_pieces * config.max_payload_bytes, time.process_time() - cpu_s))
         await anyio.to_thread.run_sync(pipe.recv)
 
 
@@ -150,22 +180,29 @@ async def answer(pipe: Connection, config: TransferConfig, num_pieces: int) -> N
         await anyio.to_thread.run_sync(pipe.recv)
 
 
-async def send_kv(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
-    await move(pipe, config, num_pieces, sending=True)
+async def send_kv(store_of: StoreOf, pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
+    await move(store_of, pipe, config, num_pieces, sending=True)
 
 
-async def receive_kv(pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
-    await move(pipe, config, num_pieces, sending=False)
+async def receive_kv(store_of: StoreOf, pipe: Connection, config: TransferConfig, num_pieces: int) -> None:
+    await move(store_of, pipe, config, num_pieces, sending=False)
 
 
-async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sending: bool) -> None:
+def device_store(layout: KvLayout, num_blocks: int) -> DeviceKvStore:
+    """A device's, in host memory."""
+    return DeviceKvStore(layout, num_blocks, FakeStreams())
+
+
+async def move(store_of: StoreOf, pipe: Connection, config: TransferConfig, num_pieces: int, *, sending: bool) -> None:
     """Requests of 16 layers, each layer of four pieces, one after another but for the two under way at once."""
     layout = layout_for(config.max_payload_bytes)
     num_blocks = 4 * config.max_payload_bytes // layout.block_bytes
     num_requests = max(2, num_pieces // (4 * NUM_LAYERS))
     pool = BlockPool(num_blocks)
-    store = TorchKvStore(layout, num_blocks)
+    store = store_of(layout, num_blocks)
     block_ids = pool.allocate(num_blocks)
+    for layer in range(NUM_LAYERS):  # memory that was never written would be committed while it is measured
+        store.scatter(layer, block_ids, memoryview(os.urandom(num_blocks * layout.block_bytes)))
     ended, slots = anyio.Semaphore(0), anyio.Semaphore(2)
 
     def on_outcome(outcome: TransferOutcome) -> None:
@@ -180,6 +217,7 @@ async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sen
         peer = await anyio.to_thread.run_sync(pipe.recv)
         request_ids = [RequestId(str(number)) for number in range(num_requests)]
         num_context_tokens = num_blocks * layout.block_size
+        at_s, cpu_s = 0.0, time.process_time()
         if not sending:
             for request_id in request_ids:
                 mover.arrivals.expect(
@@ -193,7 +231,7 @@ async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sen
             pipe.send("ready")
         else:
             await anyio.to_thread.run_sync(pipe.recv)
-            pipe.send(time.monotonic())
+            at_s, cpu_s = time.monotonic(), time.process_time()
             for request_id in request_ids:
                 await slots.acquire()
                 sender = mover.departures.offer(
@@ -207,7 +245,8 @@ async def move(pipe: Connection, config: TransferConfig, num_pieces: int, *, sen
                 sender.commit(FirstToken(0, 0))
         for _ in request_ids:
             await ended.acquire()
-        pipe.send((time.monotonic(), num_requests * NUM_LAYERS * num_blocks * layout.block_bytes))
+        num_bytes = num_requests * NUM_LAYERS * num_blocks * layout.block_bytes
+        pipe.send(Part(at_s or time.monotonic(), num_bytes, time.process_time() - cpu_s))
         await anyio.to_thread.run_sync(pipe.recv)
 
 
@@ -222,7 +261,7 @@ def two_processes(
 ) -> Iterator[tuple[Any, Any]]:
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
-    for side, host in zip((sender, receiver), places, strict=True):
+    for side, host in ((sender, places.sender), (receiver, places.receiver)):
         ours, theirs = context.Pipe()
         process = context.Process(target=run_side, args=(side, theirs, config, num_pieces, host))
         process.start()
@@ -248,11 +287,17 @@ def introduce(sender: Connection, receiver: Connection) -> None:
     sender.send(address)
 
 
-def measure_raw(config: TransferConfig, num_pieces: int, places: Places) -> float:
+def moved(sender: Connection, receiver: Connection) -> Moved:
+    """What the two say at their ends."""
+    sent, received = sender.recv(), receiver.recv()
+    gb = received.num_bytes / 1e9
+    return Moved(gb / (received.at_s - sent.at_s), (sent.cpu_s / gb, received.cpu_s / gb))
+
+
+def measure_raw(config: TransferConfig, num_pieces: int, places: Places) -> Moved:
     with two_processes(send_raw, receive_raw, config, num_pieces, places) as (sender, receiver):
         introduce(sender, receiver)
-        started_s = sender.recv()
-        return float(num_pieces * config.max_payload_bytes / (receiver.recv() - started_s) / 1e9)
+        return moved(sender, receiver)
 
 
 def measure_empty(config: TransferConfig, num_pieces: int, places: Places) -> tuple[float, float]:
@@ -263,22 +308,23 @@ def measure_empty(config: TransferConfig, num_pieces: int, places: Places) -> tu
         return sending_s, round_trip_s
 
 
-def measure_handover(config: TransferConfig, num_pieces: int, places: Places) -> float:
-    with two_processes(send_kv, receive_kv, config, num_pieces, places) as (sender, receiver):
+def measure_handover(
+    config: TransferConfig, num_pieces: int, places: Places, store_of: StoreOf = TorchKvStore
+) -> Moved:
+    sides = partial(send_kv, store_of), partial(receive_kv, store_of)
+    with two_processes(*sides, config, num_pieces, places) as (sender, receiver):
         sender_address, receiver_address = sender.recv(), receiver.recv()
         receiver.send(sender_address)
         assert receiver.recv() == "ready"
         sender.send(receiver_address)
         sender.send("go")
-        started_s = sender.recv()
-        ended_s, num_bytes = sender.recv()
-        return float(num_bytes / (ended_s - started_s) / 1e9)
+        return moved(sender, receiver)
 
 
 # --- UCX's own --------------------------------------------------------------------------------------------------------
 
 
-def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None, places: Places) -> float:
+def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None, places: Places) -> Moved:
     """Bandwidth that ``ucx_perftest -t tag_bw`` reports, GB/s."""
     spec = find_spec("libucx")
     assert spec is not None
@@ -295,12 +341,26 @@ def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None, places:
         address, environment["UCX_NET_DEVICES"], environment["UCX_TLS"] = places.receiver.address, "eth0", "tcp"
     command = [str(root / "bin" / "ucx_perftest"), "-p", port]
     with subprocess.Popen(
-        [*inside(places.receiver), *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*inside(places.receiver), *command],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     ) as server:
         try:
             while True:
                 client = subprocess.run(
-                    [*inside(places.sender), *command, address, "-t", "tag_bw", "-f", "-s", size, "-n", number],
+                    [
+                        *inside(places.sender),
+                        *command,
+                        address,
+                        "-t",
+                        "tag_bw",
+                        "-f",
+                        "-s",
+                        size,
+                        "-n",
+                        number,
+                    ],
                     env=environment,
                     capture_output=True,
                     text=True,
@@ -308,7 +368,7 @@ def measure_perftest(piece_bytes: int, num_pieces: int, tls: str | None, places:
                 )
                 if client.returncode == 0:
                     numbers = re.findall(r"[\d.]+", client.stdout.strip().splitlines()[-1])
-                    return float(numbers[5]) * 2**20 / 1e9  # its MB are MiB
+                    return Moved(float(numbers[5]) * 2**20 / 1e9)  # its MB are MiB
                 time.sleep(0.1)  # the server is not listening yet
         finally:
             server.kill()
@@ -335,7 +395,8 @@ def main() -> None:
         if options.hosts:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             hosts = stack.enter_context(running_hosts(folder, ("a", "b")))
-            places, base = Places(hosts["a"], hosts["b"]), replace(base, ucx_net_devices="eth0", trusted_network=True)
+            places = places._replace(sender=hosts["a"], receiver=hosts["b"])
+            base = replace(base, ucx_net_devices="eth0", trusted_network=True)
         compare(options, base, places)
 
 
@@ -345,25 +406,28 @@ def compare(options: argparse.Namespace, base: TransferConfig, places: Places) -
     empty = [measure_empty(base, 2000, places) for _ in range(options.rounds)]
     sending_us, round_trip_us = (min(times) * 1e6 for times in zip(*empty, strict=True))
     print(f"an empty piece: sent and taken in {sending_us:.0f} µs, there and back in {round_trip_us:.0f} µs")
-    print(f"{'piece':>10} {'perftest':>9}" + "".join(f" {name:>9} ratio" for name in names) + "   (GB/s)")
+    print(f"{'piece':>10} {'perftest':>8}" + "".join(f" {name:>16} ratio" for name in names) + "   (GB/s, CPU s/GB)")
     for size in options.sizes:
         num_pieces = min(20_000, max(64, options.megabytes * 1_000_000 // size))
         config = replace(base, max_payload_bytes=size, peer_reads=False)
         single = replace(config, num_send_buffers=1, num_receive_buffers=1)
-        best = [0.0] * (1 + len(names))
-        for _ in range(options.rounds):
-            figures = [
-                measure_perftest(size, num_pieces, options.tls, places),
-                measure_raw(single, num_pieces, places),
-                measure_raw(config, num_pieces, places),
-                measure_handover(config, num_pieces, places),
-                measure_handover(replace(config, encrypt=True), num_pieces, places),
-            ]
-            if PEER_READS in names:
-                figures.append(measure_handover(replace(config, peer_reads=True), num_pieces, places))
-            best = [max(pair) for pair in zip(best, figures, strict=True)]
+        ways: list[Callable[[], Moved]] = [
+            partial(measure_perftest, size, num_pieces, options.tls, places),
+            partial(measure_raw, single, num_pieces, places),
+            partial(measure_raw, config, num_pieces, places),
+            partial(measure_handover, config, num_pieces, places),
+            partial(measure_handover, replace(config, encrypt=True), num_pieces, places),
+            partial(measure_handover, config, num_pieces, places, device_store),
+        ]
+        if PEER_READS in names:
+            ways.append(partial(measure_handover, replace(config, peer_reads=True), num_pieces, places))
+        best = [Moved(0.0)] * len(ways)
+        for number in range(options.rounds):
+            for index in range(len(ways))[:: -1 if number % 2 else 1]:
+                best[index] = max(best[index], ways[index]())
         perftest, *ours = best
-        print(f"{size:>10} {perftest:>9.2f}" + "".join(f" {gb:>9.2f} {gb / perftest:>5.0%}" for gb in ours), flush=True)
+        ratios = "".join(f" {each!s:>16} {each.gb_per_s / perftest.gb_per_s:>5.0%}" for each in ours)
+        print(f"{size:>10} {perftest!s:>8}{ratios}   load {os.getloadavg()[0]:.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import DamageLimit, RefusalLimit
 
-#: Pieces under way to one peer at once: one is copied and checked while others travel.
-PIECES_IN_FLIGHT = 4
+#: Pieces under way to one peer at once: one is copied and checked while others travel. Between hosts each needs a
+#: question and an answer before its bytes go: with 4, 1.1 to 1.2 GB/s went over a busy machine's TCP, with 8 1.35.
+PIECES_IN_FLIGHT = 8
 
 #: Runs a task as long as the instance does.
 StartTask = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
@@ -146,7 +147,9 @@ class Lane:
             if not self.num_under_way:
                 self._since_s = anyio.current_time()
             self.num_under_way += 1
-            about = replace(self._about, kind=item.kind, num_members=item.num_members)
+            about = self._about
+            if (item.kind, item.num_members) != (about.kind, about.num_members):
+                about = replace(about, kind=item.kind, num_members=item.num_members)
             try:
                 if item.kind is PieceKind.KV:
                     self._sent.add_sound(await self._writer.send(self.address, item.blocks, about))

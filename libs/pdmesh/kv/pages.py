@@ -48,6 +48,8 @@ class Blocks(NamedTuple):
 
         The piece has at most ``max_blocks`` blocks of each layer, too.
         """
+        if self.num_pages <= size and self.num_blocks <= (max_blocks or self.num_blocks):
+            return self, []
         num_blocks = min(size, self.num_blocks, max_blocks or self.num_blocks)
         num_layers = min(size // num_blocks, self.num_layers)
         piece = self._replace(num_blocks=num_blocks, num_layers=num_layers)

@@ -17,13 +17,14 @@ from pdmesh.transport.ucx_api import UcxApi
 
 log = structlog.get_logger()
 
-#: Receives posted at once.
-MAX_POSTED = 4
+#: Receives posted at once: while pieces are checked and copied, others arrive.
+MAX_POSTED = 8
 
 #: A sender on another host that stops in the middle of its piece holds the receive it matched. When messages wait and
-#: nothing has arrived for so long, the receives posted until then no longer count, and others are posted beside them.
-#: A piece takes far less; one that is only slow arrives all the same, later.
+#: nothing has arrived for so long, beside what a slow link takes for all of them, the receives posted until then no
+#: longer count, and others are posted beside them. A piece that is only slow arrives all the same, later.
 STALL_S = 0.02
+SLOW_BYTES_PER_S = 100e6
 
 
 #: Calls a function after so many seconds.
@@ -85,6 +86,7 @@ class ReceiveRing:
         self._offers: dict[tuple[Caller, int], _Offered] = {}  # by buffer: at most as many as the peers have buffers
         self._arrival = anyio.Event()
         self._closed = False
+        self._stall_s = STALL_S + self._max_posted * len(buffers[0].memory) / SLOW_BYTES_PER_S
         self._stalled: set[int] = set()  # posted slots that count no more
         self._num_arrived = 0
         self._watched: int | None = None  # _num_arrived when messages were first seen waiting
@@ -109,7 +111,7 @@ class ReceiveRing:
             and len(self._posted) - len(self._stalled) < self._max_posted
             and self._num_held + len(self._posted) - len(self._stalled) < self._max_held
         ):
-            slot = self._free.pop(0)
+            slot = self._free.pop()  # as a rule in the processor's cache yet
             # A message shorter than what is read of it must not find the one before.
             self._buffers[slot].memory[:PREFIX_BYTES] = bytes(PREFIX_BYTES)
             self._posted[slot] = self._api.worker.tag_recv(self._arrays[slot], self._api.tag, self._api.any_tag)
@@ -123,7 +125,7 @@ class ReceiveRing:
         self._num_arrived += len(arrived)
         if not arrived and self._watched is None and self._messages_wait():
             self._watched = self._num_arrived
-            self._call_later(STALL_S, self._look_for_stall)
+            self._call_later(self._stall_s, self._look_for_stall)
         return bool(arrived)
 
     def release(self, slot: int) -> None:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError
 
-#: Messages from so many bytes on wait in the sender's memory until the receiver takes them: pieces, not offers.
+#: Messages from so many bytes on wait in the sender's memory until the receiver takes them: pieces, not offers. UCX's
+#: schemes that write into the receiver's memory, put_zcopy and such, are none for links that notice a lost peer: with
+#: one of them it sends eagerly, and a piece counts as taken by a receiver that stands still.
 RENDEZVOUS_BYTES = 4096
 
 #: Receives match any tag, so that a stranger's message cannot pile up unmatched.
