@@ -61,7 +61,6 @@ class Holding:
 
     def _grow(self, held: Held, command: GrowKv | KeepKv) -> bool:
         """Let a request hold so many blocks in all. False if it has as many."""
-        self.kept.make_room(command.drop, command.offload, command.evict)
         num_more = command.num_blocks - held.num_blocks
         if num_more <= 0:
             return False

@@ -132,6 +132,8 @@ class UntimedInstance(Holding):
             case StopInstance():
                 self.is_told_to_stop = True
             case _:
+                if isinstance(command, KeepKv | GrowKv):
+                    self.kept.make_room(command.drop, command.offload, command.evict)
                 held = self.held.get((command.request_id, command.epoch))
                 if held is not None:  # else it ended while this was on its way
                     self._obey_for(held, command)
