@@ -73,6 +73,17 @@ def test_little_room_is_given_to_those_who_need_it() -> None:
     assert any("drop=(b" in line for line in result.timeline)
 
 
+@pytest.mark.parametrize("copy_s", [0.0, 0.4])
+def test_what_has_no_room_comes_back_from_the_tier(copy_s: float) -> None:
+    """Two conversations take turns in a cache that holds one; a load may take longer than a step's other work."""
+    plan = replace(conversations(POOLS["mixed"], num_blocks=140), num_offload_granules=40, copy_s=copy_s)
+    result = run(plan, with_timeline=True)
+    assert result.broken is None
+    loads = [line for line in result.timeline if "-> AdmitPrefill" in line and "num_loaded_granules=0" not in line]
+    assert len(loads) > 2
+    assert not any("OffloadedLost" in line for line in result.timeline)
+
+
 @pytest.mark.parametrize("pools", POOLS)
 @pytest.mark.parametrize("left", ["nothing", "a beginning", "an end"])
 def test_what_is_not_kept_after_all_is_computed(pools: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,4 +121,4 @@ def test_an_instance_that_cannot_reach_a_gateway_for_long_ends_no_stream() -> No
 def test_what_an_instance_keeps_is_not_fetched(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a request that is computed there has less of the prompt. (Copies are cheap here, so there are more.)"""
     monkeypatch.setattr(reuse, "FETCH_OVERHEAD_S", 0.0)
-    assert run(draw(seed)).broken is None
+    assert run(replace(draw(seed), num_offload_granules=0)).broken is None

@@ -17,7 +17,7 @@ from pdmesh.kv.ledger import PageLedger
 
 
 class Wakeup:
-    """Wakes the engine's thread of an instance where it waits. One thread waits at a time; any thread may ring."""
+    """Wakes the threads of an instance where they wait, above all the engine's. Any thread may ring."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()

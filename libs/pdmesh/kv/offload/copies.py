@@ -18,41 +18,46 @@ _END_S = 5.0
 class Copy:
     """One copy. Whoever writes what it reads, or writes, waits for it first."""
 
-    def __init__(self, run: Callable[[], object], after: Sequence[BlockGuard]) -> None:
-        """``run`` is called once all ``after`` which it comes have ended; these were begun before."""
+    def __init__(self, run: Callable[[], object], after: Sequence[BlockGuard], wakeup: Wakeup) -> None:
+        """``run`` is called once all ``after`` which it comes have ended; these were begun before.
+
+        ``wakeup`` wakes who waits for it.
+        """
         self.error: Exception | None = None
+        self.after = after
         self._run = run
-        self._after = after
-        self._ended = threading.Event()
+        self._wakeup = wakeup
+        self._is_over = False
         self._writing = threading.Lock()
 
     @property
     def has_ended(self) -> bool:
-        return self._ended.is_set() and not self._writing.locked()
+        return self._is_over and not self._writing.locked()
 
     def wait(self) -> None:
         """Return when it has ended. Any thread but the event loop's."""
-        self._ended.wait()
+        self._wakeup.wait_for(lambda: self._is_over, threading.TIMEOUT_MAX)
         with self._writing:
             pass
 
     def write(self, call: Callable[[], object]) -> bool:
         """Call what writes into blocks, as long as it has not ended: False if it has, and nothing was written."""
         with self._writing:
-            if self._ended.is_set():
+            if self._is_over:
                 return False
             call()
             return True
 
     def end(self) -> None:
         """Let it have ended, made or not: nothing is written any more. Any thread; does not wait for it."""
-        self._after = ()
-        self._ended.set()
+        self.after = ()
+        self._is_over = True
+        self._wakeup.ring()
 
     def execute(self) -> None:
         """Make it. An error is kept."""
         try:
-            for guard in self._after:
+            for guard in self.after:
                 guard.wait()
             self._run()
         except Exception as error:
@@ -110,7 +115,7 @@ class KvLoad(Gate):
         """
         super().__init__(wakeup, progress, no_progress_s=no_progress_s, source="the offload tier")
         self._on_stuck = on_stuck
-        self.copy = Copy(partial(bring, self), after)
+        self.copy = Copy(partial(bring, self), after, wakeup)
         self._num_layers = 0  # that are here
 
     def _is_here(self, layer: int, num_blocks: int) -> bool:

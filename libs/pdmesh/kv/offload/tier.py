@@ -188,7 +188,8 @@ class OffloadTier:
             if load.copy.error is not None:
                 log.warning("nothing can be read from the offload tier's disk", reason=str(load.copy.error))
                 return UNMEASURED_BYTES_PER_S
-        return _MEASURED_GRANULES * self.granule_bytes / (time.perf_counter() - began_s)
+        took_s = time.perf_counter() - began_s
+        return _MEASURED_GRANULES * self.granule_bytes / took_s if took_s else UNMEASURED_BYTES_PER_S
 
     # --- what the scheduler asks for ----------------------------------------------------------------------------------
 
@@ -203,7 +204,9 @@ class OffloadTier:
         entry = self._entries[granule] = _Entry(granule, self._free_host.pop())
         layers = self._layers(entry)
         entry.num_copies += 1
-        entry.stored = copy = Copy(partial(self._gather, block_ids, layers), self._pool.guards_of(block_ids))
+        entry.stored = copy = Copy(
+            partial(self._gather, block_ids, layers), self._pool.guards_of(block_ids), self._wakeup
+        )
         self._pool.guard(block_ids, copy)
         self._stores.make(copy, partial(self._offloaded, entry, block_ids, copy))
         return True
@@ -323,7 +326,7 @@ class OffloadTier:
             entry.disk = slot = self._free_disk.pop()
             entry.num_copies += 1
             number, layers = self._disk.number_write(slot), self._layers(entry)
-            copy = Copy(partial(self._disk.write, slot, number, entry.granule, layers), ())
+            copy = Copy(partial(self._disk.write, slot, number, entry.granule, layers), (), self._wakeup)
             self._writes.make(copy, partial(self._passed_on, entry, copy))
 
     def _passed_on(self, entry: _Entry, copy: Copy) -> None:

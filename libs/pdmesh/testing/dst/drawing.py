@@ -141,9 +141,11 @@ def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
             ask = replace(ask, at_s=earlier.at_s + rng.choice((0.0, 1.0, 3.0)))
         max_tokens = ask.max_tokens * rng.choice((1, 1, 6))
         asks.append(replace(ask, prompt=prompt, max_tokens=max_tokens))
+    tiers = random.Random(f"tiers {plan.seed}")
     return replace(
         plan,
         asks=tuple(sorted(asks, key=lambda ask: ask.at_s)),
+        num_offload_granules=tiers.choice((4, 40)) if tiers.random() < 0.5 else 0,
         num_blocks=plan.num_blocks * 8,
         chunk_tokens=plan.chunk_tokens * 8,
         blocks_per_piece=plan.blocks_per_piece * 8,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context, copy_context
-from typing import Any, Generic, NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import anyio
 
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, FakeKvStore
 from pdmesh.kv.gate import Wakeup
+from pdmesh.kv.offload.copies import Copy, CopyThread
 from pdmesh.testing.dst.process import running_process
 from pdmesh.worker.threads import EngineThread
 
@@ -130,6 +133,52 @@ class SimulatedThread(EngineThread):
             return turns.result()
         finally:
             await sleep_through(max(0.0, process.busy_s - before_s - early_s))
+
+
+class SimulatedCopyThread(CopyThread):
+    """Makes copies one after the other, each at one moment of virtual time, ``copy_s`` after it is begun at most."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        copy_s: float,
+        name: str,
+        call_soon: Callable[[Callable[[], object]], object],
+    ) -> None:
+        super().__init__(name, call_soon)
+        self._rng = rng
+        self._copy_s = copy_s
+        self._tasks = anyio.create_task_group()
+        self._line: deque[tuple[Copy, Callable[[], object]]] = deque()
+        self._more = anyio.Event()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._copy_in_turn)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(kind, error, trace)
+
+    def make(self, copy: Copy, on_ended: Callable[[], object]) -> None:
+        self._line.append((copy, on_ended))
+        self._more.set()
+
+    async def _copy_in_turn(self) -> None:
+        while True:
+            await self._more.wait()
+            copy, on_ended = self._line.popleft()
+            await anyio.sleep(self._rng.uniform(0, self._copy_s / 2))
+            while not all(guard.has_ended for guard in copy.after):  # noqa: ASYNC110  # they tell threads alone
+                await anyio.sleep(self._copy_s / 10 or TOKEN_S)
+            copy.execute()
+            await anyio.sleep(self._rng.uniform(0, self._copy_s / 2))
+            on_ended()
+            if not self._line:
+                self._more = anyio.Event()
 
 
 class _Turns(Generic[T]):

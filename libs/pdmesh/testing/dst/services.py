@@ -15,7 +15,7 @@ import pdmesh_scheduler.main as scheduler_main
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig, TransferConfig, WorkerConfig
 from pdmesh.engine.fake import FAKE_LAYOUT
 from pdmesh.engine.files import DefaultSampling, ModelInfo
-from pdmesh.model import GatewayId, Role
+from pdmesh.model import GRANULE_TOKENS, GatewayId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.service import ServiceContext
@@ -55,6 +55,7 @@ def config_of(plan: Plan) -> MeshConfig:
         worker=WorkerConfig(
             engine="fake",
             max_num_seqs=plan.max_num_seqs,
+            kv_offload_host_bytes=plan.num_offload_granules * GRANULE_TOKENS * FAKE_LAYOUT.token_bytes,
             speculation="ngram" if plan.drafts else "off",
             prompt_lookup_min=1,  # what is drawn hardly ever repeats more
         ),

@@ -27,6 +27,7 @@ _WEATHER = (
     "keeps_ids",
     "peer_reads",
     "drafts",
+    "num_offload_granules",
 )
 
 #: Runs that a plan is shrunk with at most.

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,13 +23,14 @@ import grpc.aio
 import sniffio
 import structlog
 
+import pdmesh.kv.offload.tier as offload_tier
 import pdmesh.worker.runtime as worker_runtime
 import pdmesh_scheduler.main as scheduler_main
 from pdmesh.core.commands import Command
 from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.mover import KvMover
-from pdmesh.testing.dst.engine import sleep_through
+from pdmesh.testing.dst.engine import SimulatedCopyThread, sleep_through
 from pdmesh.testing.dst.network import Network
 from pdmesh.testing.dst.process import ProcessLoop, current_process, running_process
 from pdmesh.testing.dst.servers import Server
@@ -98,6 +100,7 @@ def simulated_surroundings(
             (grpc.aio, "insecure_channel", network.insecure_channel),
             (grpc.aio, "server", server),
             (worker_runtime, "serve_metrics", no_metrics),
+            (offload_tier, "CopyThread", partial(SimulatedCopyThread, rng, copy_s)),
             (worker_runtime, "Instance", _remembered(Instance, "instance")),
             (scheduler_main, "serve_metrics", no_metrics),
             (scheduler_main, "is_refused", network.is_refused),
