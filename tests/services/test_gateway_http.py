@@ -19,7 +19,7 @@ from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
 from pdmesh.testing.gateway import ready_gateway
 from pdmesh.testing.scripted_mesh import READY, echo_prompt, token_out
-from pdmesh.wire.messages import Generation, MeshStatus, PromptLogprobs, Submit, TokenOut
+from pdmesh.wire.messages import Generation, MeshStatus, MetricFamily, PromptLogprobs, Submit, TokenOut
 from pdmesh_gateway.scheduler_link import GatewaySession
 
 pytestmark = pytest.mark.anyio
@@ -863,3 +863,29 @@ async def test_a_grammar_that_becomes_too_complex_is_the_clients_to_change(model
         assert "at token 2" in error_of(whole)["message"]
         free = await client.post("/v1/completions", json={"prompt": "a"})
         assert free.status_code == 500
+
+
+async def test_metrics_are_of_the_moment_even_if_the_scheduler_says_nothing(model: Path) -> None:
+    async with ready_gateway(model) as (client, mesh, _):
+        bounds = (("_bucket", {"model_name": "m", "le": "+Inf"}, 3.0), ("_sum", {"model_name": "m"}, 17.0))
+        steps = MetricFamily("pdmesh:iteration_tokens_total", "Tokens of a step", "histogram", bounds)
+        [instance] = READY.instances
+        busy = msgspec.structs.replace(instance, num_taken_blocks=50, block_size=16)
+        mesh.state = msgspec.structs.replace(
+            READY, instances=(busy,), num_waiting=3, num_parked=1, max_model_len=400, metrics=(steps,)
+        )
+        text = (await client.get("/metrics")).text  # the scheduler has told nothing of it by itself
+        for line in (
+            'kv_cache_usage_perc{model_name="tiny"} 0.5',
+            'num_requests_waiting_by_reason{model_name="tiny",reason="capacity"} 2.0',
+            'num_requests_waiting_by_reason{model_name="tiny",reason="deferred"} 1.0',
+            'iteration_tokens_total_sum{model_name="m"} 17.0',
+            'cache_config_info{kv_cache_max_concurrency="4.00",kv_cache_size_tokens="1600",num_gpu_blocks="100"} 1.0',
+        ):
+            assert f"\npdmesh:{line}\n" in text
+            assert f"\nvllm:{line}\n" in text
+        mesh.answers_heartbeats = False
+        mesh.state = READY
+        with anyio.fail_after(5):
+            assert (await client.get("/metrics")).text.count("kv_cache_usage_perc") == text.count("kv_cache_usage_perc")
+        mesh.answers_heartbeats = True

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Reject
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
+    DecodeStepsDone,
     Event,
     InstanceJoined,
     KvReleased,
@@ -30,7 +31,18 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import ExchangedBytes, TransferCounters
 from pdmesh.kv.offload.tier import OffloadCounters
 from pdmesh.metrics import Slo
-from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RejectReason, Request, RequestId, Role, TransferId
+from pdmesh.model import (
+    Epoch,
+    FinishReason,
+    GatewayId,
+    InstanceId,
+    OwnDecodeSteps,
+    RejectReason,
+    Request,
+    RequestId,
+    Role,
+    TransferId,
+)
 from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
@@ -131,7 +143,17 @@ async def test_the_schedulers() -> None:
     tell(StepDone(profile.instance_id, 0, 0.1, (ChunkDone(**key, num_tokens=8, is_last=True),), 0), [], 2.0)
     tell(Tick(), [reject, ForgetRequest(**key, gateway_id=gateway_id, outcome=Outcome.REJECTED)], 3.0)
     tell(StepDone(profile.instance_id, 1, 0.1, (ChunkDone(**key, num_tokens=8, is_last=True),), 0), [], 4.0)  # late
+    own = OwnDecodeSteps(num_steps=4, num_tokens=12, num_context_tokens=60, duration_s=0.1, wall_s=0.1)
+    tell(DecodeStepsDone(profile.instance_id, own), [], 4.5)
+    finished = RequestFinished(profile.instance_id, request.request_id, Epoch(0), FinishReason.STOP, 1)
+    tell(finished, [], 5.0)
     text = generate_latest(registry).decode()
+    assert f'iteration_tokens_total_sum{{model_name="{profile.model}"}} 30.0' in text  # two steps of 8 and a draw
+    assert f'iteration_tokens_total_count{{model_name="{profile.model}"}} 6.0' in text
+    assert f'iteration_tokens_total_bucket{{le="8.0",model_name="{profile.model}"}} 4.0' in text
+    assert f'inference_time_seconds_sum{{model_name="{profile.model}"}} 4.0' in text
+    told = {family.name: family for family in metrics.told}
+    assert ("_sum", {"model_name": profile.model}, 30.0) in told["pdmesh:iteration_tokens_total"].samples
     assert f'request_queue_time_seconds_sum{{model_name="{profile.model}"}} 1.0' in text
     assert f'request_prefill_time_seconds_sum{{model_name="{profile.model}"}} 1.0' in text
     assert "pdmesh:prompt_tokens_total 8.0" in text

@@ -136,6 +136,11 @@ class SchedulerCore:
         return len(self._mesh.queue)
 
     @property
+    def num_parked(self) -> int:
+        """Number of those that wait, and fit none of the instances that are there now."""
+        return self._mesh.queue.num_parked
+
+    @property
     def num_running(self) -> int:
         return len(self._mesh.requests) - len(self._mesh.queue)
 

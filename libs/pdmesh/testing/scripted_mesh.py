@@ -127,6 +127,7 @@ READY = MeshStatus(
             num_blocks=100,
             num_free_blocks=75,
             num_held_blocks=25,
+            num_taken_blocks=25,
             num_quarantined_blocks=0,
             num_prefilling=0,
             num_decoding=0,
@@ -147,6 +148,7 @@ class ScriptedMesh:
     state: MeshStatus = READY
     scheduler_id: str = ""  # empty: another one for each registration, as if it had been started again
     heartbeat_s: float = 10.0
+    answers_heartbeats: bool = True
     address: str = ""  # the scheduler's host:port
     submitted: list[Submit] = field(default_factory=list[Submit])
     cancelled: list[tuple[RequestId, Epoch]] = field(default_factory=list[tuple[RequestId, Epoch]])
@@ -275,7 +277,8 @@ class ScriptedMesh:
             case NextActivity():
                 self.num_activity_asked += 1
             case _:  # a heartbeat
-                link.post(self.state)
+                if self.answers_heartbeats:
+                    link.post(self.state)
 
 
 @asynccontextmanager

@@ -187,6 +187,7 @@ class Generator:
             )
             return
         if retracted:
+            transcript.num_preemptions += 1
             self.metrics.retracted()
         else:
             self.metrics.restarted()
@@ -211,7 +212,13 @@ class Generator:
         num_output_tokens = sum(choice.num_tokens for choice in choices)
         if choices and all(choice.is_done for choice in choices):
             longest = max(choice.num_tokens for choice in choices)
-            self.metrics.answered(max_tokens=job.params.max_tokens, n=job.n, num_longest_tokens=longest)
+            num_preemptions = sum(choice.transcript.num_preemptions for choice in choices)
+            self.metrics.answered(
+                max_tokens=job.params.max_tokens,
+                n=job.n,
+                num_longest_tokens=longest,
+                num_preemptions=num_preemptions,
+            )
         finish_reasons = [choice.finish_reason or outcome for choice in choices] or [outcome]
         epoch = max((choice.transcript.epoch for choice in choices), default=FIRST_EPOCH)
         num_restarts = sum(choice.transcript.num_restarts for choice in choices)

@@ -13,9 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from pdmesh.metrics import NO_SLO, Slo, keeps_slo, tpot_between_s
+from pdmesh.model import RejectReason
 from pdmesh.telemetry.exposition import Aliases
+from pdmesh.telemetry.histograms import LoopHistogram
 from pdmesh.wire.messages import MeshStatus
 from pdmesh_gateway.transcripts import Transcripts
 
@@ -97,7 +100,12 @@ class GatewayMetrics:
         ttft = histogram(
             "time_to_first_token_seconds", "From a request's submission to its first token.", _TTFT_BUCKETS
         )
-        itl = histogram("inter_token_latency_seconds", "Between two tokens of one generation.", _ITL_BUCKETS)
+        itl = LoopHistogram(
+            f"{PREFIX}:inter_token_latency_seconds",
+            "Between two tokens of one generation.",
+            _ITL_BUCKETS,
+            self.registry,
+        )
         tpot = histogram(
             "request_time_per_output_token_seconds",
             "Per request: from its first to its last token, per token after the first.",
@@ -125,6 +133,17 @@ class GatewayMetrics:
         cache_hits = counter("prefix_cache_hits", "Of these, the tokens whose KV was there before.")
         restarts = counter("request_restarts", "Requests resumed after a loss.")
         retractions = counter("num_preemptions", "Requests resumed because other requests needed their KV memory.")
+        preempted = histogram("request_num_preemptions", "Preemptions of a request, until it ended.", (1, 2, 5, 10, 20))
+        self._preempted = preempted.labels(model)
+        rejections = Counter(
+            f"{PREFIX}:admission_rejections",
+            "Requests refused for want of room or time, by reason.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self._rejections = {
+            reason: rejections.labels(model, reason) for reason in (RejectReason.OVERLOADED, RejectReason.QUEUE_TIMEOUT)
+        }
         refusal = histogram(
             "request_refusal_seconds",
             "Time from a request's headers to its refusal for lack of room or time.",
@@ -132,7 +151,7 @@ class GatewayMetrics:
         )
         self._refusal = refusal.labels(model)
         self._ttft = ttft.labels(model)
-        self._itl = itl.labels(model)
+        self._itl = itl.of(model)
         self._tpot = tpot.labels(model)
         self._e2e = e2e.labels(model)
         self._decode = decode.labels(model)
@@ -196,6 +215,8 @@ class GatewayMetrics:
                 cache_queries,
                 cache_hits,
                 retractions,
+                preempted,
+                rejections,
                 self._success,
                 mesh,
             )
@@ -211,8 +232,7 @@ class GatewayMetrics:
         elif num_tokens:
             gap_s = (now_s - last_s) / num_tokens
             self.latencies.next_token(gap_s)
-            for _ in range(num_tokens):
-                self._itl.observe(gap_s)
+            self._itl.observe(gap_s, num_tokens)
 
     def finished(
         self,
@@ -242,8 +262,13 @@ class GatewayMetrics:
             self._tpot.observe(tpot_s)
             self.latencies.finished(tpot_s)
 
-    def answered(self, *, max_tokens: int, n: int, num_longest_tokens: int) -> None:
+    def rejected(self, reason: RejectReason) -> None:
+        """A request was refused for want of room or time."""
+        self._rejections[reason].inc()
+
+    def answered(self, *, max_tokens: int, n: int, num_longest_tokens: int, num_preemptions: int) -> None:
         """All choices of a client's request ended; what was asked for, and the output tokens of the longest."""
+        self._preempted.observe(num_preemptions)
         self._asked_tokens.observe(max_tokens)
         self._asked_choices.observe(n)
         self._longest.observe(num_longest_tokens)
@@ -285,16 +310,25 @@ class _MeshCollector(Collector):
         state = self._mesh_state()
         instances = () if state is None else state.instances
         num_blocks = sum(instance.num_blocks for instance in instances)
-        num_free = sum(instance.num_free_blocks for instance in instances)
+        num_taken = sum(instance.num_taken_blocks for instance in instances)
         values = {
             "num_requests_waiting": (0 if state is None else state.num_waiting, "Requests in the scheduler's queue."),
             "num_requests_running": (0 if state is None else state.num_running, "Requests on instances."),
-            "kv_cache_usage_perc": (1 - num_free / num_blocks if num_blocks else 0, "KV blocks in use; 1 is all."),
+            "kv_cache_usage_perc": (num_taken / num_blocks if num_blocks else 0, "KV blocks in use; 1 is all."),
         }
         for name, (value, help_text) in values.items():
             gauge = GaugeMetricFamily(f"{PREFIX}:{name}", help_text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        by_reason = GaugeMetricFamily(
+            f"{PREFIX}:num_requests_waiting_by_reason",
+            "Requests in the scheduler's queue: in line, or deferred as they fit no instance that is there now.",
+            labels=["model_name", "reason"],
+        )
+        num_parked = 0 if state is None else state.num_parked
+        by_reason.add_metric([self._model, "capacity"], 0 if state is None else state.num_waiting - num_parked)
+        by_reason.add_metric([self._model, "deferred"], num_parked)
+        yield by_reason
         lora = GaugeMetricFamily(
             f"{PREFIX}:lora_requests_info",
             "Adapters in use: there are none.",
@@ -302,6 +336,13 @@ class _MeshCollector(Collector):
         )
         lora.add_metric(["0", "", ""], 1)
         yield lora
-        cache = GaugeMetricFamily(f"{PREFIX}:cache_config_info", "The KV cache.", labels=["num_gpu_blocks"])
-        cache.add_metric([str(num_blocks)], 1)
+        num_tokens = sum(instance.num_blocks * instance.block_size for instance in instances)
+        num_longest = num_tokens / state.max_model_len if state is not None and state.max_model_len else 0
+        labels = ["num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
+        cache = GaugeMetricFamily(f"{PREFIX}:cache_config_info", "The KV cache.", labels=labels)
+        cache.add_metric([str(num_blocks), str(num_tokens), f"{num_longest:.2f}"], 1)
         yield cache
+        for told in () if state is None else state.metrics:
+            metric = Metric(told.name, told.documentation, told.type)
+            metric.samples = [Sample(told.name + rest, labels, value) for rest, labels, value in told.samples]
+            yield metric

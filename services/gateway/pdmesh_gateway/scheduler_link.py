@@ -40,6 +40,9 @@ log = structlog.get_logger()
 
 METHOD = "/pdmesh.v1.Scheduler/Gateway"
 
+#: For the scheduler to say how the mesh is.
+REFRESH_LIMIT_S = 0.25
+
 #: Without a word from the scheduler for so many heartbeats, each of which it answers, the stream is given up.
 SILENT_BEATS = 15
 
@@ -96,6 +99,8 @@ class GatewaySession:
         self.scheduler_id: str | None = None
         #: The scheduler's last word on the mesh; None while it is gone.
         self.state: MeshStatus | None = None
+        self._num_reports = 0
+        self._is_asked = False  # for another word, out of turn
 
     @property
     def unready_reason(self) -> str | None:
@@ -119,6 +124,15 @@ class GatewaySession:
         """Wait until the outlook differs from this one."""
         while self.outlook is outlook:
             await self._changed.wait()
+
+    async def refresh(self) -> None:
+        """Ask for `state` as it is now, and wait for it for a moment; whoever asks meanwhile waits for the same."""
+        asked_at = self._num_reports
+        if not self._is_asked:
+            self._is_asked = self._post(GatewayHeartbeat())
+        with anyio.move_on_after(REFRESH_LIMIT_S):
+            while self._is_asked and self._num_reports == asked_at:
+                await self._changed.wait()
 
     def submit(self, message: Submit) -> None:
         """Hand a request to the scheduler. Raises RequestRejected if it is gone or does not read."""
@@ -165,11 +179,13 @@ class GatewaySession:
 
     def reported(self, state: MeshStatus) -> None:
         self.state = state
+        self._num_reports += 1
+        self._is_asked = False
         self._change()
 
     def lost(self) -> None:
         self.state = None
-        self.is_connected = False
+        self.is_connected = self._is_asked = False
         self._change()
 
     def _change(self) -> None:

@@ -95,6 +95,7 @@ class Transcript:
     num_cached_tokens: int = 0  # of the prompt: their KV was there when its first token was drawn
     num_dropped: int = 0
     num_restarts: int = 0
+    num_preemptions: int = 0  # of these, for want of memory
     num_fruitless: int = 0  # restarts since the last token that it may have caused
     blame: float = 0.0  # for restarts since it last made progress
     num_drawn: int = 0  # tokens delivered in this epoch

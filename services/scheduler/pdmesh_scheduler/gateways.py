@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import anyio
+import msgspec
 import structlog
 
 from pdmesh.config import SchedulerConfig
@@ -25,6 +26,7 @@ from pdmesh.wire.messages import (
     GatewayHeartbeat,
     GatewayUp,
     Generation,
+    MetricFamily,
     NextActivity,
     RegisterGateway,
     Submit,
@@ -55,6 +57,7 @@ class GatewayStreams:
     is_refused: Callable[[str], Awaitable[bool]]  # whether nobody listens at an address
     check: MeshCheck
     mandate: Mandate = ALONE
+    metrics: Callable[[], tuple[MetricFamily, ...]] = tuple  # that gateways serve, too
     scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
@@ -117,7 +120,8 @@ class GatewayStreams:
                 case RegisterGateway():
                     raise ProtocolError("RegisterGateway twice")
                 case GatewayHeartbeat():
-                    self.peers.post(gateway_id, self.driver.state())
+                    state = msgspec.structs.replace(self.driver.state(), metrics=self.metrics())
+                    self.peers.post(gateway_id, state)
                 case Submit():
                     why = _impossible(message, gateway_id)
                     for index, generation in enumerate(message.generations()):

@@ -143,6 +143,7 @@ async def _lead(
                 raise ConfigError(
                     f"scheduler.event_log: cannot write {settings.event_log}: {error.strerror}"
                 ) from error
+        metrics = SchedulerMetrics(registry, core, tenants)
         driver = Driver(
             core,
             clock=clock,
@@ -151,7 +152,7 @@ async def _lead(
             lives=Lives(settings.max_records),
             activity=ActivityFeed(core, gateways, clock=clock, label=records.label),
             observers=(
-                SchedulerMetrics(registry, core, tenants),
+                metrics,
                 records,
                 SchedulerSpans(context.tracing, wall_time),
                 operations,
@@ -167,7 +168,16 @@ async def _lead(
             driver, workers, worker_leases, silences, absences, settings, context.stopping, check, profile, mandate
         )
         gateway_streams = GatewayStreams(
-            driver, gateways, gateway_leases, settings, context.stopping, clock, is_refused, check, mandate
+            driver,
+            gateways,
+            gateway_leases,
+            settings,
+            context.stopping,
+            clock,
+            is_refused,
+            check,
+            mandate,
+            metrics=lambda: metrics.told,
         )
         rules = {role: RoleRule(role, config.security.tls_roles, strangers) for role in ServiceRole}
         methods = {

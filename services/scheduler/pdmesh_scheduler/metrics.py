@@ -10,22 +10,27 @@ from prometheus_client.registry import Collector
 
 from pdmesh.core.commands import AdmitPrefill, ForgetRequest, KeepKv, PlaceDecode, Reject, Restart
 from pdmesh.core.events import (
+    DecodeStepsDone,
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
     RequestFinished,
+    StepDone,
     TransferFailed,
     TransferLanded,
 )
 from pdmesh.core.lives import Attempt, Chunk, CrossedClass
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, Role, TransferPurpose
+from pdmesh.model import InstanceId, OwnDecodeSteps, Role, TransferPurpose
 from pdmesh.policy.batching import Mode
 from pdmesh.telemetry.exposition import Aliases
+from pdmesh.telemetry.histograms import LoopHistogram
+from pdmesh.wire.messages import MetricFamily
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.tenants import TenantUsage
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # as vLLM's
 _DECISION_SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2)
 
 
@@ -51,6 +56,19 @@ class SchedulerMetrics:
             ["model_name"],
             registry=registry,
             buckets=_SECONDS,
+        )
+        self._inference_time = Histogram(
+            "pdmesh:request_inference_time_seconds",
+            "From a request's placement to its end",
+            ["model_name"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._iteration_tokens = LoopHistogram(
+            "pdmesh:iteration_tokens_total",
+            "Tokens of a step: those computed of prompts, and those drawn",
+            _ITERATION_TOKENS,
+            registry,
         )
         self._decision = Histogram(
             "pdmesh:scheduler_decision_seconds",
@@ -119,8 +137,23 @@ class SchedulerMetrics:
         running = Gauge("pdmesh:num_requests_running", "Requests placed and still in progress", registry=registry)
         running.set_function(lambda: core.num_running)
         registry.register(_CoreCollector(core, tenants))
-        registry.register(Aliases(self._queue_time, self._prefill_time))
+        self._told = (self._queue_time, self._prefill_time, self._inference_time, self._iteration_tokens)
+        registry.register(Aliases(*self._told))
         self._models: dict[InstanceId, str] = {}  # what each instance serves
+
+    @property
+    def told(self) -> tuple[MetricFamily, ...]:
+        """Return what gateways serve, too, where dashboards made for one server look for it."""
+        return tuple(
+            MetricFamily(
+                family.name,
+                family.documentation,
+                family.type,
+                tuple((each.name.removeprefix(family.name), each.labels, each.value) for each in family.samples),
+            )
+            for collector in self._told
+            for family in collector.collect()
+        )
 
     def observe(self, handled: Handled) -> None:
         """Count what an event and its commands tell, even about requests that have no life here."""
@@ -132,6 +165,14 @@ class SchedulerMetrics:
             case RequestFinished():
                 self._success.labels(event.reason).inc()
                 self._generation_tokens.inc(max(0, event.num_output_tokens))
+                self._own_steps(event.instance_id, event.own_steps)
+            case StepDone():
+                self._own_steps(event.instance_id, event.own_steps)
+                num_tokens = sum(chunk.num_tokens + (chunk.is_last and chunk.num_tokens > 0) for chunk in event.chunks)
+                if (num_tokens := num_tokens + event.num_decodes) > 0 and event.instance_id in self._models:
+                    self._iteration_tokens.of(self._models[event.instance_id]).observe(num_tokens)
+            case DecodeStepsDone():
+                self._own_steps(event.instance_id, event.own_steps)
             case TransferLanded():
                 self._landed_bytes.inc(max(0, event.num_bytes))
                 self._landed.observe(event.duration_s)
@@ -161,6 +202,9 @@ class SchedulerMetrics:
                     self._received_again.labels("receiver").inc()
                 case CrossedClass():
                     self._cross_class.labels(what.how).inc()
+                case RequestFinished() if attempt.placed_s is not None and what.instance_id in self._models:
+                    taken_s = handled.now_s - attempt.placed_s
+                    self._inference_time.labels(self._models[what.instance_id]).observe(taken_s)
                 case KeepKv() if attempt.num_receivers > 0:
                     self._received_again.labels("source").inc()
                 case Chunk(is_last=True) if what.instance_id == life.prefill_id and attempt.outcome is None:
@@ -169,6 +213,12 @@ class SchedulerMetrics:
                     pass
         if isinstance(event, InstanceLost):
             self._models.pop(event.instance_id, None)
+
+    def _own_steps(self, instance_id: InstanceId, steps: OwnDecodeSteps | None) -> None:
+        """Count decode steps of an instance's own, each as their mean: they are told of in sums."""
+        if steps is not None and steps.num_steps > 0 and instance_id in self._models:
+            mean = steps.num_tokens / steps.num_steps
+            self._iteration_tokens.of(self._models[instance_id]).observe(mean, steps.num_steps)
 
     def _prefilled(self, attempt: Attempt, leader_id: InstanceId, now_s: float) -> None:
         if attempt.placed_s is not None and leader_id in self._models:

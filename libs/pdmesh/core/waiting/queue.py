@@ -38,6 +38,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._deadlines)
 
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._deadlines
 

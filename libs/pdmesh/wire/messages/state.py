@@ -45,6 +45,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     num_prefilling: int
     num_decoding: int
     num_queued_tokens: int
+    block_size: int = 0  # tokens
     num_kept_blocks: int = 0
     num_offloaded_granules: int = 0  # in its offload tier, of as many as there is room for
     num_offload_granules: int = 0
@@ -109,6 +110,15 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_transfers: int
 
 
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    """A metric of the scheduler's that gateways serve, too: samples are the rest of a name, labels and a value."""
+
+    name: str
+    documentation: str
+    type: str
+    samples: tuple[tuple[str, dict[str, str], float], ...]
+
+
 class MeshStatus(Message, frozen=True, kw_only=True):
     """Pushed to gateways at each change of readiness and at each heartbeat; also what `pdmesh status` prints."""
 
@@ -127,6 +137,8 @@ class MeshStatus(Message, frozen=True, kw_only=True):
     tenants: tuple[TenantStatus, ...] = ()  # for operators alone, as is
     services: tuple[ManagedProcess, ...] = ()  # all that `pdmesh up` keeps running
     links: tuple[LinkStatus, ...] = ()  # of the last minute; some, where there are many
+    num_parked: int = 0  # of those that wait: what fits none of the instances that are there now
+    metrics: tuple[MetricFamily, ...] = ()  # for gateways alone
     num_fetched_tokens: int = 0  # whose KV was copied to be kept elsewhere, too, since the scheduler started
 
 

@@ -81,6 +81,8 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
                 reject_cache.refused(kind, error)
             if error.code == RejectReason.OVERLOADED:
                 self._serving.metrics.refused(time.time() - exchange.received_at)
+            if error.code in (RejectReason.OVERLOADED, RejectReason.QUEUE_TIMEOUT):
+                self._serving.metrics.rejected(RejectReason(error.code))
             raise
 
     def _kind(self, exchange: Exchange, body: bytes) -> RequestKind | None:

@@ -103,6 +103,7 @@ class UtilityEndpoints:
         await exchange.respond_json({"status": "live"})
 
     async def metrics(self, exchange: Exchange) -> None:
+        await self._serving.link.refresh()
         await exchange.respond(self._serving.metrics.exposition(), content_type=PROMETHEUS)
 
     async def version(self, exchange: Exchange) -> None:
