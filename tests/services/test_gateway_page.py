@@ -110,11 +110,11 @@ async def test_a_frame_has_what_is_new_since_the_last_one() -> None:
             fields: dict[str, Any] = json.loads((await watcher.receive()).removeprefix(b"data: "))
             return {name: fields[name] for name in ("ttfts_s", "tpots_s", "num_output_tokens")}
 
-        latencies.tokens_out(3)
+        latencies.num_output_tokens += 3
         latencies.first_token(0.5)
         latencies.finished(0.25)
         assert await frame() == {"ttfts_s": [0.5], "tpots_s": [0.25], "num_output_tokens": 3}
-        latencies.tokens_out(4)
+        latencies.num_output_tokens += 4
         assert await frame() == {"ttfts_s": [], "tpots_s": [], "num_output_tokens": 7}
         for _ in range(NUM_NEW + 1):
             latencies.finished(1.0)

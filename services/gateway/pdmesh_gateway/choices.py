@@ -64,7 +64,7 @@ class Choice:
         delta = Delta(index=self.index)
         params = self.transcript.params
         for token in tokens:
-            finish = _finish_of(token)
+            finish = None if token.finish_reason is None else _finish_of(token.finish_reason)
             if finish == "error":
                 if params.grammar and token.token_id is not None:  # with any other failure no token comes
                     raise GrammarFailed(self.num_tokens + 1)
@@ -85,8 +85,10 @@ class Choice:
             if finish is not None:
                 piece += self.detokenizer.flush()
             self.num_characters += len(piece)
-            shown, found = self.stop.push(piece, check=self.num_tokens > params.min_tokens)
-            delta.text += shown
+            found = None
+            if self.stop.stops:
+                piece, found = self.stop.push(piece, check=self.num_tokens > params.min_tokens)
+            delta.text += piece
             if found is not None:
                 finish, delta.stop_reason = "stop", found
             elif finish is not None:
@@ -98,11 +100,9 @@ class Choice:
         return delta
 
 
-def _finish_of(token: TokenOut) -> str | None:
+def _finish_of(reason: FinishReason) -> str:
     """OpenAI's word for how a generation ended."""
-    match token.finish_reason:
-        case None:
-            return None
+    match reason:
         case FinishReason.STOP:
             return "stop"
         case FinishReason.LENGTH:

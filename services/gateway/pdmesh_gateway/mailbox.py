@@ -30,7 +30,7 @@ class Mailbox(Generic[T]):
     def __init__(self) -> None:
         self.has_begun = False
         self._ready: deque[T] = deque()
-        self._event = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf  # when it goes off
 
@@ -38,7 +38,7 @@ class Mailbox(Generic[T]):
         if not transcript.is_posted:
             transcript.is_posted = True
             self._ready.append(transcript)
-            self._event.set()
+            self._wake()
 
     def take(self) -> T | None:
         if not self._ready:
@@ -52,8 +52,8 @@ class Mailbox(Generic[T]):
         if not self._ready:
             if until_s < self._timer_s:
                 self._set_timer(until_s)
-            self._event.clear()
-            await self._event.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         return bool(self._ready)
 
     def close(self) -> None:
@@ -68,4 +68,8 @@ class Mailbox(Generic[T]):
 
     def _ring(self) -> None:
         self._timer, self._timer_s = None, math.inf
-        self._event.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import quantiles
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -46,10 +46,7 @@ class RecentLatencies:
         self._itl_s: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._new_ttft_s: deque[float] = deque(maxlen=NUM_NEW)
         self._new_tpot_s: deque[float] = deque(maxlen=NUM_NEW)
-        self._num_output_tokens = 0
-
-    def tokens_out(self, num_tokens: int) -> None:
-        self._num_output_tokens += num_tokens
+        self.num_output_tokens = 0
 
     def first_token(self, ttft_s: float) -> None:
         self._ttft_s.append(ttft_s)
@@ -66,7 +63,7 @@ class RecentLatencies:
         new: dict[str, list[float] | int] = {
             "ttfts_s": list(self._new_ttft_s),
             "tpots_s": list(self._new_tpot_s),
-            "num_output_tokens": self._num_output_tokens,
+            "num_output_tokens": self.num_output_tokens,
         }
         self._new_ttft_s.clear()
         self._new_tpot_s.clear()
@@ -126,7 +123,8 @@ class GatewayMetrics:
         self._asked_choices = asked_choices.labels(model)
         self._longest = longest.labels(model)
         prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
-        output_tokens = counter("generation_tokens", "Output tokens delivered.")
+        output_tokens = _OutputTokens(model, self.latencies)
+        self.registry.register(output_tokens)
         cache_queries = counter(
             "prefix_cache_queries", "Prompt tokens of finished requests, which could have been cached."
         )
@@ -158,7 +156,6 @@ class GatewayMetrics:
         self._prompt_length = prompt_length.labels(model)
         self._output_length = output_length.labels(model)
         self._prompt_tokens = prompt_tokens.labels(model)
-        self._output_tokens = output_tokens.labels(model)
         self._cache_queries = cache_queries.labels(model)
         self._cache_hits = cache_hits.labels(model)
         self._restarts = restarts.labels(model)
@@ -224,8 +221,7 @@ class GatewayMetrics:
 
     def tokens_out(self, num_tokens: int, now_s: float, started_s: float, last_s: float | None) -> None:
         """Tokens of one generation were delivered together; ``last_s`` is when the ones before were."""
-        self._output_tokens.inc(num_tokens)
-        self.latencies.tokens_out(num_tokens)
+        self.latencies.num_output_tokens += num_tokens
         if last_s is None:
             self._ttft.observe(now_s - started_s)
             self.latencies.first_token(now_s - started_s)
@@ -297,6 +293,19 @@ class GatewayMetrics:
     def exposition(self) -> bytes:
         """The text format of ``/metrics``."""
         return generate_latest(self.registry)
+
+
+class _OutputTokens(Collector):
+    """The counter of tokens, which costs each of them no lock."""
+
+    def __init__(self, model: str, latencies: RecentLatencies) -> None:
+        self._model = model
+        self._latencies = latencies
+
+    def collect(self) -> Iterator[Metric]:
+        counter = CounterMetricFamily(f"{PREFIX}:generation_tokens", "Output tokens delivered.", labels=["model_name"])
+        counter.add_metric([self._model], self._latencies.num_output_tokens)
+        yield counter
 
 
 class _MeshCollector(Collector):

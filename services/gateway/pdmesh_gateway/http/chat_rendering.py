@@ -70,8 +70,12 @@ class ChatRendering(ItemRendering):
             options=request.stream_options,
         )
         self._begun = [False] * job.num_choices
+        #: Chunks have news and nothing else.
+        self._is_plain = not (request.logprobs or request.return_token_ids or self._writer.continuous_usage)
 
     def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
+        if self._is_plain and self._begun[delta.index] and (text := _text_of(events)) is not None:
+            return self._writer.text(delta.index, text)
         request = self._request
         job = generation.job
         usage = self._usage_of(delta.index, generation) if self._writer.continuous_usage else None
@@ -168,10 +172,17 @@ def _has_news(events: Sequence[ItemEvent]) -> bool:
     return not isinstance(events[0], ItemEnded) or any(not isinstance(event, ItemEnded) for event in events)
 
 
+def _text_of(events: Sequence[ItemEvent]) -> str | None:
+    """The text that is all that is new, if it is."""
+    if len(events) == 1 and isinstance(event := events[0], TextAdded) and event.kind is ItemKind.TEXT:
+        return event.text
+    return None
+
+
 def _body(events: Sequence[ItemEvent]) -> bytes:
     """What is new, in one delta. Calls are numbered by themselves; `ChatDelta` has no empty text but where all is."""
-    if len(events) == 1 and isinstance(event := events[0], TextAdded) and event.kind is ItemKind.TEXT:
-        return content_body(event.text)  # as most are
+    if (text := _text_of(events)) is not None:
+        return content_body(text)
     texts = {ItemKind.TEXT: "", ItemKind.REASONING: ""}
     calls: list[ToolCallDelta] = []
     for event in events:

@@ -147,9 +147,14 @@ class _CompletionRendering(Rendering):
             options=request.stream_options,
         )
         self._begun = [False] * job.num_choices
+        #: Chunks have text and nothing else.
+        self._is_plain = not (echoed or request.logprobs is not None or request.return_token_ids or self._prompt_only)
+        self._is_plain = self._is_plain and not self._writer.continuous_usage
 
     def chunk(self, delta: Delta, generation: TextStream) -> bytes:
         index = delta.index
+        if self._is_plain and delta.finish_reason is None:
+            return self._writer.text(index, delta.text)
         job = generation.job
         prompt = job.prompts[index // job.n]
         is_first = not self._begun[index]

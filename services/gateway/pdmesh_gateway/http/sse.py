@@ -19,6 +19,13 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 _END = b"}\n\n"
+
+#: What comes before and behind a choice's new text, by kind.
+_AROUND_TEXT = {
+    "text_completion": (b'"text":', b',"logprobs":null,"finish_reason":null}]'),
+    "chat.completion.chunk": (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]'),
+}
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -35,12 +42,23 @@ class ChunkWriter:
         self._head = b"data: " + head[:-1] + b',"choices":['
         # With include_usage every chunk has the field, null but in the last.
         self._plain_end = b',"usage":null' + _END if self._with_usage and not self.continuous_usage else _END
+        before, behind = _AROUND_TEXT[kind]
+        self._before_text = before
+        self._behind_text = behind + self._plain_end
+        self._text_heads: dict[int, bytes] = {}  # by choice
 
     def role(self, index: int, *, prompt_token_ids: Sequence[int] | None = None, usage: Usage | None = None) -> bytes:
         """A chat choice's first chunk."""
         extra = b"" if prompt_token_ids is None else b',"prompt_token_ids":' + _encode(prompt_token_ids)
         choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
         return b"".join((self._head, choice, extra, self._end(usage)))
+
+    def text(self, index: int, text: str) -> bytes:
+        """What is new of a choice, where that is text and nothing else: as most chunks are."""
+        head = self._text_heads.get(index)
+        if head is None:
+            head = self._text_heads[index] = b'%b{"index":%d,%b' % (self._head, index, self._before_text)
+        return b"".join((head, _encode(text), self._behind_text))
 
     def delta(
         self,
