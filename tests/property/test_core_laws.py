@@ -158,6 +158,7 @@ class MeshMachine(RuleBasedStateMachine):
         reckless=st.booleans(),
         has_pool=st.booleans(),
         num_classes=st.sampled_from((1, 1, 2)),
+        num_stages=st.sampled_from((1, 1, 2, 3)),
     )
     def begin(
         self,
@@ -168,6 +169,7 @@ class MeshMachine(RuleBasedStateMachine):
         reckless: bool,
         has_pool: bool = False,
         num_classes: int = 1,
+        num_stages: int = 1,
     ) -> None:
         self.now_s = 0.0
         self.num_classes = num_classes
@@ -200,6 +202,7 @@ class MeshMachine(RuleBasedStateMachine):
                     num_transfer_backends=1,
                     num_layers=3,
                     joins_groups=in_turn,
+                    num_stages=1 if in_turn else num_stages,
                     arithmetic=self.class_of(index),
                 )
             ]
@@ -499,7 +502,7 @@ class MeshMachine(RuleBasedStateMachine):
         assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
         if command.group is not None:
             assert role.can_prefill, f"{command} on an instance that does not prefill"
-        elif not command.moves_on:
+        elif not command.moves_on and not self.awaited[command.request_id].ends_with_prompt:
             assert role.can_decode, f"{command} on an instance that does not decode"
         else:
             assert role.can_prefill, f"{command} on an instance that does not prefill"

@@ -45,6 +45,8 @@ class SimulateOptions(StudyOptions):
     prefill: int
     decode: int
     mixed: int
+    prefill_pp: int
+    decode_pp: int
     group_size: int
     reserved: int
     max_group_members: int
@@ -81,7 +83,16 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         reserved_instances=_reserved(options),
         link_bytes_per_s=study.config.port_bytes_per_s,
     )
-    mesh = replace(mesh, joins_groups=max(options.max_group_members, options.group_size) > 1)
+    mesh = replace(
+        mesh,
+        joins_groups=max(options.max_group_members, options.group_size) > 1,
+        prefill_stages=options.prefill_pp,
+        decode_stages=options.decode_pp,
+    )
+    if options.prefill_pp > 1 and options.group_size > 1:
+        raise ConfigError(
+            "--prefill-pp: instances of several stages compute no prompts together; set --group-size to 1"
+        )
     if options.group_size > options.prefill + options.mixed:
         raise ConfigError(
             f"--group-size {options.group_size}: {options.prefill + options.mixed} instances compute prompts"

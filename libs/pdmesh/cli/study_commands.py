@@ -69,6 +69,10 @@ def simulate(
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = 0,
+    prefill_pp: Annotated[
+        int, typer.Option(min=1, max=64, help="Stages of each instance that computes prompts; --profile is of all.")
+    ] = 1,
+    decode_pp: Annotated[int, typer.Option(min=1, max=64, help="Stages of each instance that only decodes.")] = 1,
     group_size: Annotated[
         int, typer.Option(min=1, help="Instances that compute each long prompt, under PecSched's bundles.")
     ] = 1,
@@ -150,6 +154,8 @@ def simulate(
         prefill=pools.prefill,
         decode=pools.decode,
         mixed=pools.mixed,
+        prefill_pp=prefill_pp,
+        decode_pp=decode_pp,
         group_size=group_size,
         reserved=reserved,
         max_group_members=max_group_members,

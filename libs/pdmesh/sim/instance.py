@@ -241,6 +241,11 @@ class SimInstance:
 
     def _begin_step(self) -> None:
         self._busy = True
+        step = self._step = self._next_step()
+        step.end = self._agenda.at(step.end_s, self._end_step)
+
+    def _next_step(self) -> PlannedStep:
+        """Return the next plan's step, which begins."""
         running = self._untimed.begin_step()
         if self._release_of_hold is not None:
             self._release_of_hold.cancel()
@@ -252,8 +257,7 @@ class SimInstance:
         shapes = tuple([self._begin_chunk(chunk) for chunk in chunks])
         duration_s = self.model.step_s(StepShape(shapes, running.num_decodes, running.num_context_tokens))
         now_s = self._agenda.now_s
-        step = self._step = PlannedStep(running, now_s, duration_s, now_s + duration_s)
-        step.end = self._agenda.at(step.end_s, self._end_step)
+        return PlannedStep(running, now_s, duration_s, now_s + duration_s)
 
     def _plan_interruption(self) -> None:
         """Plan an interruption at the end of the layer that is being computed, unless that is the last one."""
@@ -315,7 +319,7 @@ class SimInstance:
         self._busy = False
         self._step = None
         self.steps.append(step.span(now_s))
-        if step.running.num_decodes:
+        if self._untimed.draws_with(step.running):
             self._ends_s.append(now_s)
         self._untimed.end_step(duration_s=step.computed_s(now_s), began_s=step.started_s, ended_s=now_s)
         if self._interrupted is not None:
@@ -347,10 +351,11 @@ class SimInstance:
         num_decodes, num_context_tokens = len(residents), residents.num_context_tokens
         num_steps = min(residents.steps_left, self._max_decode_steps, self._untimed.own.num_left)
         end_s, step_s = self._agenda.now_s, self.model.step_s
+        num_share = self._untimed.shares.largest(num_decodes)
         self._run_started_s = end_s
         ends_s: list[float] = []
         for _ in range(num_steps):
-            end_s += step_s(StepShape((), num_decodes, num_context_tokens))
+            end_s += step_s(StepShape((), num_share, num_context_tokens * num_share // num_decodes))
             ends_s.append(end_s)
             num_context_tokens += num_decodes
         self._decode_run = ends_s

@@ -30,13 +30,16 @@ class MeshShape:
     num_offload_tokens: int = 0  # that the tier of one instance has room for
     load_bytes_per_s: float = 10e9  # from there
     num_hosts: int = 0  # that instances of each role are dealt out to; 0: each is a host of its own
-    joins_groups: bool = False  # instances can compute a prompt together, as live ones can
+    prefill_stages: int = 1  # of each instance that computes prompts
+    decode_stages: int = 1  # of each that only decodes
+    joins_groups: bool = False  # instances of one stage can compute a prompt together, as live ones can
 
     def instances(self, model: LatencyModel) -> list[tuple[InstanceProfile, LatencyModel]]:
         pools = ((Role.PREFILL, self.num_prefill), (Role.DECODE, self.num_decode), (Role.MIXED, self.num_mixed))
         return [(self._profile(role, index), model) for role, number in pools for index in range(number)]
 
     def _profile(self, role: Role, index: int) -> InstanceProfile:
+        num_stages = self.prefill_stages if role.can_prefill else self.decode_stages
         return InstanceProfile(
             instance_id=InstanceId(f"{role}-{index:03d}"),
             role=role,
@@ -47,7 +50,8 @@ class MeshShape:
             max_num_seqs=self.max_num_seqs,
             num_transfer_backends=self.num_transfer_backends,
             data_address=b"",
-            joins_groups=self.joins_groups,
+            joins_groups=self.joins_groups and num_stages == 1,
+            num_stages=num_stages,
             num_offload_granules=self.num_offload_tokens // GRANULE_TOKENS,
             load_bytes_per_s=self.load_bytes_per_s,
             host=host_name(index % self.num_hosts) if self.num_hosts else "",

@@ -40,6 +40,11 @@ class PlannedStep:
             waited_s=waited_s,
         )
 
+    def first_stage_span(self, num_stages: int) -> StepSpan:
+        """Return the span in which the step had the first of so many stages: those of several steps do not overlap."""
+        end_s = self.started_s + self.duration_s / num_stages
+        return StepSpan(self.started_s, end_s, self.plan.chunks, self.running.num_decodes)
+
     def computed_s(self, now_s: float) -> float:
         """Return the seconds that the step computed, without those it waited for KV."""
         return self.duration_s if self.waits else now_s - self.started_s - self.nested_s

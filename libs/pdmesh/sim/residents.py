@@ -46,6 +46,47 @@ class Told(NamedTuple):
     low: tuple[ResidentContext, ...]  # need more room soon, or at once
 
 
+class Shares:
+    """How residents are dealt out over the planned steps of an instance of several stages: each has one of the parts.
+
+    When as many have ended as there are parts, a *round*, every resident has been in one. Of one stage, each step is.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._num_begun = self._num_ended = 0
+
+    def begin(self, num_residents: int) -> int:
+        """A step begins. Return how many of the residents it has."""
+        self._num_begun += 1
+        return self._size(num_residents, (self._num_begun - 1) % self._num_parts)
+
+    def largest(self, num_residents: int) -> int:
+        """Return how many residents the largest part has."""
+        return self._size(num_residents, 0)
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether the next step that ends ends a round."""
+        return (self._num_ended + 1) % self._num_parts == 0
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """Whether no part of a round has ended."""
+        return self._num_ended % self._num_parts == 0
+
+    def end(self) -> None:
+        """A step ends."""
+        self._num_ended += 1
+
+    def forget(self) -> None:
+        """Steps that have begun will not end."""
+        self._num_begun = self._num_ended
+
+    def _size(self, num_residents: int, part: int) -> int:
+        return (num_residents + self._num_parts - 1 - part) // self._num_parts
+
+
 class Residents:
     """The residents of one instance, in order of arrival.
 

@@ -29,6 +29,7 @@ from pdmesh.sim.faults import Death
 from pdmesh.sim.instance import SimInstance
 from pdmesh.sim.links import FlowId, HostLink, HostLinks, SimulatedLinks
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
+from pdmesh.sim.staged import StagedInstance
 from pdmesh.sim.workload import Arrival, ClosedLoop
 
 GATEWAY = GatewayId("simulated")
@@ -97,7 +98,8 @@ class Simulator:
         self._num_commands = 0
 
     def _new_instance(self, profile: InstanceProfile, model: LatencyModel) -> SimInstance:
-        return SimInstance(
+        kind = SimInstance if profile.num_stages == 1 else StagedInstance
+        return kind(
             profile,
             model,
             agenda=self._agenda,

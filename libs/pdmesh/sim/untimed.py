@@ -68,7 +68,7 @@ from pdmesh.model import (
 from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
 from pdmesh.sim.held import Held
 from pdmesh.sim.holding import Holding
-from pdmesh.sim.residents import Length
+from pdmesh.sim.residents import Length, Shares
 from pdmesh.sim.surroundings import Surroundings
 
 #: Commands for a request that is here.
@@ -84,6 +84,7 @@ class RunningStep:
     plan: StepPlan
     num_decodes: int
     num_context_tokens: int  # of the decodes
+    has_share: bool  # of the residents, which may be none of them
 
 
 class UntimedInstance(Holding):
@@ -101,7 +102,10 @@ class UntimedInstance(Holding):
         self.role = profile.role
         self.is_told_to_stop = False
         self.plans: deque[StepPlan] = deque()  # not begun
-        self.running: list[RunningStep] = []  # the last one between two layers of the one before it
+        #: The last one between two layers of the one before it; or, of several stages, each behind the one before it.
+        self.running: list[RunningStep] = []
+        self._num_stages = profile.num_stages
+        self.shares = Shares(profile.num_stages)
         self.own = OwnSteps()
         self._length_of = length_of
 
@@ -247,6 +251,7 @@ class UntimedInstance(Holding):
         self.end_copies()
         self.plans.clear()
         self.running.clear()
+        self.shares.forget()
         self.own.held = False
         for held in list(self.held.values()):
             if held.leaving is not None and not held.is_committed:
@@ -260,6 +265,8 @@ class UntimedInstance(Holding):
     def turn(self) -> list[Held]:
         """Let residents change, between two steps. Those are returned that stand still from now on, to move away."""
         frozen: list[Held] = []
+        if self.running and not self.shares.is_between_rounds:
+            return frozen  # some have their token of the round already
         for key, num_tokens in self.residents.seat():
             held = self.held[key]
             held.is_decoding, held.num_tokens = False, num_tokens
@@ -272,11 +279,16 @@ class UntimedInstance(Holding):
 
     @property
     def can_begin(self) -> bool:
-        """Whether the next plan could start: nothing runs, or it is urgent."""
+        """Whether the next plan could start: nothing runs, or it is urgent; or a stage has nothing to compute."""
+        if self._num_stages > 1:
+            return bool(self.plans) and len(self.running) < self._num_stages
         return bool(self.plans) and (not self.running or self.plans[0].urgent)
 
     def begin_step(self) -> RunningStep:
-        """The next plan's chunks start: first chunks whose KV moves are offered."""
+        """The next plan's chunks start: first chunks whose KV moves are offered.
+
+        Of several stages a step has as large a part of the residents.
+        """
         plan = self.plans.popleft()
         self.own.planned(plan)
         for chunk in plan.chunks:
@@ -286,15 +298,22 @@ class UntimedInstance(Holding):
                 transfer_id = NO_TRANSFER if held.transfer is None else held.transfer.transfer_id
                 self._report(TransferOffered(self.instance_id, *held.key, transfer_id))
         residents = self.residents
-        num_decodes = len(residents) if plan.with_decodes else 0
-        step = RunningStep(plan, num_decodes, residents.num_context_tokens if num_decodes else 0)
+        num_decodes = num_context_tokens = 0
+        if has_share := plan.with_decodes and len(residents) > 0:
+            num_decodes = self.shares.begin(len(residents))
+            num_context_tokens = residents.num_context_tokens * num_decodes // len(residents)
+        step = RunningStep(plan, num_decodes, num_context_tokens, has_share)
         self.running.append(step)
         return step
 
     @property
+    def _next_to_end(self) -> int:
+        return 0 if self._num_stages > 1 else -1
+
+    @property
     def can_end(self) -> bool:
-        """Whether nothing in the step that is running waits for KV of other members."""
-        plan = self.running[-1].plan
+        """Whether nothing in the step that ends next waits for KV of other members."""
+        plan = self.running[self._next_to_end].plan
         return all(
             held.group is None or plan.plan_id in held.given_up or self._surroundings.has_before(held, chunk)
             for chunk in plan.chunks
@@ -309,11 +328,11 @@ class UntimedInstance(Holding):
         ended_s: float = 0.0,
         ended_by_first_token: bool = False,
     ) -> None:
-        """The running plan is done, of two the inner one.
+        """The running plan is done, of two the inner one; of several stages, the one that began first.
 
         ``ended_by_first_token`` ends the generations of its last chunks at once.
         """
-        step = self.running.pop()
+        step = self.running.pop(self._next_to_end)
         computed: list[tuple[Held, ChunkPlan]] = []
         results: list[ChunkDone] = []
         for chunk in step.plan.chunks:
@@ -348,8 +367,15 @@ class UntimedInstance(Holding):
                 self._end_prompt(held, chunk, ended_by_first_token=ended_by_first_token)
             else:
                 self._surroundings.computed(held, chunk, ends=False)
-        if step.num_decodes:
+        draws = self.draws_with(step)
+        if step.has_share:
+            self.shares.end()
+        if draws:
             self.draw(1)
+
+    def draws_with(self, step: RunningStep) -> bool:
+        """Whether all residents have a token more as a step ends: if with it each has been part of one."""
+        return step.has_share and self.shares.ends_round
 
     def _computes(self, step: RunningStep, chunk: ChunkPlan) -> Held | None:
         """The request of a chunk that is computed; None if it has gone, or would wait for KV that does not come."""
