@@ -599,6 +599,50 @@ async def test_a_repeated_piece_is_dropped(memory: TransportMaker) -> None:
         pair.free_all()
 
 
+async def test_pieces_that_were_recorded_and_are_sent_again_change_nothing(
+    maker: TransportMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever reads along, to a receiver that still has the request, and to one whose blocks are another's."""
+    async with open_pair(maker) as pair:
+        recorded: list[tuple[bytes, bytes]] = []
+        send = pair.a.transport.send
+
+        async def record(address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+            recorded.append((bytes(buffer.header), bytes(buffer.payload[:payload_bytes])))
+            await send(address, buffer, payload_bytes)
+
+        async def replay() -> int:
+            """Send all that was recorded; how much was dropped."""
+            before = sum(pair.b.mover.counters().dropped.values())
+            for header, payload in recorded:
+                async with pair.a.transport.lend() as buffer:
+                    buffer.header[:] = header
+                    buffer.payload[: len(payload)] = payload
+                    await send(pair.b.transport.address, buffer, len(payload))
+            while sum(pair.b.mover.counters().dropped.values()) < before + len(recorded):
+                await anyio.lowlevel.checkpoint()
+            return sum(pair.b.mover.counters().dropped.values()) - before
+
+        monkeypatch.setattr(pair.a.transport, "send", record)
+        pair.expect()
+        sender = pair.offer()
+        pair.compute(sender)
+        sender.commit(FirstToken(1, 0))
+        pair.grant()
+        assert isinstance(await pair.b.outcome(), LandedTransfer)
+        assert isinstance(await pair.a.outcome(), SentTransfer)
+        monkeypatch.setattr(pair.a.transport, "send", send)
+        assert await replay() == len(recorded) > 0
+        pair.check_moved()
+        pair.free_all()
+        others = [bytes([layer + 1]) * SMALL_LAYOUT.block_bytes for layer in range(SMALL_LAYOUT.num_layers)]
+        for layer, content in enumerate(others):
+            pair.b.store.scatter(layer, pair.b_blocks, memoryview(content * len(pair.b_blocks)))
+        assert await replay() == len(recorded)
+        for layer, content in enumerate(others):
+            assert {bytes(pair.b.store.block(layer, block_id)) for block_id in pair.b_blocks} == {content}
+
+
 async def test_garbage_headers_are_counted(memory: TransportMaker) -> None:
     async with open_pair(memory) as pair:
         async with pair.a.transport.lend() as buffer:

@@ -18,6 +18,9 @@ _TRANSFER_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 
 
 _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
+#: Reasons for dropping what nobody of the mesh can have sent.
+_OF_STRANGERS = ("refused", "malformed")
+
 #: Stages in which a request waits for others: for its turn, or for its KV to arrive.
 _WAITING_STAGES = ("queued", "receiving")
 
@@ -154,6 +157,9 @@ class _Books(Collector):
         for reason, count in counters.dropped.items():
             dropped.add_metric([reason], count)
         yield dropped
+        refused = CounterMetricFamily("pdmesh:refused_peers", "Peers that were refused, by reason.", labels=["reason"])
+        refused.add_metric(["data"], sum(counters.dropped.get(reason, 0) for reason in _OF_STRANGERS))
+        yield refused
         yield CounterMetricFamily(
             "pdmesh:num_pieces_asked_again", "Damaged KV pieces that were asked for again.", counters.num_asked_again
         )
