@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pdmesh.model import Role
 from pdmesh.policy.config import PolicyConfig
@@ -336,11 +336,34 @@ class WorkerConfig:
         Range(1, 64),
         "processes (ranks) that compute each step of an instance together; each has a part of the model",
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Range(1, 64),
+        "stages of an instance, each with a part of the layers and tensor_parallel_size ranks of its own: a step "
+        "enters as the one before leaves the first",
+    ] = 1
     num_threads: Annotated[
         int, Range(0, 4096), "threads of the engine, in each rank; 0: a fair share of the machine's cores"
     ] = 0
     metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
     deterministic: Annotated[bool, "make results independent of batch and chunk shape, bit for bit"] = False
+
+
+class Degrees(NamedTuple):
+    """How an instance is divided: ``tensor`` ranks compute each layer, and each of ``stages`` some of the layers."""
+
+    tensor: int = 1
+    stages: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute."""
+        return self.tensor * self.stages
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes in all: of several stages the leader computes nothing."""
+        return self.num_ranks + (self.stages > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +372,9 @@ class PoolConfig:
 
     tensor_parallel_size: Annotated[
         int | None, Range(1, 64), "ranks of each instance of this pool; if not set, worker.tensor_parallel_size"
+    ] = None
+    pipeline_parallel_size: Annotated[
+        int | None, Range(1, 64), "stages of each instance of this pool; if not set, worker.pipeline_parallel_size"
     ] = None
 
 
@@ -460,8 +486,10 @@ class MeshConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
-    def num_ranks_of(self, role: Role) -> int:
-        """Return how many processes an instance of a pool is made of."""
-        pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
-        own = pools[role].tensor_parallel_size if role in pools else None
-        return own or self.worker.tensor_parallel_size
+    def degrees_of(self, role: Role) -> Degrees:
+        """Return how the instances of a pool are divided."""
+        pool = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(role, PoolConfig())
+        return Degrees(
+            pool.tensor_parallel_size or self.worker.tensor_parallel_size,
+            pool.pipeline_parallel_size or self.worker.pipeline_parallel_size,
+        )

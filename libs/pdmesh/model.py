@@ -380,7 +380,7 @@ class InstanceProfile:
     data_address: bytes  # worker address of its KV transport
     device: str = "cpu"
     pid: int = 0
-    rank_pids: tuple[int, ...] = ()  # of the processes that compute together, the leader's first; empty: one does
+    rank_pids: tuple[int, ...] = ()  # of its processes, the leader's first; empty: it is one
     device_name: str = ""  # the hardware's own; empty: not known, as below
     num_parameters: Annotated[int, ANY_COUNT] = 0  # that a token meets
     num_heads: Annotated[int, ANY_COUNT] = 0

@@ -100,11 +100,13 @@ def test_ranks_that_do_not_do_the_same_are_told_apart() -> None:
 
 #: What a rank's process does: it gathers what it is told the seed of, and says whether it got the whole.
 _PROCESS = """
-import sys, torch
-from pdmesh.engine.ranks.group import SharedMemoryGroup
+import socket, sys, torch
+from pdmesh.engine.ranks.group import EXCHANGE_BYTES, SharedMemoryGroup
+from pdmesh.engine.ranks.memory import map_memory
 from pdmesh.engine.ranks.share import RankShare
 rank, num_ranks, memory_fd, *sockets = map(int, sys.argv[1:])
-group = SharedMemoryGroup.inherited(RankShare(rank, num_ranks), sockets, memory_fd)
+peers = [None if fd < 0 else socket.socket(fileno=fd) for fd in sockets]
+group = SharedMemoryGroup(RankShare(rank, num_ranks), peers, map_memory(memory_fd, EXCHANGE_BYTES))
 for number in range(200):
     matrix = torch.randn(1 + number % 5, 3 * num_ranks, generator=torch.Generator().manual_seed(number))
     found = group.gather(matrix[:, 3 * rank : 3 * rank + 3], [3] * num_ranks)

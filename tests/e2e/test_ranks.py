@@ -8,11 +8,13 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import pytest
 
 from pdmesh.cli.processes import process_id, wait_for_end
+from pdmesh.config import Degrees
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
@@ -23,11 +25,34 @@ PROMPT_LENGTHS = [1, 15, 16, 17, 33, 100, 257, 700]
 MAX_TOKENS = 120
 
 
+class Layout(NamedTuple):
+    """Degrees of the pools, tensor and pipeline; only one of them has several processes an instance."""
+
+    prefill: Degrees = Degrees()
+    decode: Degrees = Degrees()
+
+    @property
+    def num_processes(self) -> int:
+        return max(self.prefill.num_processes, self.decode.num_processes)
+
+    def __str__(self) -> str:
+        return f"prefill-{'x'.join(map(str, self.prefill))}-decode-{'x'.join(map(str, self.decode))}"
+
+
+LAYOUTS = [
+    Layout(prefill=Degrees(2, 1)),
+    Layout(decode=Degrees(2, 1)),
+    Layout(prefill=Degrees(1, 2)),
+    Layout(prefill=Degrees(2, 2)),
+    Layout(decode=Degrees(1, 2)),
+]
+
+
 @dataclass(frozen=True)
 class Served:
     mesh: RunningMesh
     references: list[Reference]
-    degrees: tuple[int, int]
+    layout: Layout
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +60,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["prefill-2-decode-1", "prefill-1-decode-2"])
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[Served]:
     prompts = random_prompts(PROMPT_LENGTHS, TINY.vocab_size, seed=2)
     references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
-    prefill, decode = request.param
-    settings = {"PREFILL_TENSOR_PARALLEL_SIZE": str(prefill), "DECODE_TENSOR_PARALLEL_SIZE": str(decode)}
+    settings = {
+        f"{pool}_{setting}_PARALLEL_SIZE": str(size)
+        for pool, degrees in zip(("PREFILL", "DECODE"), request.param, strict=True)
+        for setting, size in zip(("TENSOR", "PIPELINE"), degrees, strict=True)
+    }
     with running_mesh(tmp_path_factory.mktemp("mesh"), model=checkpoint, settings=settings) as mesh:
         yield Served(mesh, references, request.param)
 
@@ -61,20 +89,26 @@ async def until_ended(pids: list[int], limit_s: float = 10.0) -> None:
 
 async def test_unlike_degrees_answer_as_the_reference(served: Served) -> None:
     mesh = served.mesh
-    assert len(rank_pids(mesh)) == 2
-    assert f"ranks  {'prefill-0' if served.degrees[0] == 2 else 'decode-0'}: 2 (pids" in mesh.pdmesh("status")
+    layout, pids = served.layout, rank_pids(mesh)
+    assert len(pids) == layout.num_processes
+    degrees = max(layout)
+    name = "prefill-0" if degrees == layout.prefill else "decode-0"
+    stages = f" in {degrees.stages} stages" if degrees.stages > 1 else ""
+    assert f"ranks  {name}: {degrees.num_ranks}{stages} (pids" in mesh.pdmesh("status")
     async with mesh.client() as client:
         assert await mismatches(client, mesh.model, served.references, concurrency=4) == []
     await anyio.to_thread.run_sync(mesh.wait_until_idle)
     assert mesh.peer_read_bytes() > 0  # blocks are read where all ranks wrote them
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1, -1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_lost_rank_ends_its_instance_and_no_stream(served: Served, rank: int, number: signal.Signals) -> None:
     """Once a rank dies or stands still, nothing of its instance is left, and each answer is what it would have been."""
     mesh = served.mesh
     pids = rank_pids(mesh)
+    if rank == -1 and len(pids) == 2:
+        pytest.skip("it has two processes")
     if rank == 0 and number is signal.SIGSTOP:
         pytest.skip("a leader that stands still is a silent instance, as ever")
     found: list[str] = []

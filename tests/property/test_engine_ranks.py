@@ -81,6 +81,20 @@ def test_bits_do_not_depend_on_the_number_of_ranks(checkpoint: Path, options: di
     assert len(classes) == 1
 
 
+@pytest.mark.parametrize("options", EXACT, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_bits_do_not_depend_on_the_number_of_stages(checkpoint: Path, options: dict[str, Any], num_ranks: int) -> None:
+    found: list[object] = []
+    classes: set[str] = set()
+    for tensor, num_stages in ((1, 1), (num_ranks, 2)):
+        with ranked_engine(checkpoint, tensor, num_stages=num_stages, num_blocks=32, **options) as engine:
+            found.append(answers(engine))
+            classes.add(engine.arithmetic)
+            found.append([sha256(layer.view(torch.uint8).numpy().tobytes()).hexdigest() for layer in engine.kv.layers])
+    assert found[2:4] == found[0:2]
+    assert len(classes) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])

@@ -167,12 +167,21 @@ def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
 
 
 def ranks_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
-    """Return a line for each instance that several processes compute together."""
+    """Return a line for each instance that several processes, or stages, compute."""
     return [
-        f"ranks  {row.instance_id}: {len(row.rank_pids)} (pids {', '.join(map(str, row.rank_pids))})"
+        f"ranks  {row.instance_id}: {_ranks(row)}"
         for row in messages.in_order(instances)
-        if row.rank_pids
+        if row.rank_pids or row.num_stages > 1
     ]
+
+
+def _ranks(row: messages.InstanceStatus) -> str:
+    if not row.rank_pids:
+        return f"{row.num_stages} stages in one process"
+    pids = f"(pids {', '.join(map(str, row.rank_pids))})"
+    if row.num_stages == 1:
+        return f"{len(row.rank_pids)} {pids}"
+    return f"{len(row.rank_pids) - 1} in {row.num_stages} stages {pids}"  # the leader computes nothing
 
 
 def host_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:

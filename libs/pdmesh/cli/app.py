@@ -101,6 +101,12 @@ def up(
     ] = None,
     prefill_tp: Annotated[int | None, typer.Option(help="The same, of prefill instances only.")] = None,
     decode_tp: Annotated[int | None, typer.Option(help="The same, of decode instances only.")] = None,
+    pipeline_parallel_size: Annotated[
+        int | None,
+        typer.Option("--pipeline-parallel-size", "-pp", help="Stages that each instance's steps pass. [default: 1]"),
+    ] = None,
+    prefill_pp: Annotated[int | None, typer.Option(help="The same, of prefill instances only.")] = None,
+    decode_pp: Annotated[int | None, typer.Option(help="The same, of decode instances only.")] = None,
     gateways: Annotated[int, typer.Option(min=1, max=64, help="Number of gateway processes; they share the port.")] = 1,
     name: Name = DEFAULT_NAME,
     detach: Annotated[
@@ -153,6 +159,9 @@ def up(
         worker__tensor_parallel_size=tensor_parallel_size,
         prefill__tensor_parallel_size=prefill_tp,
         decode__tensor_parallel_size=decode_tp,
+        worker__pipeline_parallel_size=pipeline_parallel_size,
+        prefill__pipeline_parallel_size=prefill_pp,
+        decode__pipeline_parallel_size=decode_pp,
         policy__chunk_tokens=chunk_tokens,
         scheduler__bundle=bundle,
         scheduler__profile=profile,

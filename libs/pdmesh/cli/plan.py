@@ -9,7 +9,7 @@ from typing import Any
 
 from pdmesh.cli.processes import ChildSpec, is_gateway
 from pdmesh.cli.state import StateFolder
-from pdmesh.config import MeshConfig, WorkerConfig
+from pdmesh.config import Degrees, MeshConfig, WorkerConfig
 from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.errors import ConfigError
 from pdmesh.host import num_usable_cores
@@ -45,6 +45,10 @@ def scheduler_spec(config: MeshConfig, state: StateFolder, environ: Mapping[str,
     return _spec("scheduler", "pdmesh_scheduler", replace(config, scheduler=settings), state, environ)
 
 
+#: Settings of a worker's degrees, in the order of `Degrees`.
+_DEGREES = ("PDMESH_WORKER_TENSOR_PARALLEL_SIZE", "PDMESH_WORKER_PIPELINE_PARALLEL_SIZE")
+
+
 @dataclass(slots=True)
 class WorkerSpecs:
     """Makes the specs of workers, given what the ``scheduler`` announced."""
@@ -66,7 +70,7 @@ class WorkerSpecs:
         """Return the spec of one of ``num_workers`` workers, which share the machine."""
         self._positions.setdefault(name, len(self._positions))
         worker = replace(
-            self._shared(num_workers, self.config.num_ranks_of(role)),
+            self._shared(num_workers, self.config.degrees_of(role)),
             instance_id=f"{self.name_prefix}{name}",
             role=str(role),
             metrics_port=self.config.worker.metrics_port and self.config.worker.metrics_port + self._positions[name],
@@ -82,8 +86,8 @@ class WorkerSpecs:
 
     def resized(self, spec: ChildSpec, num_workers: int) -> ChildSpec:
         """Return a worker's spec for its next start, once there are ``num_workers``; until then it keeps its own."""
-        num_ranks = int(spec.environment.get("PDMESH_WORKER_TENSOR_PARALLEL_SIZE", "1"))
-        shared = environment_of(replace(self.config, worker=self._shared(num_workers, num_ranks)))
+        degrees = Degrees(*(int(spec.environment.get(name, "1")) for name in _DEGREES))
+        shared = environment_of(replace(self.config, worker=self._shared(num_workers, degrees)))
         names = ("PDMESH_WORKER_NUM_THREADS", "PDMESH_WORKER_KV_CACHE_HOST_SHARE")
         kept = {name: value for name, value in spec.environment.items() if name not in names}
         return replace(spec, environment={**kept, **{name: shared[name] for name in names if name in shared}})
@@ -92,12 +96,13 @@ class WorkerSpecs:
     def name_prefix(self) -> str:
         return "" if self.config.worker.instance_id is None else f"{self.config.worker.instance_id}-"
 
-    def _shared(self, num_workers: int, num_ranks: int) -> WorkerConfig:
+    def _shared(self, num_workers: int, degrees: Degrees) -> WorkerConfig:
         worker = self.config.worker
         return replace(
             worker,
-            tensor_parallel_size=num_ranks,
-            num_threads=threads_per_worker(self.config, num_workers, num_usable_cores(), num_ranks),
+            tensor_parallel_size=degrees.tensor,
+            pipeline_parallel_size=degrees.stages,
+            num_threads=threads_per_worker(self.config, num_workers, num_usable_cores(), degrees.num_ranks),
             kv_cache_host_share=2 * worker.kv_cache_host_share / max(2, num_workers),
         )
 

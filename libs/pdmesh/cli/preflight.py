@@ -7,7 +7,7 @@ import socket
 from collections.abc import Collection
 from pathlib import Path
 
-from pdmesh.config import MeshConfig
+from pdmesh.config import Degrees, MeshConfig
 from pdmesh.engine.architectures.undescribed import check_installed
 from pdmesh.engine.files import load_model_config, weight_files
 from pdmesh.errors import ConfigError
@@ -46,10 +46,10 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
         check_weights_fit(model, layout, num_instances=num_instances, free_bytes=free_host_bytes())
 
 
-def check_ranks(config: MeshConfig, degrees: Collection[int]) -> None:
-    """Raise ConfigError if instances cannot be of as many ranks as these."""
-    for num_ranks in sorted(degrees):
-        check_ranks_can_compute(config, num_ranks)
+def check_ranks(config: MeshConfig, divisions: Collection[Degrees]) -> None:
+    """Raise ConfigError if instances cannot be divided like these."""
+    for degrees in sorted(divisions):
+        check_ranks_can_compute(config, degrees)
 
 
 def check_thread_limit(num_processes: int, num_startable: int | None) -> None:

@@ -78,11 +78,11 @@ class MeshRun:
                 f"{cores} {'core' if cores == 1 else 'cores'}, "
                 f"{threads} engine {'thread' if threads == 1 else 'threads'} a worker"
             )
-            num_ranks = sum(self.pools.of(role) * self.config.num_ranks_of(role) for role in Role)
-            check_machine(self.config, num_processes=2 + self.num_gateways + num_ranks)
+            num_workers = sum(self.pools.of(role) * self.config.degrees_of(role).num_processes for role in Role)
+            check_machine(self.config, num_processes=2 + self.num_gateways + num_workers)
             self.config = _with_token(resolved(self.config))
             check_checkpoint(self.config, Path(str(self.config.model)), num_instances=self.pools.total)
-            check_ranks(self.config, {self.config.num_ranks_of(role) for role in Role if self.pools.of(role)})
+            check_ranks(self.config, {self.config.degrees_of(role) for role in Role if self.pools.of(role)})
             check_profile(self.config)
             self.state.forget_desired()
             gateway = self.config.gateway

@@ -1,8 +1,8 @@
 """The engine's seam: what executes a step.
 
 An engine is blocking and single-threaded: the worker runtime calls `Engine.execute` on one worker thread, never two
-calls at a time. It decides nothing; it computes the batch it is given. ``pdmesh.engine`` has the real one (torch), and
-``pdmesh.engine.fake`` a stand-in of known speed.
+calls at a time, unless the engine has several stages. It decides nothing; it computes the batch it is given.
+``pdmesh.engine`` has the real one (torch), and ``pdmesh.engine.fake`` a stand-in of known speed.
 """
 
 from __future__ import annotations
@@ -119,6 +119,15 @@ class SliceResult:
 LayerHook = Callable[[int], None]
 
 
+@dataclass(slots=True)
+class StepFlight:
+    """How a step passes an engine of several stages: what its caller says of it, and hears of it."""
+
+    waits: bool = False  # its layer hook may wait: each layer's attention comes after it, and no step behind this one
+    on_begin: Callable[[], object] = lambda: None  # called on the caller's thread once the first stage computes it
+    queued_s: float = 0.0  # that it has waited before stages, of the time that it took
+
+
 class Engine(Protocol):
     """Executes steps over a paged KV cache."""
 
@@ -136,7 +145,17 @@ class Engine(Protocol):
         """Its arithmetic class, as in `pdmesh.model.InstanceProfile`."""
         ...
 
-    def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
+    @property
+    def num_stages(self) -> int:
+        """Stages that a step passes one after the other. With more than one, so many threads may execute a step each.
+
+        Steps enter in the order in which `execute` is called: a caller waits until one has begun.
+        """
+        ...
+
+    def execute(
+        self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None, flight: StepFlight | None = None
+    ) -> list[SliceResult]:
         """One forward pass; results in the order of ``batch``. Changes nothing of the sequences but their guides.
 
         An exception means a bug or a broken device: the runtime fails the batch's requests and stops the instance.

@@ -55,13 +55,16 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """All weights, in the dtype and on the device of the computation. A tied ``lm_head`` is the embedding itself."""
+    """All weights, in the dtype and on the device of the computation. A tied ``lm_head`` is the embedding itself.
 
-    embedding: Vocabulary
+    A stage has some of the layers; only the first has what embeds tokens, and only the last what scores them.
+    """
+
+    embedding: Vocabulary | None
     positions: Tensor | None  # learned ones
     layers: tuple[LayerWeights, ...]
     norm: Norm
-    lm_head: Vocabulary
+    lm_head: Vocabulary | None
     is_packed: bool  # quantised weights are as they are stored, if kernels multiply them so
     dtype: torch.dtype
     device: torch.device
@@ -77,23 +80,25 @@ def load_weights(
     library: KernelLibrary | None = None,
     group: RankGroup | None = None,
     lora: Path | None = None,
+    share: RankShare = WHOLE,
 ) -> ModelWeights:
     """Read every tensor the configuration asks for. Raises ConfigError for one that is missing or misshapen.
 
     All are compared by name and shape before memory is taken for any.
 
     ``packed`` allows projections in the order that their products read fastest; ``library`` has kernels for them.
-    Of a ``group``, a rank reads its own part. ``lora`` is an adapter's directory, which is merged into them.
+    A rank reads its ``share``, which it computes with its ``group`` if others compute the same layers.
+    ``lora`` is an adapter's directory, which is merged into them.
     """
     with ExitStack() as stack:
         tensors = stack.enter_context(open_tensors(directory, config, dtype))
         adapter = None if lora is None else stack.enter_context(adapted(tensors, lora, config, dtype))
         tensors = adapter or tensors
         unread = UnreadTensors(tensors)
-        _Reader(config, unread, dtype, torch.device("meta"), False, None).model()
+        _Reader(config, unread, dtype, torch.device("meta"), False, None, None, WHOLE).model()
         if adapter is not None:
             adapter.check_all_used(unread.names)
-        return _Reader(config, tensors, dtype, device, packed, library, group).model()
+        return _Reader(config, tensors, dtype, device, packed, library, group, share).model()
 
 
 def random_weights(
@@ -104,12 +109,12 @@ def random_weights(
     packed: bool = True,
     library: KernelLibrary | None = None,
     group: RankGroup | None = None,
+    share: RankShare = WHOLE,
     seed: int = 0,
 ) -> ModelWeights:
     """Weights of the configuration's shape, drawn where they will be used: for benchmarks."""
-    return _Reader(
-        config, RandomTensors(dtype, device, seed, config.quantization), dtype, device, packed, library, group
-    ).model()
+    tensors = RandomTensors(dtype, device, seed, config.quantization)
+    return _Reader(config, tensors, dtype, device, packed, library, group, share).model()
 
 
 #: Where rows of a weight come from; None: as they are.
@@ -136,25 +141,32 @@ class _Reader:
     device: torch.device
     packed: bool
     library: KernelLibrary | None
-    group: RankGroup | None = None
+    group: RankGroup | None
+    share: RankShare
     memory: WeightMemory = field(default_factory=WeightMemory)
 
-    @property
-    def share(self) -> RankShare:
-        return WHOLE if self.group is None else self.group.share
-
     def model(self) -> ModelWeights:
-        config, names = self.config, self.config.names
+        config, names, share = self.config, self.config.names, self.share
         vocabulary = (config.vocab_size, config.hidden_size)
-        tied = config.tie_word_embeddings
-        embedding = self._vocabulary(f"{names.embedding}.weight", vocabulary, multiplies=tied)
-        positions = (config.num_learned_positions, config.hidden_size)
+        scores_as_embedded = share.is_last and config.tie_word_embeddings
+        embedding = positions = None
+        if share.is_first or scores_as_embedded:
+            embedding = self._vocabulary(f"{names.embedding}.weight", vocabulary, multiplies=scores_as_embedded)
+        if share.is_first and config.num_learned_positions:
+            positions = self._tensor(f"{names.positions}.weight", (config.num_learned_positions, config.hidden_size))
         return ModelWeights(
             embedding=embedding,
-            positions=self._tensor(f"{names.positions}.weight", positions) if config.num_learned_positions else None,
-            layers=tuple(self._layer(names.layer.format(number), layer) for number, layer in enumerate(config.layers)),
+            positions=positions,
+            layers=tuple(
+                self._layer(names.layer.format(number), config.layers[number])
+                for number in range(*share.layers(config.num_layers))
+            ),
             norm=self._norm(names.norm, config.hidden_size),
-            lm_head=embedding if tied else self._vocabulary(f"{names.lm_head}.weight", vocabulary, multiplies=True),
+            lm_head=(
+                self._vocabulary(f"{names.lm_head}.weight", vocabulary, multiplies=True)
+                if share.is_last and not scores_as_embedded
+                else embedding
+            ),
             is_packed=self.keeps_packed,
             dtype=self.dtype,
             device=self.device,

@@ -68,7 +68,8 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         kinds.append(PACKED_KIND)
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(loaded.layout, loaded.num_blocks, loaded.memory)
-    forward = DirectForward(transformer, attention, store.layers, layout=loaded.layout, device=device)
+    caches = store.layers[slice(*loaded.layers)]
+    forward = DirectForward(transformer, attention, caches, layout=loaded.layout, device=device)
     return Compute(
         name=name,
         reason=loaded.kernels.reason,

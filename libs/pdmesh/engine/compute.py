@@ -16,7 +16,7 @@ from pdmesh.engine.model import Transformer
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.kv.store import KvStore
-from pdmesh.model import KvLayout
+from pdmesh.model import IndexRange, KvLayout
 
 
 class PagedStore(KvStore, Protocol):
@@ -55,13 +55,25 @@ class Loaded:
         return self.share.config_of(self.config)
 
     @property
+    def layers(self) -> IndexRange:
+        """The model's layers that are computed here."""
+        return self.share.layers(self.config.num_layers)
+
+    @property
     def rank_layout(self) -> KvLayout:
         """The layout of a cache of the rank's own heads alone."""
         return replace(self.layout, num_kv_heads=self.rank_config.num_kv_heads)
 
     def transformer(self, kernels: Kernels) -> Transformer:
-        heads = None if self.share.is_whole else self.share.kv_heads(self.config)
-        return Transformer(self.rank_config, self.weights, kernels, deterministic=self.deterministic, cache_heads=heads)
+        config, layers = self.rank_config, self.layers
+        return Transformer(
+            replace(config, layers=config.layers[slice(*layers)]),
+            self.weights,
+            kernels,
+            deterministic=self.deterministic,
+            cache_heads=None if self.share.is_whole else self.share.kv_heads(self.config),
+            first_layer=layers.start,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

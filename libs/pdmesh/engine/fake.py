@@ -14,6 +14,7 @@ import array
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +26,13 @@ from pdmesh.engine.base import (
     Logprobs,
     SequenceSlice,
     SliceResult,
+    StepFlight,
     accepted,
     finish_reason,
     with_draft,
 )
+from pdmesh.engine.ranks.share import RankShare
+from pdmesh.engine.turns import Turns
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
@@ -122,11 +126,20 @@ def timed_by(model: LatencyModel) -> Callable[[Sequence[SequenceSlice]], float]:
     return step_s
 
 
+@dataclass(slots=True)
+class _FakeStep:
+    """A step between two layers."""
+
+    hidden: list[Words]  # of each slice
+    owed_s: float = 0.0  # that it should have taken, and has not
+
+
 class FakeEngine:
     """Implements `pdmesh.engine.base.Engine`.
 
     ``step_s`` is the latency model: seconds that a batch takes, evenly over its layers (`timed_by`): most of each after
-    its hook, as attention and all that follows are. ``fails`` makes a batch raise, as a broken device would.
+    its hook, as attention and all that follows are. ``fails`` makes a batch raise, as a broken device would. Steps of
+    several threads pass ``num_stages``, of equally many layers.
     """
 
     def __init__(
@@ -140,6 +153,7 @@ class FakeEngine:
         step_s: Callable[[Sequence[SequenceSlice]], float] | None = None,
         fails: Callable[[Sequence[SequenceSlice]], bool] | None = None,
         arithmetic: str = "stand-in",
+        num_stages: int = 1,
     ) -> None:
         self.arithmetic = arithmetic
         self.kv = FakeKvStore(layout, num_blocks)
@@ -150,35 +164,59 @@ class FakeEngine:
         self._gate = gate
         self._step_s = step_s
         self._fails = fails
+        self._turns = Turns(num_stages)
         positions = np.arange(max_model_len, dtype=np.uint32)
         self._weights: Words = ((positions * np.uint32(_MIX)) ^ (positions >> np.uint32(3))) | np.uint32(1)
         self._lanes: Words = np.arange(self.kv.words.shape[-1], dtype=np.uint32) * np.uint32(0x85EBCA6B)
 
-    def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
+    @property
+    def num_stages(self) -> int:
+        return self._turns.num_stages
+
+    def execute(
+        self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None, flight: StepFlight | None = None
+    ) -> list[SliceResult]:
         if self._fails is not None and self._fails(batch):
             raise RuntimeError("the fake device broke")
-        num_layers = self.kv.layout.num_layers
-        layer_s = 0.0 if self._step_s is None else self._step_s(batch) / num_layers
+        flight = flight or StepFlight()
         if self._checks_kv:
             self.batches.append(tuple((s.sequence.request_id, s.start, s.num_tokens) for s in batch))
-        hidden: list[Words] = [np.zeros(part.num_tokens, dtype=np.uint32) for part in batch]
-        owed_s = 0.0
-        for layer in range(num_layers):
+        step = _FakeStep([np.zeros(part.num_tokens, dtype=np.uint32) for part in batch])
+        number, num_stages, stage = self._turns.enter(), self._turns.num_stages, 0
+        try:
+            for stage in range(num_stages):
+                came_s = time.perf_counter()
+                with self._turns.stage(stage, number):
+                    flight.queued_s += time.perf_counter() - came_s
+                    if stage == 0:
+                        flight.on_begin()
+                    self._pass(batch, step, RankShare(stage=stage, num_stages=num_stages), on_layer)
+        finally:
+            self._turns.give_up(stage + 1, number)
+        return [self._result(part) for part in batch]
+
+    def _pass(
+        self, batch: Sequence[SequenceSlice], step: _FakeStep, share: RankShare, on_layer: LayerHook | None
+    ) -> None:
+        """Compute the layers of a stage."""
+        num_layers = self.kv.layout.num_layers
+        layer_s = 0.0 if self._step_s is None else self._step_s(batch) / num_layers
+        layers = range(*share.layers(num_layers))
+        for layer in layers:
             if self._gate is not None:
                 self._gate.wait()
             if self._checks_kv:
-                for part, before in zip(batch, hidden, strict=True):
+                for part, before in zip(batch, step.hidden, strict=True):
                     self._write(layer, part, before)
             if on_layer is not None:
                 on_layer(layer)
             if self._checks_kv:
-                hidden = [self._attend(layer, part) for part in batch]
-            owed_s += layer_s
-            if owed_s > 0 and (on_layer is not None or layer == num_layers - 1):
+                step.hidden = [self._attend(layer, part) for part in batch]
+            step.owed_s += layer_s
+            if step.owed_s > 0 and (on_layer is not None or layer == layers[-1]):
                 began_s = time.perf_counter()
-                time.sleep(owed_s)
-                owed_s -= time.perf_counter() - began_s
-        return [self._result(part) for part in batch]
+                time.sleep(step.owed_s)
+                step.owed_s -= time.perf_counter() - began_s
 
     def prepare(self, grammar: str) -> None:
         """It obeys no grammar."""

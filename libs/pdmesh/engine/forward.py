@@ -114,9 +114,9 @@ class DirectForward:
         layout: KvLayout,
         device: torch.device,
     ) -> None:
-        self._decoder = decoder
-        self._attention = attention
-        self._caches = caches
+        self.decoder = decoder
+        self.attention = attention
+        self.caches = caches
         self._layout = layout
         self._device = device
 
@@ -124,15 +124,33 @@ class DirectForward:
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> Iterator[StepOutput]:
-        arrays = step_arrays(batch, self._layout)
-        inputs = StepInputs(*(torch.from_numpy(values).to(self._device) for values in arrays))
-        plan = self._attention.plan(spans)
-        yield HiddenOutput(self._decoder, self._decoder.forward(inputs, self._caches, plan, on_layer))
+        inputs, plan = self.inputs(batch), self.attention.plan(spans)
+        yield HiddenOutput(self.decoder, self.decoder.forward(inputs, self.caches, plan, on_layer))
         self.settle()
+
+    def inputs(self, batch: Sequence[SequenceSlice]) -> StepInputs:
+        """A step's tokens where they are computed."""
+        arrays = step_arrays(batch, self._layout)
+        return StepInputs(*(torch.from_numpy(values).to(self._device) for values in arrays))
 
     def settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+def draws(part: SequenceSlice) -> bool:
+    """Whether a slice draws tokens."""
+    return part.sample and not part.sequence.params.embeds
+
+
+def drawn_rows(batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan]) -> list[int]:
+    """Return the rows of which the next token is drawn: the last of each slice that draws, and those of its draft."""
+    rows: list[int] = []
+    for part, span in zip(batch, spans, strict=True):
+        if draws(part):
+            end = span.row + span.num_tokens
+            rows += range(end - 1 - len(part.draft), end)
+    return rows
 
 
 def step_spans(batch: Sequence[SequenceSlice]) -> list[QuerySpan]:

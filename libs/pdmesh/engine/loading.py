@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelChoice
 from pdmesh.engine.model_config import DecoderShape, ModelConfig, UndescribedModel
 from pdmesh.engine.ranks.group import RankGroup
-from pdmesh.engine.ranks.share import WHOLE, RankShare, check_divisible
+from pdmesh.engine.ranks.share import WHOLE, RankShare, check_divisible, check_stages
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
 
@@ -93,19 +93,39 @@ class LoadedWeights:
         return choose_compute(loaded, options.device, native=options.native)
 
 
-def load_model(checkpoint_dir: Path, options: ComputeOptions, group: RankGroup | None = None) -> LoadedModel:
-    """Load a checkpoint, or of a ``group`` this rank's part. Raises ConfigError."""
-    config, device = load_model_config(checkpoint_dir), options.device
-    share = WHOLE if group is None else group.share
-    check_divisible(config, share.num_ranks)
+class ModelPlan(NamedTuple):
+    """What of a checkpoint is known before its weights are read."""
+
+    config: DecoderShape
+    layout: KvLayout  # of the whole cache
+    max_model_len: int
+
+
+def plan_model(checkpoint_dir: Path, options: ComputeOptions) -> ModelPlan:
+    """Return what a checkpoint will be. Raises ConfigError."""
+    config = load_model_config(checkpoint_dir)
     check_installed(config)
     if (asked := options.max_model_len) is not None and asked > config.max_model_len:
         raise ConfigError(
             f"max_model_len is {asked}, but {checkpoint_dir} has a context of {config.max_model_len} tokens"
         )
+    layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size)
+    return ModelPlan(config, layout, options.max_model_len or config.max_model_len)
+
+
+def load_model(
+    checkpoint_dir: Path, options: ComputeOptions, share: RankShare = WHOLE, group: RankGroup | None = None
+) -> LoadedModel:
+    """Load a rank's ``share`` of a checkpoint; ``group`` are the ranks of its stage, if it has others.
+
+    Raises ConfigError.
+    """
+    (config, layout, max_model_len), device = plan_model(checkpoint_dir, options), options.device
+    check_divisible(config, share.num_ranks)
+    check_stages(config, share.num_stages)
     if isinstance(config, UndescribedModel):
         return _load_undescribed(checkpoint_dir, config, options)
-    layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size)
+    assert isinstance(config, ModelConfig)
     kernels = KernelChoice(None, "the reference")
     if options.native:
         part = share.config_of(config)
@@ -118,12 +138,13 @@ def load_model(checkpoint_dir: Path, options: ComputeOptions, group: RankGroup |
         packed=options.native,
         library=kernels.library,
         group=group,
+        share=share,
     )
     return LoadedWeights(
         options=options,
         config=config,
         layout=layout,
-        max_model_len=options.max_model_len or config.max_model_len,
+        max_model_len=max_model_len,
         weights=weights,
         kernels=kernels,
         share=share,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +50,15 @@ def wipe_rests(cache: Tensor, inputs: StepInputs) -> None:
         cache.view(-1, cache.shape[-1]).index_fill_(0, inputs.rests, 0)
 
 
+class Carried(NamedTuple):
+    """What a layer leaves for the next: their sum is the hidden states, of which the next norm takes care."""
+
+    hidden: Tensor
+    delta: Tensor | None
+
+
 class Transformer:
-    """Weights and the forward pass."""
+    """Weights and the forward pass, of a model or of some of its layers."""
 
     def __init__(
         self,
@@ -60,9 +68,14 @@ class Transformer:
         *,
         deterministic: bool,
         cache_heads: IndexRange | None = None,
+        first_layer: int = 0,
     ) -> None:
-        """``cache_heads`` are those of the cache that ``config`` has, where others compute the rest."""
+        """``cache_heads`` are those of the cache that ``config`` has, where others compute the rest.
+
+        ``config`` and ``weights`` have the layers from ``first_layer`` on that are computed here.
+        """
         self._config = config
+        self._first_layer = first_layer
         self._cache_heads = cache_heads
         self._weights = weights
         self._kernels = kernels
@@ -90,18 +103,29 @@ class Transformer:
         self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
     ) -> Tensor:
         """Hidden states (num_tokens, hidden_size) before the last norm; writes the tokens' keys and values."""
-        hidden, rotations = self.embed(inputs)
-        delta: Tensor | None = None
+        hidden, delta = self.through(Carried(self.embed_tokens(inputs), None), inputs, caches, attention, on_layer)
+        return hidden if delta is None else hidden + delta
+
+    def through(
+        self,
+        before: Carried,
+        inputs: StepInputs,
+        caches: Sequence[Tensor],
+        attention: AttentionPlan,
+        on_layer: LayerHook | None,
+    ) -> Carried:
+        """What the last of the layers here leaves, given what the layer before the first left."""
+        (hidden, delta), rotations = before, self.rotations(inputs)
         for number, cache in enumerate(caches):
             wipe_rests(cache, inputs)
             if self._cache_heads is not None:
                 cache = cache[:, :, slice(*self._cache_heads)]
             hidden, query = self.before_attention(number, hidden, delta, rotations, cache)
             if on_layer is not None:
-                on_layer(number)
+                on_layer(self._first_layer + number)
             attended = self._attend(number, query, cache, attention)
             hidden, delta = self.after_attention(number, hidden, attended)
-        return hidden if delta is None else hidden + delta
+        return Carried(hidden, delta)
 
     def _attend(self, number: int, query: Tensor, cache: Tensor, attention: AttentionPlan) -> Tensor:
         sinks, window = self._weights.layers[number].sinks, self._config.layers[number].window
@@ -111,18 +135,27 @@ class Transformer:
         # What a softmax with one more score leaves for the others.
         return (output * torch.sigmoid(lse - sinks)[..., None]).to(output.dtype)
 
-    # A layer, in the two parts that lie before and after its attention. ``hidden`` and ``delta`` are what the layer
-    # before left: their sum is the hidden states, of which the next norm takes care.
+    # A layer, in the two parts that lie before and after its attention. ``hidden`` and ``delta`` are what was carried
+    # from the layer before.
 
     def embed(self, inputs: StepInputs) -> tuple[Tensor, Sequence[Rotation]]:
         """Hidden states (num_tokens, hidden_size) before the first layer, and the different rotations of layers."""
+        return self.embed_tokens(inputs), self.rotations(inputs)
+
+    def embed_tokens(self, inputs: StepInputs) -> Tensor:
+        """Hidden states (num_tokens, hidden_size) before the model's first layer."""
+        assert self._weights.embedding is not None, "tokens enter in the first stage"
         hidden = self._weights.embedding.embed(inputs.token_ids)
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
         if self._weights.positions is not None:
             hidden = hidden + functional.embedding(inputs.positions, self._weights.positions)
+        return hidden
+
+    def rotations(self, inputs: StepInputs) -> Sequence[Rotation]:
+        """The different rotations of the layers."""
         tables = [rotary.cos_sin(inputs.positions, inputs.num_prompt_tokens) for rotary in self._rotaries]
-        return hidden, [Rotation(cos=cos, sin=sin, slots=inputs.slots) for cos, sin in tables]
+        return [Rotation(cos=cos, sin=sin, slots=inputs.slots) for cos, sin in tables]
 
     def before_attention(
         self, number: int, hidden: Tensor, delta: Tensor | None, rotations: Sequence[Rotation], cache: Tensor
@@ -147,6 +180,7 @@ class Transformer:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
+        assert self._weights.lm_head is not None, "scores come out of the last stage"
         scores = self._linear(self.last_norm(hidden), self._weights.lm_head)
         scores = scores.float() if out is None else out.copy_(scores)
         config = self._config

@@ -18,16 +18,21 @@ from pdmesh.engine.base import (
     Logprobs,
     SequenceSlice,
     SliceResult,
+    StepFlight,
     accepted,
     finish_reason,
     with_draft,
 )
 from pdmesh.engine.compute import PagedStore
 from pdmesh.engine.files import load_model_info
-from pdmesh.engine.forward import Forward, StepOutput, step_spans
+from pdmesh.engine.forward import Forward, StepOutput, drawn_rows, draws, step_spans
 from pdmesh.engine.guide import Guide
-from pdmesh.engine.loading import ComputeOptions, load_model
+from pdmesh.engine.kv_cache import TorchKvStore
+from pdmesh.engine.loading import ComputeOptions, load_model, plan_model
+from pdmesh.engine.ranks.commands import Ready
 from pdmesh.engine.ranks.leading import Followers, LeadingForward
+from pdmesh.engine.ranks.pipeline import Pipeline, Stages
+from pdmesh.engine.ranks.share import WHOLE
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
 from pdmesh.grammars import Grammars
@@ -53,7 +58,7 @@ class TorchEngine:
     ``cpu_level`` is the highest level of compiled kernels to use, "auto" the processor's best; ``ordered`` allows only
     those that give the same bits on every processor. Raises ConfigError for a level that the processor lacks.
     ``lora`` is the directory of an adapter, which is merged into the weights.
-    ``followers`` are the other ranks, which compute with this one.
+    ``followers`` are the other ranks, which compute with this one; ``stages`` those that compute in place of it.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class TorchEngine:
         ordered: bool = False,
         lora: Path | None = None,
         followers: Followers | None = None,
+        stages: Stages | None = None,
     ) -> None:
         if num_threads > 0:
             torch.set_num_threads(num_threads)
@@ -93,26 +99,35 @@ class TorchEngine:
             ordered=ordered,
             lora=lora,
         )
-        model = load_model(checkpoint_dir, options, None if followers is None else followers.group)
-        layout = model.layout
-        self._max_model_len = model.max_model_len
-        self._vocab_size = model.config.vocab_size
+        model = None
+        if stages is None:
+            share, group = (WHOLE, None) if followers is None else (followers.group.share, followers.group)
+            model = load_model(checkpoint_dir, options, share, group)
+        planned = model or plan_model(checkpoint_dir, options)
+        layout, self._max_model_len = planned.layout, planned.max_model_len
+        self._vocab_size = planned.config.vocab_size
         self._eos_token_ids = load_model_info(checkpoint_dir).eos_token_ids
         self._grammars = Grammars(checkpoint_dir, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
         if not isinstance(num_blocks, int):
             num_blocks = num_blocks(layout, _free_bytes(self._device))
-        if followers is None:
-            compute = model.compute(num_blocks)
-            self._forward: Forward = compute.forward
+        cache_bytes = num_blocks * layout.num_layers * layout.block_bytes
+        self._forward: Forward | Pipeline
+        if stages is not None:
+            self._kv: PagedStore = TorchKvStore(layout, num_blocks, stages.open_cache(cache_bytes, num_blocks))
+            ready = stages.ready()
+            self._forward = Pipeline(stages, block_size=layout.block_size)
         else:
-            memory = followers.open_cache(num_blocks * layout.num_layers * layout.block_bytes, num_blocks)
+            assert model is not None
+            memory = None if followers is None else followers.open_cache(cache_bytes, num_blocks)
             compute = model.compute(num_blocks, memory)
-            followers.check_ready(compute.arithmetic)
-            self._forward = LeadingForward(compute.forward, followers, block_size=layout.block_size)
-        self.compute_path = ComputePath(kernels=compute.name, dtype=layout.dtype, reason=compute.reason)
-        self._arithmetic = compute.arithmetic
-        log.info("compute path", kernels=compute.name, arithmetic=compute.arithmetic, reason=compute.reason)
-        self._kv = compute.kv
+            ready = Ready(compute.arithmetic, compute.name, compute.reason)
+            self._kv, self._forward = compute.kv, compute.forward
+            if followers is not None:
+                followers.check_ready(compute.arithmetic)
+                self._forward = LeadingForward(compute.forward, followers, block_size=layout.block_size)
+        self.compute_path = ComputePath(kernels=ready.kernels, dtype=layout.dtype, reason=ready.reason)
+        self._arithmetic = ready.arithmetic
+        log.info("compute path", kernels=ready.kernels, arithmetic=ready.arithmetic, reason=ready.reason)
 
     @property
     def kv(self) -> PagedStore:
@@ -126,12 +141,24 @@ class TorchEngine:
     def arithmetic(self) -> str:
         return self._arithmetic
 
+    @property
+    def num_stages(self) -> int:
+        return self._forward.num_stages if isinstance(self._forward, Pipeline) else 1
+
     @torch.inference_mode()
-    def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
+    def execute(
+        self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None, flight: StepFlight | None = None
+    ) -> list[SliceResult]:
         if not batch:
             return []
         spans = step_spans(batch)
-        with self._forward.step(batch, spans, on_layer) as output:
+        forward = self._forward
+        step = (
+            forward.step(batch, spans, on_layer, flight)
+            if isinstance(forward, Pipeline)
+            else forward.step(batch, spans, on_layer)
+        )
+        with step as output:
             drawn = self._sample(batch, spans, output)
             embeddings = _embeddings(batch, spans, output)
             prompts = [
@@ -152,14 +179,11 @@ class TorchEngine:
     def _sample(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], output: StepOutput
     ) -> list[tuple[DrawnToken, ...]]:
-        rows: list[int] = []
+        rows = drawn_rows(batch, spans)
         sequences: list[EngineSequence] = []
-        for part, span in zip(batch, spans, strict=True):
-            if _draws(part):
-                self._guide(part.sequence)
-                end = span.row + span.num_tokens
-                rows += range(end - 1 - len(part.draft), end)
-                sequences += with_draft(part)
+        for part in filter(draws, batch):
+            self._guide(part.sequence)
+            sequences += with_draft(part)
         if not rows:
             return [()] * len(batch)
         num_top = {row: n for row, s in enumerate(sequences) if (n := s.params.logprobs) is not None}
@@ -169,7 +193,7 @@ class TorchEngine:
         drawn: list[tuple[DrawnToken, ...]] = []
         first = 0
         for part in batch:
-            end = first + (1 + len(part.draft) if _draws(part) else 0)
+            end = first + (1 + len(part.draft) if draws(part) else 0)
             each = (_drawn(sequences[row], token_ids[row], logprobs.get(row)) for row in range(first, end))
             drawn.append(accepted(part.draft, each))
             first = end
@@ -243,10 +267,6 @@ def _logprobs_of(
             values = (logits[row, wanted] - torch.logsumexp(logits[row], dim=-1)).tolist()
             by_row[row] = replace(by_row[row], top=tuple(zip(wanted, values, strict=True)))
     return by_row
-
-
-def _draws(part: SequenceSlice) -> bool:
-    return part.sample and not part.sequence.params.embeds
 
 
 def _drawn(sequence: EngineSequence, token_id: int, logprobs: Logprobs | None) -> DrawnToken:

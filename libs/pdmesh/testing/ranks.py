@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -14,18 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdmesh.engine.forward import DirectForward
+from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.loading import ComputeOptions, load_model
-from pdmesh.engine.ranks.commands import Command, OpenCache, Ready, frame, read_answer, read_command
+from pdmesh.engine.ranks.channel import Channel
+from pdmesh.engine.ranks.commands import (
+    Command,
+    OpenCache,
+    Ready,
+    Report,
+    frame,
+    read_answer,
+    read_command,
+    read_report,
+)
 from pdmesh.engine.ranks.following import Follower
 from pdmesh.engine.ranks.group import EXCHANGE_BYTES, RankGroup, SharedMemoryGroup
+from pdmesh.engine.ranks.places import exchange_bytes, inlet_memory, outlet_memory
 from pdmesh.engine.ranks.share import RankShare
+from pdmesh.engine.ranks.staged import StageFollower
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError, InstanceUnavailable
 
 
 @contextmanager
-def thread_groups(num_ranks: int) -> Iterator[list[SharedMemoryGroup]]:
-    """The group as each rank sees it."""
+def thread_groups(num_ranks: int, stage: int = 0, num_stages: int = 1) -> Iterator[list[SharedMemoryGroup]]:
+    """The group of a stage as each rank sees it."""
     pairs = {pair: socket.socketpair() for pair in combinations(range(num_ranks), 2)}
     memory = torch.zeros(EXCHANGE_BYTES, dtype=torch.uint8)
 
@@ -33,7 +48,9 @@ def thread_groups(num_ranks: int) -> Iterator[list[SharedMemoryGroup]]:
         return None if rank == other else pairs[min(rank, other), max(rank, other)][0 if rank < other else 1]
 
     groups = [
-        SharedMemoryGroup(RankShare(rank, num_ranks), [end_of(rank, other) for other in range(num_ranks)], memory)
+        SharedMemoryGroup(
+            RankShare(rank, num_ranks, stage, num_stages), [end_of(rank, other) for other in range(num_ranks)], memory
+        )
         for rank in range(num_ranks)
     ]
     try:
@@ -71,10 +88,63 @@ class ThreadRanks:
             assert read_answer(connection) == Ready(arithmetic)
 
 
+class ThreadStages:
+    """Implements `pdmesh.engine.ranks.pipeline.Stages`; ``connections`` are to all ranks, stage by stage."""
+
+    def __init__(self, num_stages: int, connections: Sequence[socket.socket], matrices: Channel) -> None:
+        self.num_stages = num_stages
+        self.matrices = matrices
+        self.memory: Tensor | None = None
+        self._connections = connections
+        self._num_ranks = len(connections) // num_stages
+        self._telling = threading.Lock()
+
+    def tell(self, command: Command, stage: int | None = None) -> None:
+        first, end = (0, len(self._connections)) if stage is None else self._places(stage)
+        try:
+            with self._telling:
+                for connection in self._connections[first:end]:
+                    connection.sendall(frame(command))
+        except OSError as error:
+            raise InstanceUnavailable("another rank of the instance is gone") from error
+
+    def reports(self) -> Iterator[tuple[int, Report]]:
+        with selectors.DefaultSelector() as selector:
+            for stage in range(self.num_stages):
+                selector.register(self._connections[stage * self._num_ranks], selectors.EVENT_READ, stage)
+            while True:
+                for key, _ in selector.select():
+                    yield key.data, read_report(self._connections[key.data * self._num_ranks])
+
+    def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.tell(OpenCache(num_blocks))
+        return self.memory
+
+    def ready(self) -> Ready:
+        first, *others = map(read_answer, self._connections)
+        assert isinstance(first, Ready)
+        assert all(answer == first for answer in others)
+        return first
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def _places(self, stage: int) -> tuple[int, int]:
+        return stage * self._num_ranks, (stage + 1) * self._num_ranks
+
+
 @contextmanager
-def ranked_engine(checkpoint: Path, num_ranks: int, *, num_blocks: int, **options: Any) -> Iterator[TorchEngine]:
-    """An engine of so many ranks; for one, an engine as ever. ``options`` are `ComputeOptions`."""
+def ranked_engine(
+    checkpoint: Path, num_ranks: int, *, num_stages: int = 1, num_blocks: int, **options: Any
+) -> Iterator[TorchEngine]:
+    """An engine of so many ranks in each stage; for one, an engine as ever. ``options`` are `ComputeOptions`."""
     options = {"device": "cpu", **options}
+    if num_stages > 1:
+        with _staged_engine(checkpoint, num_ranks, num_stages, num_blocks, options) as engine:
+            yield engine
+        return
     if num_ranks == 1:
         yield TorchEngine(checkpoint, num_blocks=num_blocks, **options)
         return
@@ -84,15 +154,75 @@ def ranked_engine(checkpoint: Path, num_ranks: int, *, num_blocks: int, **option
             threading.Thread(target=_follow, args=(checkpoint, group, lambda: ranks.memory, options), daemon=True)
             for group in others
         ]
-        for thread in threads:
-            thread.start()
-        try:
+        with _running(threads, leader.close):
             yield TorchEngine(checkpoint, num_blocks=num_blocks, followers=ranks, **options)
-        finally:
-            leader.close()
-            for thread in threads:
-                thread.join(10)
-            assert not any(thread.is_alive() for thread in threads), "a rank did not end"
+
+
+@contextmanager
+def _staged_engine(
+    checkpoint: Path, num_ranks: int, num_stages: int, num_blocks: int, options: dict[str, Any]
+) -> Iterator[TorchEngine]:
+    memory = torch.zeros(exchange_bytes(num_ranks, num_stages), dtype=torch.uint8)
+    with ExitStack() as stack:
+        groups = [
+            group
+            for stage in range(num_stages)
+            for group in stack.enter_context(thread_groups(num_ranks, stage, num_stages))
+        ]
+        leader_pairs = [socket.socketpair() for _ in groups]
+        outlets = [socket.socketpair() for _ in groups]
+        for connection in (each for pair in (*leader_pairs, *outlets) for each in pair):
+            stack.callback(connection.close)
+        last = RankShare(0, num_ranks, num_stages - 1, num_stages)
+        matrices = Channel(outlets[-num_ranks][1], outlet_memory(memory, last))
+        stages = ThreadStages(num_stages, [own for own, _ in leader_pairs], matrices)
+
+        def follow(number: int) -> None:
+            share, leader = groups[number].share, leader_pairs[number][1]
+            model = load_model(checkpoint, _cpu(options), share, None if share.is_whole else groups[number])
+            command = read_command(leader)
+            assert isinstance(command, OpenCache)
+            compute = model.compute(command.num_blocks, stages.memory)
+            assert isinstance(compute.forward, DirectForward)
+            leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason)))
+            inlet = None if share.is_first else Channel(outlets[number - num_ranks][1], inlet_memory(memory, share))
+            outlet = Channel(outlets[number][0], outlet_memory(memory, share))
+            try:
+                StageFollower(
+                    compute.forward,
+                    groups[number],
+                    partial(read_command, leader),
+                    lambda report: leader.sendall(frame(report)),
+                    inlet,
+                    None if share.is_last and share.rank else outlet,
+                    hidden_size=model.config.hidden_size,
+                    dtype=TORCH_DTYPES[model.layout.dtype],
+                ).run()
+            finally:
+                groups[number].close()
+                for connection in (leader, *outlets[number][:1], *(outlets[number - num_ranks][1:] if inlet else ())):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+        threads = [threading.Thread(target=follow, args=(number,), daemon=True) for number in range(len(groups))]
+        with _running(threads, stages.close):
+            yield TorchEngine(checkpoint, num_blocks=num_blocks, stages=stages, **options)
+
+
+@contextmanager
+def _running(threads: Sequence[threading.Thread], end: Callable[[], object]) -> Iterator[None]:
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        end()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads), "a rank did not end"
+
+
+def _cpu(options: dict[str, Any]) -> ComputeOptions:
+    return ComputeOptions(**{**options, "device": torch.device("cpu")})
 
 
 def _follow(
@@ -100,7 +230,7 @@ def _follow(
 ) -> None:
     leader = group.peers[0]
     try:
-        model = load_model(checkpoint, ComputeOptions(**{**options, "device": torch.device("cpu")}), group)
+        model = load_model(checkpoint, _cpu(options), group.share, group)
         command = read_command(leader)
         if isinstance(command, OpenCache):
             compute = model.compute(command.num_blocks, memory())

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
+from pdmesh.config import HOST_KV_CACHE_BYTES, Degrees, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model, with_adapter
 from pdmesh.engine.levels import compiled_levels
 from pdmesh.engine.model_config import DecoderShape
-from pdmesh.engine.ranks.share import check_divisible
+from pdmesh.engine.ranks.share import check_divisible, check_stages
 from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes
 from pdmesh.model import KvLayout, MeasuredStep, num_blocks_for
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from pdmesh.engine.loading import LoadedModel
     from pdmesh.engine.ranks.group import RankGroup
     from pdmesh.engine.ranks.leading import Followers
+    from pdmesh.engine.ranks.pipeline import Stages
 
 #: Of the stand-in engine, unless configured.
 _FAKE_MODEL_LEN = 32_768
@@ -40,10 +41,13 @@ def served_model_name(config: MeshConfig) -> str:
     return config.worker.served_model_name or with_adapter(name, config.worker.lora)
 
 
-def build_engine(config: MeshConfig, num_threads: int, ranks: Followers | None = None) -> Engine:
+def build_engine(
+    config: MeshConfig, num_threads: int, ranks: Followers | Stages | None = None, *, num_stages: int = 1
+) -> Engine:
     """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError.
 
-    ``ranks`` are the other ranks of the instance, which load their parts meanwhile.
+    ``ranks`` are the other ranks of the instance, of several stages all of them, which load their parts meanwhile. A
+    stand-in has its ``num_stages`` in this process.
     """
     worker = config.worker
     if worker.engine == "fake":
@@ -54,7 +58,14 @@ def build_engine(config: MeshConfig, num_threads: int, ranks: Followers | None =
         max_model_len = worker.max_model_len or _FAKE_MODEL_LEN
         num_blocks = num_blocks_of(worker, layout, free_bytes=None, max_model_len=max_model_len)
         step_s = None if worker.fake_latency is None else timed_by(parse_latency(worker.fake_latency))
-        return FakeEngine(layout, num_blocks=num_blocks, max_model_len=max_model_len, checks_kv=False, step_s=step_s)
+        return FakeEngine(
+            layout,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            checks_kv=False,
+            step_s=step_s,
+            num_stages=num_stages,
+        )
     if worker.engine != "torch":
         raise ConfigError(f"worker.engine is {worker.engine!r}: use torch or fake")
     if config.model is None:
@@ -75,9 +86,13 @@ def build_engine(config: MeshConfig, num_threads: int, ranks: Followers | None =
         ),
         device=worker.device,
         num_threads=num_threads,
-        followers=ranks,
+        **_ranks_of(ranks, num_stages),
         **_compute_options(worker),
     )
+
+
+def _ranks_of(ranks: Followers | Stages | None, num_stages: int) -> dict[str, Any]:
+    return {"followers" if num_stages == 1 else "stages": ranks}
 
 
 def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> LoadedModel:
@@ -88,7 +103,8 @@ def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> LoadedM
 
     torch.set_num_threads(num_threads)
     options = ComputeOptions(device=torch.device("cpu"), **_compute_options(config.worker))
-    return load_model(resolve_model(str(config.model)), options, group)
+    share = group.share
+    return load_model(resolve_model(str(config.model)), options, share, None if share.is_whole else group)
 
 
 def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
@@ -107,21 +123,25 @@ def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
     }
 
 
-def check_ranks_can_compute(config: MeshConfig, num_ranks: int) -> None:
-    """Raise ConfigError if an instance cannot be of so many ranks."""
-    if num_ranks == 1:
+def check_ranks_can_compute(config: MeshConfig, degrees: Degrees) -> None:
+    """Raise ConfigError if an instance cannot be divided so."""
+    if degrees.num_ranks == 1:
         return
     if config.worker.engine != "torch":
-        raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but worker.engine is {config.worker.engine}: set it to 1"
-        )
+        if degrees.tensor > 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {degrees.tensor}, but worker.engine is {config.worker.engine}: set it to 1"
+            )
+        return
     if config.worker.device.startswith("cuda"):
+        name = "tensor_parallel_size" if degrees.tensor > 1 else "pipeline_parallel_size"
         raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but ranks compute on CPUs only so far: set it to 1, or "
-            "worker.device to cpu"
+            f"{name} is {max(degrees)}, but ranks compute on CPUs only so far: set it to 1, or worker.device to cpu"
         )
     if config.model is not None:
-        check_divisible(load_model_config(resolve_model(config.model)), num_ranks)
+        model = load_model_config(resolve_model(config.model))
+        check_divisible(model, degrees.tensor)
+        check_stages(model, degrees.stages)
 
 
 def check_weights_fit(model: DecoderShape, layout: KvLayout, *, num_instances: int, free_bytes: int | None) -> None:

@@ -94,6 +94,7 @@ class Instance:
         stop: Callable[[], None],
         drafter: Drafter | None = None,
         tier: OffloadTier | None = None,
+        num_stages: int = 1,
     ) -> None:
         self.role = role
         self.instance_id = instance_id
@@ -106,7 +107,14 @@ class Instance:
         self._sequences = sequences = Sequences(pool, mover, keep_drawn=tables.keep_drawn, on_released=self._released)
         endings = Endings(instance_id, sequences=sequences, own=own, report=report)
         self.plans = Plans(
-            instance_id, sequences, own, wakeup=wakeup, report=report, drop=endings.drop, drafter=drafter
+            instance_id,
+            sequences,
+            own,
+            wakeup=wakeup,
+            report=report,
+            drop=endings.drop,
+            drafter=drafter,
+            num_stages=num_stages,
         )
         context = InstanceContext(
             instance_id=instance_id,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
+from math import ceil
 
 import anyio
 import structlog
@@ -38,7 +39,7 @@ class Plans:
     compiled it, and so do residents that have one; others go on meanwhile. ``wakeup`` rings when there is something
     urgent, for an engine's thread that waits. ``drop`` gives up a request whose chunk does not follow what has been
     computed of it. ``drafter`` guesses tokens for steps of decodes alone: one with chunks is as large as it was
-    planned.
+    planned. Of ``num_stages`` each step has as large a part of the residents, who decode in one step at a time.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Plans:
         report: Callable[[InstanceEvent], None],
         drop: Callable[[LocalRequest, str], None],
         drafter: Drafter | None,
+        num_stages: int = 1,
     ) -> None:
         self._instance_id = instance_id
         self._sequences = sequences
@@ -60,6 +62,7 @@ class Plans:
         self._report = report
         self._drop = drop
         self._drafter = drafter
+        self._num_stages = num_stages
         self._plans: deque[StepPlan] = deque()
         self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
         self._has_work = anyio.Event()
@@ -178,7 +181,16 @@ class Plans:
         """The residents that may decode in a step of the instance's own."""
         if self._own.held and not (self._plans and self._next_index is None):
             return []
-        return self._ready(self._sequences.decoding)
+        return self._ready(self._share(self._sequences.decoding))
+
+    def _share(self, residents: list[LocalRequest]) -> list[LocalRequest]:
+        """Return those that the next step may have: of those that are in none, a stage's part of all."""
+        free = [request for request in residents if not request.in_step]
+        return free[: ceil(len(residents) / self._num_stages)]
+
+    def _follows_at_once(self, request: LocalRequest) -> bool:
+        """Whether a chunk of a request may begin while the one before it is computed: behind it, stage by stage."""
+        return self._num_stages > 1 and request.exchange is None and request.load is None
 
     def _ready(self, residents: list[LocalRequest]) -> list[LocalRequest]:
         """Return those whose grammar is compiled, if they have one."""
@@ -192,8 +204,7 @@ class Plans:
         self._own.planned(plan)
         self._held_until_s = None
         chunks = tuple(chunk for part in plan.chunks if (chunk := self._begin(part)) is not None)
-        residents = self._sequences.decoding if plan.with_decodes else []
-        residents = self._ready([request for request in residents if not request.in_step])
+        residents = self._ready(self._share(self._sequences.decoding)) if plan.with_decodes else []
         if chunks or residents:
             return self._made(plan, chunks, self._decodes(residents, drafts=not chunks))
         self._report(step_done(self._instance_id, plan))
@@ -212,7 +223,7 @@ class Plans:
         """Make residents part of the step that begins now."""
         begun: list[BatchDecode] = []
         for request in residents:
-            request.in_step = True
+            request.num_steps += 1
             begun.append(
                 BatchDecode(request, self._drafter.draft(request) if self._drafter is not None and drafts else ())
             )
@@ -228,7 +239,7 @@ class Plans:
         num_tokens = len(request.sequence.token_ids)
         if (
             request.stage is not Stage.PREFILLING
-            or request.in_step
+            or (request.in_step and not self._follows_at_once(request))
             or not part.start < end <= num_tokens
             or part.is_last != (end == num_tokens)
             or not self._sequences.may_write(request, part)
@@ -246,5 +257,5 @@ class Plans:
             request.trace.prefill_began()
         request.num_chunks += 1
         request.num_begun_tokens = end
-        request.in_step = True
+        request.num_steps += 1
         return BatchChunk(request, part, request.num_chunks - 1, request.exchange, request.load)

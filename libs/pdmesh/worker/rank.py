@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,18 +14,26 @@ from functools import partial
 
 import msgspec
 import structlog
+from torch import Tensor
 
 from pdmesh.config_sources import load_config
+from pdmesh.engine.compute import Compute
+from pdmesh.engine.forward import DirectForward
+from pdmesh.engine.kv_cache import TORCH_DTYPES
+from pdmesh.engine.loading import LoadedModel
+from pdmesh.engine.ranks.channel import Channel
 from pdmesh.engine.ranks.commands import Failed, OpenCache, Ready, frame, read_command
 from pdmesh.engine.ranks.following import Follower
 from pdmesh.engine.ranks.group import SharedMemoryGroup
 from pdmesh.engine.ranks.memory import map_memory
-from pdmesh.engine.ranks.share import RankShare
+from pdmesh.engine.ranks.places import exchange_bytes, group_memory, inlet_memory, outlet_memory
+from pdmesh.engine.ranks.staged import StageFollower
 from pdmesh.errors import ConfigError, leaves
 from pdmesh.failures import sentences
 from pdmesh.telemetry.logs import configure_logging
 from pdmesh.worker.engines import load_rank
-from pdmesh.worker.ranks import BEAT_S, RankStart
+from pdmesh.worker.rank_start import RankStart
+from pdmesh.worker.ranks import BEAT_S
 
 log = structlog.get_logger()
 
@@ -38,12 +47,13 @@ def main() -> int:
     faulthandler.enable()
     for number in (signal.SIGTERM, signal.SIGINT):  # those are for the leader, which drains first
         signal.signal(number, signal.SIG_IGN)
-    share = RankShare(start.rank, start.num_ranks)
-    group = SharedMemoryGroup.inherited(share, start.socket_fds, start.exchange_fd)
-    leader = group.peers[0]
+    memory = map_memory(start.exchange_fd, exchange_bytes(start.num_ranks, start.num_stages))
+    group = SharedMemoryGroup(start.share, list(map(_socket, start.socket_fds)), group_memory(memory, start.stage))
+    leader = next((peer for peer in group.peers if peer.fileno() == start.leader_fd), None)
+    leader = leader or socket.socket(fileno=start.leader_fd)
     try:
         config = load_config(None, os.environ, {})
-        configure_logging(f"rank-{start.rank}", config.telemetry)
+        configure_logging(f"rank-{start.stage * start.num_ranks + start.rank}", config.telemetry)
         threading.Thread(target=_beat, args=(group,), name="beat", daemon=True).start()
         model = load_rank(config, start.num_threads, group)
         command = read_command(leader)
@@ -51,14 +61,44 @@ def main() -> int:
             return 0  # the leader could not start, and has said why
         num_bytes = command.num_blocks * model.layout.num_layers * model.layout.block_bytes
         compute = model.compute(command.num_blocks, map_memory(start.cache_fd, num_bytes))
-        leader.sendall(frame(Ready(compute.arithmetic)))
+        follower = _follower(start, model, compute, group, leader, memory)
+        leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason)))
     except Exception as error:
         log.exception("the rank cannot start", rank=start.rank)
         is_configuration = any(isinstance(leaf, ConfigError) for leaf in leaves(error))
         leader.sendall(frame(Failed(sentences(error), is_configuration)))
         return 1
-    Follower(compute.forward, group, partial(read_command, leader)).run()
+    follower.run()
     return 0
+
+
+def _follower(
+    start: RankStart,
+    model: LoadedModel,
+    compute: Compute,
+    group: SharedMemoryGroup,
+    leader: socket.socket,
+    memory: Tensor,
+) -> Follower | StageFollower:
+    receive, share = partial(read_command, leader), start.share
+    if share.num_stages == 1:
+        return Follower(compute.forward, group, receive)
+    assert isinstance(compute.forward, DirectForward), "stages compute on CPUs"
+    inlet, outlet = _socket(start.inlet_fd), _socket(start.outlet_fd)
+    return StageFollower(
+        compute.forward,
+        group,
+        receive,
+        lambda report: leader.sendall(frame(report)),
+        None if inlet is None else Channel(inlet, inlet_memory(memory, share)),
+        None if outlet is None else Channel(outlet, outlet_memory(memory, share)),
+        hidden_size=model.config.hidden_size,
+        dtype=TORCH_DTYPES[model.layout.dtype],
+    )
+
+
+def _socket(fd: int) -> socket.socket | None:
+    return None if fd < 0 else socket.socket(fileno=fd)
 
 
 def _end_with(leader_pid: int) -> None:

@@ -1,36 +1,42 @@
 """The processes of an instance's ranks, as their leader starts them, looks after them, and ends them.
 
-The leader is rank 0, and the process that the mesh knows. The others are its children: they inherit sockets and memory,
-listen nowhere, and end when it does, in whatever way. If one of them ends, or stands still, so does the instance.
+The leader is the process that the mesh knows. It is rank 0, unless there are several stages: then it computes nothing,
+and all ranks are others. These are its children: they inherit sockets and memory, listen nowhere, and end when it does,
+in whatever way. If one of them ends, or stands still, so does the instance.
 """
 
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import subprocess
-import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from itertools import combinations
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 import structlog
 
-from pdmesh.config import MeshConfig
-from pdmesh.config_sources import PREFIX, environment_of
-from pdmesh.engine.ranks.commands import Command, Failed, OpenCache, frame, read_answer
-from pdmesh.engine.ranks.share import RankShare
+from pdmesh.engine.ranks.commands import (
+    Command,
+    Failed,
+    OpenCache,
+    Ready,
+    Report,
+    frame,
+    read_answer,
+    read_report,
+)
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.failures import describe_exit
 
 if TYPE_CHECKING:  # torch takes seconds to import, and an instance of one rank may need none
     from torch import Tensor
 
+    from pdmesh.engine.ranks.channel import Channel
     from pdmesh.engine.ranks.group import SharedMemoryGroup
 
 log = structlog.get_logger()
@@ -44,32 +50,24 @@ _END_S = 1.0
 _NOTICE_S = 0.2
 
 
-class RankStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank's process is started with; its settings are in its environment."""
-
-    leader_pid: int
-    rank: int
-    num_ranks: int
-    num_threads: int
-    socket_fds: tuple[int, ...]  # to the other ranks; -1 at its own place
-    exchange_fd: int
-    cache_fd: int
-
-
 class RankProcesses:
-    """Implements `pdmesh.engine.ranks.leading.Followers` for child processes. Made by `start_ranks`."""
+    """The processes of other ranks. Made by `start_ranks`."""
+
+    _first_rank: int  # of them
 
     def __init__(
         self,
-        group: SharedMemoryGroup,
+        groups: Sequence[SharedMemoryGroup],
         leader_sockets: Sequence[socket.socket],
         processes: Sequence[subprocess.Popen[bytes]],
         cache_fd: int,
     ) -> None:
-        self.group = group
+        """``groups`` are of each stage, in which the ranks' heartbeats are counted."""
+        self._groups = groups
         self._sockets = leader_sockets
         self._processes = processes
         self._cache_fd = cache_fd
+        self._telling = threading.Lock()
         self._why = ""  # the instance must end
 
     @property
@@ -77,11 +75,15 @@ class RankProcesses:
         """The processes of all ranks, the leader's first."""
         return (os.getpid(), *(process.pid for process in self._processes))
 
-    def tell(self, command: Command) -> None:
-        data = frame(command)
+    def tell(self, command: Command, stage: int | None = None) -> None:
+        data, sockets = frame(command), self._sockets
+        if stage is not None:
+            num_ranks = self._groups[0].share.num_ranks
+            sockets = sockets[stage * num_ranks :][:num_ranks]
         try:
-            for connection in self._sockets:
-                connection.sendall(data)
+            with self._telling:
+                for connection in sockets:
+                    connection.sendall(data)
         except OSError as error:
             raise InstanceUnavailable(self.why_lost() or "another rank of the instance is gone") from error
 
@@ -95,8 +97,9 @@ class RankProcesses:
         self.tell(OpenCache(num_blocks))
         return map_memory(self._cache_fd, num_bytes)
 
-    def check_ready(self, arithmetic: str) -> None:
-        for rank, connection in enumerate(self._sockets, start=1):
+    def answers(self) -> Iterator[tuple[str, Ready]]:
+        """Yield how each rank computes, with its name, once it can. Raises ConfigError for the first that cannot."""
+        for number, connection in enumerate(self._sockets):
             try:
                 answer = read_answer(connection)
             except InstanceUnavailable as error:
@@ -104,11 +107,7 @@ class RankProcesses:
             if isinstance(answer, Failed):
                 kind = ConfigError if answer.is_configuration else InstanceUnavailable
                 raise kind("; ".join(answer.reasons))
-            if answer.arithmetic != arithmetic:
-                raise ConfigError(
-                    f"rank {rank} computes with {answer.arithmetic}, its leader with {arithmetic}: their parts of this "
-                    "model suit unlike kernels; use another tensor_parallel_size"
-                )
+            yield self._name(number), answer
 
     def why_lost(self) -> str:
         """Return which rank has ended or stood still; empty if none has."""
@@ -121,7 +120,7 @@ class RankProcesses:
 
     async def watch(self) -> str:
         """Return once a rank has ended, or was silent and is killed with the others: why the instance must end."""
-        last, missed = self.group.beats(), [0] * len(self._processes)
+        last, missed = self._beats(), [0] * len(self._processes)
         while True:
             began_s = monotonic()
             await anyio.sleep(BEAT_S)
@@ -129,9 +128,9 @@ class RankProcesses:
                 self._why = self._why or self._how_ended(ended[0])
                 self.kill()
                 return self._why
-            now = self.group.beats()
+            now = self._beats()
             for number in range(len(missed)):
-                stands_still = now[number + 1] == last[number + 1] and monotonic() - began_s < _OWN_PAUSE_S
+                stands_still = now[number] == last[number] and monotonic() - began_s < _OWN_PAUSE_S
                 missed[number] = missed[number] + 1 if stands_still else 0
                 if missed[number] >= _MAX_MISSED_BEATS:
                     self._why = f"{self._name(number)} stood still for {missed[number] * BEAT_S:.1f} s"
@@ -148,13 +147,20 @@ class RankProcesses:
 
     def close(self) -> None:
         """Let the ranks end, and wait until they have."""
-        self.group.close()
+        for connection in self._sockets:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
         deadline_s = monotonic() + _END_S
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline_s - monotonic()))
         self.kill()
         os.close(self._cache_fd)
+
+    def _beats(self) -> list[int]:
+        beats = [beat for group in self._groups for beat in group.beats()]
+        return beats[-len(self._processes) :]  # the leader's own are not missed
 
     def _has_ended(self, number: int) -> bool:
         return self._processes[number].poll() is not None
@@ -163,60 +169,69 @@ class RankProcesses:
         return f"{self._name(number)} {describe_exit(self._processes[number].returncode)}"
 
     def _name(self, number: int) -> str:
-        return f"rank {number + 1} of the instance (pid {self._processes[number].pid})"
+        return f"rank {self._first_rank + number} of the instance (pid {self._processes[number].pid})"
 
 
-@contextmanager
-def start_ranks(config: MeshConfig, num_ranks: int, num_threads: int) -> Iterator[RankProcesses | None]:
-    """Start the other ranks of this process's instance, which load their parts of the model; None for one rank.
+class FollowerProcesses(RankProcesses):
+    """Implements `pdmesh.engine.ranks.leading.Followers`: the leader is rank 0."""
 
-    They end with the block, or with the thread that enters it, however that ends. Raises ConfigError.
-    """
-    if num_ranks == 1:
-        yield None
-        return
-    from pdmesh.engine.ranks.group import EXCHANGE_BYTES, SharedMemoryGroup
-    from pdmesh.engine.ranks.memory import create_memory, map_memory
+    _first_rank = 1
 
-    exchange_fd, cache_fd = create_memory("pdmesh-exchange", EXCHANGE_BYTES), create_memory("pdmesh-kv")
-    pairs = {pair: socket.socketpair() for pair in combinations(range(num_ranks), 2)}
+    @property
+    def group(self) -> SharedMemoryGroup:
+        return self._groups[0]
 
-    def end_of(rank: int, other: int) -> socket.socket:
-        return pairs[min(rank, other), max(rank, other)][0 if rank < other else 1]
+    def check_ready(self, arithmetic: str) -> None:
+        for name, answer in self.answers():
+            _check_equal(name, answer.arithmetic, "its leader", arithmetic, "tensor_parallel_size")
 
-    processes: list[subprocess.Popen[bytes]] = []
-    for rank in range(1, num_ranks):
-        socket_fds = tuple(-1 if other == rank else end_of(rank, other).fileno() for other in range(num_ranks))
-        start = RankStart(
-            leader_pid=os.getpid(),
-            rank=rank,
-            num_ranks=num_ranks,
-            num_threads=num_threads,
-            socket_fds=socket_fds,
-            exchange_fd=exchange_fd,
-            cache_fd=cache_fd,
+    def close(self) -> None:
+        self.group.close()
+        super().close()
+
+
+class StageProcesses(RankProcesses):
+    """Implements `pdmesh.engine.ranks.pipeline.Stages`."""
+
+    _first_rank = 0
+
+    def __init__(
+        self,
+        groups: Sequence[SharedMemoryGroup],
+        leader_sockets: Sequence[socket.socket],
+        processes: Sequence[subprocess.Popen[bytes]],
+        cache_fd: int,
+        matrices: Channel,
+    ) -> None:
+        super().__init__(groups, leader_sockets, processes, cache_fd)
+        self.matrices = matrices
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._groups)
+
+    def ready(self) -> Ready:
+        (first_name, first), *others = self.answers()
+        for name, answer in others:
+            _check_equal(name, answer.arithmetic, first_name, first.arithmetic, "pipeline_parallel_size")
+        return first
+
+    def reports(self) -> Iterator[tuple[int, Report]]:
+        num_ranks = self._groups[0].share.num_ranks
+        with selectors.DefaultSelector() as selector:
+            try:
+                for stage in range(self.num_stages):
+                    selector.register(self._sockets[stage * num_ranks], selectors.EVENT_READ, stage)
+                while True:
+                    for key, _ in selector.select():
+                        yield key.data, read_report(self._sockets[key.data * num_ranks])
+            except (OSError, ValueError) as error:  # closed meanwhile
+                raise InstanceUnavailable("the instance ends") from error
+
+
+def _check_equal(name: str, arithmetic: str, other_name: str, other: str, setting: str) -> None:
+    if arithmetic != other:
+        raise ConfigError(
+            f"{name} computes with {arithmetic}, {other_name} with {other}: their parts of this model suit unlike "
+            f"kernels; use another {setting}"
         )
-        processes.append(_start(config, start))
-    for (first, _), (ours, theirs) in pairs.items():
-        theirs.close()
-        if first != 0:
-            ours.close()
-    leader_sockets = [end_of(0, other) for other in range(1, num_ranks)]
-    group = SharedMemoryGroup(RankShare(0, num_ranks), [None, *leader_sockets], map_memory(exchange_fd, EXCHANGE_BYTES))
-    os.close(exchange_fd)
-    ranks = RankProcesses(group, leader_sockets, processes, cache_fd)
-    try:
-        yield ranks
-    finally:
-        ranks.close()
-
-
-def _start(config: MeshConfig, start: RankStart) -> subprocess.Popen[bytes]:
-    foreign = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    inherited = [fd for fd in (*start.socket_fds, start.exchange_fd, start.cache_fd) if fd >= 0]
-    return subprocess.Popen(
-        [sys.executable, "-m", "pdmesh.worker.rank", msgspec.json.encode(start).decode()],
-        stdin=subprocess.DEVNULL,
-        env={**foreign, **environment_of(replace(config, ready_fd=None))},
-        pass_fds=inherited,
-    )

@@ -47,7 +47,8 @@ from pdmesh.worker.instance import Instance
 from pdmesh.worker.measuring import measure_at_start
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.peer_checks import PeerChecks
-from pdmesh.worker.ranks import RankProcesses, start_ranks
+from pdmesh.worker.rank_start import start_ranks
+from pdmesh.worker.ranks import RankProcesses
 from pdmesh.worker.scheduler_link import WorkerSession
 from pdmesh.worker.steps import run_steps
 from pdmesh.worker.threads import EngineThread, fair_num_threads
@@ -64,14 +65,14 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
     if config.transfer.transport == "ucx":
         check_kv_devices(ucx_devices(config.transfer), config.transfer, config.security)
-    num_ranks = config.num_ranks_of(role)
-    check_ranks_can_compute(config, num_ranks)
-    num_threads = fair_num_threads(config.worker.num_threads, num_ranks)
-    with start_ranks(config, num_ranks, num_threads) as ranks:
+    degrees = config.degrees_of(role)
+    check_ranks_can_compute(config, degrees)
+    num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
+    with start_ranks(config, degrees, num_threads) as ranks:
         async with EngineThread() as thread:
-            build = partial(build_engine, config, num_threads, ranks)
+            build = partial(build_engine, config, num_threads, ranks, num_stages=degrees.stages)
             engine = await thread.run(build, on_cancel=lambda: None if ranks is None else ranks.kill())
-            log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, num_ranks=num_ranks)
+            log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, **degrees._asdict())
             facts = engine_facts(config)
             if facts.num_parameters:
                 facts = replace(facts, measured_steps=await thread.run(partial(measure_at_start, engine)))
@@ -127,7 +128,8 @@ async def serve_instance(
             num_parameters=facts.num_parameters,
             num_heads=facts.num_heads,
             measured_steps=facts.measured_steps,
-            joins_groups=True,
+            joins_groups=engine.num_stages == 1,
+            num_stages=engine.num_stages,
             compute=engine.compute_path,
             arithmetic=engine.arithmetic,
             deterministic=config.worker.deterministic,
@@ -180,6 +182,7 @@ async def serve_instance(
             stop=context.stopping.set,
             drafter=drafter,
             tier=tier,
+            num_stages=engine.num_stages,
         )
         scheduler = WorkerSession(
             channel,

@@ -109,7 +109,7 @@ class LocalRequest:
     num_begun_tokens: int = 0  # up to the end of the last chunk that was begun
     low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
     out_at_blocks: int = 0  # and for nothing more
-    in_step: bool = False
+    num_steps: int = 0  # that it is in: one, or of several stages some, each with a chunk of it
     doomed: bool = False  # released, but a step or a copy still uses its blocks
 
     @property
@@ -125,10 +125,18 @@ class LocalRequest:
         """The instance that will decode the request, if that is another one and known."""
         return None if self.sender is None or self.transfer is None else self.transfer.destination_ids[0]
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a step uses its blocks."""
+        return self.num_steps > 0
+
     def begins(self, part: ChunkPlan) -> bool:
-        """Whether a chunk can be the next one here: it follows what is computed, or a group leaves gaps for others."""
+        """Whether a chunk can be the next one here: it follows what is computed, or a group leaves gaps for others.
+
+        Of several stages it may follow what is being computed.
+        """
         if self.exchange is None:
-            return part.start == self.num_computed_tokens
+            return part.start == (self.num_begun_tokens if self.in_step else self.num_computed_tokens)
         end = part.start + part.num_tokens
         if part.is_last and not self.exchange.leads:
             return False
@@ -283,9 +291,9 @@ class Sequences:
             self._free(request)
 
     def step_ended(self, request: LocalRequest) -> bool:
-        """Note that no step uses the request's blocks any more; False if it was released meanwhile."""
-        request.in_step = False
-        if request.doomed:
+        """Note that a step does not use the request's blocks any more; False if it was released meanwhile."""
+        request.num_steps -= 1
+        if request.doomed and not request.in_step:
             self._free(request)
         return not request.doomed
 

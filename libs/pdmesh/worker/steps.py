@@ -5,22 +5,29 @@ handed out at once. Steps of decodes alone are short, and are not interrupted.
 
 A chunk of a prompt that several instances compute, or of which KV comes from the offload tier, waits before each
 layer's attention for the KV before it.
+
+An engine of several stages has several steps under way. The next one is made as the last one begins, so that one waits
+at the first stage and no more: what is urgent takes the place behind it, and runs inside no other. A step that may wait
+for KV is followed by none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
 import structlog
+from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from pdmesh.engine.base import Engine, SequenceSlice, SliceResult
+from pdmesh.engine.base import Engine, SequenceSlice, SliceResult, StepFlight
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.kv.gate import Urgent
 from pdmesh.worker.batch import Batch, BatchChunk
@@ -51,22 +58,31 @@ class _Step:
     their way to others. So nothing is computed of it without the KV before it: the step's other rows begin again.
     """
 
-    def __init__(self, batch: Batch, plans: Plans, engine: Engine, run_inside: Callable[[Batch], None] | None) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        plans: Plans,
+        engine: Engine,
+        run_inside: Callable[[Batch], None] | None,
+        flight: StepFlight | None = None,
+    ) -> None:
         self._batch = batch
         self._plans = plans
         self._engine = engine
-        self._run_inside = run_inside  # None: it is inside another
+        self._run_inside = run_inside  # None: it is inside another, or there are stages
+        self._flight = flight or StepFlight()
         self._block_size = engine.kv.layout.block_size
         self._aborted: list[BatchChunk] = []
         self._publish = batch.on_layer(self._block_size, self._aborted)
         self._waiting = batch.waiting
-        self._urgent = Urgent(lambda: plans.has_urgent, self._run_urgent)
+        self._urgent = Urgent(lambda: run_inside is not None and plans.has_urgent, self._run_urgent)
         self._nested_s = 0.0
         self._waited_s = 0.0
 
     def run(self) -> _Executed:
         batch = self._batch
-        hook = self._layer_done if batch.chunks and self._run_inside is not None else self._publish
+        is_open = self._run_inside is not None and bool(batch.chunks)
+        hook = self._layer_done if is_open or self._waiting else self._publish
         started_s = time.perf_counter()
         for guard in batch.guards:
             guard.wait()
@@ -74,7 +90,8 @@ class _Step:
         results: list[SliceResult | None] = [None] * (len(batch.chunks) + len(batch.decodes))
         while rows := self._rows():
             try:
-                for row, result in zip(rows, self._engine.execute(list(rows.values()), on_layer=hook), strict=True):
+                computed = self._engine.execute(list(rows.values()), on_layer=hook, flight=self._flight)
+                for row, result in zip(rows, computed, strict=True):
                     results[row] = result
                 break
             except _EndsEarly:
@@ -83,7 +100,7 @@ class _Step:
         for index, chunk in enumerate(batch.chunks):
             if chunk in self._aborted:
                 results[index] = None
-        duration_s = ended_s - started_s - self._nested_s - self._waited_s
+        duration_s = ended_s - started_s - self._nested_s - self._waited_s - self._flight.queued_s
         return _Executed(batch, results, StepTime(started_s, ended_s, duration_s, self._waited_s))
 
     def _rows(self) -> dict[int, SequenceSlice]:
@@ -99,9 +116,10 @@ class _Step:
             self._wait(layer)
 
     def _run_urgent(self) -> None:
+        if self._run_inside is None:
+            return
         urgent = self._plans.take_urgent()
         if urgent is not None:
-            assert self._run_inside is not None
             self._engine.settle()  # what a device has not done yet of the outer step is not the urgent one's time
             began_s = time.perf_counter()
             self._run_inside(urgent)
@@ -134,12 +152,17 @@ class _Executor:
     def execute(self, batch: Batch) -> _Executed:
         return self._run(batch, self._execute_inside)
 
+    def execute_in_flight(self, batch: Batch, flight: StepFlight) -> _Executed:
+        return self._run(batch, None, flight)
+
     def _execute_inside(self, batch: Batch) -> None:
         self._on_inside(self._run(batch, None))
 
-    def _run(self, batch: Batch, run_inside: Callable[[Batch], None] | None) -> _Executed:
+    def _run(
+        self, batch: Batch, run_inside: Callable[[Batch], None] | None, flight: StepFlight | None = None
+    ) -> _Executed:
         try:
-            return _Step(batch, self._plans, self._engine, run_inside).run()
+            return _Step(batch, self._plans, self._engine, run_inside, flight).run()
         except Exception:
             self.broken.append(batch)
             raise
@@ -155,10 +178,19 @@ async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) ->
     done_inside, inside = anyio.create_memory_object_stream[_Executed](MAX_QUEUED_PLANS)
     executor = _Executor(instance.plans, engine, lambda executed: call_soon(partial(done_inside.send_nowait, executed)))
     failure: Exception | None = None
-    async with done_inside, inside, anyio.create_task_group() as tasks:
+    async with AsyncExitStack() as stack:
+        lanes = [thread]
+        if engine.num_stages > 1:
+            lanes += [await stack.enter_async_context(EngineThread("lane")) for _ in range(engine.num_stages)]
+        await stack.enter_async_context(done_inside)
+        await stack.enter_async_context(inside)
+        tasks = await stack.enter_async_context(anyio.create_task_group())
         tasks.start_soon(_hand_out, instance, inside)
         tasks.start_soon(instance.plans.grammars.run, engine.prepare)
-        failure = await _run_batches(instance, executor, thread)
+        if len(lanes) == 1:
+            failure = await _run_batches(instance, executor, thread)
+        else:
+            failure = await _Pipelined(instance, executor, lanes).run()
         tasks.cancel_scope.cancel()
     assert failure is not None
     return failure
@@ -172,15 +204,79 @@ async def _run_batches(instance: Instance, executor: _Executor, thread: EngineTh
             continue
         try:
             executed = await thread.run(partial(executor.execute, batch), on_cancel=instance.stop_waiting)
-        except InstanceUnavailable as error:  # a rank is gone: its requests go on elsewhere, as if this process were
-            return error
         except Exception as error:
-            log.exception("the engine failed")
-            for broken in executor.broken:
-                instance.results.fail(broken, error)
-            return error
+            return _failed(instance, executor, error)
         if instance.results.hand_out(*executed):
             await anyio.lowlevel.checkpoint()
+
+
+def _failed(instance: Instance, executor: _Executor, error: Exception) -> Exception:
+    """End the requests of the batches that the engine broke with, and return its error.
+
+    If a rank is gone, its requests go on elsewhere, as if this process were.
+    """
+    if not isinstance(error, InstanceUnavailable):
+        log.error("the engine failed", exc_info=error)
+        while executor.broken:
+            instance.results.fail(executor.broken.pop(), error)
+    return error
+
+
+class _Pipelined:
+    """Several steps under way, each on one of ``lanes``. Their results are handed out in the order of the steps."""
+
+    def __init__(self, instance: Instance, executor: _Executor, lanes: Iterable[EngineThread]) -> None:
+        self._instance = instance
+        self._executor = executor
+        self._free = deque(lanes)
+        self._changed = anyio.Event()
+        self._last_done = anyio.Event()  # of the step that was begun last
+        self._last_done.set()
+        self._failure: Exception | None = None
+
+    async def run(self) -> Exception:
+        """Execute batches until cancelled, or until the engine's failure, which is returned."""
+        async with anyio.create_task_group() as steps:
+            while self._failure is None:
+                if not self._free:
+                    await self._change()
+                elif (batch := self._instance.plans.next_batch()) is not None:
+                    await self._begin(batch, steps)
+                else:
+                    await self._instance.plans.wait_for_work()
+        assert self._failure is not None
+        return self._failure
+
+    async def _change(self) -> None:
+        self._changed = anyio.Event()
+        await self._changed.wait()
+
+    async def _begin(self, batch: Batch, steps: TaskGroup) -> None:
+        """Return once the first stage computes the batch; if it may wait for KV, once it is done."""
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        begun, before, done = anyio.Event(), self._last_done, anyio.Event()
+        self._last_done = done
+        flight = StepFlight(waits=bool(batch.waiting), on_begin=lambda: call_soon(begun.set))
+
+        async def execute(lane: EngineThread) -> None:
+            call = partial(self._executor.execute_in_flight, batch, flight)
+            try:
+                executed = await lane.run(call, on_cancel=self._instance.stop_waiting)
+            except Exception as error:
+                self._failure = _failed(self._instance, self._executor, error)
+            else:
+                await before.wait()
+                if self._failure is None:
+                    self._instance.results.hand_out(*executed)
+            finally:
+                self._free.append(lane)
+                begun.set()
+                done.set()
+                self._changed.set()
+                self._instance.plans.wake()
+
+        steps.start_soon(execute, self._free.popleft())
+        await (done if flight.waits else begun).wait()
 
 
 async def _hand_out(instance: Instance, inside: MemoryObjectReceiveStream[_Executed]) -> None:

@@ -98,6 +98,7 @@ def _instance_statuses(
             compute=profile.compute,
             arithmetic=profile.arithmetic,
             rank_pids=profile.rank_pids,
+            num_stages=profile.num_stages,
         )
 
 

@@ -43,6 +43,19 @@ class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
     hooked: bool
 
 
+class StageStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Compute a stage's layers of a step, once the stage before it has.
+
+    A hooked step tells of each layer whose KV is written; with ``waits`` it goes on as it is told to.
+    """
+
+    number: int  # one more than the last step's
+    step: Step
+    waits: bool
+    scored: tuple[int, ...]  # rows that the last stage computes the logits of
+    stays: bool  # the last stage is asked for more of it, until it is told to end it
+
+
 class Go(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Go on with the layer's attention."""
 
@@ -57,6 +70,12 @@ class Score(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rows: tuple[int, ...]
 
 
+class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Return these rows of the step behind the last norm."""
+
+    rows: tuple[int, ...]
+
+
 class EndStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget the step, of which nothing more is needed."""
 
@@ -67,13 +86,15 @@ class OpenCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_blocks: int
 
 
-Command = Step | Go | Abandon | Score | EndStep | OpenCache
+Command = Step | StageStep | Go | Abandon | Score | Embed | EndStep | OpenCache
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank can compute; ``arithmetic`` is its class."""
+    """A rank can compute, with ``kernels`` for a ``reason``; ``arithmetic`` is its class."""
 
     arithmetic: str
+    kernels: str = ""
+    reason: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -85,11 +106,44 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 Answer = Ready | Failed
 
+
+class Begun(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The first stage begins a step."""
+
+    number: int
+
+
+class Written(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A layer's KV of a step is in the cache."""
+
+    number: int
+    layer: int
+
+
+class Left(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A step has left a stage, which computed for so long."""
+
+    number: int
+    busy_s: float
+
+
+class Matrix(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A matrix of a step comes through the last stage's channel: logits of rows, or embeddings. fp32."""
+
+    number: int
+    num_rows: int
+    num_columns: int
+
+
+#: What stages tell of the steps that pass them.
+Report = Begun | Written | Left | Matrix
+
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def frame(message: Command | Answer) -> bytes:
+def frame(message: Command | Answer | Report) -> bytes:
     """Return a message as it goes over a socket."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -106,6 +160,11 @@ def read_command(connection: socket.socket) -> Command | None:
 def read_answer(connection: socket.socket) -> Answer:
     """Wait for what a rank says of its start. Raises InstanceUnavailable if it is gone."""
     return _answers.decode(_read(connection))
+
+
+def read_report(connection: socket.socket) -> Report:
+    """Wait for what a stage says next. Raises InstanceUnavailable if it is gone."""
+    return _reports.decode(_read(connection))
 
 
 def _read(connection: socket.socket) -> bytes:

@@ -9,7 +9,18 @@ import structlog
 import torch
 
 from pdmesh.engine.forward import Forward, StepOutput, step_spans
-from pdmesh.engine.ranks.commands import Abandon, Command, EndStep, Go, OpenCache, Replicas, Score, Step
+from pdmesh.engine.ranks.commands import (
+    Abandon,
+    Command,
+    Embed,
+    EndStep,
+    Go,
+    OpenCache,
+    Replicas,
+    Score,
+    StageStep,
+    Step,
+)
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 
@@ -78,7 +89,7 @@ class Follower:
                     self._step(command)
                 case Abandon():
                     raise _Abandoned
-                case Score() | EndStep() | OpenCache():
+                case Score() | Embed() | EndStep() | OpenCache() | StageStep():
                     raise _unexpected(command)
                 case _:
                     assert_never(command)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.ranks.commands import read_exactly
-from pdmesh.engine.ranks.memory import map_memory
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 
@@ -66,12 +65,6 @@ class SharedMemoryGroup:
         slots = memory[_BEATS_BYTES:EXCHANGE_BYTES]
         self._slots = [slots[number * _SLOT_BYTES :][:_SLOT_BYTES] for number in range(_NUM_SLOTS)]
         self._number = 0  # of exchanges
-
-    @classmethod
-    def inherited(cls, share: RankShare, socket_fds: Sequence[int], memory_fd: int) -> SharedMemoryGroup:
-        """Return the group of a process that was started with these descriptors; a socket at its own place is -1."""
-        peers = [None if fd < 0 else socket.socket(fileno=fd) for fd in socket_fds]
-        return cls(share, peers, map_memory(memory_fd, EXCHANGE_BYTES))
 
     def gather(self, columns: Tensor, widths: Sequence[int], *, to_all: bool = True) -> Tensor:
         num_rows, num_columns = columns.shape[0], sum(widths)

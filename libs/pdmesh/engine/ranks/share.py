@@ -1,7 +1,8 @@
-"""What one rank of an instance computes: its heads, and its part of each layer's outputs.
+"""What one rank of an instance computes: the layers of its stage, its heads, and its part of each layer's outputs.
 
 Every linear layer is divided by outputs, never by inputs: a rank sums over all inputs, in the order in which one rank
 alone would, and what ranks give each other are finished values. So results do not depend on how many ranks there are.
+A stage passes on what its last layer leaves for the next one, as it is.
 """
 
 from __future__ import annotations
@@ -42,16 +43,48 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
         )
 
 
+def check_stages(model: DecoderShape, num_stages: int) -> None:
+    """Raise ConfigError unless each of so many stages can have a layer of the model."""
+    if num_stages > 1 and isinstance(model, UndescribedModel):
+        raise ConfigError(
+            f"pipeline_parallel_size is {num_stages}, but transformers' own modules compute a {model.architecture}, and "
+            "these are not divided: set it to 1"
+        )
+    if num_stages > model.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {num_stages}, but the model has {model.num_layers} layers: set it to "
+            f"{model.num_layers} at most"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The part of rank ``rank`` of ``num_ranks``."""
+    """The part of rank ``rank`` of the ``num_ranks`` that compute the layers of stage ``stage`` of ``num_stages``."""
 
     rank: int = 0
     num_ranks: int = 1
+    stage: int = 0
+    num_stages: int = 1
 
     @property
     def is_whole(self) -> bool:
+        """Whether it computes each of its layers alone."""
         return self.num_ranks == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether tokens enter here."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether scores of tokens come out here."""
+        return self.stage == self.num_stages - 1
+
+    def layers(self, num_layers: int) -> IndexRange:
+        """Return the layers of its stage, of so many. The last stage, which has the vocabulary too, has no more."""
+        first, end = (-(-num_layers * stage // self.num_stages) for stage in (self.stage, self.stage + 1))
+        return IndexRange(first, end)
 
     def config_of(self, model: ModelConfig) -> ModelConfig:
         """Return the configuration of a model as large as this part of ``model``."""

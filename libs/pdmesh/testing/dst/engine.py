@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import anyio
 
-from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult
+from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, FakeKvStore
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.offload.copies import Copy, CopyThread
@@ -48,13 +48,15 @@ class SimulatedEngine(FakeEngine):
         self.breaks = False  # its next step fails, as with a broken device
         self.broke = False
 
-    def execute(self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None) -> list[SliceResult]:
+    def execute(
+        self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None, flight: StepFlight | None = None
+    ) -> list[SliceResult]:
         if self.breaks:
             self.broke = True
             raise RuntimeError("the simulated device broke")
         process = running_process()
         process.busy_s += process.slowness * (STEP_S + TOKEN_S * sum(part.num_tokens for part in batch))
-        results = super().execute(batch, on_layer=on_layer)
+        results = super().execute(batch, on_layer=on_layer, flight=flight)
         self.batches.clear()
         return results
 

@@ -56,7 +56,8 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     compute: ComputePath | None = None
     arithmetic: str = ""  # its class; instances of one class compute the same bits
     host: str = ""  # where its memory can be shared
-    rank_pids: tuple[int, ...] = ()  # of the processes that compute together, the leader's first; empty: one does
+    rank_pids: tuple[int, ...] = ()  # of its processes, the leader's first; empty: it is one
+    num_stages: int = 1  # that its steps pass one after the other
 
     @property
     def state(self) -> str:

@@ -1,0 +1,234 @@
+"""How the leader of an instance of several stages has steps computed: one enters as another leaves the first stage.
+
+The leader computes no layer. It tells stages of steps, hears of each layer whose KV is written, and draws tokens from
+what the last stage gives. Several threads may have a step under way each; one more hears what stages say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol, assert_never
+
+import torch
+from torch import Tensor
+
+from pdmesh.engine.attention import QuerySpan
+from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice, StepFlight
+from pdmesh.engine.forward import Rows, StepOutput, drawn_rows
+from pdmesh.engine.ranks.channel import Channel
+from pdmesh.engine.ranks.commands import (
+    Abandon,
+    Begun,
+    Command,
+    Deltas,
+    Embed,
+    EndStep,
+    Go,
+    Left,
+    Matrix,
+    Ready,
+    Report,
+    Score,
+    StageStep,
+    Written,
+)
+from pdmesh.engine.sampler import sample
+from pdmesh.errors import InstanceUnavailable
+
+
+class Stages(Protocol):
+    """The ranks of an instance of several stages, as the leader's engine sees them.
+
+    Calls raise InstanceUnavailable if one is gone.
+    """
+
+    @property
+    def num_stages(self) -> int: ...
+
+    @property
+    def matrices(self) -> Channel:
+        """The end of the last stage's channel."""
+        ...
+
+    def tell(self, command: Command, stage: int | None = None) -> None:
+        """Send a command to each rank of a stage, or of all. Any thread."""
+        ...
+
+    def reports(self) -> Iterator[tuple[int, Report]]:
+        """Yield what stages say, with their number, as it comes."""
+        ...
+
+    def open_cache(self, num_bytes: int, num_blocks: int) -> Tensor:
+        """Return the bytes of the KV cache, zeros that all ranks share, once each of them has mapped it."""
+        ...
+
+    def ready(self) -> Ready:
+        """Wait until all can compute, and return how. Raises ConfigError if one cannot, or computes otherwise."""
+        ...
+
+
+class _News(NamedTuple):
+    stage: int
+    report: Report
+    matrix: Tensor | None = None
+
+
+class _UnderWay:
+    """A step that has been sent to the stages, as the thread sees it that waits for it."""
+
+    def __init__(self, stages: Stages, number: int, scored: tuple[int, ...], *, stays: bool) -> None:
+        self.number = number
+        self.scored = scored
+        self.scores: Tensor | None = None
+        self.stays = stays
+        self.news: SimpleQueue[_News | InstanceUnavailable] = SimpleQueue()
+        self._stages = stages
+
+    def follow(self, on_layer: LayerHook | None, flight: StepFlight) -> None:
+        """Return when all stages have computed it. Raises what the layer hook raises, after that."""
+        began_s = time.perf_counter()
+        busy_s = held_s = 0.0
+        num_left, awaits_scores = 0, bool(self.scored)
+        failure: BaseException | None = None
+        while num_left < self._stages.num_stages or (awaits_scores and self.scores is None):
+            stage, report, matrix = self._next()
+            match report:
+                case Begun():
+                    flight.on_begin()
+                case Written(layer=layer):
+                    hook_began_s = time.perf_counter()
+                    try:
+                        if on_layer is not None and failure is None:
+                            on_layer(layer)
+                    except BaseException as error:  # raised when the stages have done with the step
+                        failure = error
+                    if flight.waits:
+                        awaits_scores = awaits_scores and failure is None
+                        held_s += time.perf_counter() - hook_began_s
+                        self._stages.tell(Go() if failure is None else Abandon(), stage)
+                case Left():
+                    num_left += 1
+                    busy_s += report.busy_s
+                case Matrix():
+                    self.scores = matrix
+                case _:
+                    assert_never(report)
+        flight.queued_s += max(0.0, time.perf_counter() - began_s - busy_s - held_s)
+        if failure is not None:
+            raise failure
+
+    def ask(self, command: Score | Embed) -> Tensor:
+        """Return what the last stage computes of a step that stays there."""
+        self._stages.tell(command, self._stages.num_stages - 1)
+        _, _, matrix = self._next()
+        assert matrix is not None
+        return matrix
+
+    def end(self) -> None:
+        """Let the last stage go on, if it stays with the step."""
+        if self.stays:
+            self._stages.tell(EndStep(), self._stages.num_stages - 1)
+
+    def _next(self) -> _News:
+        news = self.news.get()
+        if isinstance(news, InstanceUnavailable):
+            self.news.put(news)  # whoever asks next is told, too
+            raise InstanceUnavailable(str(news))
+        return news
+
+
+class Pipeline:
+    """Has steps computed by stages. Calls from several threads enter in the order in which they are made."""
+
+    def __init__(self, stages: Stages, *, block_size: int) -> None:
+        self._stages = stages
+        self._block_size = block_size
+        self._deltas = Deltas()
+        self._entry = threading.Lock()
+        self._num_entered = 0
+        self._under_way: dict[int, _UnderWay] = {}
+        self._lost: InstanceUnavailable | None = None
+        threading.Thread(target=self._hear, name="stages", daemon=True).start()
+
+    @property
+    def num_stages(self) -> int:
+        return self._stages.num_stages
+
+    @contextlib.contextmanager
+    def step(
+        self,
+        batch: Sequence[SequenceSlice],
+        spans: Sequence[QuerySpan],
+        on_layer: LayerHook | None,
+        flight: StepFlight | None,
+    ) -> Iterator[StepOutput]:
+        """Enter a step, and begin the block when all layers are computed."""
+        flight = flight or StepFlight()
+        step = self._enter(batch, spans, flight, hooked=on_layer is not None)
+        try:
+            step.follow(on_layer, flight)
+            try:
+                yield _PipelineOutput(step)
+            finally:
+                step.end()
+        finally:
+            del self._under_way[step.number]
+
+    def settle(self) -> None:
+        """Return at once: what a layer hook is called for has been computed."""
+
+    def _enter(
+        self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], flight: StepFlight, *, hooked: bool
+    ) -> _UnderWay:
+        scored = tuple(drawn_rows(batch, spans))
+        stays = any(part.prompt_logprobs or (part.sample and part.sequence.params.embeds) for part in batch)
+        with self._entry:
+            number = self._num_entered
+            self._num_entered += 1
+            step = self._under_way[number] = _UnderWay(self._stages, number, scored, stays=stays)
+            try:
+                if self._lost is not None:
+                    raise InstanceUnavailable(str(self._lost))
+                delta = self._deltas.step(batch, self._block_size, hooked=hooked)
+                self._stages.tell(StageStep(number, delta, flight.waits, scored, stays))
+            except BaseException:
+                del self._under_way[number]
+                raise
+        return step
+
+    def _hear(self) -> None:
+        """Hand what stages say to whoever waits for it, until one of them is gone."""
+        try:
+            for stage, report in self._stages.reports():
+                matrix = None
+                if isinstance(report, Matrix):
+                    matrix = self._stages.matrices.receive(report.num_rows, report.num_columns, torch.float32)
+                if (step := self._under_way.get(report.number)) is not None:
+                    step.news.put(_News(stage, report, matrix))
+        except InstanceUnavailable as error:
+            self._lost = error
+            for step in list(self._under_way.values()):
+                step.news.put(error)
+
+
+class _PipelineOutput:
+    """`StepOutput` of a step that has passed all stages."""
+
+    def __init__(self, step: _UnderWay) -> None:
+        self._step = step
+
+    def logits(self, rows: Rows) -> Tensor:
+        asked = tuple(rows)
+        if asked == self._step.scored and self._step.scores is not None:
+            return self._step.scores
+        return self._step.ask(Score(asked))
+
+    def embeddings(self, rows: Rows) -> Tensor:
+        return self._step.ask(Embed(tuple(rows)))
+
+    def draw(self, rows: Rows, sequences: Sequence[EngineSequence]) -> list[int]:
+        return sample(self.logits(rows), sequences)

@@ -1,0 +1,193 @@
+"""How an instance's ranks are started: processes that inherit what they have in common with others.
+
+The ranks of a stage have a socket between each two of them and memory for what they exchange; each has one to the
+leader, a channel from the rank of its number in the stage before, and one to that in the next stage. The last stage's
+first rank has one to the leader.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pdmesh.config import Degrees, MeshConfig
+from pdmesh.config_sources import PREFIX, environment_of
+from pdmesh.engine.ranks.share import RankShare
+from pdmesh.worker.ranks import FollowerProcesses, StageProcesses
+
+if TYPE_CHECKING:  # torch takes seconds to import, and an instance of one rank may need none
+    from pdmesh.engine.ranks.group import SharedMemoryGroup
+
+
+class RankStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank's process is started with; its settings are in its environment."""
+
+    leader_pid: int
+    rank: int
+    num_ranks: int
+    stage: int = 0
+    num_stages: int = 1
+    num_threads: int
+    leader_fd: int
+    socket_fds: tuple[int, ...]  # to the other ranks of its stage; -1 at its own place
+    inlet_fd: int = -1
+    outlet_fd: int = -1
+    exchange_fd: int
+    cache_fd: int
+
+    @property
+    def share(self) -> RankShare:
+        """The part of the model that it computes."""
+        return RankShare(self.rank, self.num_ranks, self.stage, self.num_stages)
+
+    @property
+    def fds(self) -> list[int]:
+        """What it inherits."""
+        given = (self.leader_fd, *self.socket_fds, self.inlet_fd, self.outlet_fd, self.exchange_fd, self.cache_fd)
+        return [fd for fd in given if fd >= 0]
+
+
+@contextmanager
+def start_ranks(
+    config: MeshConfig, degrees: Degrees, num_threads: int
+) -> Iterator[FollowerProcesses | StageProcesses | None]:
+    """Start the other ranks of this process's instance, which load their parts of the model; None if it has none.
+
+    They end with the block, or with the thread that enters it, however that ends. Raises ConfigError.
+    """
+    if degrees.num_ranks == 1 or config.worker.engine != "torch":
+        yield None
+        return
+    starting = _Starting(config, degrees, num_threads)
+    ranks = starting.followers() if degrees.stages == 1 else starting.stages()
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+class _Starting:
+    """Starts the ranks of an instance, each with its ends of what it has in common with others."""
+
+    def __init__(self, config: MeshConfig, degrees: Degrees, num_threads: int) -> None:
+        from pdmesh.engine.ranks.memory import create_memory, map_memory
+        from pdmesh.engine.ranks.places import exchange_bytes
+
+        self._config = config
+        self._degrees = degrees
+        self._num_threads = num_threads
+        num_bytes = exchange_bytes(*degrees)
+        self._exchange_fd = create_memory("pdmesh-exchange", num_bytes)
+        self._memory = map_memory(self._exchange_fd, num_bytes)
+        self._cache_fd = create_memory("pdmesh-kv")
+        self._sockets: list[socket.socket] = []
+
+    def followers(self) -> FollowerProcesses:
+        """Start all ranks of the one stage but the first, which this process is."""
+        num_ranks = self._degrees.tensor
+        ends = self._mesh(num_ranks)
+        processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, num_ranks):
+            leader = ends[rank][0]
+            assert leader is not None
+            processes.append(self._start(RankShare(rank, num_ranks), ends[rank], leader=leader))
+        own = [end for end in ends[0] if end is not None]
+        self._give_away_all_but(own)
+        return FollowerProcesses([self._group(0, ends[0])], own, processes, self._cache_fd)
+
+    def stages(self) -> StageProcesses:
+        """Start all ranks of all stages."""
+        from pdmesh.engine.ranks.channel import Channel
+        from pdmesh.engine.ranks.places import outlet_memory
+
+        tensor, num_stages = self._degrees
+        leader_sockets: list[socket.socket] = []
+        processes: list[subprocess.Popen[bytes]] = []
+        inlets: list[socket.socket | None] = [None] * tensor
+        for stage in range(num_stages):
+            ends = self._mesh(tensor)
+            outlets = [self._pair() if stage < num_stages - 1 or rank == 0 else (None, None) for rank in range(tensor)]
+            for rank in range(tensor):
+                own, theirs = self._pair()
+                leader_sockets.append(own)
+                share = RankShare(rank, tensor, stage, num_stages)
+                processes.append(
+                    self._start(share, ends[rank], leader=theirs, inlet=inlets[rank], outlet=outlets[rank][0])
+                )
+            inlets = [end for _, end in outlets]
+        last = inlets[0]
+        assert last is not None
+        self._give_away_all_but([*leader_sockets, last])
+        groups = [self._group(stage, [None] * tensor) for stage in range(num_stages)]
+        matrices = Channel(last, outlet_memory(self._memory, RankShare(0, tensor, num_stages - 1, num_stages)))
+        return StageProcesses(groups, leader_sockets, processes, self._cache_fd, matrices)
+
+    def _pair(self) -> tuple[socket.socket, socket.socket]:
+        pair = socket.socketpair()
+        self._sockets += pair
+        return pair
+
+    def _mesh(self, num_ranks: int) -> list[list[socket.socket | None]]:
+        """Return the sockets of each rank to each other one."""
+        ends: list[list[socket.socket | None]] = [[None] * num_ranks for _ in range(num_ranks)]
+        for first, second in combinations(range(num_ranks), 2):
+            ends[first][second], ends[second][first] = self._pair()
+        return ends
+
+    def _give_away_all_but(self, own: Sequence[socket.socket]) -> None:
+        """Close what the processes have inherited, so that each socket closes with the one that has it."""
+        for each in self._sockets:
+            if each not in own:
+                each.close()
+        os.close(self._exchange_fd)
+
+    def _group(self, stage: int, peers: Sequence[socket.socket | None]) -> SharedMemoryGroup:
+        from pdmesh.engine.ranks.group import SharedMemoryGroup
+        from pdmesh.engine.ranks.places import group_memory
+
+        tensor, num_stages = self._degrees
+        return SharedMemoryGroup(RankShare(0, tensor, stage, num_stages), peers, group_memory(self._memory, stage))
+
+    def _start(
+        self,
+        share: RankShare,
+        peers: Sequence[socket.socket | None],
+        *,
+        leader: socket.socket,
+        inlet: socket.socket | None = None,
+        outlet: socket.socket | None = None,
+    ) -> subprocess.Popen[bytes]:
+        start = RankStart(
+            leader_pid=os.getpid(),
+            rank=share.rank,
+            num_ranks=share.num_ranks,
+            stage=share.stage,
+            num_stages=share.num_stages,
+            num_threads=self._num_threads,
+            leader_fd=leader.fileno(),
+            socket_fds=tuple(map(_fd, peers)),
+            inlet_fd=_fd(inlet),
+            outlet_fd=_fd(outlet),
+            exchange_fd=self._exchange_fd,
+            cache_fd=self._cache_fd,
+        )
+        foreign = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+        return subprocess.Popen(
+            [sys.executable, "-m", "pdmesh.worker.rank", msgspec.json.encode(start).decode()],
+            stdin=subprocess.DEVNULL,
+            env={**foreign, **environment_of(replace(self._config, ready_fd=None))},
+            pass_fds=start.fds,
+        )
+
+
+def _fd(end: socket.socket | None) -> int:
+    return -1 if end is None else end.fileno()
