@@ -2,7 +2,8 @@
 
 import itertools
 import random
-from collections.abc import AsyncGenerator, Callable
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from anyio import to_thread
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep, SetRole
 from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished, StepDone
+from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
 from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
 from pdmesh.model import FinishReason, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
@@ -639,3 +641,87 @@ async def test_role_changes_and_books_are_told() -> None:
         running.admit(make_generation("r", [1] * 4, GREEDY), kv_moves=False)
         books = running.instance.load()
         assert (books.num_free_blocks, books.num_held_blocks, books.num_quarantined_blocks) == (61, 3, 0)
+
+
+# --- several stages ---
+
+
+class Watched(FakeEngine):
+    """Notes which steps are in which stage at the same time, and how many decodes each step has."""
+
+    def __init__(self, *, num_stages: int) -> None:
+        super().__init__(num_blocks=256, num_stages=num_stages)
+        self.most_under_way = 0
+        self.num_slices: list[int] = []
+        self._under_way = 0
+        self._count = threading.Lock()
+
+    def execute(
+        self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None, flight: StepFlight | None = None
+    ) -> list[SliceResult]:
+        with self._count:
+            self._under_way += 1
+            self.most_under_way = max(self.most_under_way, self._under_way)
+            self.num_slices.append(len(batch))
+        try:
+            return super().execute(batch, on_layer=on_layer, flight=flight)
+        finally:
+            with self._count:
+                self._under_way -= 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_output_does_not_depend_on_stages(seed: int) -> None:
+    """Chunks of one prompt follow each other through the stages, others' and decodes between them; some are freed."""
+    rng = random.Random(seed)
+    engine = Watched(num_stages=2)
+    async with mixed(engine) as running:
+        requests: dict[str, Generation] = {}
+        for number in range(8):
+            params = SamplingParams(max_tokens=rng.randint(1, 12), temperature=rng.choice([0, 1]), seed=number)
+            generation = make_generation(f"r{number}", [rng.randrange(999) for _ in range(rng.randint(20, 60))], params)
+            requests[generation.request_id] = generation
+            running.admit(generation, kv_moves=False)
+            for chunk in chunk_plans(generation, [rng.randint(1, 9) for _ in range(4)]):
+                running.run([chunk], with_decodes=rng.random() < 0.5)
+        free(running, requests.pop("r5"))
+        for request_id, generation in requests.items():
+            await running.reported(KvReleased, request_id)
+            prompt = list(memoryview(generation.token_ids).cast("i"))
+            assert output_of(running, request_id) == reference_output(prompt, generation.params)
+        await running.reported(KvReleased, "r5")
+        steps = [report for report in running.reports if isinstance(report, StepDone)]
+        computed = [step.plan_id for step in steps if step.num_decodes or any(c.num_tokens for c in step.chunks)]
+        assert computed == sorted(computed)
+        running.assert_all_free()
+    assert 1 < engine.most_under_way <= 3
+
+
+async def test_decodes_pass_stages_in_as_many_parts() -> None:
+    engine = Watched(num_stages=2)
+    async with mixed(engine) as running:
+        for number in range(5):
+            generation = make_generation(f"r{number}", [number], SamplingParams(max_tokens=30, temperature=0))
+            running.admit(generation, kv_moves=False)
+            running.run(chunk_plans(generation, [1]))
+        for number in range(5):
+            await running.reported(KvReleased, f"r{number}")
+            assert output_of(running, f"r{number}") == reference_output(
+                [number], SamplingParams(max_tokens=30, temperature=0)
+            )
+    assert max(engine.num_slices) <= 3
+
+
+async def test_a_chunk_does_not_follow_at_once_where_there_is_one_stage() -> None:
+    """What is urgent and of a request that is being computed would run inside its own step."""
+    gate = StepGate()
+    async with mixed(FakeEngine(gate=gate)) as running:
+        generation = make_generation("r", list(range(20)), GREEDY)
+        running.admit(generation, kv_moves=False)
+        first, second, *_ = chunk_plans(generation, [4])
+        running.run([first])
+        await to_thread.run_sync(gate.arrived)
+        plan = StepPlan(plan_id=7, chunks=(second,), with_decodes=False, urgent=True)
+        running.instance.handle(RunStep(instance_id=running.instance.instance_id, plan=plan))
+        gate.open()
+        await running.reported(RequestDropped, "r")

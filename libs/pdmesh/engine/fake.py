@@ -185,9 +185,8 @@ class FakeEngine:
         number, num_stages, stage = self._turns.enter(), self._turns.num_stages, 0
         try:
             for stage in range(num_stages):
-                came_s = time.perf_counter()
-                with self._turns.stage(stage, number):
-                    flight.queued_s += time.perf_counter() - came_s
+                with self._turns.stage(stage, number) as waited_s:
+                    flight.queued_s += waited_s
                     if stage == 0:
                         flight.on_begin()
                     self._pass(batch, step, RankShare(stage=stage, num_stages=num_stages), on_layer)

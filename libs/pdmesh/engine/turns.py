@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class Turns:
-    """Each stage is one thread's at a time."""
+    """Each stage is one thread's at a time. Where there is only one, a step may run inside another's."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -23,12 +24,16 @@ class Turns:
             return self._num_entered - 1
 
     @contextmanager
-    def stage(self, stage: int, number: int) -> Iterator[None]:
-        """Wait until a step may pass a stage, which is its own in the block."""
+    def stage(self, stage: int, number: int) -> Iterator[float]:
+        """Wait until a step may pass a stage, which is its own in the block; yield for how long, in seconds."""
+        if self.num_stages == 1:
+            yield 0.0
+            return
+        came_s = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._num_passed[stage] == number)
         try:
-            yield
+            yield time.perf_counter() - came_s
         finally:
             with self._changed:
                 self._num_passed[stage] += 1

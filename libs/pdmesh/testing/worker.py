@@ -363,6 +363,7 @@ async def running_instance(
             stop=running.told_to_stop.set,
             drafter=drafter,
             tier=offloads,
+            num_stages=engine.num_stages,
         )
 
         async def step() -> None:
