@@ -47,8 +47,8 @@ def check_stages(model: DecoderShape, num_stages: int) -> None:
     """Raise ConfigError unless each of so many stages can have a layer of the model."""
     if num_stages > 1 and isinstance(model, UndescribedModel):
         raise ConfigError(
-            f"pipeline_parallel_size is {num_stages}, but transformers' own modules compute a {model.architecture}, and "
-            "these are not divided: set it to 1"
+            f"pipeline_parallel_size is {num_stages}, but transformers' own modules compute a {model.architecture}, "
+            "and these are not divided: set it to 1"
         )
     if num_stages > model.num_layers:
         raise ConfigError(
