@@ -24,7 +24,7 @@ from statistics import mean
 
 from report import Limits, heading
 
-from pdmesh.config import Degrees, MeshConfig, WorkerConfig
+from pdmesh.config import InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice, StepFlight
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.config import PolicyConfig
@@ -87,7 +87,7 @@ def real_share_of_ceiling(num_tokens: int, chunk_tokens: int, num_rounds: int) -
         command = [sys.executable, __file__, f"--alone={checkpoint}", *sizes]
         alone = [stack.enter_context(_Alone(command)) for _ in range(2)]
         config = _config(checkpoint, num_tokens)
-        ranks = stack.enter_context(start_ranks(config, Degrees(1, 2), 1))
+        ranks = stack.enter_context(start_ranks(config, InstanceDegrees(1, 2), 1))
         engine = build_engine(config, 1, ranks, num_stages=2)
         staged_s: list[float] = []
         beside_s: list[float] = []

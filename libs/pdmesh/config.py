@@ -349,7 +349,7 @@ class WorkerConfig:
     deterministic: Annotated[bool, "make results independent of batch and chunk shape, bit for bit"] = False
 
 
-class Degrees(NamedTuple):
+class InstanceDegrees(NamedTuple):
     """How an instance is divided: ``tensor`` ranks compute each layer, and each of ``stages`` some of the layers."""
 
     tensor: int = 1
@@ -486,10 +486,10 @@ class MeshConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
-    def degrees_of(self, role: Role) -> Degrees:
+    def degrees_of(self, role: Role) -> InstanceDegrees:
         """Return how the instances of a pool are divided."""
         pool = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(role, PoolConfig())
-        return Degrees(
+        return InstanceDegrees(
             pool.tensor_parallel_size or self.worker.tensor_parallel_size,
             pool.pipeline_parallel_size or self.worker.pipeline_parallel_size,
         )

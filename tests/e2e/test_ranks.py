@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from pdmesh.cli.processes import process_id, wait_for_end
-from pdmesh.config import Degrees
+from pdmesh.config import InstanceDegrees
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
@@ -26,10 +26,10 @@ MAX_TOKENS = 120
 
 
 class Layout(NamedTuple):
-    """Degrees of the pools, tensor and pipeline; only one of them has several processes an instance."""
+    """InstanceDegrees of the pools, tensor and pipeline; only one of them has several processes an instance."""
 
-    prefill: Degrees = Degrees()
-    decode: Degrees = Degrees()
+    prefill: InstanceDegrees = InstanceDegrees()
+    decode: InstanceDegrees = InstanceDegrees()
 
     @property
     def num_processes(self) -> int:
@@ -40,11 +40,11 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = [
-    Layout(prefill=Degrees(2, 1)),
-    Layout(decode=Degrees(2, 1)),
-    Layout(prefill=Degrees(1, 2)),
-    Layout(prefill=Degrees(2, 2)),
-    Layout(decode=Degrees(1, 2)),
+    Layout(prefill=InstanceDegrees(2, 1)),
+    Layout(decode=InstanceDegrees(2, 1)),
+    Layout(prefill=InstanceDegrees(1, 2)),
+    Layout(prefill=InstanceDegrees(2, 2)),
+    Layout(decode=InstanceDegrees(1, 2)),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pdmesh.cli.processes import ChildSpec, is_gateway
 from pdmesh.cli.state import StateFolder
-from pdmesh.config import Degrees, MeshConfig, WorkerConfig
+from pdmesh.config import InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.errors import ConfigError
 from pdmesh.host import num_usable_cores
@@ -45,7 +45,7 @@ def scheduler_spec(config: MeshConfig, state: StateFolder, environ: Mapping[str,
     return _spec("scheduler", "pdmesh_scheduler", replace(config, scheduler=settings), state, environ)
 
 
-#: Settings of a worker's degrees, in the order of `Degrees`.
+#: Settings of a worker's degrees, in the order of `InstanceDegrees`.
 _DEGREES = ("PDMESH_WORKER_TENSOR_PARALLEL_SIZE", "PDMESH_WORKER_PIPELINE_PARALLEL_SIZE")
 
 
@@ -86,7 +86,7 @@ class WorkerSpecs:
 
     def resized(self, spec: ChildSpec, num_workers: int) -> ChildSpec:
         """Return a worker's spec for its next start, once there are ``num_workers``; until then it keeps its own."""
-        degrees = Degrees(*(int(spec.environment.get(name, "1")) for name in _DEGREES))
+        degrees = InstanceDegrees(*(int(spec.environment.get(name, "1")) for name in _DEGREES))
         shared = environment_of(replace(self.config, worker=self._shared(num_workers, degrees)))
         names = ("PDMESH_WORKER_NUM_THREADS", "PDMESH_WORKER_KV_CACHE_HOST_SHARE")
         kept = {name: value for name, value in spec.environment.items() if name not in names}
@@ -96,7 +96,7 @@ class WorkerSpecs:
     def name_prefix(self) -> str:
         return "" if self.config.worker.instance_id is None else f"{self.config.worker.instance_id}-"
 
-    def _shared(self, num_workers: int, degrees: Degrees) -> WorkerConfig:
+    def _shared(self, num_workers: int, degrees: InstanceDegrees) -> WorkerConfig:
         worker = self.config.worker
         return replace(
             worker,

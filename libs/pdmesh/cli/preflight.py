@@ -7,7 +7,7 @@ import socket
 from collections.abc import Collection
 from pathlib import Path
 
-from pdmesh.config import Degrees, MeshConfig
+from pdmesh.config import InstanceDegrees, MeshConfig
 from pdmesh.engine.architectures.undescribed import check_installed
 from pdmesh.engine.files import load_model_config, weight_files
 from pdmesh.errors import ConfigError
@@ -46,7 +46,7 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
         check_weights_fit(model, layout, num_instances=num_instances, free_bytes=free_host_bytes())
 
 
-def check_ranks(config: MeshConfig, divisions: Collection[Degrees]) -> None:
+def check_ranks(config: MeshConfig, divisions: Collection[InstanceDegrees]) -> None:
     """Raise ConfigError if instances cannot be divided like these."""
     for degrees in sorted(divisions):
         check_ranks_can_compute(config, degrees)

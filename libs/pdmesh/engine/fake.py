@@ -32,7 +32,7 @@ from pdmesh.engine.base import (
     with_draft,
 )
 from pdmesh.engine.ranks.share import RankShare
-from pdmesh.engine.turns import Turns
+from pdmesh.engine.turns import StageTurns
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
@@ -164,7 +164,7 @@ class FakeEngine:
         self._gate = gate
         self._step_s = step_s
         self._fails = fails
-        self._turns = Turns(num_stages)
+        self._turns = StageTurns(num_stages)
         positions = np.arange(max_model_len, dtype=np.uint32)
         self._weights: Words = ((positions * np.uint32(_MIX)) ^ (positions >> np.uint32(3))) | np.uint32(1)
         self._lanes: Words = np.arange(self.kv.words.shape[-1], dtype=np.uint32) * np.uint32(0x85EBCA6B)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Turns:
+class StageTurns:
     """Each stage is one thread's at a time. Where there is only one, a step may run inside another's."""
 
     def __init__(self, num_stages: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.loading import ComputeOptions, load_model
-from pdmesh.engine.ranks.channel import Channel
+from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import (
     Command,
     OpenCache,
@@ -91,7 +91,7 @@ class ThreadRanks:
 class ThreadStages:
     """Implements `pdmesh.engine.ranks.pipeline.Stages`; ``connections`` are to all ranks, stage by stage."""
 
-    def __init__(self, num_stages: int, connections: Sequence[socket.socket], matrices: Channel) -> None:
+    def __init__(self, num_stages: int, connections: Sequence[socket.socket], matrices: StageChannel) -> None:
         self.num_stages = num_stages
         self.matrices = matrices
         self.memory: Tensor | None = None
@@ -174,7 +174,7 @@ def _staged_engine(
         for connection in (each for pair in (*leader_pairs, *outlets) for each in pair):
             stack.callback(connection.close)
         last = RankShare(0, num_ranks, num_stages - 1, num_stages)
-        matrices = Channel(outlets[-num_ranks][1], outlet_memory(memory, last))
+        matrices = StageChannel(outlets[-num_ranks][1], outlet_memory(memory, last))
         stages = ThreadStages(num_stages, [own for own, _ in leader_pairs], matrices)
 
         def follow(number: int) -> None:
@@ -185,8 +185,10 @@ def _staged_engine(
             compute = model.compute(command.num_blocks, stages.memory)
             assert isinstance(compute.forward, DirectForward)
             leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason)))
-            inlet = None if share.is_first else Channel(outlets[number - num_ranks][1], inlet_memory(memory, share))
-            outlet = Channel(outlets[number][0], outlet_memory(memory, share))
+            inlet = (
+                None if share.is_first else StageChannel(outlets[number - num_ranks][1], inlet_memory(memory, share))
+            )
+            outlet = StageChannel(outlets[number][0], outlet_memory(memory, share))
             try:
                 StageFollower(
                     compute.forward,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdmesh.config import HOST_KV_CACHE_BYTES, Degrees, MeshConfig, WorkerConfig
+from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model, with_adapter
 from pdmesh.engine.levels import compiled_levels
@@ -123,7 +123,7 @@ def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
     }
 
 
-def check_ranks_can_compute(config: MeshConfig, degrees: Degrees) -> None:
+def check_ranks_can_compute(config: MeshConfig, degrees: InstanceDegrees) -> None:
     """Raise ConfigError if an instance cannot be divided so."""
     if degrees.num_ranks == 1:
         return

@@ -21,7 +21,7 @@ from pdmesh.engine.compute import Compute
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.loading import LoadedModel
-from pdmesh.engine.ranks.channel import Channel
+from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import Failed, OpenCache, Ready, frame, read_command
 from pdmesh.engine.ranks.following import Follower
 from pdmesh.engine.ranks.group import SharedMemoryGroup
@@ -90,8 +90,8 @@ def _follower(
         group,
         receive,
         lambda report: leader.sendall(frame(report)),
-        None if inlet is None else Channel(inlet, inlet_memory(memory, share)),
-        None if outlet is None else Channel(outlet, outlet_memory(memory, share)),
+        None if inlet is None else StageChannel(inlet, inlet_memory(memory, share)),
+        None if outlet is None else StageChannel(outlet, outlet_memory(memory, share)),
         hidden_size=model.config.hidden_size,
         dtype=TORCH_DTYPES[model.layout.dtype],
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdmesh.config import Degrees, MeshConfig
+from pdmesh.config import InstanceDegrees, MeshConfig
 from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.worker.ranks import FollowerProcesses, StageProcesses
@@ -58,7 +58,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def start_ranks(
-    config: MeshConfig, degrees: Degrees, num_threads: int
+    config: MeshConfig, degrees: InstanceDegrees, num_threads: int
 ) -> Iterator[FollowerProcesses | StageProcesses | None]:
     """Start the other ranks of this process's instance, which load their parts of the model; None if it has none.
 
@@ -78,7 +78,7 @@ def start_ranks(
 class _Starting:
     """Starts the ranks of an instance, each with its ends of what it has in common with others."""
 
-    def __init__(self, config: MeshConfig, degrees: Degrees, num_threads: int) -> None:
+    def __init__(self, config: MeshConfig, degrees: InstanceDegrees, num_threads: int) -> None:
         from pdmesh.engine.ranks.memory import create_memory, map_memory
         from pdmesh.engine.ranks.places import exchange_bytes
 
@@ -106,7 +106,7 @@ class _Starting:
 
     def stages(self) -> StageProcesses:
         """Start all ranks of all stages."""
-        from pdmesh.engine.ranks.channel import Channel
+        from pdmesh.engine.ranks.channel import StageChannel
         from pdmesh.engine.ranks.places import outlet_memory
 
         tensor, num_stages = self._degrees
@@ -128,7 +128,7 @@ class _Starting:
         assert last is not None
         self._give_away_all_but([*leader_sockets, last])
         groups = [self._group(stage, [None] * tensor) for stage in range(num_stages)]
-        matrices = Channel(last, outlet_memory(self._memory, RankShare(0, tensor, num_stages - 1, num_stages)))
+        matrices = StageChannel(last, outlet_memory(self._memory, RankShare(0, tensor, num_stages - 1, num_stages)))
         return StageProcesses(groups, leader_sockets, processes, self._cache_fd, matrices)
 
     def _pair(self) -> tuple[socket.socket, socket.socket]:

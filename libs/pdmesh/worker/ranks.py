@@ -36,7 +36,7 @@ from pdmesh.failures import describe_exit
 if TYPE_CHECKING:  # torch takes seconds to import, and an instance of one rank may need none
     from torch import Tensor
 
-    from pdmesh.engine.ranks.channel import Channel
+    from pdmesh.engine.ranks.channel import StageChannel
     from pdmesh.engine.ranks.group import SharedMemoryGroup
 
 log = structlog.get_logger()
@@ -201,7 +201,7 @@ class StageProcesses(RankProcesses):
         leader_sockets: Sequence[socket.socket],
         processes: Sequence[subprocess.Popen[bytes]],
         cache_fd: int,
-        matrices: Channel,
+        matrices: StageChannel,
     ) -> None:
         super().__init__(groups, leader_sockets, processes, cache_fd)
         self.matrices = matrices

@@ -22,7 +22,7 @@ CHANNEL_BYTES = _NUM_TILES * _TILE_BYTES
 _TILE, _READ, _NOTHING = b"t", b"r", b"n"
 
 
-class Channel:
+class StageChannel:
     """One end. Every call raises InstanceUnavailable if the other is gone."""
 
     def __init__(self, connection: socket.socket, memory: Tensor) -> None:

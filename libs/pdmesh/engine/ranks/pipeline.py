@@ -19,7 +19,7 @@ from torch import Tensor
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice, StepFlight
 from pdmesh.engine.forward import Rows, StepOutput, drawn_rows
-from pdmesh.engine.ranks.channel import Channel
+from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import (
     Abandon,
     Begun,
@@ -50,7 +50,7 @@ class Stages(Protocol):
     def num_stages(self) -> int: ...
 
     @property
-    def matrices(self) -> Channel:
+    def matrices(self) -> StageChannel:
         """The end of the last stage's channel."""
         ...
 

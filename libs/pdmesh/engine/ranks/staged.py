@@ -18,7 +18,7 @@ from torch import Tensor
 from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.engine.forward import DirectForward, HiddenOutput, StepOutput, step_spans
 from pdmesh.engine.model import Carried, Transformer
-from pdmesh.engine.ranks.channel import Channel
+from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import (
     Abandon,
     Begun,
@@ -57,8 +57,8 @@ class StageFollower:
         group: RankGroup,
         receive: Callable[[], Command | None],
         report: Callable[[Report], object],
-        inlet: Channel | None,
-        outlet: Channel | None,
+        inlet: StageChannel | None,
+        outlet: StageChannel | None,
         *,
         hidden_size: int,
         dtype: torch.dtype,
@@ -139,7 +139,7 @@ class StageFollower:
             before = Carried(transformer.embed_tokens(inputs), None)
         return transformer.through(before, inputs, forward.caches, plan, on_layer)
 
-    def _carried(self, inlet: Channel, num_rows: int) -> Carried | None:
+    def _carried(self, inlet: StageChannel, num_rows: int) -> Carried | None:
         hidden = inlet.receive(num_rows, self._hidden_size, self._dtype)
         delta = None if hidden is None else inlet.receive(num_rows, self._hidden_size, self._dtype)
         return None if hidden is None else Carried(hidden, delta)
