@@ -26,12 +26,13 @@ from report import Limits, heading
 
 from pdmesh.config import InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice, StepFlight
-from pdmesh.model import RequestId, SamplingParams, num_blocks_for
+from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.sim.mesh import MeshShape, study_core
+from pdmesh.sim.simulator import Simulator
 from pdmesh.sim.workload import Arrival
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.sim import simulate
 from pdmesh.worker.engines import build_engine
 from pdmesh.worker.rank_start import start_ranks
 
@@ -66,16 +67,17 @@ def main() -> None:
 
 def simulated_ttft_s(num_stages: int) -> float:
     """Return the time to the first token of 16K tokens."""
-    result = simulate(
-        [Arrival(arrival_s=0.0, num_prompt_tokens=16_384, num_output_tokens=2)],
-        prefill=1,
-        decode=1,
-        bundle="pdmesh",
-        model=GIVEN,
-        policy=PolicyConfig(latency=GIVEN),
+    mesh = MeshShape(
+        num_prefill=1,
+        num_decode=1,
+        num_mixed=0,
+        kv_layout=KvLayout(num_layers=16, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
         num_kv_tokens=32_768,
-        num_stages=num_stages,
+        prefill_stages=num_stages,
     )
+    arrivals = [Arrival(arrival_s=0.0, num_prompt_tokens=16_384, num_output_tokens=2)]
+    core = study_core("pdmesh", PolicyConfig(latency=GIVEN), 0)
+    result = Simulator(core, mesh.instances(GIVEN), arrivals).run()
     return result.requests[0].token_times_s[0]
 
 

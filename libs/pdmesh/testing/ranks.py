@@ -185,9 +185,8 @@ def _staged_engine(
             compute = model.compute(command.num_blocks, stages.memory)
             assert isinstance(compute.forward, DirectForward)
             leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason)))
-            inlet = (
-                None if share.is_first else StageChannel(outlets[number - num_ranks][1], inlet_memory(memory, share))
-            )
+            before = outlets[number - num_ranks][1]
+            inlet = None if share.is_first else StageChannel(before, inlet_memory(memory, share))
             outlet = StageChannel(outlets[number][0], outlet_memory(memory, share))
             try:
                 StageFollower(
@@ -202,7 +201,7 @@ def _staged_engine(
                 ).run()
             finally:
                 groups[number].close()
-                for connection in (leader, *outlets[number][:1], *(outlets[number - num_ranks][1:] if inlet else ())):
+                for connection in (leader, *outlets[number][:1], *([before] if inlet else ())):
                     connection.shutdown(socket.SHUT_RDWR)
 
         threads = [threading.Thread(target=follow, args=(number,), daemon=True) for number in range(len(groups))]
