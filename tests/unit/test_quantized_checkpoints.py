@@ -48,13 +48,21 @@ def test_weights_stay_as_they_are_quantised_and_come_as_close(tmp_path: Path, qu
         TorchEngine(path, num_blocks=4, num_threads=1, dtype=dtype)
         for path, dtype in ((quantized, "bfloat16"), (plain, "bfloat16"), (plain, "float32"))
     )
-    assert ("packed" in packed.arithmetic) is not quantized_format.startswith("fp8")
+    assert ("packed" in packed.arithmetic) is not quantized_format.startswith(("fp8", "bnb-n"))
     assert "packed" not in rounded.arithmetic
     expected = prompt_logprobs(exact)
     errors = [(prompt_logprobs(engine) - expected).abs().mean() for engine in (packed, rounded)]
     assert errors[0] < 1.2 * errors[1] + 1e-3
     results = [generate(packed, PROMPT, 8, chunk_tokens=size, params=PARAMS).results[-8:] for size in (7, 30)]
     assert results[0] == results[1]  # whatever the chunks
+
+
+#: What bitsandbytes says of a weight, as a tensor.
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def state_of(**fields: Any) -> torch.Tensor:
+    return torch.tensor([*json.dumps(fields).encode()], dtype=torch.uint8)
 
 
 def prompt_logprobs(engine: TorchEngine) -> torch.Tensor:
@@ -68,7 +76,12 @@ def prompt_logprobs(engine: TorchEngine) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("quantization", "sentence"),
     [
-        ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes', which is not served; served are compressed-"),
+        ({"quant_method": "hqq"}, "quantised by 'hqq', which is not served; served are compressed-"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes with weights of type 'fp4' is not served"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf5"},
+            "type 'nf5' is not served",
+        ),
         ({}, "quantised by None"),
         ("int4", "it must be an object"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits is not served"),
@@ -107,6 +120,12 @@ def test_what_is_not_served_is_said_in_a_sentence(tmp_path: Path, quantization: 
 @pytest.mark.parametrize(
     ("quantized_format", "name", "replacement", "sentence"),
     [
+        ("bnb-nf4", "weight.absmax", torch.zeros(3), r"weight.absmax' has shape \(3,\)"),
+        ("bnb-nf4", _STATE, torch.zeros(5000, dtype=torch.uint8), r"has shape \(5000,\)"),
+        ("bnb-nf4", _STATE, torch.zeros(9, dtype=torch.uint8), "has a state that is no JSON object"),
+        ("bnb-nf4", _STATE, state_of(blocksize=128), "has blocks of 128 values and 256 scales"),
+        ("bnb-nested", _STATE, state_of(blocksize=64), "has a nested_offset of None"),
+        ("bnb-int8", "weight_format", torch.tensor(1, dtype=torch.uint8), "is not stored by rows"),
         ("awq", "qzeros", None, "hold no tensor '.*qzeros'"),
         ("gptq", "qweight", torch.zeros(1, 1, dtype=torch.int32), r"has shape \(1, 1\); config.json needs \(10, 64\)"),
         ("gptq", "scales", torch.zeros(5, 64, dtype=torch.int32), "is I32; config.json needs BF16 or"),

@@ -25,8 +25,13 @@ class QuantizedFormat(StrEnum):
     FLOAT8_BLOCKS = "float8 blocks"  # scales of blocks of outputs and inputs
     AWQ = "awq"
     GPTQ = "gptq"
+    BITSANDBYTES_4 = "bitsandbytes 4 bits"  # numbers of a table of 16, blocks of values share a scale
+    BITSANDBYTES_8 = "bitsandbytes 8 bits"
     MXFP4 = "mxfp4"  # gpt-oss's experts: values of 4 bits, 32 of which share a power of two
     GGUF = "gguf"  # a file of its own; each tensor has a type
+
+
+_NO_CODES = (QuantizedFormat.FLOAT8, QuantizedFormat.FLOAT8_BLOCKS, QuantizedFormat.BITSANDBYTES_4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +44,14 @@ class Quantization:
     has_zeros: bool = False
     zero_offset: int = 0  # what is added to stored zeros
     block: tuple[int, int] = (0, 0)  # outputs, inputs
+    table: str = ""  # bitsandbytes': which numbers codes stand for
+    has_nested_scales: bool = False  # bitsandbytes': scales are quantised, too
     interleaves_rotation: bool = False  # rows of queries and keys are stored as neighbours that rotate
 
     @property
     def has_codes(self) -> bool:
         """Whether weights are integers of a few bits."""
-        return self.format not in (QuantizedFormat.FLOAT8, QuantizedFormat.FLOAT8_BLOCKS)
+        return self.format not in _NO_CODES
 
 
 class RopeType(StrEnum):

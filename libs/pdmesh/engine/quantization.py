@@ -8,7 +8,7 @@ from typing import Any
 from pdmesh.engine.config_fields import Fields
 from pdmesh.engine.model_config import Quantization, QuantizedFormat
 
-_SERVED = "compressed-tensors (int8, packed int4 and int8, fp8), fp8, awq, gptq, and gpt-oss's mxfp4"
+_SERVED = "compressed-tensors (int8, packed int4 and int8, fp8), fp8, awq, gptq, bitsandbytes, and gpt-oss's mxfp4"
 
 
 def quantization_of(fields: Fields) -> Quantization | None:
@@ -25,6 +25,8 @@ def quantization_of(fields: Fields) -> Quantization | None:
             return _awq(found)
         case "gptq":
             return _gptq(found)
+        case "bitsandbytes":
+            return _bitsandbytes(found)
         case "mxfp4":
             return Quantization(format=QuantizedFormat.MXFP4)
         case "gguf":  # as `pdmesh.engine.gguf.directory` writes it
@@ -107,6 +109,16 @@ def _gptq(fields: Fields) -> Quantization:
         has_zeros=True,
         zero_offset=1 if version == "gptq" else 0,  # the first version stored one less than it meant
     )
+
+
+def _bitsandbytes(fields: Fields) -> Quantization:
+    if fields.boolean("load_in_8bit"):
+        return Quantization(format=QuantizedFormat.BITSANDBYTES_8)
+    kind = fields.raw.get("bnb_4bit_quant_type", "fp4")
+    if not fields.boolean("load_in_4bit") or kind not in ("nf4", "fp4"):
+        raise fields.error(f"bitsandbytes with weights of type {kind!r} is not served; served are nf4, fp4 and 8 bits")
+    nested = fields.boolean("bnb_4bit_use_double_quant")
+    return Quantization(format=QuantizedFormat.BITSANDBYTES_4, bits=4, table=kind, has_nested_scales=nested)
 
 
 def _group_size(fields: Fields, value: object) -> int | None:

@@ -1,7 +1,8 @@
 """Weights as quantised checkpoints store them, and what they stand for.
 
 Each format is a `Layout`: which tensors of what shapes a weight is stored in, and how these are read into one form,
-`QuantizedWeight`. Layouts follow the documentation and readers of compressed-tensors, AutoAWQ, GPTQ and DeepSeek's fp8.
+`QuantizedWeight`. Layouts follow the documentation and readers of compressed-tensors, AutoAWQ, GPTQ and DeepSeek's fp8;
+those of bitsandbytes are in `pdmesh.engine.bitsandbytes`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Stored(NamedTuple):
     shapes: tuple[Shape, ...]
     dtypes: frozenset[str]
     is_optional: bool = False
+    most: int = 0  # if not 0, it may have any shape of one dimension up to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ def layout_of(quantization: Quantization) -> Layout:
             return _awq(quantization)
         case QuantizedFormat.GPTQ:
             return _gptq(quantization)
+        case QuantizedFormat.BITSANDBYTES_4 | QuantizedFormat.BITSANDBYTES_8:
+            raise ValueError("bitsandbytes' layouts are in pdmesh.engine.bitsandbytes")
         case QuantizedFormat.MXFP4:
             raise ValueError("MXFP4 is of fused experts: it is read by pdmesh.engine.fused_experts")
         case QuantizedFormat.GGUF:

@@ -37,7 +37,7 @@ class FileTensors:
             found, dtype = tuple(part.get_shape()), part.get_dtype()
         except SafetensorError as error:
             raise ConfigError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
-        if found not in stored.shapes:
+        if found not in stored.shapes and not (len(found) == 1 and found[0] <= stored.most):
             needed = " or ".join(map(str, stored.shapes))
             raise ConfigError(f"{self._directory}: tensor {name!r} has shape {found}; config.json needs {needed}")
         if dtype not in stored.dtypes:

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from pdmesh.engine import bitsandbytes
 from pdmesh.engine.files import weight_files
 from pdmesh.engine.fused_experts import FusedExpertTensors
 from pdmesh.engine.gguf.tensors import GgufTensors
@@ -172,7 +173,13 @@ def open_tensors(directory: Path, config: ModelConfig, dtype: torch.dtype) -> It
         elif quantization is None:
             yield tensors
         else:
-            yield QuantizedTensors(tensors, layout_of(quantization), quantization.bits, dtype)
+            yield QuantizedTensors(tensors, _layout_of(quantization), quantization.bits, dtype)
+
+
+def _layout_of(quantization: Quantization) -> Layout:
+    if quantization.format in (QuantizedFormat.BITSANDBYTES_4, QuantizedFormat.BITSANDBYTES_8):
+        return bitsandbytes.layout(quantization)
+    return layout_of(quantization)
 
 
 def _name_of(name: str, names: TensorNames) -> str:

@@ -17,11 +17,18 @@ Tensors = dict[str, Any]  # of torch
 Format = Literal[
     "int8-channel", "int8-group", "int8-zeros", "int4-group", "int4-zeros", "int4-order", "fp8-tensor", "fp8-channel",
     "fp8-blocks", "fp8-ct-blocks", "awq", "gptq", "gptq-order", "gptq-v2", "gptq-8",
+    "bnb-nf4", "bnb-nested", "bnb-int8",
 ]  # fmt: skip
 
 GROUP = 16
 BLOCK = (32, 48)
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by code
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_BNB_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -199,6 +206,52 @@ def _gptq(bits: int, *, version: int = 1, orders: bool = False) -> Callable[...,
     return quantize
 
 
+def _bnb(*, nested: bool) -> Callable[..., Any]:
+    def quantize(tensor: Any, generator: Any) -> tuple[Tensors, Any]:
+        import torch
+
+        flat = tensor.flatten()
+        blocks = torch.arange(len(flat)) // 64
+        table, scales = (
+            torch.tensor(_NF4),
+            torch.zeros(int(blocks[-1]) + 1).scatter_reduce(0, blocks, flat.abs(), "amax"),
+        )
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [*tensor.shape]}
+        parts: Tensors = {"weight.absmax": scales, "weight.quant_map": table}
+        if nested:
+            map_, offset = torch.linspace(-1, 1, 256), float(scales.mean())
+            groups = torch.arange(len(scales)) // 256
+            most = torch.zeros(int(groups[-1]) + 1).scatter_reduce(0, groups, (scales - offset).abs(), "amax")
+            codes = ((scales - offset) / most[groups])[:, None].sub(map_).abs().argmin(1)
+            scales = map_[codes] * most[groups] + offset
+            parts |= {
+                "weight.absmax": codes.to(torch.uint8),
+                "weight.nested_absmax": most,
+                "weight.nested_quant_map": map_,
+            }
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        codes = (flat / scales[blocks])[:, None].sub(table).abs().argmin(1)
+        pairs = torch.nn.functional.pad(codes, (0, len(codes) % 2)).view(-1, 2)
+        parts["weight"] = (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8)
+        parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+        return parts, (table[codes] * scales[blocks]).view(tensor.shape)
+
+    return quantize
+
+
+def _bnb_int8(tensor: Any, generator: Any) -> tuple[Tensors, Any]:
+    import torch
+
+    scales = tensor.abs().amax(1)
+    values = (tensor * (127 / scales[:, None])).round()
+    parts = {
+        "weight": values.to(torch.int8),
+        "SCB": scales,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return parts, values * (scales / 127)[:, None]
+
+
 def _compressed_config(name: str, **weights: Any) -> dict[str, Any]:
     scheme = {"weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights}, "targets": ["Linear"]}
     return {
@@ -251,5 +304,8 @@ _FORMATS: Mapping[Format, tuple[Callable[..., tuple[Tensors, Any]], dict[str, An
     "gptq-order": (_gptq(4, orders=True), _gptq_config(4, desc_act=True)),
     "gptq-v2": (_gptq(4, version=2), _gptq_config(4, checkpoint_format="gptq_v2")),
     "gptq-8": (_gptq(8), _gptq_config(8)),
+    "bnb-nf4": (_bnb(nested=False), _BNB_CONFIG),
+    "bnb-nested": (_bnb(nested=True), {**_BNB_CONFIG, "bnb_4bit_use_double_quant": True}),
+    "bnb-int8": (_bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
 FORMATS: tuple[Format, ...] = tuple(_FORMATS)
