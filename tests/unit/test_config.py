@@ -201,7 +201,7 @@ def test_the_page_is_made_from_the_types() -> None:
 def test_every_knob_of_the_policies_is_a_setting() -> None:
     """Those that are none come from others: profiles, what is measured, and `scheduler.batching`."""
     reachable = {setting.name.removeprefix("policy.") for setting in settings_of(MeshConfig)}
-    from_others = {"latency", "latency_of_device_class", "links", "batching"}
+    from_others = {"latency", "num_stages", "latency_of_device_class", "links", "batching"}
     assert {item.name for item in fields(PolicyConfig)} - reachable == from_others
 
 

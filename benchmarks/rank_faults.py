@@ -1,0 +1,139 @@
+"""Single ranks of instances are killed or stopped at random, and prompts answered beside it: what is lost or left?
+
+A mesh for each layout, with random weights. For each fault all prompts are asked at once; then one process of an
+instance that has several is killed, or, unless it is the leader, stopped. Every answer is compared with that of
+`transformers`: tokens, and log-probabilities to 1e-4. Each process of the instance must end, all blocks be free, and
+another instance take its place. Every round without a fault counts for exactness, too.
+
+Exit code 1 if an answer is lost or differs, an instance hangs, blocks leak or a process is left behind.
+
+    python benchmarks/rank_faults.py [--faults 4] [--architectures llama,qwen3] [--layouts 2x1-1x1,...] [--seed 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import httpx
+from report import heading
+
+from pdmesh.cli.processes import process_id, wait_for_end
+from pdmesh.testing.checkpoints import TINY, write_checkpoint
+from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+#: Degrees of prefill and of decode, tensor x stages.
+LAYOUTS = "1x2-1x1,2x2-1x1,1x1-1x2,2x1-1x2,2x1-1x1"
+PROMPT_LENGTHS = (1, 15, 16, 17, 33, 100, 257, 700)
+MAX_TOKENS = 60
+END_LIMIT_S = 15.0
+REPLACED_LIMIT_S = 180.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=4, help="in each mesh")
+    parser.add_argument("--architectures", default="llama,qwen3")
+    parser.add_argument("--layouts", default=LAYOUTS)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    print(heading("Faults of single ranks"), flush=True)
+    rng, counts = random.Random(arguments.seed), Counter[str]()
+    for architecture in arguments.architectures.split(","):
+        with tempfile.TemporaryDirectory() as name:
+            checkpoint = write_checkpoint(Path(name) / "model", architecture=architecture, seed=arguments.seed)
+            prompts = random_prompts(PROMPT_LENGTHS, TINY.vocab_size, seed=arguments.seed)
+            references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
+            for layout in arguments.layouts.split(","):
+                before = counts.copy()
+                _in_a_mesh(Path(name) / layout, checkpoint, layout, references, arguments.faults, rng, counts)
+                print(f"{architecture} {layout}: {_said(counts - before)}", flush=True)
+    print(f"in all: {_said(counts)}")
+    sys.exit(any(counts[what] for what in ("lost", "differ", "hang", "leaked", "left behind", "not replaced")))
+
+
+def _said(counts: Counter[str]) -> str:
+    return ", ".join(f"{what} {number}" for what, number in sorted(counts.items()))
+
+
+def _in_a_mesh(
+    folder: Path,
+    checkpoint: Path,
+    layout: str,
+    references: list[Reference],
+    num_faults: int,
+    rng: random.Random,
+    counts: Counter[str],
+) -> None:
+    settings = {
+        f"{pool}_{setting}_PARALLEL_SIZE": size
+        for pool, degrees in zip(("PREFILL", "DECODE"), layout.split("-"), strict=True)
+        for setting, size in zip(("TENSOR", "PIPELINE"), degrees.split("x"), strict=True)
+    }
+    folder.mkdir()
+    pids: set[int] = set()
+    with running_mesh(folder, model=checkpoint, settings=settings) as mesh:
+        for number in range(num_faults + 1):
+            anyio.run(_round, mesh, references, number > 0, rng, counts)
+            pids.update(pid for row in mesh.status().instances for pid in row.rank_pids)
+    counts["left behind"] += sum(process_id(pid) is not None for pid in pids)
+
+
+async def _round(
+    mesh: RunningMesh, references: list[Reference], has_fault: bool, rng: random.Random, counts: Counter[str]
+) -> None:
+    """Ask for all answers, and do something to a rank meanwhile."""
+
+    async def ask() -> None:
+        async with mesh.client() as client, anyio.create_task_group() as asking:
+            for expected in references:
+                asking.start_soon(ask_one, client, expected)
+
+    async def ask_one(client: httpx.AsyncClient, expected: Reference) -> None:
+        counts["answers"] += 1
+        try:
+            counts["differ"] += len(await mismatches(client, mesh.model, [expected], concurrency=1))
+        except* httpx.HTTPError:
+            counts["lost"] += 1
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        if has_fault:
+            await anyio.sleep(rng.uniform(0.05, 1.5))
+            await _fault(mesh, rng, counts)
+    try:
+        await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
+    except TimeoutError:
+        counts["leaked"] += 1
+
+
+async def _fault(mesh: RunningMesh, rng: random.Random, counts: Counter[str]) -> None:
+    rows = [row for row in (await mesh.state()).instances if row.rank_pids]
+    pids = list(rng.choice(rows).rank_pids)
+    victim = rng.choice(pids)
+    number = signal.SIGKILL if victim == pids[0] else rng.choice([signal.SIGKILL, signal.SIGSTOP])
+    os.kill(victim, number)
+    counts[f"faults, {number.name}"] += 1
+    for pid in pids:
+        process = process_id(pid)
+        if process is not None and not await anyio.to_thread.run_sync(wait_for_end, process, END_LIMIT_S):
+            counts["hang"] += 1
+    deadline_s = time.monotonic() + REPLACED_LIMIT_S
+    while not any(row.rank_pids and not set(row.rank_pids) & set(pids) for row in (await mesh.state()).instances):
+        if time.monotonic() > deadline_s:
+            counts["not replaced"] += 1
+            return
+        await anyio.sleep(0.3)
+
+
+if __name__ == "__main__":
+    main()
