@@ -1,9 +1,10 @@
 """What a scheduling decision costs: at 64 instances, and what it adds to requests' completion times up to 8,192.
 
-Usage: python benchmarks/decision_cost.py [--bundle NAME ...] [--scale N ...]
+Usage: python benchmarks/decision_cost.py [--bundle NAME ...] [--scale N ...] [--instances 128 --ranks 1 --ranks 8]
 
-The first table is of CPU time of `SchedulerCore.handle` with 32 prefill and 32 decode instances, 1,000 requests always
-waiting. A *decision* is a call that gives a command; the ends of steps are the dearest of them.
+The first table is of CPU time of `SchedulerCore.handle` with 1,000 requests always waiting, 64 instances or as many as
+``--instances``, half of them for prefill, of so many ``--ranks``; several are measured in turn, there and back. A
+*decision* is a call that gives a command; the ends of steps are the dearest of them.
 
 The second is of a simulated mesh at every ``--scale``, half of its instances for prefill, one request a second for each
 instance. A request's scheduling time is the whole time of every call that names it in its event or in a command, also
@@ -20,6 +21,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -53,6 +55,7 @@ from pdmesh.sim.workload import Synthetic, synthetic
 from pdmesh.testing.modelled import ModelledInstance, modelled_profile
 from pdmesh.testing.modelled_mesh import ModelledMesh
 
+NUM_INSTANCES = 64
 NUM_EVENTS = 30_000
 NUM_WAITING = 1000
 DECODE_S = 3.0
@@ -63,22 +66,27 @@ GATEWAY = GatewayId("g")
 class Bench:
     """Prompts are log-normal around 1,000 tokens, 3 % of them 30,000 to 120,000; steps take what the profile says."""
 
-    def __init__(self, bundle: str, *, with_hashes: bool = False) -> None:
+    def __init__(
+        self, bundle: str, *, with_hashes: bool = False, num_instances: int = NUM_INSTANCES, num_ranks: int = 1
+    ) -> None:
         self.with_hashes = with_hashes
         self.config = CoreConfig(max_queue_s=1e6)
         self.core = SchedulerCore(self.config, make_bundle(bundle, self.config.policy), random.Random(0))
         self.rng, self.hash_rng = random.Random(1), random.Random(2)
         self.mesh = ModelledMesh(
-            modelled_profile(
-                f"{role}{index:02}",
-                role,
-                num_blocks=1 << 14,
-                block_size=16,
-                max_model_len=1 << 21,
-                max_num_seqs=256,
+            replace(
+                modelled_profile(
+                    f"{role}{index:02}",
+                    role,
+                    num_blocks=1 << 14,
+                    block_size=16,
+                    max_model_len=1 << 21,
+                    max_num_seqs=256,
+                ),
+                rank_pids=tuple(range(2, 2 + num_ranks)) if num_ranks > 1 else (),
             )
             for role in (Role.PREFILL, Role.DECODE)
-            for index in range(32)
+            for index in range(num_instances // 2)
         )
         self.chain_of: dict[RequestKey, PrefixHashes] = {}
         for instance in self.mesh.instances.values():
@@ -189,8 +197,10 @@ def _named(each: Any) -> Iterator[str]:
                 yield request_id
 
 
-def decisions(bundle: str, *, with_hashes: bool = False) -> list[list[str]]:
-    bench = Bench(bundle, with_hashes=with_hashes)
+def decisions(
+    bundle: str, *, with_hashes: bool = False, num_instances: int = NUM_INSTANCES, num_ranks: int = 1
+) -> list[list[str]]:
+    bench = Bench(bundle, with_hashes=with_hashes, num_instances=num_instances, num_ranks=num_ranks)
     with rare_collections():
         bench.run()
     rows: list[list[str]] = []
@@ -198,13 +208,22 @@ def decisions(bundle: str, *, with_hashes: bool = False) -> list[list[str]]:
         figures = [sum(costs_us) / len(costs_us), *(percentile(costs_us, p) or 0.0 for p in (50, 99)), max(costs_us)]
         rows.append(
             [
-                f"{bundle}, hashes" if with_hashes else bundle,
+                _row_name(bundle, with_hashes, num_instances, num_ranks),
                 name,
                 f"{len(costs_us):,}",
                 *(f"{figure:.0f}" for figure in figures),
             ]
         )
     return rows
+
+
+def _row_name(bundle: str, with_hashes: bool, num_instances: int, num_ranks: int) -> str:
+    words = [bundle]
+    if with_hashes:
+        words.append("hashes")
+    if num_instances != NUM_INSTANCES or num_ranks > 1:
+        words.append(f"{num_instances} x {num_ranks}")
+    return ", ".join(words)
 
 
 def at_scale(bundle: str, num_instances: int) -> list[str]:
@@ -248,12 +267,21 @@ def main() -> None:
     parser.add_argument("--bundle", action="append", help="default: fcfs, lars, pecsched and pdmesh")
     parser.add_argument("--scale", action="append", type=int, help="instances; default: 64, 512 and 8,192; 0 for none")
     parser.add_argument("--hashes", action="store_true", help="also with hashes of granules, none of which repeats")
+    parser.add_argument("--instances", type=int, default=NUM_INSTANCES, help="of the first table")
+    parser.add_argument("--ranks", action="append", type=int, help="of each of them; default: 1")
     options = parser.parse_args()
     bundles = options.bundle or ["fcfs", "lars", "pecsched", "pdmesh"]
     scales = [scale for scale in options.scale or [64, 512, 8192] if scale]
     print(heading("Cost of a scheduling decision"))
     head = ["bundle", "of", "number", "mean, us", "p50", "p99", "max"]
-    rows = [row for bundle in bundles for row in decisions(bundle)]
+    ranks = options.ranks or [1]
+    in_turn = ranks if len(ranks) == 1 else [*ranks, *reversed(ranks)]
+    rows = [
+        row
+        for bundle in bundles
+        for num_ranks in in_turn
+        for row in decisions(bundle, num_instances=options.instances, num_ranks=num_ranks)
+    ]
     rows += [row for bundle in bundles if options.hashes for row in decisions(bundle, with_hashes=True)]
     print(table(head, rows))
     if scales:

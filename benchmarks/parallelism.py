@@ -30,12 +30,18 @@ from parallelism_claims import (
     h100s,
 )
 from report import heading
+from simulated import layout as kv_layout
 from simulated import number, table
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.ranks.commands import Deltas, frame
 from pdmesh.model import RequestId, SamplingParams
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import LLAMA_3_8B, LLAMA_3_70B, ModelShape
+from pdmesh.sim.mesh import MeshShape, study_core
+from pdmesh.sim.simulator import Simulator
+from pdmesh.sim.workload import Arrival
 from pdmesh.studies.kv_parallel import KvSpread, limit_tokens
 
 SLO_TPOT_S = 0.03
@@ -54,6 +60,30 @@ def first_tokens(model: ModelShape) -> str:
             cells.append(cell if layout.num_kv_tokens >= tokens else f"({cell})")
         rows.append([str(8 * stages), str(stages), *cells])
     return table(["GPUs", "stages", *(f"{tokens // M}M" for tokens in CONTEXTS)], rows)
+
+
+def through_the_core(model: ModelShape) -> str:
+    """The same by the scheduling core, which plans every chunk of a simulated instance: of 4K tokens, or its own."""
+    rows = []
+    for stages in STAGES:
+        layout = h100s(model, 8, stages)
+        steps = [chunk(size, history) for size, history in product((256, 1024, CHUNK, 16_384), (0, M // 4, M // 2, M))]
+        policy = PolicyConfig(latency=fit([(step, layout.step_s(step)) for step in steps]), chunk_tokens=CHUNK)
+        mesh = MeshShape(
+            num_prefill=1,
+            num_decode=1,
+            num_mixed=0,
+            kv_layout=kv_layout(model),
+            num_kv_tokens=2 * M,
+            prefill_stages=stages,
+        )
+        arrivals = [Arrival(arrival_s=0.0, num_prompt_tokens=M, num_output_tokens=1)]
+        cells = [number(layout.prefill_s(M, CHUNK))]
+        for bundle in ("fcfs", "pdmesh"):
+            result = Simulator(study_core(bundle, policy, 0), mesh.instances(layout), arrivals).run()
+            cells += [number(result.requests[0].token_times_s[0]), f"{len(result.instances[0].steps):,}"]
+        rows.append([str(stages), *cells])
+    return table(("stages", "by the formula", "core, 4K chunks", "steps", "core, its own chunks", "steps"), rows)
 
 
 def by_members(model: ModelShape, stages: int) -> str:
@@ -179,6 +209,7 @@ def main() -> None:
     print(compared(made))
     for name, model, stages in (("Llama-3 8B", LLAMA_3_8B, 4), ("Llama-3 70B", LLAMA_3_70B, 8)):
         print(f"\n{name}, TTFT in s, chunks of 4K, by stages (in brackets: no room)\n\n{first_tokens(model)}")
+        print(f"\n{name}, TTFT of 1M tokens in s, planned by the core\n\n{through_the_core(model)}")
         print(f"\n{name}, TPOT in ms with {stages} stages, by members\n\n{by_members(model, stages)}")
         print(f"\n{name}, 128 H100: TTFT, TPOT\n\n{all_three(model)}")
     print(f"\nLlama-3 70B, TP 8, 4 stages, 500K tokens a member\n\n{growth(LLAMA_3_70B, 4, 2 * M, M // 2)}")

@@ -28,6 +28,7 @@ from pdmesh.sim.mesh import MeshShape
 from pdmesh.sim.report import SimReport
 from pdmesh.sim.simulator import SimConfig
 from pdmesh.sim.workload import Arrival, with_long_inputs, with_rate_scaled
+from pdmesh.studies.fast_sp import ring_lag
 from pdmesh.traces import read_trace
 
 NUM_GPUS = 32
@@ -102,8 +103,10 @@ def study(model: Model, name: str, bundle: str) -> Study:
     num_nodes = max(1, group_size * replicas.degree // 8)
     # Fast SP has a ring between nodes only; without it every replica is a member of the ring.
     ring = group_size if name == "/FSP" else num_nodes
+    # Its segments are contiguous, so more members wait longer for the last one's attention.
+    later = ring_lag(ring) / ring_lag(num_nodes)
     policy = PolicyConfig(
-        latency=latency,
+        latency=replace(latency, c_s=latency.c_s * later, d_s=latency.d_s * later),
         long_prompt_tokens=LONG_RANGE[0],
         chunk_tokens=2048,
         prefill_step_s=1.0,
