@@ -1,6 +1,8 @@
 """An engine of several ranks computes what one rank does: the same bits where these depend on nothing but the model."""
 
 import random
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import sha256
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from pdmesh.engine.base import SequenceSlice
+from pdmesh.engine.base import SequenceSlice, SliceResult, StepFlight
 from pdmesh.engine.ranks.commands import Abandon, Step
 from pdmesh.engine.ranks.leading import LeadingForward
+from pdmesh.engine.ranks.pipeline import Pipeline
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.model import SamplingParams
@@ -228,3 +231,76 @@ def test_a_lost_rank_is_no_failed_engine(checkpoint: Path) -> None:
         engine._forward._followers.group.peers[0].close()  # type: ignore[attr-defined]
         with pytest.raises(InstanceUnavailable):
             generate(engine, prompt_of(5), 2)
+
+
+# --- stages ---
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_chunks_of_a_prompt_follow_each_other_through_stages(checkpoint: Path, num_ranks: int) -> None:
+    """Each enters once the one before it has begun, and all hooks of a step come before its end."""
+    prompt, expected = prompt_of(90), []
+    with ranked_engine(checkpoint, 1, num_blocks=16, dtype="bfloat16") as engine:
+        expected = generate(engine, prompt, 1, params=ALL).output_ids
+    with ranked_engine(checkpoint, num_ranks, num_stages=2, num_blocks=16, dtype="bfloat16") as engine:
+        sequence = new_sequence(prompt, block_table(engine, 90), ALL)
+        written: list[list[int]] = []
+        found: list[list[SliceResult]] = [[] for _ in range(6)]
+
+        def execute(number: int, begun: threading.Event) -> None:
+            part = SequenceSlice(sequence=sequence, start=15 * number, num_tokens=15, sample=number == 5)
+            flight = StepFlight(on_begin=begun.set)
+            found[number] = engine.execute([part], on_layer=written[number].append, flight=flight)
+            assert flight.queued_s >= 0
+
+        threads: list[threading.Thread] = []
+        for number in range(6):
+            written.append([])
+            begun = threading.Event()
+            threads.append(threading.Thread(target=execute, args=(number, begun)))
+            threads[-1].start()
+            assert begun.wait(30)
+        for thread in threads:
+            thread.join(30)
+    assert written == [list(range(SHAPE.num_layers))] * 6
+    assert [drawn.token_id for drawn in found[5][0].drawn] == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("given_up_in", range(SHAPE.num_layers))
+def test_a_step_that_waits_is_given_up_in_any_stage(checkpoint: Path, num_ranks: int, given_up_in: int) -> None:
+    class GivenUp(Exception):
+        pass
+
+    def give_up(layer: int) -> None:
+        if layer == given_up_in:
+            raise GivenUp
+
+    with ranked_engine(checkpoint, num_ranks, num_stages=2, num_blocks=8, dtype="bfloat16") as engine:
+        expected = generate(engine, prompt_of(40), 3).output_ids
+        request = SteppedRequest(new_sequence(prompt_of(40), block_table(engine, 60)), 3)
+        part = request.next_slice(100)
+        with pytest.raises(GivenUp):
+            engine.execute([part], on_layer=give_up, flight=StepFlight(waits=True))
+        seen: list[int] = []
+        (result,) = engine.execute([part], on_layer=seen.append, flight=StepFlight(waits=True))
+        assert seen == list(range(SHAPE.num_layers))
+        request.accept(part, result)
+        while not request.done:
+            step(engine, [(request, 1)])
+        assert request.output_ids == expected
+
+
+def test_a_lost_stage_is_no_failed_engine(checkpoint: Path) -> None:
+    """Whoever waits for a step is told, and whoever begins one after that."""
+    with ranked_engine(checkpoint, 1, num_stages=2, num_blocks=8, dtype="bfloat16") as engine:
+        assert isinstance(engine._forward, Pipeline)
+        lost = engine._forward._stages._connections[1]  # type: ignore[attr-defined]
+
+        def lose(layer: int) -> None:
+            lost.shutdown(socket.SHUT_RDWR)
+
+        part = SequenceSlice(sequence=new_sequence(prompt_of(9), [0]), start=0, num_tokens=9, sample=True)
+        for _ in range(2):
+            with pytest.raises(InstanceUnavailable):
+                engine.execute([part], on_layer=lose, flight=StepFlight(waits=True))

@@ -106,8 +106,12 @@ class StageFollower:
         return command
 
     def _tell(self, report: Report) -> None:
-        if self._share.rank == 0:
+        if self._share.rank != 0:
+            return
+        try:
             self._report(report)
+        except OSError as error:
+            raise InstanceUnavailable("the leader is gone") from error
 
     def _compute(self, command: StageStep) -> None:
         batch = self._replicas.batch(command.step)
