@@ -12,6 +12,7 @@ says what it keeps, and not whose that is. Whoever uses the end of a chain uses 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Final
@@ -45,20 +46,20 @@ class IdleGranules:
 
     def __init__(self) -> None:
         self.unknown, self.shared = IdleLine(), IdleLine()
+        self.line_by_granule: dict[PrefixHash, IdleLine] = {}  # to be looked at alone: a call for each granule is slow
         self._tenants: dict[str, IdleLine] = {}
-        self._line_of: dict[PrefixHash, IdleLine] = {}
         self._num_added = 0
         self._num_known_lines = 0
 
     def __len__(self) -> int:
-        return len(self._line_of)
+        return len(self.line_by_granule)
 
     def __contains__(self, granule: PrefixHash) -> bool:
-        return granule in self._line_of
+        return granule in self.line_by_granule
 
     def lines(self) -> dict[PrefixHash, IdleLine]:
         """Return all of them, with whose they are."""
-        return dict(self._line_of)
+        return dict(self.line_by_granule)
 
     def line_of(self, tenant: str | None, share: int) -> IdleLine:
         """Return the line of a tenant, for a request of it; None: nobody knows whose that is."""
@@ -87,24 +88,36 @@ class IdleGranules:
         """Add one that was used just now."""
         self._num_added += 1
         line.granules[granule] = self._num_added
-        self._line_of[granule] = line
+        self.line_by_granule[granule] = line
+
+    def add_all(self, granules: Iterable[tuple[PrefixHash, IdleLine]]) -> None:
+        """Add some that were used just now, in this order, with whose they are."""
+        number, line_by_granule = self._num_added, self.line_by_granule
+        for granule, line in granules:
+            number += 1
+            line.granules[granule] = number
+            line_by_granule[granule] = line
+        self._num_added = number
 
     def remove(self, granule: PrefixHash) -> IdleLine:
         """Take one out, and return whose it was."""
-        line = self._line_of.pop(granule)
+        line = self.line_by_granule.pop(granule)
         del line.granules[granule]
         return line
 
     def take(self, number: int) -> dict[PrefixHash, IdleLine]:
         """Take so many out, or all there are: those that go first, with whose they were."""
-        number = min(number, len(self._line_of))
+        number = min(number, len(self.line_by_granule))
         taken = self._take_first(self.unknown, number)
         taken |= self._take_fairly(number - len(taken))
         taken |= self._take_first(self.shared, number - len(taken))
         return taken
 
     def _take_first(self, line: IdleLine, number: int) -> dict[PrefixHash, IdleLine]:
-        return {granule: self.remove(granule) for granule in list(islice(line.granules, number))}
+        taken, line_by_granule = list(islice(line.granules, number)), self.line_by_granule
+        for granule in taken:
+            del line.granules[granule], line_by_granule[granule]
+        return dict.fromkeys(taken, line)
 
     def _take_fairly(self, number: int) -> dict[PrefixHash, IdleLine]:
         lines = [line for line in self._tenants.values() if line.granules] if number else []
@@ -129,15 +142,17 @@ class IdleGranules:
     def clear(self) -> None:
         for line in (self.unknown, self.shared, *self._tenants.values()):
             line.granules.clear()
-        self._line_of.clear()
+        self.line_by_granule.clear()
 
     def check_integrity(self, name: str) -> None:
         """AssertionError names what does not balance."""
         lines = [self.unknown, self.shared, *self._tenants.values()]
-        assert sum([len(line.granules) for line in lines]) == len(self._line_of), (
+        assert sum([len(line.granules) for line in lines]) == len(self.line_by_granule), (
             f"{name}: idle granules without a line"
         )
         for line in lines:
             numbers = list(line.granules.values())
             assert numbers == sorted(numbers), f"{name}: a line is out of order"
-            assert all(self._line_of.get(granule) is line for granule in line.granules), f"{name}: in another line"
+            assert all(self.line_by_granule.get(granule) is line for granule in line.granules), (
+                f"{name}: in another line"
+            )

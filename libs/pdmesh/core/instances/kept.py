@@ -112,10 +112,10 @@ class KeptHere:
             if granule not in self:
                 self._keep(granule, held.line)  # of a request that was here before we were
             self._use(granule, held.line)
-        users, idle = self._users, self._idle
+        users, idle, is_idle = self._users, self._idle, self._idle.line_by_granule
         for granule in chain[num_reused:]:
             users[granule] = users.get(granule, 0) + 1
-            if granule in idle:  # kept, and computed again: it may be found there
+            if granule in is_idle:  # kept, and computed again: it may be found there
                 self._in_use[granule] = idle.used_by(idle.remove(granule), held.line)
         self._num_held += num_reused
         if self.offloaded is not None:
@@ -149,12 +149,13 @@ class KeptHere:
     def computed(self, held: HeldGranules, num_granules: int) -> None:
         """Note that so many granules of a request are computed here, or have landed."""
         start, in_use, idle = held.num_computed, self._in_use, self._idle
+        is_idle = idle.line_by_granule
         part = held.chain[start:num_granules]
         for granule in part if self._orphans else ():
             if granule in self._orphans:  # what is before it is kept, too, now
                 del self._orphans[granule]
                 self._keep(granule, held.line)
-        fresh = [granule for granule in part if granule not in in_use and granule not in idle]
+        fresh = [granule for granule in part if granule not in in_use and granule not in is_idle]
         if len(fresh) == len(part):
             held.kept |= ((1 << len(part)) - 1) << start
         else:
@@ -197,16 +198,18 @@ class KeptHere:
             return
         self._num_held -= held.kept.bit_count()
         held.line.num_live -= 1
-        users, in_use, idle, offloaded = self._users, self._in_use, self._idle, self.offloaded
+        users, in_use, offloaded = self._users, self._in_use, self.offloaded
+        idle: list[tuple[PrefixHash, IdleLine]] = []
         for granule in reversed(held.chain):
             number = users.pop(granule) - 1
             if number:
                 users[granule] = number
                 continue
             if granule in in_use:
-                idle.add(granule, in_use.pop(granule))
+                idle.append((granule, in_use.pop(granule)))
             if offloaded is not None:
                 offloaded.let_go(granule)
+        self._idle.add_all(idle)
 
     def _keep(self, granule: PrefixHash, line: IdleLine) -> None:
         self._where.add(granule, self._bit)
@@ -230,8 +233,7 @@ class KeptHere:
         if num_granules <= 0:
             return RoomMade(orphans)
         given_up = idle.take(num_granules)
-        for granule in given_up:
-            self._where.discard(granule, self._bit)
+        self._where.discard_all(given_up, self._bit)
         if self.offloaded is None:
             return RoomMade(orphans + tuple(given_up))
         room = self.offloaded.take_in(given_up, idle)
@@ -292,8 +294,7 @@ class KeptHere:
             self.offloaded.clear()
 
     def _forget(self) -> None:
-        for granule in (*self._in_use, *self._idle.lines()):
-            self._where.discard(granule, self._bit)
+        self._where.discard_all((*self._in_use, *self._idle.lines()), self._bit)
         self._in_use.clear()
         self._idle.clear()
         self._orphans.clear()

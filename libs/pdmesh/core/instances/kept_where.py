@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pdmesh.model import PrefixHash
 
@@ -26,11 +26,15 @@ class GranuleIndex:
             masks[granule] = masks.get(granule, 0) | bit
 
     def discard(self, granule: PrefixHash, bit: int) -> None:
-        mask = self._masks[granule] & ~bit
-        if mask:
-            self._masks[granule] = mask
-        else:
-            del self._masks[granule]
+        self.discard_all((granule,), bit)
+
+    def discard_all(self, granules: Iterable[PrefixHash], bit: int) -> None:
+        """Note granules that an instance has no more."""
+        masks = self._masks
+        for granule in granules:
+            mask = masks.pop(granule) & ~bit
+            if mask:
+                masks[granule] = mask
 
     def depths(self, chain: Sequence[PrefixHash], most: int) -> dict[int, int]:
         """How many of the first ``most`` granules are where, by the instance's number; only where some are."""

@@ -77,8 +77,7 @@ class OffloadedHere:
                 fresh[granule] = mine
         num_wanted = min(len(fresh), self.capacity)
         evicted = idle.take(max(0, len(self) + num_wanted - self.capacity))
-        for granule in evicted:
-            self._where.discard(granule, self._bit)
+        self._where.discard_all(evicted, self._bit)
         num_taken = min(num_wanted, self.capacity - len(self))
         offloaded = tuple(fresh)[len(fresh) - num_taken :]
         for granule in offloaded:
