@@ -6,16 +6,13 @@ the step has ended; so a transfer never lands before its prompt is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdmesh.model import GRANULE_TOKENS, NO_TRANSFER, InstanceId, InstanceProfile, RequestKey, TransferId
+from pdmesh.model import GRANULE_TOKENS, NO_TRANSFER, RequestKey, TransferId
 from pdmesh.plans import TransferPlan
-from pdmesh.sim.agenda import Agenda
+from pdmesh.sim.flows import SimulatedFlows
 from pdmesh.sim.held import Held
-from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.result import RequestRun
-from pdmesh.sim.untimed import UntimedInstance
 
 
 @dataclass(slots=True, eq=False)
@@ -33,26 +30,13 @@ class Prefill:
 
 
 class SimulatedDepartures:
-    """Transfers that leave an instance. ``land`` hears of those that moved whole."""
+    """Transfers that leave an instance."""
 
-    def __init__(
-        self,
-        profile: InstanceProfile,
-        *,
-        agenda: Agenda,
-        links: SimulatedLinks,
-        untimed: UntimedInstance,
-        land: Callable[[TransferPlan, RequestKey, float], None],
-    ) -> None:
-        layout = profile.kv_layout
-        self.token_bytes = layout.token_bytes
-        self.last_layer_share = 1 / layout.num_layers
+    def __init__(self, flows: SimulatedFlows) -> None:
+        self._flows = flows
+        self.token_bytes = flows.layout.token_bytes
+        self.last_layer_share = 1 / flows.layout.num_layers
         self.prefills: dict[RequestKey, Prefill] = {}
-        self._instance_id: InstanceId = profile.instance_id
-        self._agenda = agenda
-        self._links = links
-        self._untimed = untimed
-        self._land = land
 
     def num_kv_bytes(self, run: RequestRun, transfer: TransferPlan) -> int:
         """Bytes that a transfer of a prompt's KV brings."""
@@ -74,19 +58,19 @@ class SimulatedDepartures:
         """Forget a prompt that ends, or decodes, where it is."""
         prefill = self.prefills.pop(key, None)
         if prefill is not None and prefill.held.transfer is not None:
-            self._links.drop(self._flow(prefill.held, prefill.held.transfer))
+            self._flows.drop(key, prefill.held.transfer)
         return prefill
 
     def send(self, held: Held, transfer: TransferPlan) -> None:
         """Send what is granted; to another receiver than before all that is computed goes."""
         prefill = self.prefills[held.key]
         if prefill.granted_to != transfer.transfer_id:
-            prefill.granted_to, prefill.granted_s = transfer.transfer_id, self._agenda.now_s
+            prefill.granted_to, prefill.granted_s = transfer.transfer_id, self._flows.agenda.now_s
             prefill.num_sent_bytes = float(transfer.num_reused_granules * GRANULE_TOKENS * self.token_bytes)
         self._move(prefill, 0.0)
 
     def stop(self, held: Held, transfer: TransferPlan) -> None:
-        self.prefills[held.key].num_sent_bytes -= self._links.drop(self._flow(held, transfer))
+        self.prefills[held.key].num_sent_bytes -= self._flows.drop(held.key, transfer)
 
     def drained(self, key: RequestKey) -> None:
         """All KV that may move so far has moved; it has landed if that is all of it."""
@@ -95,14 +79,13 @@ class SimulatedDepartures:
             return
         held, run = prefill.held, prefill.run
         assert held.transfer is not None
-        now_s = self._agenda.now_s
+        now_s = self._flows.agenda.now_s
         num_bytes, duration_s = self.num_kv_bytes(run, held.transfer), now_s - prefill.granted_s
         run.granted_s, run.landed_s, run.exposed_s = prefill.granted_s, now_s, now_s - prefill.computed_s
         del self.prefills[key]
-        self._land(held.transfer, key, duration_s)
-        _, sender_id, receiver_id = self._flow(held, held.transfer)
-        sent_s = self._links.alone_s(sender_id, receiver_id, num_bytes)
-        self._untimed.send(held, num_bytes, duration_s, run.exposed_s, sent_s=sent_s)
+        self._flows.land(held.transfer, key, duration_s)
+        sent_s = self._flows.alone_s(held.transfer, num_bytes)
+        self._flows.untimed.send(held, num_bytes, duration_s, run.exposed_s, sent_s=sent_s)
 
     def _move(self, prefill: Prefill, num_bytes: float) -> None:
         held = prefill.held
@@ -112,8 +95,5 @@ class SimulatedDepartures:
         if held.is_granted:
             assert held.transfer is not None
             num_unsent_bytes = max(0.0, prefill.num_ready_bytes - prefill.num_sent_bytes)
-            self._links.send(self._flow(held, held.transfer), num_unsent_bytes)
+            self._flows.send(held.key, held.transfer, num_unsent_bytes)
             prefill.num_sent_bytes += num_unsent_bytes
-
-    def _flow(self, held: Held, transfer: TransferPlan) -> FlowId:
-        return held.key, self._instance_id, transfer.destination_ids[0]

@@ -30,6 +30,7 @@ from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.departures import Prefill, SimulatedDepartures
 from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.fetches import SimulatedFetches
+from pdmesh.sim.flows import SimulatedFlows
 from pdmesh.sim.groups import SimulatedGroups
 from pdmesh.sim.held import Held
 from pdmesh.sim.links import SimulatedLinks
@@ -70,9 +71,8 @@ class SimInstance:
         self._want_turn = want_turn
         self._max_decode_steps = max_decode_steps
         self._untimed = untimed = UntimedInstance(profile, report=report, length_of=self._length_of, surroundings=self)
-        self._departures = departures = SimulatedDepartures(
-            profile, agenda=agenda, links=links, untimed=untimed, land=land
-        )
+        flows = SimulatedFlows(profile, agenda=agenda, links=links, untimed=untimed, land=land)
+        self._departures = departures = SimulatedDepartures(flows)
         self._groups = SimulatedGroups(
             profile,
             agenda=agenda,
@@ -84,8 +84,8 @@ class SimInstance:
             go_on=self._go_on,
         )
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
-        self._moves = SimulatedMoves(profile, agenda=agenda, links=links, untimed=untimed, runs=runs, land=land)
-        self._fetches = SimulatedFetches(profile, agenda=agenda, links=links, untimed=untimed, land=land)
+        self._moves = SimulatedMoves(flows, runs)
+        self._fetches = SimulatedFetches(flows)
         self._num_turns = 0
         self._busy = False
         self._step: PlannedStep | None = None

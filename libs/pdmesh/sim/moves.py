@@ -6,16 +6,13 @@ meanwhile follows, and a little later it goes on at its target. So a stream stan
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdmesh.model import InstanceProfile, RequestKey
+from pdmesh.model import RequestKey
 from pdmesh.plans import TransferPlan
-from pdmesh.sim.agenda import Agenda
+from pdmesh.sim.flows import SimulatedFlows
 from pdmesh.sim.held import Held
-from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.result import RequestRun
-from pdmesh.sim.untimed import UntimedInstance
 
 #: The last word takes so long beside its bytes, seconds.
 LAST_WORD_S = 0.001
@@ -32,27 +29,12 @@ class _Departure:
 
 
 class SimulatedMoves:
-    """Moves from an instance. ``land`` hears of those that moved whole."""
+    """Moves from an instance."""
 
-    def __init__(
-        self,
-        profile: InstanceProfile,
-        *,
-        agenda: Agenda,
-        links: SimulatedLinks,
-        untimed: UntimedInstance,
-        runs: dict[RequestKey, RequestRun],
-        land: Callable[[TransferPlan, RequestKey, float], None],
-    ) -> None:
-        layout = profile.kv_layout
-        self._instance_id = profile.instance_id
-        self._token_bytes = layout.token_bytes
-        self._block_size = layout.block_size
-        self._agenda = agenda
-        self._links = links
-        self._untimed = untimed
+    def __init__(self, flows: SimulatedFlows, runs: dict[RequestKey, RequestRun]) -> None:
+        self._flows = flows
+        self._block_size = flows.layout.block_size
         self._runs = runs
-        self._land = land
         self._all: dict[RequestKey, _Departure] = {}
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -60,16 +42,16 @@ class SimulatedMoves:
 
     def send(self, held: Held, plan: TransferPlan) -> None:
         """Send what is there now."""
-        num_tokens = self._untimed.residents.num_tokens(held.key)
-        num_bytes = num_tokens * self._token_bytes
-        self._all[held.key] = _Departure(held, plan, self._agenda.now_s, num_tokens, num_bytes)
-        self._links.send(self._flow(held.key, plan), num_bytes)
+        num_tokens = self._flows.untimed.residents.num_tokens(held.key)
+        num_bytes = num_tokens * self._flows.layout.token_bytes
+        self._all[held.key] = _Departure(held, plan, self._flows.agenda.now_s, num_tokens, num_bytes)
+        self._flows.send(held.key, plan, num_bytes)
 
     def stop(self, key: RequestKey) -> None:
         """The request ends here, is freed, or stays."""
         departure = self._all.pop(key, None)
         if departure is not None:
-            self._links.drop(self._flow(key, departure.plan))
+            self._flows.drop(key, departure.plan)
 
     def end(self) -> None:
         """The instance is no more."""
@@ -79,33 +61,30 @@ class SimulatedMoves:
         """What was given to the links is over."""
         departure = self._all[key]
         if departure.held.is_frozen:
-            self._untimed.commit_move(departure.held)
-            self._agenda.at(self._agenda.now_s + LAST_WORD_S, lambda: self._arrived(key, departure))
+            self._flows.untimed.commit_move(departure.held)
+            self._flows.agenda.at(self._flows.agenda.now_s + LAST_WORD_S, lambda: self._arrived(key, departure))
             return
-        num_tokens = self._untimed.residents.num_tokens(key)
+        num_tokens = self._flows.untimed.residents.num_tokens(key)
         if num_tokens > departure.plan.destinations[0].part.blocks.size * self._block_size:
-            self._untimed.fail_move(departure.held, "it has outgrown it")
+            self._flows.untimed.fail_move(departure.held, "it has outgrown it")
         else:
-            self._untimed.freeze(departure.held)
+            self._flows.untimed.freeze(departure.held)
 
     def left(self, held: Held) -> None:
         """Send the rest of a request that takes part in no step any more."""
         departure = self._all[held.key]
-        departure.stands_since_s = self._agenda.now_s
-        num_bytes = max(1, held.num_tokens - departure.num_tokens) * self._token_bytes
+        departure.stands_since_s = self._flows.agenda.now_s
+        num_bytes = max(1, held.num_tokens - departure.num_tokens) * self._flows.layout.token_bytes
         departure.num_bytes += num_bytes
-        self._links.send(self._flow(held.key, departure.plan), num_bytes)
-
-    def _flow(self, key: RequestKey, plan: TransferPlan) -> FlowId:
-        return key, self._instance_id, plan.destination_ids[0]
+        self._flows.send(held.key, departure.plan, num_bytes)
 
     def _arrived(self, key: RequestKey, departure: _Departure) -> None:
         if self._all.get(key) is not departure:
             return
         del self._all[key]
-        now_s, held = self._agenda.now_s, departure.held
+        now_s, held = self._flows.agenda.now_s, departure.held
         self._runs[key].num_moves += 1
         duration_s, frozen_s = now_s - departure.began_s, now_s - departure.stands_since_s
-        self._land(departure.plan, key, duration_s)
+        self._flows.land(departure.plan, key, duration_s)
         if not held.is_given_up:
-            self._untimed.end_move(held, round(departure.num_bytes), duration_s, frozen_s)
+            self._flows.untimed.end_move(held, round(departure.num_bytes), duration_s, frozen_s)
