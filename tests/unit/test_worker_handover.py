@@ -462,3 +462,12 @@ async def test_a_capability_that_does_not_fit_moves_nothing() -> None:
         free(prefill, stranger)
         for instance in (prefill, decode):
             instance.assert_all_free()
+
+
+@pytest.mark.parametrize("num_stages", [(2, 1), (1, 2), (2, 2)])
+async def test_kv_leaves_stages_and_comes_to_stages(num_stages: tuple[int, int]) -> None:
+    """Layers of one chunk leave while another stage computes the next one."""
+    prefill, decode = (FakeEngine(num_blocks=512, num_stages=number) for number in num_stages)
+    async with memory_pair(prefill_engine=prefill, decode_engine=decode) as pair:
+        for number, sizes in enumerate(([4], [7], [3, 11], [64])):
+            await check_whole_way(pair, f"r{number}", list(range(60)), GREEDY, sizes)

@@ -701,6 +701,26 @@ async def test_output_does_not_depend_on_stages(seed: int) -> None:
         running.assert_all_free()
 
 
+async def test_an_urgent_chunk_enters_between_two_others() -> None:
+    """Behind the one that is computed and the one that waits for it, and before those that were planned earlier."""
+    gate = StepGate()
+    engine = FakeEngine(gate=gate, num_stages=2)
+    async with mixed(engine) as running:
+        long, short = make_generation("long", list(range(16)), GREEDY), make_generation("short", [1, 2], GREEDY)
+        running.admit(long, kv_moves=False)
+        running.admit(short, kv_moves=False)
+        for chunk in chunk_plans(long, [4]):
+            running.run([chunk])
+        await to_thread.run_sync(gate.arrived)
+        plan = StepPlan(plan_id=9, chunks=tuple(chunk_plans(short, [2])), with_decodes=False, urgent=True)
+        running.instance.handle(RunStep(instance_id=running.instance.instance_id, plan=plan))
+        gate.open()
+        for generation in (long, short):
+            await running.reported(KvReleased, generation.request_id)
+        order = [batch[0][0] for batch in engine.batches]
+        assert order[:5] == ["long", "long", "short", "long", "long"]
+
+
 async def test_decodes_pass_stages_in_as_many_parts() -> None:
     engine = Watched(num_stages=2)
     engine.num_slices = []
