@@ -164,7 +164,7 @@ def break_at(depth: str, patched: pytest.MonkeyPatch, generation: Generation) ->
         case "text":
             patched.setattr(Choice, "advance", raising(RAISED["bare cancellation"]))
         case "rendering":
-            patched.setattr("pdmesh_gateway.http.sse.ChunkWriter.delta", raising(RAISED["error"]))
+            patched.setattr("pdmesh_gateway.http.sse.ChunkWriter.text", raising(RAISED["error"]))
         case _:
             patched.setattr(Generator, "resume", raising(RAISED["error"]))
 
