@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdmesh.engine.architectures import parse_model_config
 from pdmesh.engine.model_config import ModelConfig, QkNorm
-from pdmesh.engine.ranks.share import RankShare, check_divisible
+from pdmesh.engine.ranks.share import RankShare, check_divisible, check_stages
 from pdmesh.errors import ConfigError
 
 _PARSED = parse_model_config(
@@ -67,3 +67,21 @@ def test_each_query_head_is_with_its_key_value_head(num_ranks: int) -> None:
 def test_what_cannot_be_divided_is_one_sentence(model: ModelConfig, num_ranks: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_divisible(model, num_ranks)
+
+
+@given(num_layers=st.integers(1, 130), num_stages=st.integers(1, 64))
+def test_stages_have_all_layers_in_order_and_the_last_no_more_than_others(num_layers: int, num_stages: int) -> None:
+    num_stages = min(num_stages, num_layers)
+    parts = [RankShare(stage=stage, num_stages=num_stages).layers(num_layers) for stage in range(num_stages)]
+    assert [layer for part in parts for layer in range(*part)] == list(range(num_layers))
+    sizes = [part.size for part in parts]
+    assert min(sizes) >= 1
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[-1] == min(sizes)
+
+
+def test_more_stages_than_layers_are_one_sentence() -> None:
+    with pytest.raises(
+        ConfigError, match="pipeline_parallel_size is 9, but the model has 2 layers: set it to 2 at most"
+    ):
+        check_stages(MODEL, 9)
