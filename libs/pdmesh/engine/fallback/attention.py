@@ -22,7 +22,7 @@ class Attended:
     query: Tensor
     key: Tensor
     value: Tensor
-    has_mask: bool
+    has_more: bool  # a mask or sinks, which are not applied
     scale: float
     window: int | None
     score_cap: float | None
@@ -66,7 +66,7 @@ def _attend(
         query,
         key,
         value,
-        has_mask=attention_mask is not None or s_aux is not None,
+        has_more=attention_mask is not None or s_aux is not None,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         score_cap=softcap,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
@@ -16,7 +17,7 @@ from pdmesh.engine.attention import TorchAttention
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.compute import Compute
 from pdmesh.engine.fallback.attention import IMPLEMENTATION
-from pdmesh.engine.fallback.modules import load_modules, probed
+from pdmesh.engine.fallback.modules import load_modules, probed, sentence_of
 from pdmesh.engine.fallback.transformer import ModuleTransformer
 from pdmesh.engine.forward import DirectForward, step_spans
 from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore
@@ -70,6 +71,22 @@ def load_undescribed(
         architecture=model.architecture,
     )
     modules = load_modules(checkpoint_dir, model, TORCH_DTYPES[layout.dtype])
+    try:
+        loaded, difference = _tried(modules, model, layout, max_model_len)
+    except Exception as error:
+        raise ConfigError(
+            f"{checkpoint_dir}: this {model.architecture} is not served: it fails: {sentence_of(error)}"
+        ) from error
+    if not difference <= _TOLERANCES[layout.dtype]:
+        raise ConfigError(
+            f"{checkpoint_dir}: this {model.architecture} is not served: in chunks it gives other scores than as a "
+            f"whole ({difference:.2g} of their spread)"
+        )
+    return loaded
+
+
+def _tried(modules: Any, model: UndescribedModel, layout: KvLayout, max_model_len: int) -> tuple[LoadedModules, float]:
+    """Return the model with our attention, and by how much its scores in chunks differ from those by transformers'."""
     token_ids = _some_tokens(min(sum(_TRIED_CHUNKS), max_model_len), model.vocab_size)
     with torch.inference_mode():
         expected = modules(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()
@@ -77,13 +94,7 @@ def load_undescribed(
     loaded = LoadedModules(
         config=model, layout=layout, max_model_len=max_model_len, transformer=ModuleTransformer(model, modules)
     )
-    difference = _relative(_scores_in_chunks(loaded, token_ids), expected)
-    if not difference <= _TOLERANCES[layout.dtype]:
-        raise ConfigError(
-            f"{checkpoint_dir}: this {model.architecture} is not served: in chunks it gives other scores than as a "
-            f"whole ({difference:.2g} of their spread)"
-        )
-    return loaded
+    return loaded, _relative(_scores_in_chunks(loaded, token_ids), expected)
 
 
 @torch.inference_mode()

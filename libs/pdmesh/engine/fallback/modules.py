@@ -43,7 +43,7 @@ def probed(directory: Path, model: UndescribedModel) -> UndescribedModel:
     except ConfigError:
         raise
     except Exception as error:
-        raise _refusal(directory, model, f"transformers cannot make it: {_sentence(error)}") from error
+        raise _refusal(directory, model, f"transformers cannot make it: {sentence_of(error)}") from error
     return probe.shape_of(model, directory)
 
 
@@ -65,7 +65,7 @@ def load_modules(directory: Path, model: UndescribedModel, dtype: torch.dtype) -
                 output_loading_info=True,
             )
     except Exception as error:
-        raise _refusal(directory, model, f"transformers cannot load it: {_sentence(error)}") from error
+        raise _refusal(directory, model, f"transformers cannot load it: {sentence_of(error)}") from error
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(f"{directory}: the weights hold no tensor {missing[0]!r}")
     for name, shape, needed in sorted(found["mismatched_keys"]):
@@ -88,7 +88,7 @@ def _quiet() -> Iterator[None]:
         hf.logging.set_verbosity(level)
 
 
-def _sentence(error: Exception) -> str:
+def sentence_of(error: Exception) -> str:
     """What went wrong inside of transformers, on one line."""
     return " ".join(str(error).split())[:_MAX_MESSAGE] or type(error).__name__
 
@@ -111,12 +111,13 @@ class _Probe:
         first = calls[0]
         if any(_kind(call) != _kind(first) for call in calls):
             raise _refusal(directory, model, "its layers' keys and values are of several shapes")
-        if first.has_mask or first.key.shape != first.value.shape:
+        num_heads, num_kv_heads = first.query.shape[1], first.key.shape[1]
+        if first.has_more or first.key.shape != first.value.shape or num_heads % num_kv_heads:
             raise _refusal(directory, model, "its attention is not that of queries, keys and values of one size")
         return replace(
             model,
-            num_heads=first.query.shape[1],
-            num_kv_heads=first.key.shape[1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=first.key.shape[3],
             layers=tuple(
                 replace(layer, window=_window(call, model)) for layer, call in zip(model.layers, calls, strict=True)
@@ -128,7 +129,7 @@ class _Probe:
 
 def _kind(call: Attended) -> Sequence[object]:
     """What has to be the same in all layers."""
-    return call.query.shape, call.key.shape, call.value.shape, call.has_mask, call.scale, call.score_cap
+    return call.query.shape, call.key.shape, call.value.shape, call.has_more, call.scale, call.score_cap
 
 
 def _window(call: Attended, model: UndescribedModel) -> int | None:
@@ -156,7 +157,7 @@ def _config(directory: Path, model: UndescribedModel) -> Any:
     try:
         return _class(model).config_class.from_dict(shape)
     except Exception as error:
-        raise _refusal(directory, model, f"transformers cannot read config.json: {_sentence(error)}") from error
+        raise _refusal(directory, model, f"transformers cannot read config.json: {sentence_of(error)}") from error
 
 
 def _check_size(directory: Path, model: UndescribedModel, modules: Any) -> None:
