@@ -27,9 +27,24 @@ ENV DEBIAN_FRONTEND=noninteractive
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates conntrack containernetworking-plugins \
     dnsmasq-base docker.io etcd-server iproute2 iptables mount procps \
     && rm -rf /var/lib/apt/lists/*
-COPY node.sh /node.sh
+COPY runc.py node.sh /
+RUN mv "$(readlink -f "$(command -v runc)")" /usr/bin/runc.real && install -m 755 /runc.py /usr/sbin/runc
 VOLUME /var/lib/docker /var/lib/kubelet
 ENTRYPOINT ["bash", "/node.sh"]
+"""
+
+#: Not every machine lets its containers be killed later than others for want of memory (CAP_SYS_RESOURCE), which those
+#: that hold the namespaces of Kubernetes' pods ask for.
+_RUNC = """#!/usr/bin/python3
+import json, os, sys
+if "--bundle" in sys.argv:
+    path = os.path.join(sys.argv[sys.argv.index("--bundle") + 1], "config.json")
+    with open(path) as file:
+        config = json.load(file)
+    config["process"]["oomScoreAdj"] = max(0, config["process"].get("oomScoreAdj") or 0)
+    with open(path, "w") as file:
+        json.dump(config, file)
+os.execv("/usr/bin/runc.real", ["runc", *sys.argv[1:]])
 """
 
 _ENTRYPOINT = r"""
@@ -146,6 +161,7 @@ def running_nodes(folder: Path, number: int, image: str, mounts: Sequence[Path] 
     context.mkdir(parents=True)
     (context / "Dockerfile").write_text(_DOCKERFILE)
     (context / "node.sh").write_text(_ENTRYPOINT)
+    (context / "runc.py").write_text(_RUNC)
     run("docker", "build", "-t", IMAGE, str(context), limit_s=900)
     run("docker", "save", "-o", str(folder / "image.tar"), image)
     nodes = [Node(f"pdmesh-node-{index}", index) for index in range(1, number + 1)]

@@ -28,7 +28,10 @@ API = "10.96.0.1"
 DOMAIN = "cluster.local"
 
 #: A node that was not heard of for so long is not ready; its pods may go `unreachableSeconds` of the chart later.
-GRACE_S = 10
+GRACE_S = 40
+
+#: The control plane shares two cores with the mesh here, and is late with its answers.
+LEASE_S = 15
 
 _PAUSE = 'FROM {image}\nUSER root\nENTRYPOINT ["sleep", "infinity"]\nCMD []\n'
 
@@ -56,6 +59,7 @@ class Kubernetes:
         """Start it, and wait until all nodes are ready."""
         names = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", f"kubernetes.default.svc.{DOMAIN}")
         make_certificates(self._folder / "pki", hosts=(self._head.address, API, *names), days=30)
+        run("openssl", "genrsa", "-traditional", "-out", str(self._folder / "pki/account.key"), "2048")
         token = secrets.token_hex(16)
         (self._folder / "pki/tokens.csv").write_text(f'{token},admin,admin,"system:masters"\n')
         cluster = {"server": f"https://{self._head.address}:6443", "certificate-authority": "/files/pki/ca.pem"}
@@ -68,26 +72,30 @@ class Kubernetes:
             "current-context": "here",
         }
         (self._folder / "kubeconfig").write_text(json.dumps(config))
-        self._start_control_plane()
+        self._start_api()
         until("the API server answers", lambda: "ok" in self.kubectl("get", "--raw", "/readyz"))
+        self._start_controllers()
         for node in self._nodes:
             self.start_node(node)
         until("all nodes are ready", lambda: self.kubectl("get", "nodes").count(" Ready") == len(self._nodes))
 
-    def _start_control_plane(self) -> None:
-        pki, head, configured = "/files/pki", self._head, "--kubeconfig=/files/kubeconfig"
+    def _start_api(self) -> None:
+        pki, head = "/files/pki", self._head
         head.start("etcd", "--data-dir=/run/etcd", log="/run/etcd.log")
         self._begin(
             *(head, "kube-apiserver", "--etcd-servers=http://127.0.0.1:2379", f"--advertise-address={head.address}"),
             *("--secure-port=6443", f"--service-cluster-ip-range={SERVICES}", "--authorization-mode=RBAC"),
             *("--allow-privileged=true", f"--token-auth-file={pki}/tokens.csv", f"--client-ca-file={pki}/ca.pem"),
             *(f"--tls-cert-file={pki}/mesh.pem", f"--tls-private-key-file={pki}/mesh.key"),
-            *(f"--service-account-key-file={pki}/mesh.key", f"--service-account-signing-key-file={pki}/mesh.key"),
+            *(f"--service-account-key-file={pki}/account.key", f"--service-account-signing-key-file={pki}/account.key"),
             f"--service-account-issuer=https://kubernetes.default.svc.{DOMAIN}",
         )
+
+    def _start_controllers(self) -> None:
+        pki, head, configured = "/files/pki", self._head, "--kubeconfig=/files/kubeconfig"
         self._begin(
             *(head, "kube-controller-manager", configured, "--leader-elect=false", f"--root-ca-file={pki}/ca.pem"),
-            *(f"--service-account-private-key-file={pki}/mesh.key", "--node-monitor-period=2s"),
+            *(f"--service-account-private-key-file={pki}/account.key", "--node-monitor-period=2s"),
             f"--node-monitor-grace-period={GRACE_S}s",
         )
         self._begin(head, "kube-scheduler", configured, "--leader-elect=false")
