@@ -190,7 +190,8 @@ class EventLogReader(AbstractContextManager["EventLogReader"]):
     def _read_header(self) -> Header:
         try:
             header = msgspec.convert(next(self._payloads(), None), Header)
-        except msgspec.ValidationError as error:
+        # TypeError: something stands where a log has nothing, because it is no data (`PolicyConfig.links`).
+        except (msgspec.ValidationError, TypeError) as error:
             raise EventLogError(f"{self._path} is not an event log: {error}") from error
         if header.version != FORMAT_VERSION:
             raise EventLogError(f"{self._path} has format {header.version}, this pdmesh reads {FORMAT_VERSION}")
