@@ -39,7 +39,7 @@ END_LIMIT_S = 15.0
 REPLACED_LIMIT_S = 180.0
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=4, help="in each mesh")
     parser.add_argument("--architectures", default="llama,qwen3")
@@ -58,7 +58,7 @@ def main() -> None:
                 _in_a_mesh(Path(name) / layout, checkpoint, layout, references, arguments.faults, rng, counts)
                 print(f"{architecture} {layout}: {_said(counts - before)}", flush=True)
     print(f"in all: {_said(counts)}")
-    sys.exit(any(counts[what] for what in ("lost", "differ", "hang", "leaked", "left behind", "not replaced")))
+    return int(any(counts[what] for what in ("lost", "differ", "hang", "leaked", "left behind", "not replaced")))
 
 
 def _said(counts: Counter[str]) -> str:
@@ -136,4 +136,4 @@ async def _fault(mesh: RunningMesh, rng: random.Random, counts: Counter[str]) ->
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -42,6 +42,7 @@ class Bench(CoreBench):
         config = CoreConfig(policy=policy, plans_in_flight=1)
         super().__init__(a_profile("m0", num_blocks), a_profile("m1", num_blocks), config=config)
         assert serve(self, a_prompt("first", 1000)).instance_id == HOLDER
+        assert serve(self, a_prompt("elsewhere", 1000, name=9)).instance_id == OTHER  # so it is the first one's turn
         commands = self.feed(RequestArrived(a_request("other", 3000, 1)))
         (self.other,) = of(RunStep, commands)
         assert self.other.instance_id == HOLDER
@@ -185,7 +186,7 @@ def test_a_copy_that_comes_to_nothing_ends_on_both_sides(
     for instance in bench.core._mesh.instances.values():
         assert key not in instance.allocations
     assert not bench.core._fetches._all
-    if not of(AdmitPrefill, bench.commands)[2:]:
+    if not of(AdmitPrefill, bench.commands)[3:]:
         bench.done(HOLDER, bench.other.plan)
         bench.feed(InstanceJoined(a_profile("m1", 256), ()))
     assert [admit.request_id for admit in of(AdmitPrefill, bench.commands)][-1] == "second"
