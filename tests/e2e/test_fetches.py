@@ -59,7 +59,7 @@ def where(record: RequestRecord) -> str:
 
 async def test_a_next_turn_is_computed_beside_who_keeps_its_prefix_and_is_busy(tmp_path: Path) -> None:
     """All that the first turn left is copied to another instance, and the answer's bits are those computed anew."""
-    first, rest, *others = random_prompts([4000, 100, 12000, 12000], SHAPE.vocab_size, 3)
+    first, rest, between, *others = random_prompts([4000, 100, 200, 12000, 12000], SHAPE.vocab_size, 3)
     second = [*first, *rest]
     model = write_checkpoint(tmp_path / "model", architecture="qwen3", shape=SHAPE, seed=1)
     settings = {"SCHEDULER_BUNDLE": "fcfs", "WORKER_DETERMINISTIC": "true", "WORKER_MAX_MODEL_LEN": "16384"}
@@ -68,6 +68,7 @@ async def test_a_next_turn_is_computed_beside_who_keeps_its_prefix_and_is_busy(t
             cold, _ = await ask(mesh, client, second, 16, salt="cold")
             _, record = await ask(mesh, client, first, 1)
             holder, busy = where(record), set[str]()
+            await ask(mesh, client, between, 1)  # instances take turns: the next one goes to the holder
             for number, other in enumerate(others, 1):
                 tasks.start_soon(ask, mesh, client, other, 1)
                 with anyio.fail_after(60):
