@@ -34,6 +34,7 @@ from report import heading
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
+from pdmesh.testing.host_load import completion
 from pdmesh.testing.hosts import API_KEY, GATEWAY_PORT, Hosts, ip, running_hosts, why_no_hosts
 
 #: By host: what runs there.
@@ -101,17 +102,8 @@ def start(hosts: Hosts, host: str) -> None:
 
 
 async def draw(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, stream: Stream) -> None:
-    body = {
-        "model": "model",
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
+        async with client.stream("POST", "/v1/completions", json=completion(prompt, max_tokens)) as response:
             if response.status_code != 200:
                 stream.error = (await response.aread()).decode()[:200]
                 return

@@ -92,17 +92,13 @@ async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_
         pair.free_all()
 
 
-@pytest.mark.parametrize("layout", [SMALL_LAYOUT, LARGE_LAYOUT], ids=["small", "large"])
-@pytest.mark.parametrize("encrypts", [(True, True), (True, False), (False, True)], ids=["both", "source", "receiver"])
-async def test_encrypted_kv_moves_to_whoever_has_the_token(
-    maker: TransportMaker, layout: KvLayout, encrypts: tuple[bool, bool]
+async def hand_over_between(
+    maker: TransportMaker, layout: KvLayout, source: TransferConfig, destination: TransferConfig
 ) -> None:
-    """So the setting may be changed one instance after the other."""
-    config = SMALL_TRANSFER if layout is SMALL_LAYOUT else LARGE_TRANSFER
-    configs = [replace(config, encrypt=each) for each in encrypts]
+    """A request moves between sides that are configured unlike each other."""
     async with (
-        open_side(maker, layout, configs[0], ByteStore(layout, NUM_BLOCKS, seed=1)) as a,
-        open_side(maker, layout, configs[1], ByteStore(layout, NUM_BLOCKS)) as b,
+        open_side(maker, layout, source, ByteStore(layout, NUM_BLOCKS, seed=1)) as a,
+        open_side(maker, layout, destination, ByteStore(layout, NUM_BLOCKS)) as b,
     ):
         with anyio.fail_after(30):
             pair = Pair(a, b)
@@ -118,6 +114,16 @@ async def test_encrypted_kv_moves_to_whoever_has_the_token(
             assert b.mover.counters().dropped == {}
             pair.check_moved()
             pair.free_all()
+
+
+@pytest.mark.parametrize("layout", [SMALL_LAYOUT, LARGE_LAYOUT], ids=["small", "large"])
+@pytest.mark.parametrize("encrypts", [(True, True), (True, False), (False, True)], ids=["both", "source", "receiver"])
+async def test_encrypted_kv_moves_to_whoever_has_the_token(
+    maker: TransportMaker, layout: KvLayout, encrypts: tuple[bool, bool]
+) -> None:
+    """So the setting may be changed one instance after the other."""
+    config = SMALL_TRANSFER if layout is SMALL_LAYOUT else LARGE_TRANSFER
+    await hand_over_between(maker, layout, *[replace(config, encrypt=each) for each in encrypts])
 
 
 async def test_layers_are_pushed_while_later_ones_are_computed(maker: TransportMaker) -> None:
@@ -137,21 +143,7 @@ async def test_layers_are_pushed_while_later_ones_are_computed(maker: TransportM
 async def test_pieces_are_what_both_sides_hold(maker: TransportMaker, sizes: tuple[int, int]) -> None:
     """Instances with KV on devices have larger buffers than those without."""
     configs = [replace(SMALL_TRANSFER, max_payload_bytes=size * SMALL_LAYOUT.block_bytes) for size in sizes]
-    async with (
-        open_side(maker, SMALL_LAYOUT, configs[0], ByteStore(SMALL_LAYOUT, NUM_BLOCKS, seed=1)) as a,
-        open_side(maker, SMALL_LAYOUT, configs[1], ByteStore(SMALL_LAYOUT, NUM_BLOCKS)) as b,
-    ):
-        with anyio.fail_after(30):
-            pair = Pair(a, b)
-            pair.expect()
-            sender = pair.offer()
-            pair.grant()
-            pair.compute(sender)
-            sender.commit(FirstToken(1, 0))
-            assert isinstance(await b.outcome(), LandedTransfer)
-            assert isinstance(await a.outcome(), SentTransfer)
-            pair.check_moved()
-            pair.free_all()
+    await hand_over_between(maker, SMALL_LAYOUT, *configs)
 
 
 async def test_no_bytes_move_before_the_grant(memory: TransportMaker) -> None:

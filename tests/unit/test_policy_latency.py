@@ -127,3 +127,12 @@ def test_the_analytic_a100_is_close_to_the_measured_one() -> None:
             prompt(num_tokens)
         )
         assert 0.5 < ratio < 2, num_tokens
+
+
+def test_decodes_are_dealt_out_whole() -> None:
+    """A lone one is in one step with all of its context, however many stages there are."""
+    lone, eight = StepShape((), 1, 1000), StepShape((), 8, 8000)
+    assert lone.shared_by(4) == lone
+    assert StepShape((), 2, 3000).shared_by(4) == StepShape((), 1, 1500)
+    assert eight.shared_by(4) == StepShape((), 2, 2000)
+    assert eight.shared_by(1) == eight

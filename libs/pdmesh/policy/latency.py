@@ -32,10 +32,11 @@ class StepShape(NamedTuple):
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     def shared_by(self, num_steps: int) -> StepShape:
-        """Return the step with the part of its decodes that it has if these are dealt out to so many."""
-        if num_steps == 1:
+        """Return the step with the part of its decodes that it has if these are dealt out to so many, none divided."""
+        num_shares = min(num_steps, self.num_decodes)
+        if num_shares <= 1:
             return self
-        return StepShape(self.chunks, self.num_decodes / num_steps, self.num_decode_context_tokens / num_steps)
+        return StepShape(self.chunks, self.num_decodes / num_shares, self.num_decode_context_tokens / num_shares)
 
 
 class LatencyModel(Protocol):

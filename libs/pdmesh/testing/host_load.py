@@ -41,11 +41,9 @@ async def client_of(hosts: Hosts, name: str) -> AsyncGenerator[httpx.AsyncClient
                 yield client
 
 
-async def draw(
-    client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, on_token: Callable[[int], None] = lambda _: None
-) -> list[int]:
-    """Token ids of one stream, which must end well; ``on_token`` hears how many there are, as they come."""
-    body = {
+def completion(prompt: Sequence[int], max_tokens: int) -> dict[str, object]:
+    """The body of a streamed, greedy completion with its token ids."""
+    return {
         "model": "model",
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -54,6 +52,13 @@ async def draw(
         "return_token_ids": True,
         "stream": True,
     }
+
+
+async def draw(
+    client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, on_token: Callable[[int], None] = lambda _: None
+) -> list[int]:
+    """Token ids of one stream, which must end well; ``on_token`` hears how many there are, as they come."""
+    body = completion(prompt, max_tokens)
     token_ids: list[int] = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
