@@ -26,11 +26,12 @@ python=${PYTHON:-python3}
 # What takes megabytes and is there (torch, numpy, triton, transformers, tokenizers, uvloop) is used as it is. UCX stays
 # behind: KV within a host needs none.
 engine_wheels="flashinfer-python apache-tvm-ffi structlog"
-service_wheels="annotated-doc annotated-types anyio click googleapis-common-protos grpcio grpcio-health-checking
-    grpcio-reflection h11 httpcore httptools httpx idna markdown-it-py mdurl msgspec opentelemetry-api
+service_wheels="annotated-doc annotated-types anyio cffi click cryptography googleapis-common-protos grpcio grpcio-health-checking
+    grpcio-reflection h11 httpcore httptools httpx idna llguidance markdown-it-py mdurl msgspec opentelemetry-api
     opentelemetry-exporter-otlp-common opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-grpc
-    opentelemetry-proto opentelemetry-sdk opentelemetry-semantic-conventions prometheus_client protobuf pydantic
-    pydantic_core rich shellingham sniffio starlette typer typing-inspection typing_extensions uvicorn websockets"
+    opentelemetry-proto opentelemetry-sdk opentelemetry-semantic-conventions prometheus_client protobuf pycparser pydantic
+    pydantic_core rich shellingham sniffio starlette typer typing-inspection typing_extensions uvicorn websockets
+    xxhash"
 test_wheels="charset-normalizer iniconfig packaging pluggy pytest pytest-timeout"
 
 pinned() { sed -n "s/^\($1==.*\)$/\1/p" constraints.txt; }
@@ -61,7 +62,21 @@ unpack() {
 build() { $python tests/gpu/build_flashinfer.py "$carry/modules"; }
 
 # Warnings of other people's packages are not ours: there the tests do not turn them into errors.
-run_tests() { $python -m pytest -p no:cacheprovider -q -W default tests/gpu tests/unit/test_cuda_kernels.py tests/property/test_cuda_attention.py; }
+tests() { $python -m pytest -p no:cacheprovider -q -W default --durations=10 "$@"; }
+
+# Those that start processes, beside all others, which take as long.
+run_tests() {
+    meshes="tests/gpu/test_mesh.py tests/gpu/test_services.py"
+    tests $meshes >"$work/meshes.log" 2>&1 &
+    beside=$!
+    failed=0
+    tests tests/gpu --ignore=tests/gpu/test_mesh.py --ignore=tests/gpu/test_services.py \
+        tests/unit/test_cuda_kernels.py tests/property/test_cuda_attention.py \
+        tests/unit/test_engine_embeddings.py tests/unit/test_engine_guide.py || failed=1  # on a device where there is one
+    wait "$beside" || failed=1
+    cat "$work/meshes.log"
+    return "$failed"
+}
 
 bench() { $python benchmarks/engine_gpu.py "$@"; }
 

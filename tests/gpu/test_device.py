@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from pdmesh.engine.attention import AttentionPlan, QuerySpan, TorchAttention
-from pdmesh.engine.base import SequenceSlice
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention
 from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
@@ -20,17 +20,19 @@ from pdmesh.engine.cuda.page_tables import PageTables
 from pdmesh.engine.cuda.sampler import draw
 from pdmesh.engine.cuda.staging import PLAN_BYTES, Staging
 from pdmesh.engine.cuda.streams import CudaStreams
+from pdmesh.engine.guide import Guide
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.sampler import sample
+from pdmesh.grammars import Grammars
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.devices import drawn_in_any_order, drawn_logprobs, prompt_of, scored
 from pdmesh.testing.reference import HfReference
-from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh.testing.stepping import generate, new_sequence
 from pdmesh.transport.buffers import allocate_buffers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]  # the first run compiles kernels
 
-PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=0)
 NUM_HEADS, SCALE = 8, 128**-0.5
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=128, block_size=16, dtype="bfloat16")
 
@@ -133,11 +135,6 @@ def bf16_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def prompt_of(num_tokens: int) -> list[int]:
-    rng = random.Random(num_tokens)
-    return [rng.randrange(320) for _ in range(num_tokens)]
-
-
 @pytest.mark.parametrize("head_dim", [16, 128])
 def test_fp32_draws_the_tokens_of_the_host_and_of_transformers(tmp_path: Path, head_dim: int) -> None:
     write_checkpoint(tmp_path, head_dim=head_dim)
@@ -166,7 +163,7 @@ def test_chunks_decodes_and_graphs_are_as_good_as_plain_bf16(bf16_checkpoint: Pa
     fast = TorchEngine(bf16_checkpoint, num_blocks=128, device="cuda")
     assert isinstance(fast._forward, DeviceForward)
     generations = drawn_in_any_order(fast, [3, 64, 100, 250, 16, 1300], 24)
-    actual = [result.logprobs.logprob for each in generations for result in each.results if result.logprobs is not None]
+    actual = drawn_logprobs(generations)
     plain, wide = (
         [logprob for generation in generations for logprob in scored(engine, generation)]
         for engine in (
@@ -182,32 +179,12 @@ def test_chunks_decodes_and_graphs_are_as_good_as_plain_bf16(bf16_checkpoint: Pa
     assert error < 1.5 * usual
 
 
-def drawn_in_any_order(engine: TorchEngine, lengths: list[int], max_tokens: int) -> list[SteppedRequest]:
-    """Steps of whoever is drawn, in chunks of any length: graphs, those between layers, and kernel by kernel."""
-    tables = separate_tables(engine, [length + max_tokens for length in lengths])
-    generations = [
-        SteppedRequest(new_sequence(prompt_of(length), table, PARAMS), max_tokens)
-        for length, table in zip(lengths, tables, strict=True)
-    ]
-    rng = random.Random(0)
-    while running := [generation for generation in generations if not generation.done]:
-        chosen = rng.sample(running, rng.randint(1, len(running)))
-        step(engine, [(generation, rng.choice([1, 16, 33, 2000])) for generation in chosen])
-    return generations
+def test_a_device_draws_what_the_host_does(streams: CudaStreams, bf16_checkpoint: Path) -> None:
+    """At a large vocabulary, without waiting for the device; which tokens fp32 cannot tell apart, fp64 does.
 
-
-def scored(engine: TorchEngine, generation: SteppedRequest) -> list[float]:
-    """Log-probabilities of what was drawn, computed as one prompt."""
-    tokens = generation.sequence.token_ids.tolist()
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    sequence = new_sequence(tokens, list(range(num_blocks_for(len(tokens), 16))), params)
-    part = SequenceSlice(sequence=sequence, start=0, num_tokens=len(tokens), sample=False, prompt_logprobs=True)
-    (result,) = engine.execute([part])
-    return [entry.logprob for entry in result.prompt_logprobs[generation.sequence.num_prompt_tokens - 1 :]]
-
-
-def test_a_device_draws_what_the_host_does(streams: CudaStreams) -> None:
-    """At a large vocabulary, without waiting for the device; which tokens fp32 cannot tell apart, fp64 does."""
+    Some rows are held to grammars.
+    """
+    grammars = Grammars(bf16_checkpoint, vocab_size=128_256, eos_token_ids=(258, 256))
     logits = 3 * torch.randn(48, 128_256, generator=torch.Generator().manual_seed(5))
     choices: list[dict[str, Any]] = [
         {},
@@ -220,6 +197,8 @@ def test_a_device_draws_what_the_host_does(streams: CudaStreams) -> None:
         new_sequence([1, 2], [0], SamplingParams(**{"max_tokens": 100, "temperature": 1.0, "seed": row, **choice}))
         for row, choice in zip(range(48), itertools.cycle(choices), strict=False)
     ]
+    for sequence in sequences[::3]:
+        sequence.guide = Guide(grammars.matcher(LLMatcher.grammar_from_regex("[0-9]+|[a-z]{3}")), (258, 256))
     on_device = logits.to(streams.device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -228,6 +207,7 @@ def test_a_device_draws_what_the_host_does(streams: CudaStreams) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert drawn.tolist() == sample(logits, sequences)
+    assert max(drawn[::3].tolist()) < 320 <= max(drawn.tolist())
 
 
 def test_random_weights_are_made_on_the_device(bf16_checkpoint: Path) -> None:

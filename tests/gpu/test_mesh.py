@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import anyio
 import pytest
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
+from pdmesh.testing.devices import DEVICE, MARKS
 from pdmesh.testing.exactness import complete, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
-pytestmark = [pytest.mark.anyio, pytest.mark.gpu, pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [*MARKS, pytest.mark.anyio, pytest.mark.e2e, pytest.mark.timeout(600)]
 
-DEVICE = "cuda"
 CHUNK_TOKENS = 128
 MAX_TOKENS = 16
 SETTINGS = {"WORKER_DEVICE": DEVICE, "WORKER_KV_CACHE_BYTES": str(256 << 20)}
@@ -66,7 +67,10 @@ async def test_an_instance_may_die_while_its_kv_is_read(tmp_path: Path) -> None:
 
 
 async def test_graphs_and_flashinfer_serve_and_keep_no_block(tmp_path: Path) -> None:
-    """In bf16 with heads that FlashInfer takes; under the default bundle, prompts long and short at once."""
+    """In bf16 with heads that FlashInfer takes; under the default bundle, prompts long and short at once.
+
+    Some answers are held to a grammar.
+    """
     checkpoint = write_checkpoint(tmp_path / "model", dtype="bfloat16", head_dim=128, seed=2)
     rng = random.Random(3)
     prompts = random_prompts([rng.choice([5, 60, 400, 3000]) for _ in range(20)], TINY.vocab_size, seed=4)
@@ -78,10 +82,17 @@ async def test_graphs_and_flashinfer_serve_and_keep_no_block(tmp_path: Path) -> 
                 answer = await complete(client, mesh.model, prompt, MAX_TOKENS)
                 lengths.append(len(answer.token_ids))
 
+            async def ask_for_digits(prompt: list[int]) -> None:
+                fields = {"structured_outputs": {"regex": "[0-9]{12}"}, "ignore_eos": False, "temperature": 1.0}
+                answer = await complete(client, mesh.model, [*prompt, 5, 6, 7], MAX_TOKENS, **fields)
+                assert re.fullmatch("[0-9]{12}", answer.text)
+
             try:
                 async with anyio.create_task_group() as tasks:
                     for prompt in prompts:
                         tasks.start_soon(ask, prompt)
+                    for prompt in prompts[::4]:
+                        tasks.start_soon(ask_for_digits, prompt)
             except* Exception as errors:
                 pytest.fail(f"{errors.exceptions}\n{log_tails(mesh)}")
         assert lengths == [MAX_TOKENS] * len(prompts)

@@ -6,10 +6,12 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from llguidance import LLMatcher
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -22,7 +24,9 @@ from transformers import (
 
 from pdmesh.engine.base import EngineSequence
 from pdmesh.engine.cuda.sampler import draw
+from pdmesh.engine.guide import Guide
 from pdmesh.engine.sampler import draw_settings, kept_tokens, noise_bits, noise_keys, sample, token_logprobs
+from pdmesh.grammars import Grammars
 from pdmesh.model import RequestId, SamplingParams
 
 VOCAB_SIZE = 50
@@ -223,10 +227,12 @@ def test_draws_that_fp32_cannot_tell_apart_are_decided_in_fp64() -> None:
                 assert draw(logits, [sequence_of(seed=seed)]).tolist() == [int(exact > 0)]
 
 
-def test_a_device_is_not_waited_for() -> None:
-    """Tensors that hold no data: whoever looked at what is computed would fail. Penalties do."""
-    logits = torch.zeros(3, VOCAB_SIZE, device="meta")
+def test_a_device_is_not_waited_for(model: Path) -> None:
+    """Tensors that hold no data: whoever looked at what is computed would fail. Penalties do, grammars do not."""
+    logits = torch.zeros(3, 320, device="meta")
     plain = [sequence_of(temperature=1.0, top_p=0.9, top_k=5), sequence_of(temperature=0.0), sequence_of(min_p=0.1)]
+    grammars = Grammars(model, vocab_size=320, eos_token_ids=())
+    plain[1].guide = Guide(grammars.matcher(LLMatcher.grammar_from_regex("[0-9]+")))
     assert draw(logits, plain).shape == (3,)
     with pytest.raises(NotImplementedError, match="no data"):
         draw(logits, [*plain[:2], sequence_of(presence_penalty=1.0)])
@@ -262,6 +268,36 @@ def test_a_devices_draws_are_the_hosts(monkeypatch: pytest.MonkeyPatch, tile_ele
         before = logits.clone()
         assert draw(logits, sequences).tolist() == sample(logits, sequences)
         assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocab_size", [320, 1003, 4096])
+def test_a_devices_draws_are_held_to_grammars_as_the_hosts_are(model: Path, vocab_size: int) -> None:
+    """Of a vocabulary with more tokens than the tokenizer, which none may draw; some rows are penalised, too."""
+    end_ids = (256, 258)
+    grammars = Grammars(model, vocab_size=vocab_size, eos_token_ids=end_ids)
+    regexes = ["[0-9]+", "(ab)*", "x", "[^a]{3}"]
+    rng = random.Random(vocab_size)
+    for trial in range(20):
+        logits = logits_of(trial, 8, vocab_size)
+        sequences = [
+            sequence_of(
+                seed=trial,
+                eos_token_ids=end_ids,
+                temperature=rng.choice([0.0, 1.0]),
+                top_p=rng.choice([1.0, 0.5]),
+                presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+            )
+            for _ in logits
+        ]
+        guided = [rng.choice([None, *regexes]) for _ in sequences]
+        for sequence, regex in zip(sequences, guided, strict=True):
+            if regex is not None:
+                sequence.guide = Guide(grammars.matcher(LLMatcher.grammar_from_regex(regex)), end_ids)
+        before = logits.clone()
+        drawn = draw(logits, sequences).tolist()
+        assert drawn == sample(logits, sequences)
+        assert torch.equal(logits, before)
+        assert all(token < 320 for token, regex in zip(drawn, guided, strict=True) if regex is not None)
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:

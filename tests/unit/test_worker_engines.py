@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdmesh.config import HOST_KV_CACHE_BYTES, MeshConfig, WorkerConfig
+from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.engine import fake
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
 from pdmesh.profiles import parse_latency
 from pdmesh.testing.checkpoints import TINY, write_config
-from pdmesh.worker.engines import EngineFacts, build_engine, engine_facts, num_blocks_of
+from pdmesh.worker.engines import EngineFacts, build_engine, check_ranks_can_compute, engine_facts, num_blocks_of
 from pdmesh.worker.measuring import step_s
 
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
@@ -110,3 +110,9 @@ def test_dummy_weights_need_no_files_of_weights(tmp_path: Path) -> None:
         build_engine(MeshConfig(model=str(tmp_path), worker=worker), 1)
     engine = build_engine(MeshConfig(model=str(tmp_path), worker=replace(worker, load_format="dummy")), 1)
     assert engine.max_model_len == TINY.max_position_embeddings
+
+
+@pytest.mark.parametrize("degrees", [InstanceDegrees(2, 1), InstanceDegrees(1, 2)])
+def test_ranks_on_a_device_are_refused_in_a_sentence(degrees: InstanceDegrees) -> None:
+    with pytest.raises(ConfigError, match=r"computes on CPUs only so far: set worker\.device to cpu"):
+        check_ranks_can_compute(MeshConfig(worker=WorkerConfig(device="cuda")), degrees)

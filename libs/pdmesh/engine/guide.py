@@ -48,25 +48,34 @@ class Guide:
             self._matcher.consume_tokens(token_ids)
         self._taken.extend(token_ids)
 
-    def forbid(self, logits: npt.NDArray[np.float32], end_token_ids: Sequence[int]) -> None:
-        """Set logits (vocab_size) of tokens that cannot follow to -inf, in place.
+    def allowed(self, vocab_size: int, end_token_ids: Sequence[int]) -> npt.NDArray[np.uint8] | None:
+        """Return a bit for each token, lowest first: 1 if it can follow. None if the grammar cannot be obeyed any more.
 
         The end tokens ``end_token_ids`` may be drawn where the output is a whole one, others only where nothing else
         can follow.
         """
         if self._matcher.is_error():
-            return
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: -(-vocab_size // 8)].copy()
         if self._matcher.is_error():
-            return
-        marks = np.unpackbits(bits, count=len(logits), bitorder="little").view(np.bool_)
+            return None
+        bits[vocab_size // 8 :] &= (1 << vocab_size % 8) - 1  # none behind the vocabulary
         may_end = self._matcher.is_accepting()
         for ends, may_follow in ((self._model_end_ids, False), (end_token_ids, may_end)):
             for token_id in ends:
-                if token_id < len(logits):
-                    marks[token_id] = may_follow
-        if not marks.any():
-            marks[self._model_end_ids[:1]] = True
+                if token_id < vocab_size:
+                    _set_bit(bits, token_id, may_follow)
+        if not bits.any():
+            for token_id in self._model_end_ids[:1]:
+                _set_bit(bits, token_id, True)
+        return bits
+
+    def forbid(self, logits: npt.NDArray[np.float32], end_token_ids: Sequence[int]) -> None:
+        """Set logits (vocab_size) of tokens that `allowed` leaves out to -inf, in place."""
+        bits = self.allowed(len(logits), end_token_ids)
+        if bits is None:
+            return
+        marks = np.unpackbits(bits, count=len(logits), bitorder="little").view(np.bool_)
         if 2 * np.count_nonzero(marks) > len(marks):  # whichever are fewer are written one by one
             logits[(~marks).nonzero()[0]] = -np.inf
         else:
@@ -74,3 +83,8 @@ class Guide:
             kept = logits[allowed]
             logits.fill(-np.inf)
             logits[allowed] = kept
+
+
+def _set_bit(bits: npt.NDArray[np.uint8], number: int, value: bool) -> None:
+    place, bit = number // 8, 1 << number % 8
+    bits[place] = int(bits[place]) & ~bit | (bit if value else 0)

@@ -44,6 +44,8 @@ class RotaryEmbedding:
         self._exponents = torch.arange(0, self._dim, 2, dtype=self._exact, device=device) / max(1, self._dim)
         self._attention_factor = _attention_factor(self._config)
         self._inverse_frequencies = self._fixed_inverse_frequencies()
+        is_longrope = self._config.rope_type is RopeType.LONGROPE
+        self._long_inverse_frequencies = self._longrope(self._config.long_factors) if is_longrope else None
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def tabulate(self, num_positions: int) -> None:
@@ -84,9 +86,8 @@ class RotaryEmbedding:
     def _inverse_frequencies_for(self, lengths: Tensor) -> Tensor:
         """Frequencies of sequences of ``lengths``; (n, rotary_dim / 2)."""
         factor, trained = self._config.factor, self._config.original_max_position_embeddings
-        if self._config.rope_type is RopeType.LONGROPE:
-            long = self._longrope(self._config.long_factors)
-            return torch.where(lengths[:, None] > trained, long, self._inverse_frequencies)
+        if self._long_inverse_frequencies is not None:
+            return torch.where(lengths[:, None] > trained, self._long_inverse_frequencies, self._inverse_frequencies)
         stretch = (factor * lengths.clamp(min=trained).to(self._exact) / trained) - (factor - 1)  # NTK scaling
         bases = self._config.theta * stretch ** (self._dim / (self._dim - 2))
         return 1.0 / (bases[:, None] ** self._exponents)

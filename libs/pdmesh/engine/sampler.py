@@ -119,6 +119,11 @@ def takes_best(sequence: EngineSequence) -> bool:
 
 def changes_logits(sequence: EngineSequence) -> bool:
     """Whether `process` does anything."""
+    return sequence.guide is not None or changes_beside_grammar(sequence)
+
+
+def changes_beside_grammar(sequence: EngineSequence) -> bool:
+    """Whether `process` does more than hold a sequence to its grammar."""
     params = sequence.params
     return (
         params.repetition_penalty != 1.0
@@ -128,7 +133,6 @@ def changes_logits(sequence: EngineSequence) -> bool:
         or bool(params.allowed_token_ids)
         or bool(params.bad_token_sequences)
         or sequence.num_output_tokens < params.min_tokens
-        or sequence.guide is not None
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pdmesh.engine.base import SliceResult
 from pdmesh.engine.runner import TorchEngine
@@ -43,9 +44,12 @@ def assert_equal(results: Sequence[SliceResult], expected: Sequence[GreedyStep])
         assert abs(found - wanted.logprob) <= _TOLERANCE
 
 
-def assert_computes_as_transformers(checkpoint: Path, references: dict[int, list[GreedyStep]]) -> None:
-    """For every chunking, in batches of unlike sequences, handed over before the first token, and moved after it."""
-    engine, other = (TorchEngine(checkpoint, num_blocks=32, num_threads=1) for _ in range(2))
+def assert_computes_as_transformers(checkpoint: Path, references: dict[int, list[GreedyStep]], **options: Any) -> None:
+    """For every chunking, in batches of unlike sequences, handed over before the first token, and moved after it.
+
+    ``options`` are those of engines.
+    """
+    engine, other = (TorchEngine(checkpoint, num_blocks=32, num_threads=1, **options) for _ in range(2))
     for length, expected in references.items():
         for chunk_tokens in (7, 1000):
             alone = generate(engine, prompt_of(length), NUM_OUTPUT_TOKENS, chunk_tokens=chunk_tokens, params=PARAMS)

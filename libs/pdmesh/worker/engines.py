@@ -79,6 +79,8 @@ def build_engine(
     max_model_len = worker.max_model_len or model.max_model_len
     if device_name(config) == "cpu":
         check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
+    elif ranks is not None:
+        raise _on_a_device(worker)
     return TorchEngine(
         directory,
         num_blocks=lambda layout, free_bytes: num_blocks_of(
@@ -134,14 +136,18 @@ def check_ranks_can_compute(config: MeshConfig, degrees: InstanceDegrees) -> Non
             )
         return
     if config.worker.device.startswith("cuda"):
-        name = "tensor_parallel_size" if degrees.tensor > 1 else "pipeline_parallel_size"
-        raise ConfigError(
-            f"{name} is {max(degrees)}, but ranks compute on CPUs only so far: set it to 1, or worker.device to cpu"
-        )
+        raise _on_a_device(config.worker)
     if config.model is not None:
         model = load_model_config(resolve_model(config.model))
         check_divisible(model, degrees.tensor)
         check_stages(model, degrees.stages)
+
+
+def _on_a_device(worker: WorkerConfig) -> ConfigError:
+    return ConfigError(
+        f"worker.device is {worker.device}, which here is a CUDA device, but an instance of several ranks computes on "
+        "CPUs only so far: set worker.device to cpu, or tensor_parallel_size and pipeline_parallel_size to 1"
+    )
 
 
 def check_weights_fit(model: DecoderShape, layout: KvLayout, *, num_instances: int, free_bytes: int | None) -> None:

@@ -150,7 +150,7 @@ async def serve_instance(
         report(OffloadedLost(instance_id, granules))
 
     tier = offload_tier(config.worker, engine, pool, thread.wakeup, on_lost)
-    load_bytes_per_s = UNMEASURED_BYTES_PER_S if tier is None else await thread.run(tier.measure)
+    load_bytes_per_s = UNMEASURED_BYTES_PER_S
     async with (
         nullcontext() if tier is None else tier,
         KvMover(
@@ -166,6 +166,8 @@ async def serve_instance(
         open_scheduler_channel(config.scheduler_address, config.security) as channel,
         anyio.create_task_group() as links,
     ):
+        if tier is not None:
+            load_bytes_per_s = await thread.run(tier.measure)  # the mover has shown its memory to a device
         instance = Instance(
             instance_id=instance_id,
             role=role,

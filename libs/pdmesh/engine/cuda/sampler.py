@@ -1,19 +1,21 @@
 """Drawing tokens on a device: as `pdmesh.engine.sampler` does, without waiting for what is computed.
 
-Everything that rows are drawn by goes there in one copy, and the ids stay there. Only rows whose logits are changed
-first (penalties, biases, forbidden ends) leave, and come back: this needs what a sequence holds, and waits.
+Everything that rows are drawn by goes there in one copy, and the ids stay there. What grammars let follow is worked out
+on the host while the device computes, and applied there. Only rows whose logits are changed otherwise first (penalties,
+biases, forbidden ends) leave, and come back: this needs what a sequence holds, and waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pdmesh.engine.base import EngineSequence
 from pdmesh.engine.sampler import (
-    changes_logits,
+    changes_beside_grammar,
     draw_settings,
     gumbel,
     is_filtered,
@@ -31,14 +33,35 @@ _NUM_CANDIDATES = 8
 
 def draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
     """The next token of each sequence, (rows,), int64; ``logits`` (rows, vocab_size) in fp32 are left as they are."""
-    logits = _processed(logits, sequences)
+    logits = _processed(_masked(logits, sequences), sequences)
     tile_rows = max(1, _TILE_ELEMENTS // logits.shape[-1])
     tiles = [slice(first, first + tile_rows) for first in range(0, len(sequences), tile_rows)]
     return torch.cat([_draw_tile(logits[tile], sequences[tile]) for tile in tiles])
 
 
+def _masked(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
+    """Forbid what cannot follow in rows that are changed by a grammar alone."""
+    vocab_size, device = logits.shape[-1], logits.device
+    masks = {
+        row: mask
+        for row, sequence in enumerate(sequences)
+        if sequence.guide is not None
+        and not changes_beside_grammar(sequence)
+        and (mask := sequence.guide.allowed(vocab_size, sequence.params.eos_token_ids)) is not None
+    }
+    if not masks:
+        return logits
+    packed = torch.from_numpy(np.stack([*masks.values()]))  # pyright: ignore[reportUnknownMemberType]
+    if device.type == "cuda":
+        packed = packed.pin_memory()  # else the copy of a large one would wait for the device
+    bits = packed.to(device, non_blocking=True)[..., None] >> torch.arange(8, dtype=torch.uint8, device=device)
+    is_forbidden = (bits & 1).flatten(1)[:, :vocab_size] == 0
+    rows = torch.tensor([*masks]).to(device, non_blocking=True)
+    return logits.index_copy(0, rows, logits[rows].masked_fill_(is_forbidden, -torch.inf))
+
+
 def _processed(logits: Tensor, sequences: Sequence[EngineSequence]) -> Tensor:
-    changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
+    changed = [row for row, sequence in enumerate(sequences) if changes_beside_grammar(sequence)]
     if not changed:
         return logits
     rows = torch.tensor(changed).to(logits.device, non_blocking=True)
