@@ -13,12 +13,13 @@
 #
 # Carry the repository with its folder .carry, and bring .carry/modules back after the first `build`: carried along the next
 # time, the modules are loaded as they are and need no compiler. WORK names the folder of what is unpacked there (default:
-# .carry/work), MAX_JOBS how many compilers run at once (each takes 4 GiB and more). If linking -lcuda fails, set
-# FLASHINFER_EXTRA_LDFLAGS to -L and the driver's folder.
+# .carry/work), LOGS where the logs of tests go that run beside others (default: the same), MAX_JOBS how many compilers run
+# at once (each takes 4 GiB and more). If linking -lcuda fails, set FLASHINFER_EXTRA_LDFLAGS to -L and the driver's folder.
 set -eu
 cd "$(dirname "$0")/../.."
 carry=$PWD/.carry
 work=${WORK:-$carry/work}
+logs=${LOGS:-$work}
 site=$work/site
 python=${PYTHON:-python3}
 
@@ -26,11 +27,11 @@ python=${PYTHON:-python3}
 # What takes megabytes and is there (torch, numpy, triton, transformers, tokenizers, uvloop) is used as it is. UCX stays
 # behind: KV within a host needs none.
 engine_wheels="flashinfer-python apache-tvm-ffi structlog"
-service_wheels="annotated-doc annotated-types anyio cffi click cryptography googleapis-common-protos grpcio grpcio-health-checking
-    grpcio-reflection h11 httpcore httptools httpx idna llguidance markdown-it-py mdurl msgspec opentelemetry-api
-    opentelemetry-exporter-otlp-common opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-grpc
-    opentelemetry-proto opentelemetry-sdk opentelemetry-semantic-conventions prometheus_client protobuf pycparser pydantic
-    pydantic_core rich shellingham sniffio starlette typer typing-inspection typing_extensions uvicorn websockets
+service_wheels="annotated-doc annotated-types anyio cffi click cryptography googleapis-common-protos grpcio
+    grpcio-health-checking grpcio-reflection h11 httpcore httptools httpx idna llguidance markdown-it-py mdurl msgspec
+    opentelemetry-api opentelemetry-exporter-otlp-common opentelemetry-exporter-otlp-proto-common opentelemetry-exporter-otlp-proto-grpc
+    opentelemetry-proto opentelemetry-sdk opentelemetry-semantic-conventions prometheus_client protobuf pycparser
+    pydantic pydantic_core rich shellingham sniffio starlette typer typing-inspection typing_extensions uvicorn websockets
     xxhash"
 test_wheels="charset-normalizer iniconfig packaging pluggy pytest pytest-timeout"
 
@@ -64,17 +65,19 @@ build() { $python tests/gpu/build_flashinfer.py "$carry/modules"; }
 # Warnings of other people's packages are not ours: there the tests do not turn them into errors.
 tests() { $python -m pytest -p no:cacheprovider -q -W default --durations=10 "$@"; }
 
-# Those that start processes, beside all others, which take as long.
+# In three groups beside each other: what runs on the engine's fast path, models in fp32, and meshes of processes.
 run_tests() {
-    meshes="tests/gpu/test_mesh.py tests/gpu/test_services.py"
-    tests $meshes >"$work/meshes.log" 2>&1 &
-    beside=$!
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+    tests tests/gpu/test_mesh.py tests/gpu/test_services.py >"$logs/meshes.log" 2>&1 &
+    meshes=$!
+    tests tests/gpu/test_models.py tests/unit/test_engine_embeddings.py >"$logs/models.log" 2>&1 &
+    models=$!
     failed=0
-    tests tests/gpu --ignore=tests/gpu/test_mesh.py --ignore=tests/gpu/test_services.py \
-        tests/unit/test_cuda_kernels.py tests/property/test_cuda_attention.py \
-        tests/unit/test_engine_embeddings.py tests/unit/test_engine_guide.py || failed=1  # on a device where there is one
-    wait "$beside" || failed=1
-    cat "$work/meshes.log"
+    tests tests/gpu/test_device.py tests/gpu/test_graphs.py tests/gpu/test_shared_cache.py \
+        tests/unit/test_cuda_kernels.py tests/property/test_cuda_attention.py || failed=1
+    wait "$models" || failed=1
+    wait "$meshes" || failed=1
+    cat "$logs/models.log" "$logs/meshes.log"
     return "$failed"
 }
 

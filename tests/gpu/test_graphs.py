@@ -26,6 +26,7 @@ from pdmesh.testing.devices import DEVICE, HAS_DEVICE, MARKS, drawn_in_any_order
 from pdmesh.testing.flashinfer import FakeFlashInfer
 from pdmesh.testing.quantized_checkpoints import write_quantized
 from pdmesh.testing.stepping import SteppedRequest, new_sequence, separate_tables, step
+from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 
 pytestmark = [*MARKS, pytest.mark.timeout(600)]  # the first run compiles kernels
 
@@ -78,6 +79,26 @@ def test_quantised_weights_are_computed_like_plain_ones(tmp_path: Path, monkeypa
         assert engine.kv.layout.dtype == "bfloat16"
         drawn.append([each.output_ids for each in drawn_in_any_order(engine, LENGTHS, NUM_TOKENS)])
     assert drawn[0] == drawn[1]
+
+
+#: Norms of heads and of all of them, layers without rotation, layer norms with biases, learned positions, scalings.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {},
+    "gpt2": {},
+    "granite": {"attention_multiplier": 0.08, "logits_scaling": 0.8, "residual_multiplier": 0.6},
+}
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_an_architecture_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    """Probabilities are as near to fp32's as usual."""
+    shape = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options = {**shape, **ARCHITECTURES[model_type]}
+    checkpoint = write_transformers_checkpoint(tmp_path, model_type, dtype="bfloat16", **options)
+    assert_as_in_fp32(checkpoint, drawn_in_any_order(fast_engine(checkpoint, monkeypatch), LENGTHS, NUM_TOKENS))
 
 
 def test_rotations_that_depend_on_lengths_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,4 +183,4 @@ def assert_as_in_fp32(checkpoint: Path, generations: list[SteppedRequest]) -> No
     expected = [logprob for generation in generations for logprob in scored(wide, generation)]
     found = drawn_logprobs(generations)
     assert len(found) == len(expected) == sum(len(generation.output_ids) for generation in generations)
-    assert statistics.fmean((a - b) ** 2 for a, b in zip(found, expected, strict=True)) ** 0.5 < 0.2
+    assert statistics.fmean((a - b) ** 2 for a, b in zip(found, expected, strict=True)) ** 0.5 < 0.15
