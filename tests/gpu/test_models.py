@@ -29,7 +29,7 @@ from pdmesh.testing.gguf_files import write_gguf
 from pdmesh.testing.quantized_checkpoints import Format, write_mxfp4, write_quantized
 from pdmesh.testing.reference import HfReference
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
-from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
+from pdmesh.testing.transformers_checkpoints import model_variants, undescribed_variants, write_transformers_checkpoint
 from pdmesh.worker.engines import build_engine, check_ranks_can_compute
 from pdmesh.worker.runtime import prompt_lookup
 
@@ -60,6 +60,12 @@ def test_an_architecture(tmp_path: Path, model_type: str) -> None:
     if model_type == "gpt_oss":
         options["swiglu_limit"] = 7.0  # the only one of older versions of transformers
     checkpoint = write_transformers_checkpoint(tmp_path, model_type, **options)
+    assert_computes_as_transformers(checkpoint, references_of(checkpoint), device=DEVICE)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "cohere2"])
+def test_a_model_that_transformers_modules_compute(tmp_path: Path, model_type: str) -> None:
+    checkpoint = write_transformers_checkpoint(tmp_path, model_type, **undescribed_variants()[model_type][0])
     assert_computes_as_transformers(checkpoint, references_of(checkpoint), device=DEVICE)
 
 
@@ -154,9 +160,6 @@ def held_to_schemas(engine: TorchEngine) -> list[list[int]]:
 def test_what_computes_on_cpus_only_is_refused_in_a_sentence(tmp_path: Path) -> None:
     """Also where the device is found, not named."""
     checkpoint = write_checkpoint(tmp_path / "model")
-    undescribed = write_transformers_checkpoint(tmp_path / "opt", "opt", word_embed_proj_dim=64, ffn_dim=96)
-    with pytest.raises(ConfigError, match="cuda:0 is not served of a OPTForCausalLM"):
-        TorchEngine(undescribed, num_blocks=4)
     with pytest.raises(ConfigError, match=r"the device is cuda:0: there, decodes"):
         prompt_lookup(WorkerConfig(speculation="ngram"), "cuda:0")
     config = MeshConfig(model=str(checkpoint), worker=WorkerConfig(device="cuda"))

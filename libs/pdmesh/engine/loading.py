@@ -157,7 +157,6 @@ def _load_undescribed(checkpoint_dir: Path, model: UndescribedModel, options: Co
         "worker.deterministic": options.deterministic,
         "worker.lora": options.lora is not None,
         "worker.load_format = dummy": options.has_random_weights,
-        f"worker.device = {options.device}": options.device.type != "cpu",
     }
     for name in (name for name, is_asked in refused.items() if is_asked):
         raise ConfigError(f"{name} is not served of a {model.architecture}, which transformers' own modules compute")
@@ -166,6 +165,7 @@ def _load_undescribed(checkpoint_dir: Path, model: UndescribedModel, options: Co
     return load_undescribed(
         checkpoint_dir,
         model,
+        device=options.device,
         dtype=options.dtype,
         block_size=options.block_size,
         max_model_len=options.max_model_len or model.max_model_len,

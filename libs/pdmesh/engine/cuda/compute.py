@@ -19,16 +19,15 @@ from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
 from pdmesh.engine.model_config import ModelConfig
+from pdmesh.model import KvLayout
 
 log = structlog.get_logger()
 
 
 def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
-    """Called on the thread that will execute the steps: the device, which has a number, becomes that thread's."""
-    torch.cuda.set_device(device)
-    layout = loaded.layout
-    streams = CudaStreams(device)
-    store = DeviceKvStore(layout, loaded.num_blocks, streams, _device_memory(device))
+    """Called on the thread that will execute the steps."""
+    layout, streams = loaded.layout, CudaStreams(device)
+    store = device_store(layout, loaded.num_blocks, streams)
     library = load_library() if native and suits(layout) and not _needs_reference(loaded.config) else None
     transformer = loaded.transformer(_kernels(loaded, native=native and layout.dtype == "bfloat16"))
     kinds = [torch_kind(device, deterministic=False)]
@@ -64,6 +63,12 @@ def cuda_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compu
     kinds.append(f"flashinfer-{library.__version__}-{loaded.prefill_attention}")
     arithmetic = class_name(layout.dtype, kinds)
     return Compute(name="flashinfer", arithmetic=arithmetic, forward=forward, kv=store)
+
+
+def device_store(layout: KvLayout, num_blocks: int, streams: CudaStreams) -> DeviceKvStore:
+    """Return a cache on the device of ``streams``, which has a number and becomes the calling thread's own."""
+    torch.cuda.set_device(streams.device)
+    return DeviceKvStore(layout, num_blocks, streams, _device_memory(streams.device))
 
 
 def _needs_reference(config: ModelConfig) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pdmesh.engine.arithmetic import class_name, torch_kind
 from pdmesh.engine.attention import TorchAttention
 from pdmesh.engine.base import EngineSequence, SequenceSlice
-from pdmesh.engine.compute import Compute
+from pdmesh.engine.compute import Compute, PagedStore
 from pdmesh.engine.fallback.attention import IMPLEMENTATION
 from pdmesh.engine.fallback.modules import load_modules, probed, sentence_of
 from pdmesh.engine.fallback.transformer import ModuleTransformer
@@ -26,8 +26,6 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
 
 log = structlog.get_logger()
-
-_CPU = torch.device("cpu")
 
 #: Chunks in which a model is tried at start, and how far scores may be from those of the whole, as a part of their
 #: spread: a wrong mask, position or scale makes them unlike altogether.
@@ -43,25 +41,40 @@ class LoadedModules:
     layout: KvLayout
     max_model_len: int
     transformer: ModuleTransformer
+    device: torch.device
 
     def compute(self, num_blocks: int, memory: Tensor | None = None) -> Compute:
-        store = TorchKvStore(self.layout, num_blocks, memory)
-        kinds = [torch_kind(_CPU, deterministic=False), f"transformers-{transformers.__version__}"]
+        store = self.store(num_blocks, memory)
+        kinds = [torch_kind(self.device, deterministic=False), f"transformers-{transformers.__version__}"]
         return Compute(
             name="transformers' modules",
-            reason=f"{self.config.architecture} is not described here: slower, on CPUs only",
+            reason=f"{self.config.architecture} is not described here: slower",
             arithmetic=class_name(self.layout.dtype, kinds),
             forward=self.forward(store),
             kv=store,
         )
 
-    def forward(self, store: TorchKvStore) -> DirectForward:
-        attention = TorchAttention(self.layout, self.config.scale, _CPU, self.config.score_cap)
-        return DirectForward(self.transformer, attention, store.layers, layout=self.layout, device=_CPU)
+    def store(self, num_blocks: int, memory: Tensor | None = None) -> PagedStore:
+        if self.device.type == "cpu":
+            return TorchKvStore(self.layout, num_blocks, memory)
+        from pdmesh.engine.cuda.compute import device_store  # only where there is a device
+        from pdmesh.engine.cuda.streams import CudaStreams
+
+        return device_store(self.layout, num_blocks, CudaStreams(self.device))
+
+    def forward(self, store: PagedStore) -> DirectForward:
+        attention = TorchAttention(self.layout, self.config.scale, self.device, self.config.score_cap)
+        return DirectForward(self.transformer, attention, store.layers, layout=self.layout, device=self.device)
 
 
 def load_undescribed(
-    checkpoint_dir: Path, model: UndescribedModel, *, dtype: str, block_size: int, max_model_len: int
+    checkpoint_dir: Path,
+    model: UndescribedModel,
+    *,
+    device: torch.device,
+    dtype: str,
+    block_size: int,
+    max_model_len: int,
 ) -> LoadedModules:
     """Load a checkpoint, and try it. Raises ConfigError for one that cannot be served exactly."""
     model = probed(checkpoint_dir, model)
@@ -72,7 +85,7 @@ def load_undescribed(
     )
     modules = load_modules(checkpoint_dir, model, TORCH_DTYPES[layout.dtype])
     try:
-        loaded, difference = _tried(modules, model, layout, max_model_len)
+        loaded, difference = _tried(modules.to(device), model, layout, max_model_len, device)
     except Exception as error:
         raise ConfigError(
             f"{checkpoint_dir}: this {model.architecture} is not served: it fails: {sentence_of(error)}"
@@ -85,14 +98,21 @@ def load_undescribed(
     return loaded
 
 
-def _tried(modules: Any, model: UndescribedModel, layout: KvLayout, max_model_len: int) -> tuple[LoadedModules, float]:
+def _tried(
+    modules: Any, model: UndescribedModel, layout: KvLayout, max_model_len: int, device: torch.device
+) -> tuple[LoadedModules, float]:
     """Return the model with our attention, and by how much its scores in chunks differ from those by transformers'."""
     token_ids = _some_tokens(min(sum(_TRIED_CHUNKS), max_model_len), model.vocab_size)
     with torch.inference_mode():
-        expected = modules(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()
+        ids = torch.tensor([token_ids], device=device)
+        expected = modules(input_ids=ids, use_cache=False).logits[0].float()
     modules.set_attn_implementation(IMPLEMENTATION)
     loaded = LoadedModules(
-        config=model, layout=layout, max_model_len=max_model_len, transformer=ModuleTransformer(model, modules)
+        config=model,
+        layout=layout,
+        max_model_len=max_model_len,
+        transformer=ModuleTransformer(model, modules),
+        device=device,
     )
     return loaded, _relative(_scores_in_chunks(loaded, token_ids), expected)
 
@@ -101,7 +121,7 @@ def _tried(modules: Any, model: UndescribedModel, layout: KvLayout, max_model_le
 def _scores_in_chunks(loaded: LoadedModules, token_ids: list[int]) -> Tensor:
     """The scores behind each token, of a sequence computed in chunks over a small cache."""
     num_blocks = num_blocks_for(len(token_ids), loaded.layout.block_size)
-    forward = loaded.forward(TorchKvStore(loaded.layout, num_blocks))
+    forward = loaded.forward(loaded.store(num_blocks))
     sequence = EngineSequence(
         request_id=RequestId("tried"),
         params=SamplingParams(max_tokens=1),
