@@ -51,7 +51,7 @@ async def receive(pipe: Connection, config: TransferConfig) -> None:
         pipe.send(transport.address)
         tasks.start_soon(be_told_of_peers)
         async for piece in transport.receive():
-            if address_bytes := int.from_bytes(piece.header[:4], "little"):
+            if (address_bytes := int.from_bytes(piece.header[:4], "little")) and piece.load():
                 tasks.start_soon(answer, bytes(piece.payload[:address_bytes]))
             piece.release()
 

@@ -6,11 +6,11 @@ For each piece size, best of ``--rounds``, forth and back in turn: ``ucx_perftes
 which stays in the processor's cache, and spinning), *one* (our transport with one buffer at each end too: headers,
 Python, the event loop, asleep when idle), *ring* (the same with the rings of buffers the mesh uses), *hand-over*
 (`KvMover`: gather, checksum, send, check, scatter), *encrypted* (the same with ``transfer.encrypt``), *staged* (the
-same through the store of a device, whose memory
-is the host's here: copies on threads and streams of their own, from and to the transport's buffers, which are pinned
-where there is a device) and *peer reads* (the same KV, copied from cache to cache). GB are 10^9 bytes. Behind each
-figure but perftest's, which spins: seconds of processor time that sender and receiver take for a GB, which says the
-most that two idle cores could move. Compare ratios of one run, never figures of two.
+same through the store of a device, or of one whose memory is the host's: copies on threads and streams of their own,
+from and to the transport's buffers, which are pinned where there is a device) and *peer reads* (the same KV, copied
+from cache to cache). GB are 10^9 bytes. Behind each figure but perftest's, which spins: seconds of processor time that
+sender and receiver take for a GB, which says the most that two idle cores could move. Compare ratios of one run, never
+figures of two.
 
 With ``--hosts`` the two are network namespaces on a switch (`pdmesh.testing.hosts`; it takes root): all goes over UCX
 with TCP, and no peer reads.
@@ -37,10 +37,12 @@ from typing import Any, NamedTuple
 
 import anyio
 import anyio.to_thread
+import torch
 from report import heading
 
 from pdmesh.config import TransferConfig
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
+from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.lane import PIECES_IN_FLIGHT
@@ -130,6 +132,7 @@ async def receive_raw(pipe: Connection, config: TransferConfig, num_pieces: int)
         pipe.send("ready")
         left, cpu_s = num_pieces, time.process_time()
         async for piece in transport.receive():
+            piece.load()
             piece.release()
             left -= 1
             if left == 0:
@@ -189,7 +192,9 @@ async def receive_kv(store_of: StoreOf, pipe: Connection, config: TransferConfig
 
 
 def device_store(layout: KvLayout, num_blocks: int) -> DeviceKvStore:
-    """A device's, in host memory."""
+    """A device's; in host memory where there is no device."""
+    if torch.cuda.is_available():
+        return DeviceKvStore(layout, num_blocks, CudaStreams(torch.device("cuda", 0)))
     return DeviceKvStore(layout, num_blocks, FakeStreams())
 
 

@@ -24,6 +24,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -146,14 +147,14 @@ async def drive(mesh: RunningMesh, name: str, load: Sequence[Planned]) -> list[S
     return [task.result() for task in asked]
 
 
-def exposed_shares(mesh: RunningMesh, lengths: Sequence[int]) -> dict[int, float]:
+def exposed_shares(mesh: RunningMesh, lengths: Sequence[int], repeats: int = NUM_EXPOSED) -> dict[int, float]:
     """KV time that the prefill did not hide, over the prefill's own (as `mesh_overhead.py`): medians."""
     found: dict[int, float] = {}
     for num_tokens in lengths:
         name = f"exposed-{num_tokens}"
-        asyncio.run(drive(mesh, name, [Planned(number * EXPOSED_GAP_S, num_tokens) for number in range(NUM_EXPOSED)]))
+        asyncio.run(drive(mesh, name, [Planned(number * EXPOSED_GAP_S, num_tokens) for number in range(repeats)]))
         shares: list[float] = []
-        for number in range(NUM_EXPOSED):
+        for number in range(repeats):
             record = mesh.request_record(f"{name}-{number}")
             computed_s = sum(entry.figures["step_s"] for entry in record.entries if entry.what == "chunk")
             exposed_s = [entry.figures["exposed_s"] for entry in record.entries if entry.what == "sent"]
@@ -164,10 +165,14 @@ def exposed_shares(mesh: RunningMesh, lengths: Sequence[int]) -> dict[int, float
     return found
 
 
-def measure(mesh: RunningMesh, load: Sequence[Planned], long_tokens: int, exposed_tokens: Sequence[int]) -> Measured:
-    """First of all everything is used once: short ones together, and a long one."""
+def warm_up(mesh: RunningMesh, long_tokens: int) -> None:
+    """Use everything once: short requests together, and a long one."""
     warm = [Planned(number / 20, SHORT_TOKENS[number % 2]) for number in range(NUM_WARM)]
     asyncio.run(drive(mesh, "warm", [*warm, Planned(1.0, long_tokens)]))
+
+
+def measure(mesh: RunningMesh, load: Sequence[Planned], long_tokens: int, exposed_tokens: Sequence[int]) -> Measured:
+    warm_up(mesh, long_tokens)
     long_alone = asyncio.run(drive(mesh, "lone", [Planned(0.0, long_tokens)]))
     short = asyncio.run(drive(mesh, "short", [planned for planned in load if not planned.is_long]))
     among = asyncio.run(drive(mesh, "among", load))
@@ -241,6 +246,19 @@ def write_model(folder: Path, shape: CheckpointShape) -> Path:
     return folder
 
 
+def serving(system: System, model: Path, folder: Path, kv_bytes: int) -> AbstractContextManager[RunningMesh]:
+    """Run a mesh with random weights, whose instances share so many bytes of KV."""
+    settings = {
+        "DRAIN_S": "5",
+        "WORKER_LOAD_FORMAT": "dummy",
+        "WORKER_KV_CACHE_BYTES": str(kv_bytes // system.num_instances),
+        **system.settings,
+    }
+    return running_mesh(
+        folder, model=model, settings=settings, prefill=system.prefill, decode=system.decode, mixed=system.mixed
+    )
+
+
 def run(
     system: System,
     model: Path,
@@ -250,15 +268,8 @@ def run(
     long_tokens: int,
     exposed_tokens: Sequence[int],
 ) -> Measured:
-    settings = {
-        "DRAIN_S": "5",
-        "WORKER_LOAD_FORMAT": "dummy",
-        "WORKER_KV_CACHE_BYTES": str(kv_bytes // system.num_instances),
-        **system.settings,
-    }
-    pools = {"prefill": system.prefill, "decode": system.decode, "mixed": system.mixed}
     began_s = time.perf_counter()
-    with running_mesh(folder, model=model, settings=settings, **pools) as mesh:
+    with serving(system, model, folder, kv_bytes) as mesh:
         print(f"serves after {time.perf_counter() - began_s:.0f} s; device: {device_line()}")
         measured = measure(mesh, load, long_tokens, exposed_tokens if system.decode else ())
         print(f"measured after {time.perf_counter() - began_s:.0f} s; device: {device_line()}")

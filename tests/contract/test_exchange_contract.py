@@ -40,6 +40,7 @@ def damage(monkeypatch: pytest.MonkeyPatch, choose: Callable[[PieceHeader], bool
         self: PieceReader, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]
     ) -> str | None:
         if choose(header):
+            assert piece.load()
             piece.payload[0] ^= 1
         return copy(self, header, piece, fetch)
 

@@ -35,6 +35,7 @@ async def send(transport: KvTransport, address: bytes, header: bytes, payload: b
 async def take(pieces: AsyncIterator[ReceivedPiece]) -> tuple[bytes, bytes]:
     with anyio.fail_after(20):
         piece = await anext(pieces)
+    assert await anyio.to_thread.run_sync(piece.load)
     got = bytes(piece.header).rstrip(b"\0"), bytes(piece.payload)
     piece.release()
     return got
@@ -46,6 +47,16 @@ async def test_a_piece_arrives_as_it_was_sent(maker: TransportMaker, size: int) 
     async with maker.open() as a, maker.open() as b, anyio.create_task_group() as tasks:
         tasks.start_soon(send, a, b.address, b"head", payload)
         assert await take(aiter(b.receive())) == (b"head", payload)
+
+
+async def test_a_large_piece_arrives_as_it_was_sent(maker: TransportMaker) -> None:
+    """Its payload may be read when its consumer loads it."""
+    payload = os.urandom(3 << 20)
+    config = replace(SMALL_TRANSFER, max_payload_bytes=4 << 20)
+    async with maker.open(config) as a, maker.open(config) as b, anyio.create_task_group() as tasks:
+        tasks.start_soon(send, a, b.address, b"head", payload)
+        assert await take(aiter(b.receive())) == (b"head", payload)
+        b.check_integrity()
 
 
 async def test_pieces_sent_one_after_another_arrive_in_order(maker: TransportMaker) -> None:

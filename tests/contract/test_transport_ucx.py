@@ -98,13 +98,14 @@ async def send(transport: UcxTransport, address: bytes, header: bytes, payload: 
 async def take(pieces: AsyncIterator[ReceivedPiece]) -> tuple[bytes, bytes]:
     with anyio.fail_after(20):
         piece = await anext(pieces)
+    assert piece.load()
     got = bytes(piece.header).rstrip(b"\0"), bytes(piece.payload)
     piece.release()
     return got
 
 
 @BOTH
-@pytest.mark.parametrize("size", [0, 1, 4096, 300_000, 1 << 20])
+@pytest.mark.parametrize("size", [0, 1, 4096, 300_000, 1 << 20, 3 << 20])
 async def test_there_and_back(tls: str | None, size: int) -> None:
     config = replace(CONFIG, ucx_tls=tls, max_payload_bytes=max(size, 1))
     async with open_peer(tls, max(size, 1)) as peer, UcxTransport(config) as transport:
@@ -268,6 +269,44 @@ async def test_a_receiver_that_may_not_read_a_sender_gets_messages(monkeypatch: 
                 tasks.start_soon(send, a, b.address, b"%d" % number, bytes(number * 1000))
                 assert await take(pieces) == (b"%d" % number, bytes(number * 1000))
         assert len(refusals) == 1  # the sender has learnt
+        a.check_integrity()
+        b.check_integrity()
+
+
+async def test_a_sender_may_die_between_its_header_and_its_payload() -> None:
+    """A large payload is read when it is loaded."""
+    config = replace(CONFIG, max_payload_bytes=3 << 20)
+    async with UcxTransport(config) as transport, open_peer(None, config.max_payload_bytes) as peer:
+        peer.flood(transport, 8)
+        piece = await anext(aiter(transport.receive()))
+        peer.process.kill()
+        peer.process.wait()
+        assert not await anyio.to_thread.run_sync(piece.load)
+        piece.release()
+        transport.check_integrity()
+
+
+async def test_a_payload_that_may_not_be_read_comes_as_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its header could be read: that the system forbids it is found out late."""
+
+    def refuse(pid: int, address: int, num_bytes: int, out_address: int) -> None:
+        if num_bytes > ring.EAGER_BYTES:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        read_memory(pid, address, num_bytes, out_address)
+
+    monkeypatch.setattr(ring, "read_memory", refuse)
+    config = replace(CONFIG, ucx_net_devices="lo", max_payload_bytes=3 << 20)
+    payload = os.urandom(config.max_payload_bytes)
+    async with UcxTransport(config) as a, UcxTransport(config) as b:
+        introduce(a, b)
+        pieces = aiter(b.receive())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send, a, b.address, b"large", payload)
+            piece = await anext(pieces)
+            assert bytes(piece.header).startswith(b"large")
+            assert not piece.load()
+            piece.release()
+            assert await take(pieces) == (b"large", payload)
         a.check_integrity()
         b.check_integrity()
 

@@ -119,7 +119,7 @@ class KvArrivals:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _take_transcript(self, receiver: KvReceiver, header: PieceHeader, piece: ReceivedPiece) -> None:
-        if not self._context.key.opens_payload(piece.payload, header.check):
+        if not piece.load() or not self._context.key.opens_payload(piece.payload, header.check):
             self._context.drop(piece, "checksum")
             self._give_up(receiver, "a piece of its transcript was damaged on the way")
         elif reason := receiver.take_transcript(header, piece.payload):

@@ -1,4 +1,4 @@
-"""Pieces on their way into blocks: the payload is checked, then copied, on the event loop or on a thread.
+"""Pieces on their way into blocks: the payload is loaded, checked, then copied, on the event loop or on a thread.
 
 The payload of a peer read says where the pages lie in the sender's cache, and they are copied from there.
 """
@@ -114,7 +114,9 @@ class PieceReader:
         on_read(fault)
 
     def _copy(self, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]) -> str | None:
-        """Check the payload, then copy with ``fetch``; return the fault, or None if the copy counts."""
+        """Load the payload and check it, then copy with ``fetch``; return the fault, or None if the copy counts."""
+        if not piece.load():
+            return "not loaded"
         if not self._context.key.opens_payload(piece.payload, header.check):
             return "checksum"
         return fetch()

@@ -60,9 +60,6 @@ from pdmesh.model import Epoch, RequestId
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.seal import MeshKey
 
-#: Threads that copy and check pieces, for all transfers together.
-COPY_THREADS = 2
-
 
 class ExchangedBytes(NamedTuple):
     """Bytes of KV exchanged between members of prefill groups."""
@@ -133,7 +130,7 @@ class KvMover:
             store=self._store,
             config=self._config,
             key=self._key,
-            copies=anyio.CapacityLimiter(COPY_THREADS),
+            copies=anyio.CapacityLimiter(self._store.num_copy_threads),
             tasks=self._tasks,
             # anyio has no call from a thread that does not wait for its result.
             call_soon=asyncio.get_running_loop().call_soon_threadsafe,

@@ -13,6 +13,7 @@ from math import ceil
 import anyio
 
 from pdmesh.errors import KvTransferError
+from pdmesh.kv.lane import PIECES_IN_FLIGHT
 from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.outbox import Outgoing
 from pdmesh.kv.outgoing import PieceWriter
@@ -28,6 +29,10 @@ STEPS_A_CHUNK = 4
 
 #: Decode waits for the last of a context, which is sent in smaller and smaller steps, as long as they are as large.
 TAIL_BYTES = 4 << 20
+
+#: The very last layer is cut into as many pieces as are under way at once, so that they are copied and checked beside
+#: each other, unless they became smaller than this.
+LAST_PIECE_BYTES = 1 << 20
 
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]
@@ -155,7 +160,8 @@ class KvPush(GrantedTransfer):
         for lane, destination in zip(self._lanes, self.destinations, strict=True):
             wanted = blocks.within(destination.part)
             if wanted.num_pages:
-                lane.put(Outgoing(wanted), self._layers_a_piece(blocks))
+                for some in wanted.cut(self._pages_a_piece(wanted)):
+                    lane.put(Outgoing(some), self._layers_a_piece(blocks))
         if self.sender.committed_s is not None:
             self.flush()
 
@@ -187,6 +193,13 @@ class KvPush(GrantedTransfer):
             self.sender.push = None
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _pages_a_piece(self, blocks: Blocks) -> int:
+        """Return how many pages of these blocks go together at most, if so many fit into a piece."""
+        is_last = (blocks.layer + 1, blocks.end) == (self._layout.num_layers, self.sender.part.blocks.stop)
+        if not is_last:
+            return blocks.num_pages
+        return max(ceil(blocks.num_pages / PIECES_IN_FLIGHT), LAST_PIECE_BYTES // self._layout.block_bytes, 1)
 
     def _layers_a_piece(self, blocks: Blocks) -> int:
         num_layers = self._layout.num_layers

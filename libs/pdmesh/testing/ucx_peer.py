@@ -28,6 +28,7 @@ from pdmesh.transport.ucx import UcxTransport
 async def _echo(transport: UcxTransport, address: bytes) -> None:
     async for piece in transport.receive():
         async with transport.lend() as buffer:
+            piece.load()
             buffer.header[:] = piece.header
             buffer.payload[: len(piece.payload)] = piece.payload
             num_bytes = len(piece.payload)

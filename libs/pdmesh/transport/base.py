@@ -31,7 +31,16 @@ class ReceivedPiece(Protocol):
     def header(self) -> memoryview: ...
 
     @property
-    def payload(self) -> memoryview: ...
+    def payload(self) -> memoryview:
+        """The payload, once `load` has returned True."""
+        ...
+
+    def load(self) -> bool:
+        """Bring the payload into the buffer, if it is not there yet. Any thread; it blocks. Idempotent.
+
+        False if its sender's memory cannot be read: then the piece means nothing.
+        """
+        ...
 
     def release(self) -> None: ...
 

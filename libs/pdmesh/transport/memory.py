@@ -71,6 +71,9 @@ class MemoryPiece:
         self.header = slot.header
         self.payload = slot.payload[:payload_bytes]
 
+    def load(self) -> bool:
+        return True
+
     def release(self) -> None:
         if self._slot is not None:
             slot, self._slot = self._slot, None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import anyio
 import structlog
 
+from pdmesh.transport.address import WorkerAddress
 from pdmesh.transport.buffers import PieceBuffer
 from pdmesh.transport.local import Caller, Verdict
 from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES, numbered
@@ -27,25 +28,11 @@ STALL_S = 0.02
 SLOW_BYTES_PER_S = 100e6
 
 
+#: A piece on offer of up to so many bytes is read at once: a hop to a thread takes as long as reading half of it.
+EAGER_BYTES = (1 << 20) + HEAD_BYTES
+
 #: Calls a function after so many seconds.
 CallLater = Callable[[float, Callable[[], None]], object]
-
-
-class Piece:
-    """A received piece; see `pdmesh.transport.base.ReceivedPiece`."""
-
-    __slots__ = ("_ring", "_slot", "header", "payload")
-
-    def __init__(self, ring: ReceiveRing, slot: int, buffer: PieceBuffer, payload_bytes: int) -> None:
-        self._ring = ring
-        self._slot: int | None = slot
-        self.header = buffer.header
-        self.payload = buffer.payload[:payload_bytes]
-
-    def release(self) -> None:
-        if self._slot is not None:
-            slot, self._slot = self._slot, None
-            self._ring.release(slot)
 
 
 class _Offered(NamedTuple):
@@ -55,11 +42,70 @@ class _Offered(NamedTuple):
     num_bytes: int
 
 
+class _Reading:
+    """A piece on offer that is read into a buffer, and what its sender is answered."""
+
+    def __init__(self, caller: Caller, facts: WorkerAddress, buffer: int, offered: _Offered, into: PieceBuffer) -> None:
+        self.offered = offered
+        self.num_read = 0  # bytes, from its beginning
+        self._caller = caller
+        self._pid = facts.pid
+        self._address = facts.memory_address + buffer * facts.buffer_stride
+        self._into = into.address
+        self._verdict = Verdict.TAKEN
+
+    def read(self, end: int) -> bool:
+        """Read up to byte ``end``. Any thread. False if that fails: as a rule, its sender has died."""
+        start = self.num_read
+        if start == end:
+            return True
+        try:
+            read_memory(self._pid, self._address + start, end - start, self._into + start)
+        except OSError as error:
+            log.warning("a sender's memory could not be read", reason=str(error))
+            if error.errno in FORBIDDEN:
+                self._verdict = Verdict.UNREADABLE
+            return False
+        self.num_read = end
+        return True
+
+    def answer(self) -> None:
+        """Tell the sender that its buffer is free again, or that it cannot be read. Event loop only."""
+        self._caller.answer(self.offered.number, self._verdict)
+
+
+class Piece:
+    """A received piece; see `pdmesh.transport.base.ReceivedPiece`."""
+
+    __slots__ = ("_reading", "_ring", "_slot", "header", "payload")
+
+    def __init__(
+        self, ring: ReceiveRing, slot: int, buffer: PieceBuffer, payload_bytes: int, reading: _Reading | None
+    ) -> None:
+        """``reading`` is what is left to read of a piece on offer."""
+        self._ring = ring
+        self._slot: int | None = slot
+        self._reading = reading
+        self.header = buffer.header
+        self.payload = buffer.payload[:payload_bytes]
+
+    def load(self) -> bool:
+        return self._reading is None or self._reading.read(self._reading.offered.num_bytes)
+
+    def release(self) -> None:
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            if self._reading is not None:
+                self._reading.answer()
+            self._ring.release(slot)
+
+
 class ReceiveRing:
     """Receive buffers: free, posted, or held by the consumer (or queued for it).
 
     An offered piece is read when the consumer asks for it, into the buffer that was used last. So a consumer that
-    finishes each piece before it takes the next finds it in the processor's cache. The consumer holds at most
+    finishes each piece before it takes the next finds it in the processor's cache. Of a large one only the header is
+    read then, and the payload by `Piece.load`, which may run on a thread. The consumer holds at most
     ``max_held`` pieces. There are as many more buffers as are posted to UCX, so an offer always finds one.
     """
 
@@ -204,39 +250,36 @@ class ReceiveRing:
             self._arrival.set()
 
     def _read(self, caller: Caller, buffer: int, offered: _Offered) -> Piece | None:
-        """Fetch a piece on offer; nothing if that fails, which as a rule means that its sender has died."""
+        """Fetch a piece on offer, or its header; nothing if that fails."""
         assert caller.peer is not None
-        facts = caller.peer.facts
         slot = self._free.pop()
         self._num_held += 1
-        verdict = Verdict.TAKEN
+        reading = _Reading(caller, caller.peer.facts, buffer, offered, self._buffers[slot])
         piece = None
-        try:
-            if offered.num_bytes > len(self._buffers[slot].memory):
-                self._drop(slot, f"{offered.num_bytes} bytes are offered")
-            else:
-                address = facts.memory_address + buffer * facts.buffer_stride
-                read_memory(facts.pid, address, offered.num_bytes, self._buffers[slot].address)
-                piece = self._piece(slot, offered)
-        except OSError as error:
-            log.warning("a sender's memory could not be read", reason=str(error))
-            if error.errno in FORBIDDEN:
-                verdict = Verdict.UNREADABLE
+        if offered.num_bytes > len(self._buffers[slot].memory):
+            self._drop(slot, f"{offered.num_bytes} bytes are offered")
+        elif reading.read(offered.num_bytes if offered.num_bytes <= EAGER_BYTES else HEAD_BYTES):
+            piece = self._piece(slot, reading)
+        else:
             self.release(slot)
-        caller.answer(offered.number, verdict)
+        if piece is None or reading.num_read == offered.num_bytes:
+            reading.answer()
         return piece
 
-    def _piece(self, slot: int, offered: _Offered | None) -> Piece | None:
+    def _piece(self, slot: int, reading: _Reading | None) -> Piece | None:
         """The piece in a buffer, if there is one: a message, or what was read of one on offer."""
         buffer = self._buffers[slot]
         payload_bytes, number = numbered(buffer.memory) or (len(buffer.payload) + 1, 0)
         if payload_bytes > len(buffer.payload):
             self._drop(slot, "not a piece")
             return None
-        if offered is not None and (offered.number, offered.num_bytes) != (number, HEAD_BYTES + payload_bytes):
+        if reading is None:
+            return Piece(self, slot, buffer, payload_bytes, None)
+        if reading.offered != (number, HEAD_BYTES + payload_bytes):
             self._drop(slot, "the piece was taken back")
             return None
-        return Piece(self, slot, buffer, payload_bytes)
+        is_whole = reading.num_read == reading.offered.num_bytes
+        return Piece(self, slot, buffer, payload_bytes, None if is_whole else reading)
 
     def _drop(self, slot: int, reason: str) -> None:
         self.num_malformed += 1

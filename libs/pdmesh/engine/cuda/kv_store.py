@@ -15,6 +15,7 @@ from pdmesh.engine.cuda.shared_cache import CudaSharedCache, DeviceMemory
 from pdmesh.engine.cuda.streams import Event, Streams
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.errors import KvTransferError
+from pdmesh.host import num_usable_cores
 from pdmesh.model import KvLayout
 
 log = structlog.get_logger()
@@ -58,6 +59,10 @@ class DeviceKvStore:
     @property
     def inline_copy_bytes(self) -> int:
         return 64 * 1024  # a copy waits for the device; the hop to a thread and back takes 60 µs
+
+    @property
+    def num_copy_threads(self) -> int:
+        return max(2, min(8, num_usable_cores() // 2))
 
     @property
     def scratch_block(self) -> int:
