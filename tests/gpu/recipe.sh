@@ -6,7 +6,8 @@
 #   recipe.sh test                     there: the device's tests
 #   recipe.sh bench [OPTIONS]          there: benchmarks/engine_gpu.py
 #   recipe.sh mesh [OPTIONS]           there: benchmarks/mesh_gpu.py, a mesh of processes that share the device
-#   recipe.sh all                      there: build, test, bench, mesh, as long as each succeeds
+#   recipe.sh kv [OPTIONS]             there: benchmarks/kv_gpu.py, how much of KV's way prefill hides
+#   recipe.sh all                      there: build, test, bench, mesh, kv, as long as each succeeds
 #
 # Two processes share a device in tests/gpu/test_shared_cache.py: where it is in exclusive mode these fail. They need
 # cuda.bindings, which torch for CUDA brings.
@@ -85,6 +86,8 @@ bench() { $python benchmarks/engine_gpu.py "$@"; }
 
 mesh() { $python benchmarks/mesh_gpu.py "$@"; }
 
+kv() { $python benchmarks/kv_gpu.py "$@"; }
+
 what=${1:-}
 [ $# -gt 0 ] && shift
 case $what in
@@ -93,6 +96,7 @@ build) unpack && build ;;
 test) unpack && run_tests ;;
 bench) unpack && bench "$@" ;;
 mesh) unpack && mesh "$@" ;;
-all) unpack && build && run_tests && bench "$@" && mesh ;;
+kv) unpack && kv "$@" ;;
+all) unpack && build && run_tests && bench "$@" && mesh && kv ;;
 *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 64 ;;
 esac
