@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from kv_transport import Places, device_store, measure_handover
@@ -105,8 +106,9 @@ def print_bounds() -> None:
 
 def pinned_if_can(buffer: PieceBuffer) -> PieceBuffer:
     if torch.cuda.is_available():
-        torch.cuda.init()
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.address, buffer.memory.nbytes, 0))
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(buffer.address, buffer.memory.nbytes, 0))
     return buffer
 
 

@@ -199,7 +199,8 @@ async def test_what_was_given_back_while_it_was_copied_does_not_land(maker: Tran
                 overwrite(pair)
                 is_freed.set()
 
-        store.before = (lambda: anyio.from_thread.run_sync(give_back)) if on_thread else give_back
+        loop = anyio.lowlevel.current_token()
+        store.before = (lambda: anyio.from_thread.run_sync(give_back, token=loop)) if on_thread else give_back
         pair.expect()
         sender = pair.offer()
         pair.grant()

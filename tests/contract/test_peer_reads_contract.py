@@ -173,9 +173,11 @@ async def test_what_was_given_back_while_it_was_copied_is_not_taken(maker: Trans
                         lost.store.block(layer, block_id)[:] = b"\xff" * SMALL_LAYOUT.block_bytes
             loop_called.set()
 
+        loop = anyio.lowlevel.current_token()
+
         def before() -> None:
             if on_thread:
-                anyio.from_thread.run_sync(give_back)
+                anyio.from_thread.run_sync(give_back, token=loop)
             else:
                 give_back()
 

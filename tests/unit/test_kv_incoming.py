@@ -18,6 +18,7 @@ from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart
+from pdmesh.threads import CallThreads
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.seal import MeshKey
 
@@ -55,14 +56,14 @@ class Noting(HostKvStore):
         self.copied_by.append(threading.get_ident())
 
 
-def a_context(store: Noting, tasks: anyio.abc.TaskGroup) -> KvContext:
+def a_context(store: Noting, tasks: anyio.abc.TaskGroup, copies: CallThreads) -> KvContext:
     transport = MemoryTransport(TransferConfig(), MemoryFabric())
     return KvContext(
         transport=transport,
         store=store,
         config=TransferConfig(),
         key=KEY,
-        copies=anyio.CapacityLimiter(1),
+        copies=copies,
         tasks=tasks,
         call_soon=lambda callback: callback(),
         clock=lambda: 0.0,
@@ -76,8 +77,8 @@ async def test_a_peer_read_that_cannot_be_made_commits_no_memory() -> None:
     pool.allocate(2)
     part = KvPart(IndexRange(0, 2), IndexRange(0, 1), IndexRange(0, 1))
     faults: list[str | None] = []
-    async with anyio.create_task_group() as tasks:
-        reader = PieceReader(a_context(store, tasks), pool)
+    async with CallThreads("copies", 1) as copies, anyio.create_task_group() as tasks:
+        reader = PieceReader(a_context(store, tasks, copies), pool)
         for kind, num_bytes in (
             (PieceKind.PEER_READ, note_bytes(2)),
             (PieceKind.KV, part.num_pages * LAYOUT.block_bytes),
@@ -107,8 +108,8 @@ async def test_a_thread_copies_what_reaches_into_memory_that_may_not_be_committe
     store, pool = Noting(num_blocks), BlockPool(num_blocks)
     pool.allocate(16)
     found: list[bool] = []
-    async with anyio.create_task_group() as tasks:
-        reader = PieceReader(a_context(store, tasks), pool)
+    async with CallThreads("copies", 1) as copies, anyio.create_task_group() as tasks:
+        reader = PieceReader(a_context(store, tasks, copies), pool)
         for layers, blocks in (
             *(((0, 2), [0, 1]), ((0, 2), [1, 0]), ((1, 3), [0, 1]), ((0, 3), [1])),
             *(((0, 1), [9]), ((0, 1), [5])),  # of two requests, of which the second one's KV comes first

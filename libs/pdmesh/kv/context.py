@@ -19,6 +19,7 @@ from pdmesh.kv.peer_reads import PeerReads, PeerReadWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
+from pdmesh.threads import CallThreads
 from pdmesh.transport.base import KvTransport, ReceivedPiece
 from pdmesh.transport.seal import MeshKey
 
@@ -46,7 +47,7 @@ class KvContext:
     store: KvStore
     config: TransferConfig
     key: MeshKey
-    copies: anyio.CapacityLimiter  # threads that copy and check pieces
+    copies: CallThreads  # that copy and check pieces
     tasks: anyio.abc.TaskGroup
     call_soon: Callable[[Callable[[], object]], object]  # from any thread, without waiting for the result
     clock: Callable[[], float]

@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import anyio
-import anyio.abc
-import anyio.to_thread
 import structlog
 
 from pdmesh.errors import KvTransferError
@@ -108,7 +105,7 @@ class PieceReader:
         try:
             if is_wanted():
                 with self._pool.pinned(block_ids):
-                    fault = await anyio.to_thread.run_sync(copy, limiter=self._context.copies)
+                    fault = await self._context.copies.run(copy)
         finally:
             piece.release()
         on_read(fault)

@@ -57,6 +57,7 @@ from pdmesh.kv.piece import PieceKind, unpack_header
 from pdmesh.kv.probes import KvProbes
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
+from pdmesh.threads import CallThreads
 from pdmesh.transport.base import KvTransport
 from pdmesh.transport.seal import MeshKey
 
@@ -124,13 +125,14 @@ class KvMover:
         peer_reads = None if shared is None else PeerReads(shared, self._store.layout, self._transport)
         if peer_reads is not None:
             self._stack.callback(peer_reads.close)
+        copies = await self._stack.enter_async_context(CallThreads("kv-copies", self._store.num_copy_threads))
         self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         context = self._context = KvContext(
             transport=self._transport,
             store=self._store,
             config=self._config,
             key=self._key,
-            copies=anyio.CapacityLimiter(self._store.num_copy_threads),
+            copies=copies,
             tasks=self._tasks,
             # anyio has no call from a thread that does not wait for its result.
             call_soon=asyncio.get_running_loop().call_soon_threadsafe,

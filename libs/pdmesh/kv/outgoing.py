@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypedDict, Unpack
 
-import anyio
 import anyio.lowlevel
-import anyio.to_thread
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import NO_PART, PieceHeader, pack_header
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvPart
+from pdmesh.threads import CallThreads
 from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.seal import MeshKey
 
@@ -25,7 +25,7 @@ class Means(TypedDict):
     store: KvStore
     transport: KvTransport
     key: MeshKey
-    copies: anyio.CapacityLimiter  # threads that copy and check pieces
+    copies: CallThreads  # that copy and check pieces
 
 
 class PieceWriter:
@@ -118,7 +118,7 @@ class PieceWriter:
         if payload_bytes <= self._store.inline_copy_bytes:
             self._fill(blocks, about, buffer, payload_bytes)
         else:
-            await anyio.to_thread.run_sync(self._fill, blocks, about, buffer, payload_bytes, limiter=self._copies)
+            await self._copies.run(partial(self._fill, blocks, about, buffer, payload_bytes))
             # The request may have been freed, and its blocks used again, while the thread copied them.
             await anyio.lowlevel.checkpoint_if_cancelled()
         await self._transport.send(address, buffer, payload_bytes)

@@ -30,9 +30,9 @@ STEPS_A_CHUNK = 4
 #: Decode waits for the last of a context, which is sent in smaller and smaller steps, as long as they are as large.
 TAIL_BYTES = 4 << 20
 
-#: The very last layer is cut into as many pieces as are under way at once, so that they are copied and checked beside
+#: The last layers are cut into as many pieces as are under way at once, so that they are copied and checked beside
 #: each other, unless they became smaller than this.
-LAST_PIECE_BYTES = 1 << 20
+NUM_LAST_LAYERS, LAST_PIECE_BYTES = 2, 1 << 20
 
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]
@@ -196,8 +196,7 @@ class KvPush(GrantedTransfer):
 
     def _pages_a_piece(self, blocks: Blocks) -> int:
         """Return how many pages of these blocks go together at most, if so many fit into a piece."""
-        is_last = (blocks.layer + 1, blocks.end) == (self._layout.num_layers, self.sender.part.blocks.stop)
-        if not is_last:
+        if blocks.layer < self._layout.num_layers - NUM_LAST_LAYERS or blocks.end < self.sender.part.blocks.stop:
             return blocks.num_pages
         return max(ceil(blocks.num_pages / PIECES_IN_FLIGHT), LAST_PIECE_BYTES // self._layout.block_bytes, 1)
 

@@ -68,12 +68,13 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        stream = self._copy_stream()
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        copies = self._copies()
+        with torch.cuda.stream(copies.stream):
             try:
                 yield
             finally:
-                self.record().synchronize()
+                copies.end.record(copies.stream)
+                copies.end.synchronize()
 
     @contextlib.contextmanager
     def pinned(self, memory: Sequence[memoryview]) -> Iterator[None]:
@@ -88,8 +89,16 @@ class CudaStreams:
     def host_buffer(self, num_values: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_values, dtype=dtype, pin_memory=True)
 
-    def _copy_stream(self) -> torch.cuda.Stream:
-        if not hasattr(self._local, "stream"):
-            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream: torch.cuda.Stream = self._local.stream
-        return stream
+    def _copies(self) -> _Copies:
+        if not hasattr(self._local, "copies"):
+            self._local.copies = _Copies(self._device)
+        copies: _Copies = self._local.copies
+        return copies
+
+
+class _Copies:
+    """A thread's own copies: their stream, and an event for the end of those under way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

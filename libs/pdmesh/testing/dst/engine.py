@@ -19,6 +19,7 @@ from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, FakeKvStore
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.offload.copies import Copy, CopyThread
 from pdmesh.testing.dst.process import running_process
+from pdmesh.threads import CallThreads
 from pdmesh.worker.threads import EngineThread
 
 T = TypeVar("T")
@@ -137,6 +138,20 @@ class SimulatedThread(EngineThread):
             await sleep_through(max(0.0, process.busy_s - before_s - early_s))
 
 
+class SimulatedCallThreads(CallThreads):
+    """Makes calls at a moment of virtual time each, ``call_s`` after they are begun at most."""
+
+    def __init__(self, rng: random.Random, call_s: float, name: str, num_threads: int) -> None:
+        super().__init__(name, 0)
+        self._rng = rng
+        self._call_s = call_s
+        self._free = anyio.CapacityLimiter(num_threads)
+
+    async def run(self, call: Callable[[], T], *, on_cancel: Callable[[], object] = lambda: None) -> T:
+        async with self._free:
+            return await run_for(self._rng, self._call_s, call)
+
+
 class SimulatedCopyThread(CopyThread):
     """Makes copies one after the other, each at one moment of virtual time, ``copy_s`` after it is begun at most."""
 
@@ -219,6 +234,15 @@ class _Turns(Generic[T]):
             self._outcome.set_exception(error)
         self._wait = None
         self._stands.release()
+
+
+async def run_for(rng: random.Random, call_s: float, call: Callable[[], T]) -> T:
+    """Make a call as a thread would that takes up to ``call_s`` for it, at some moment of these."""
+    await sleep_through(rng.uniform(0, call_s / 2))
+    try:
+        return call()
+    finally:
+        await sleep_through(rng.uniform(0, call_s / 2))
 
 
 async def sleep_through(seconds: float) -> None:

@@ -23,6 +23,7 @@ import grpc.aio
 import sniffio
 import structlog
 
+import pdmesh.kv.mover as kv_mover
 import pdmesh.kv.offload.tier as offload_tier
 import pdmesh.worker.runtime as worker_runtime
 import pdmesh_scheduler.main as scheduler_main
@@ -30,7 +31,7 @@ from pdmesh.core.commands import Command
 from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.mover import KvMover
-from pdmesh.testing.dst.engine import SimulatedCopyThread, sleep_through
+from pdmesh.testing.dst.engine import SimulatedCallThreads, SimulatedCopyThread, run_for
 from pdmesh.testing.dst.network import Network
 from pdmesh.testing.dst.process import ProcessLoop, current_process, running_process
 from pdmesh.testing.dst.servers import Server
@@ -65,11 +66,7 @@ def simulated_surroundings(
 
     async def run_sync(call: Callable[..., Any], *args: Any, limiter: Any = None, **_: Any) -> Any:
         async with limiter or nullcontext():
-            await sleep_through(rng.uniform(0, copy_s / 2))
-            try:
-                return call(*args)
-            finally:
-                await sleep_through(rng.uniform(0, copy_s / 2))
+            return await run_for(rng, copy_s, partial(call, *args))
 
     class WatchedCore(SchedulerCore):
         def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -101,6 +98,7 @@ def simulated_surroundings(
             (grpc.aio, "server", server),
             (worker_runtime, "serve_metrics", no_metrics),
             (offload_tier, "CopyThread", partial(SimulatedCopyThread, rng, copy_s)),
+            (kv_mover, "CallThreads", partial(SimulatedCallThreads, rng, copy_s)),
             (worker_runtime, "Instance", _remembered(Instance, "instance")),
             (scheduler_main, "serve_metrics", no_metrics),
             (scheduler_main, "is_refused", network.is_refused),
