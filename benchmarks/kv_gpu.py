@@ -50,6 +50,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), metavar="WAY")
     parser.add_argument("--tokens", type=int, nargs="+", default=EXPOSED_TOKENS)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gap", type=float, default=2.5, help="seconds from one prompt to the next")
+    parser.add_argument("--no-bounds", action="store_true", help="only what prefill does not hide")
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3-8b", help="tiny: for a trial without a GPU")
     options = parser.parse_args()
     shape, kv_gib = SHAPES[options.shape]
@@ -58,11 +60,9 @@ def main() -> None:
     if device is None and options.shape != "tiny":
         unavailable("there is no CUDA device here")
     print(f"{device}; medians of {options.repeats}")
-    print_bounds()
-    config = TransferConfig(max_payload_bytes=PIECE_BYTES, peer_reads=False)
-    for name, each in (("pieces", config), ("encrypted", replace(config, encrypt=True))):
-        moved = max(measure_handover(each, NUM_PIECES, Places(), device_store) for _ in range(2))
-        print(f"transfers alone, {name}: GB/s, CPU s a GB of sender + receiver: {moved}")
+    if not options.no_bounds:
+        print_bounds()
+        print_transfers()
     shape = replace(shape, max_position_embeddings=max(options.tokens) + 1024)
     limits = Limits()
     with tempfile.TemporaryDirectory() as name:
@@ -74,7 +74,7 @@ def main() -> None:
                 with serving(SYSTEMS[way], model, folder, int(kv_gib * 2**30)) as mesh:
                     print(f"{way}: serves after {time.perf_counter() - began_s:.0f} s")
                     warm_up(mesh, max(options.tokens))
-                    shares = exposed_shares(mesh, options.tokens, options.repeats)
+                    shares = exposed_shares(mesh, options.tokens, options.repeats, options.gap)
                     mesh.wait_until_idle(60)
             except Exception as error:  # the other ways' figures are worth having
                 print(f"{way}: failed: {type(error).__name__}: {str(error)[:500]}")
@@ -85,6 +85,14 @@ def main() -> None:
                 stands = limits.at_most(f"{way}: exposed KV of {num_tokens} tokens", share, EXPOSED_LIMIT)
                 print(f"{way}: KV of {num_tokens} tokens exposed for {share:.2%} of its prefill ({stands} of 3%)")
     limits.end()
+
+
+def print_transfers() -> None:
+    """Rates of transfers alone, without a model."""
+    config = TransferConfig(max_payload_bytes=PIECE_BYTES, peer_reads=False)
+    for name, each in (("pieces", config), ("encrypted", replace(config, encrypt=True))):
+        moved = max(measure_handover(each, NUM_PIECES, Places(), device_store) for _ in range(2))
+        print(f"transfers alone, {name}: GB/s, CPU s a GB of sender + receiver: {moved}")
 
 
 def print_bounds() -> None:

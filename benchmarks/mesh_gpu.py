@@ -147,12 +147,14 @@ async def drive(mesh: RunningMesh, name: str, load: Sequence[Planned]) -> list[S
     return [task.result() for task in asked]
 
 
-def exposed_shares(mesh: RunningMesh, lengths: Sequence[int], repeats: int = NUM_EXPOSED) -> dict[int, float]:
+def exposed_shares(
+    mesh: RunningMesh, lengths: Sequence[int], repeats: int = NUM_EXPOSED, gap_s: float = EXPOSED_GAP_S
+) -> dict[int, float]:
     """KV time that the prefill did not hide, over the prefill's own (as `mesh_overhead.py`): medians."""
     found: dict[int, float] = {}
     for num_tokens in lengths:
         name = f"exposed-{num_tokens}"
-        asyncio.run(drive(mesh, name, [Planned(number * EXPOSED_GAP_S, num_tokens) for number in range(repeats)]))
+        asyncio.run(drive(mesh, name, [Planned(number * gap_s, num_tokens) for number in range(repeats)]))
         shares: list[float] = []
         for number in range(repeats):
             record = mesh.request_record(f"{name}-{number}")
