@@ -387,7 +387,7 @@ class TransferConfig:
     max_payload_bytes: Annotated[int, Range(4096, 1 << 30), "largest piece of KV in one message"] = 1024 * 1024
     device_payload_bytes: Annotated[
         int, Range(4096, 1 << 30), "the same for KV in a device's memory, where each copy costs more"
-    ] = 4 * 1024 * 1024
+    ] = 8 * 1024 * 1024
     num_send_buffers: Annotated[int, COUNT, "send buffers, each the size of a piece"] = 16
     num_receive_buffers: Annotated[int, COUNT, "receive buffers, each the size of a piece"] = 16
     deadline_s: Annotated[

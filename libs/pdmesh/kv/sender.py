@@ -32,7 +32,7 @@ TAIL_BYTES = 4 << 20
 
 #: The last layers are cut into as many pieces as are under way at once, so that they are copied and checked beside
 #: each other, unless they became smaller than this.
-NUM_LAST_LAYERS, LAST_PIECE_BYTES = 2, 1 << 20
+NUM_LAST_LAYERS, LAST_PIECE_BYTES = 2, 2 << 20
 
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
 import structlog
@@ -62,7 +63,7 @@ class DeviceKvStore:
 
     @property
     def num_copy_threads(self) -> int:
-        return max(2, min(8, num_usable_cores() // 2))
+        return max(2, min(6, num_usable_cores() // 2))  # more of them wait for each other's turns with the interpreter
 
     @property
     def scratch_block(self) -> int:
@@ -112,6 +113,13 @@ class DeviceKvStore:
             else:
                 received = pieces.to(self._streams.device, non_blocking=True).view(torch.int64)
                 cache.index_copy_(0, self._index(block_ids), received)
+
+    @property
+    def overlaps(self) -> bool:
+        return True
+
+    def copying(self) -> AbstractContextManager[None]:
+        return self._streams.copying()
 
     def when_written(self, callback: Callable[[], object]) -> None:
         self._written.put((self._streams.record(), callback))
