@@ -346,7 +346,9 @@ class WorkerConfig:
         int, Range(0, 4096), "threads of the engine, in each rank; 0: a fair share of the machine's cores"
     ] = 0
     metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
-    deterministic: Annotated[bool, "make results independent of batch and chunk shape, bit for bit"] = False
+    deterministic: Annotated[bool, "make results independent of batch and chunk shape, bit for bit; on CPUs alone"] = (
+        False
+    )
 
 
 class InstanceDegrees(NamedTuple):

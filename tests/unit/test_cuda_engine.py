@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdmesh.engine import loading
+from pdmesh.engine import loading, runner
 from pdmesh.engine.base import SequenceSlice, SliceResult
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.cuda import layer_graphs
@@ -19,6 +19,7 @@ from pdmesh.engine.cuda.forward import DeviceForward, paced
 from pdmesh.engine.cuda.graphs import MAX_BATCH_SIZE, graph_batch_size
 from pdmesh.engine.cuda.staging import Turns
 from pdmesh.engine.runner import TorchEngine
+from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.cuda import FakeRecorder, FakeStreams, fake_cuda_compute
@@ -335,3 +336,10 @@ def test_what_is_sent_of_block_tables_is_what_is_new(engine: TorchEngine, fake: 
     while generation.num_computed < 49:
         step(engine, [(generation, 1)])
     assert tables.num_sent == 5
+
+
+def test_a_device_promises_no_equal_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is loaded: until 2026-11 it was ignored there."""
+    monkeypatch.setattr(runner, "torch_device", lambda name: torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"set worker\.device to cpu"):
+        TorchEngine(tmp_path, num_blocks=8, deterministic=True)

@@ -60,7 +60,8 @@ def test_embeddings_equal_transformers_whatever_the_steps(family: Family, tmp_pa
 
 
 def test_deterministic_embeddings_have_the_same_bits_whatever_the_steps(tmp_path: Path) -> None:
-    engine = TorchEngine(write_checkpoint(tmp_path, pools=True), num_blocks=64, num_threads=1, deterministic=True)
+    directory = write_checkpoint(tmp_path, pools=True)
+    engine = TorchEngine(directory, num_blocks=64, num_threads=1, device="cpu", deterministic=True)
     first, *others = [embedded(engine, chunk_tokens, with_decode=True) for chunk_tokens in (1000, 16, 5)]
     for other in others:
         assert [vector.tobytes() for vector in other] == [vector.tobytes() for vector in first]

@@ -54,7 +54,7 @@ class TorchEngine:
     ``num_threads`` sets torch's threads for the whole process; 0 leaves them as they are. ``native`` allows what is
     faster than plain torch: compiled kernels, reordered weights, on CUDA FlashInfer and graphs; without it, this is the
     reference. ``has_random_weights`` draws them on the device: of the checkpoint, only ``config.json`` is read.
-    ``deterministic`` makes results on CPU bit-identical whatever the batch composition and chunk boundaries.
+    ``deterministic`` makes results bit-identical whatever the batch and chunk boundaries; refused on a device.
     ``cpu_level`` is the highest level of compiled kernels to use, "auto" the processor's best; ``ordered`` allows only
     those that give the same bits on every processor. Raises ConfigError for a level that the processor lacks.
     ``lora`` is the directory of an adapter, which is merged into the weights.
@@ -85,6 +85,11 @@ class TorchEngine:
         if num_threads > 0:
             torch.set_num_threads(num_threads)
         self._device = torch_device(device)
+        if deterministic and self._device.type == "cuda":
+            raise ConfigError(
+                "worker.deterministic is set, but on a GPU a result depends on the batch and on the chunks that it is "
+                "computed in: set worker.device to cpu, or worker.deterministic to false"
+            )
         options = ComputeOptions(
             device=self._device,
             block_size=block_size,

@@ -18,7 +18,6 @@ from pdmesh.kv.peer_reads import CacheOwner, Copies, ReadNote
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.model import IndexRange
 from pdmesh.transport.base import ReceivedPiece
-from pdmesh.transport.seal import is_encrypted
 
 log = structlog.get_logger()
 
@@ -112,15 +111,12 @@ class PieceReader:
         on_read(fault)
 
     def _copy(self, header: PieceHeader, piece: ReceivedPiece, fetch: Callable[[], str | None]) -> str | None:
-        """Load the payload, check it and copy with ``fetch``; return the fault, or None if the copy counts."""
+        """Load the payload and check it, then copy with ``fetch``; return the fault, or None if the copy counts."""
         if not piece.load():
             return "not loaded"
-        key, payload, check = self._context.key, piece.payload, header.check
-        if not self._store.overlaps or header.kind is not PieceKind.KV or is_encrypted(check):
-            return fetch() if key.opens_payload(payload, check) else "checksum"
-        with self._store.copying():  # into pages that nobody reads before the check has ended
-            fault = fetch()
-            return fault if key.opens_payload(payload, check) else "checksum"
+        if not self._context.key.opens_payload(piece.payload, header.check):
+            return "checksum"
+        return fetch()
 
     def _scatter(self, header: PieceHeader, piece: ReceivedPiece, block_ids: Sequence[int]) -> None:
         layers = header.part.layers

@@ -42,15 +42,6 @@ class KvStore(Protocol):
         ...
 
     @property
-    def overlaps(self) -> bool:
-        """Whether a thread's copies go on beside what else it does inside `copying`."""
-        ...
-
-    def copying(self) -> AbstractContextManager[None]:
-        """Enclose copies of one thread, all of which have ended when it is left."""
-        ...
-
-    @property
     def shared(self) -> SharedCache | None:
         """The cache as other processes of this host may read it; None if they cannot."""
         ...
@@ -83,13 +74,6 @@ class HostKvStore:
     @property
     def shared(self) -> SharedCache | None:
         return None
-
-    @property
-    def overlaps(self) -> bool:
-        return False
-
-    def copying(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def when_written(self, callback: Callable[[], object]) -> None:
         callback()

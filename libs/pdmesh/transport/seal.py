@@ -84,7 +84,7 @@ class MeshKey:
 
         A payload that was damaged is of no use afterwards.
         """
-        if not is_encrypted(check):
+        if check.startswith(_NO_SALT):
             return hmac.compare_digest(_NO_SALT + self._checksum(payload), check)
         salt, nonce, tag = check[:_SALT_BYTES], check[_SALT_BYTES:-_TAG_BYTES], check[-_TAG_BYTES:]
         decryptor = Cipher(AES(self._cipher_key(salt)), GCM(nonce, tag)).decryptor()
@@ -108,11 +108,6 @@ class MeshKey:
     def _checksum(self, payload: memoryview) -> bytes:
         """Return 64 bits over a payload of any length, and as many zeros."""
         return xxhash.xxh3_64_intdigest(payload, self._seed).to_bytes(_TAG_BYTES, "little")
-
-
-def is_encrypted(check: bytes) -> bool:
-    """Whether a payload that was closed with ``check`` is of no use before it has been opened."""
-    return not check.startswith(_NO_SALT)
 
 
 def seconds_to_seal(num_bytes: int) -> float:

@@ -38,10 +38,7 @@ class Streams(Protocol):
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """Inside, the thread's work goes to its copy stream; leaving waits for that work, and for no other.
-
-        Inside another one of the same thread, it is that one which waits.
-        """
+        """Inside, the thread's work goes to its copy stream; leaving waits for that work, and for no other."""
         ...
 
     def pinned(self, memory: Sequence[memoryview]) -> AbstractContextManager[None]:
@@ -72,15 +69,10 @@ class CudaStreams:
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         copies = self._copies()
-        if copies.is_inside:
-            yield
-            return
-        copies.is_inside = True
         with torch.cuda.stream(copies.stream):
             try:
                 yield
             finally:
-                copies.is_inside = False
                 copies.end.record(copies.stream)
                 copies.end.synchronize()
 
@@ -110,4 +102,3 @@ class _Copies:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.is_inside = False
