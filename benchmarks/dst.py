@@ -3,6 +3,7 @@
     make dst SEEDS=1000
     python benchmarks/dst.py --first 5000 --seeds 1000      # other seeds
     python benchmarks/dst.py --processes 2                  # on two cores
+    python benchmarks/dst.py --tiers                        # only seeds whose instances have offload tiers
     python benchmarks/dst.py --show 408                     # one seed's timeline
 
 The first seed that breaks a law is cut down to what the failure needs, and its timeline is printed; the exit code is
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from multiprocessing import get_context
 
 from pdmesh.testing.dst.drawing import draw
@@ -87,8 +89,11 @@ def main() -> int:
 
 def _tallies(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Tally]:
     """Of batches of seeds, in order, by as many processes as asked for, which end with ``stack``."""
-    last = arguments.first + arguments.seeds
-    batches = (range(first, min(first + BATCH, last)) for first in range(arguments.first, last, BATCH))
+    seeds: Iterator[int] = count(arguments.first)
+    if arguments.tiers:
+        seeds = filter(has_tiers, seeds)
+    seeds = islice(seeds, arguments.seeds)
+    batches = iter(lambda: list(islice(seeds, BATCH)), [])
     if arguments.processes == 1:
         yield from map(_tally, batches)
         return
@@ -101,6 +106,11 @@ def _tallies(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Tally]
             yield under_way.popleft().result()
     for future in under_way:
         yield future.result()
+
+
+def has_tiers(seed: int) -> bool:
+    """Whether the seed's plan reuses KV that comes from offload tiers, too."""
+    return draw(seed).num_offload_granules > 0
 
 
 def _tally(seeds: Iterable[int]) -> Tally:
@@ -121,6 +131,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one")
+    parser.add_argument("--tiers", action="store_true", help="take only seeds whose instances have offload tiers")
     parser.add_argument("--processes", type=int, default=1, help="that share them")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="stop after so many seconds")
     parser.add_argument("--max-failures", type=int, default=1, help="stop after so many failing seeds")

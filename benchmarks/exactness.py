@@ -3,9 +3,9 @@
 fp32 against `transformers`; bf16 and float16 against one engine alone, to the last bit. Dtypes x processor levels x
 architectures x topologies x chunk sizes, and the default bundle with prompts that it interrupts; prompts of 1 to 4,000
 tokens, alone and 32 at a time, when their KV is kept; log-probabilities of fp32 to 1e-4; and sampled tokens of one
-seed, which must be the same in every topology and chunk size of a model. And long prompts that 2 and 3 prefill
-instances compute together: in turn (pipelined prefill), all at once (parallel prefill), and by groups of two under
-`pecsched` (fixed), of mixed instances, too, which decode beside it.
+seed, which must be the same warm and cold, in every topology and chunk size of a model. And long prompts that 2 and 3
+prefill instances compute together: in turn (pipelined prefill), all at once (parallel prefill), and by groups of two
+under `pecsched` (fixed), of mixed instances, too, which decode beside it.
 
     python benchmarks/exactness.py [--dtypes float32,bfloat16,float16] [--levels auto,avx2,baseline]
         [--architectures llama,qwen2,qwen3,demo,gemma2,…] [--chunks 1,16,512,8192,adaptive]
@@ -63,6 +63,9 @@ TORCH_CAPS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "baseline": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
 }
+#: Of prompts that are asked for with a seed, warm and cold.
+SAMPLED_LENGTHS = (1, 17, 100, 513, 1000, LONG_PROMPT)
+COLD = {"cache_salt": "cold"}
 SAMPLING = {"temperature": 1.0, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 5}
 
 
@@ -73,8 +76,11 @@ async def check(
     async with mesh.client() as client:
         found = await mismatches(client, mesh.model, references, concurrency=1, tolerance=tolerance)
         found += await mismatches(client, mesh.model, references * 3, concurrency=32, tolerance=tolerance)
-        prompts = [reference.prompt for reference in references[:6]]
+        prompts = [reference.prompt for reference in references if len(reference.prompt) in SAMPLED_LENGTHS]
         sampled = [await complete(client, mesh.model, prompt, MAX_TOKENS, **SAMPLING) for prompt in prompts]
+        cold = [await complete(client, mesh.model, prompt, MAX_TOKENS, **SAMPLING, **COLD) for prompt in prompts]
+    if [answer.token_ids for answer in sampled] != [answer.token_ids for answer in cold]:
+        found.append("sampled tokens differ from those of the same prompts when nothing of them was kept")
     return found, [answer.token_ids for answer in sampled]
 
 
@@ -98,12 +104,6 @@ def was_shared(mesh: RunningMesh) -> bool:
         r"^pdmesh:kv_exchange_bytes(?:_total)?{direction=\"out\"} (\S+)$", "\n".join(mesh.metrics().values()), re.M
     )
     return any(float(number) > 0 for number in sent)
-
-
-def num_reused(mesh: RunningMesh) -> int:
-    """Prompt tokens whose KV was not computed again."""
-    found = re.findall(r"^pdmesh:prefix_cache_hits_total(?:{[^}]*})? (\S+)$", "\n".join(mesh.metrics().values()), re.M)
-    return sum(int(float(number)) for number in found)
 
 
 def references_of(checkpoint: Path, dtype: str, level: str) -> list[Reference]:
@@ -171,17 +171,18 @@ def main() -> None:
                     found, sampled = anyio.run(check, mesh, references, 1e-4 if dtype == "float32" else 0.0)
                     if way in SCHEDULES and not was_shared(mesh):
                         found.append("every prompt was computed by one instance")
-                    reused = num_reused(mesh)
+                    reused, copied = mesh.total("prefix_cache_hits"), mesh.total("prefix_cache_fetched_tokens")
                     classes = {row.arithmetic for row in mesh.status().instances}
                 first_sample = first_sample or sampled
                 if sampled != first_sample:
                     found.append("sampled tokens differ from those of the first mesh")
-                num_asked += 4 * len(references) + len(sampled)
+                num_asked += 4 * len(references) + 2 * len(sampled)
                 num_wrong += len(found)
                 verdict = "exact" if not found else f"{len(found)} differ"
                 took_s = time.monotonic() - began_s
                 what = f"{architecture:6} {level:11} {' '.join(classes)} {topology:8} {way:>8}"
-                print(f"{what}: {verdict} ({took_s:.0f} s, {reused:,} tokens reused)", flush=True)
+                kept = f"{reused:,.0f} tokens reused, {copied:,.0f} copied"
+                print(f"{what}: {verdict} ({took_s:.0f} s, {kept})", flush=True)
                 for sentence in found[:3]:
                     print(f"       {sentence}")
     print(f"{num_asked} completions, {num_wrong} differ")

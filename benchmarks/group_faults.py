@@ -295,10 +295,11 @@ def main() -> None:
         with running_mesh(folder, model=model, prefill=NUM_PREFILL, decode=1, settings=SETTINGS | more) as mesh:
             faults = asyncio.run(storm(mesh, bad, options))
             restarts = total(mesh, r"pdmesh:request_restarts_total")
+            copied = total(mesh, r"pdmesh:prefix_cache_fetched_tokens_total")
             pieces = bad_pieces.counted(bad)
     num_hits = sum(faults.hits.values())
     print(", ".join(f"{count} {fault}" for fault, count in faults.hits.items()), f"({faults.num_missed} hit nobody)")
-    print(f"{restarts:.0f} restarts")
+    print(f"{restarts:.0f} restarts; {copied:,.0f} tokens of prefixes copied between instances that still run")
     damaged, refused, unread = (pieces[what] for what in (bad_pieces.DAMAGED, bad_pieces.REFUSED, bad_pieces.UNREAD))
     stands = limits.at_least(
         "damaged pieces that were not taken", max(1, damaged) - pieces[bad_pieces.TAKEN], max(1, damaged)

@@ -1,12 +1,13 @@
 """The exactness promise between hosts: prompts, moves and prefill groups over a slow and lossy network.
 
     python benchmarks/host_exactness.py [--architectures llama,qwen2,qwen3] [--networks quiet,1ms,10ms,lossy]
-        [--ways 16,adaptive,pipelined,parallel,moves]
+        [--ways 16,adaptive,pipelined,parallel,moves,fetches]
 
 Three network namespaces are hosts (`pdmesh.testing.hosts`; it takes root), with mutual TLS and KV over UCX: a has the
 scheduler, the gateway and a decode instance; b and c have a prefill and a decode instance each. Each frame between two
 hosts is delayed by 0, 1 or 10 ms each way, or by 1 ms and one of a hundred is lost. The ways are chunk sizes, how two
-prefill instances share a prompt, and running decodes that are moved between the three hosts again and again. Tokens and
+prefill instances share a prompt, running decodes that are moved between the three hosts again and again, and prompts
+that begin alike and come at once, so that the other prefill instance copies what one keeps. Tokens and
 log-probabilities are compared with those of `transformers` in fp32; each prompt is asked for four times, so that later
 ones reuse KV. Exit code 1 if anything differs.
 """
@@ -64,7 +65,13 @@ WAYS = {
     "pipelined": {"POLICY_SEQUENCE_PARALLEL": "pipelined", **GROUPED},
     "parallel": {"POLICY_SEQUENCE_PARALLEL": "parallel", **GROUPED},
     "moves": {},
+    "fetches": {"SCHEDULER_BUNDLE": "fcfs"},
 }
+
+#: A model slow enough that copying a stem of so many tokens is sooner than computing it, and what follows the stem.
+SLOW = replace(TINY, hidden_size=256, intermediate_size=1024, num_layers=4)
+STEM_TOKENS = 3000
+REST_LENGTHS = (1, 17, 100, 200, 300, 400, 500)
 
 GROUPS = ("pipelined", "parallel")
 
@@ -130,7 +137,11 @@ async def check(hosts: Hosts, references: Sequence[Reference], way: str) -> tupl
                 await anyio.sleep(0.1)
         if way == "moves":
             tasks.start_soon(mover.run)
-        found += await mismatches(client, "model", references, concurrency=1)
+        # Those that begin alike come at once, but for the first: while one instance keeps what they have in common
+        # and computes, the other copies it.
+        num_alone = 1 if way == "fetches" else len(references)
+        found += await mismatches(client, "model", references[:num_alone], concurrency=1)
+        found += await mismatches(client, "model", references[num_alone:], concurrency=16)
         found += await mismatches(client, "model", list(references) * 3, concurrency=16)
         while way == "moves" and mover.num_moved < NUM_MOVES:
             found += await mismatches(client, "model", references, concurrency=4)
@@ -157,6 +168,7 @@ def try_way(folder: Path, model: Path, architecture: str, way: str, networks: Se
     """
     num_asked = num_differ = num_shared = num_reused = 0
     settings = {"MODEL": str(model), "SECURITY_OPERATOR_TOKEN": OPERATOR_TOKEN, **WAYS[way]}
+    num_copied = 0
     with running_hosts(folder, ("a", "b", "c"), settings) as hosts:
         start_all(hosts)
         for network in networks:
@@ -170,12 +182,16 @@ def try_way(folder: Path, model: Path, architecture: str, way: str, networks: Se
             num_shared += shared
             if way in GROUPS and not shared:
                 found.append("every prompt was computed by one instance")
+            copied = totals(hosts, "pdmesh:prefix_cache_fetched_tokens_total") - num_copied
+            num_copied += copied
+            if way == "fetches" and not copied:
+                found.append("no prefix was copied")
             num_asked += 4 * len(references)
             num_differ += len(found)
             print(
                 f"{architecture:6} {way:10} {network:6}: {'exact' if not found else f'{len(found)} differ'} "
-                f"({time.monotonic() - began_s:.0f} s, {reused:,} tokens reused, {shared >> 10:,} KiB shared, "
-                f"{num_moved} moves)",
+                f"({time.monotonic() - began_s:.0f} s, {reused:,} tokens reused, {copied:,} copied, "
+                f"{shared >> 10:,} KiB shared, {num_moved} moves)",
                 flush=True,
             )
             for sentence in found[:3]:
@@ -185,6 +201,9 @@ def try_way(folder: Path, model: Path, architecture: str, way: str, networks: Se
 
 def references_of(model: Path, way: str, seed: int) -> list[Reference]:
     """What is expected; of requests that are moved, more tokens."""
+    if way == "fetches":
+        stem, *rests = random_prompts((STEM_TOKENS, *REST_LENGTHS), TINY.vocab_size, seed=seed)
+        return [reference(model, [*stem, *rest], MAX_TOKENS) for rest in rests]
     prompts = random_prompts(LENGTHS, TINY.vocab_size, seed=seed)
     if way == "moves":
         return [reference(model, prompt, MOVED_TOKENS) for prompt in prompts[1:7]]
@@ -204,8 +223,12 @@ def main() -> int:
     num_asked = num_differ = 0
     for architecture in options.architectures.split(","):
         with tempfile.TemporaryDirectory() as name:
-            model = write_checkpoint(Path(name) / "model", architecture=architecture, seed=1)
+            models = {
+                shape: write_checkpoint(Path(name) / folder, architecture=architecture, shape=shape, seed=1)
+                for folder, shape in (("model", TINY), ("slow", SLOW))
+            }
             for way in options.ways.split(","):
+                model = models[SLOW if way == "fetches" else TINY]
                 asked, differ = try_way(Path(name) / way, model, architecture, way, options.networks.split(","))
                 num_asked += asked
                 num_differ += differ

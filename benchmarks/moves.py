@@ -33,7 +33,7 @@ from pdmesh.cli.state import state_folder
 from pdmesh.config import MeshConfig
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import PdmeshError
-from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId
+from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.mesh import RunningMesh, running_mesh
@@ -82,7 +82,9 @@ class Operator:
     async def ask(self, question: AdminRequest) -> AdminResponse:
         return await ask_scheduler(self._address, self._security, question)
 
-    async def operate(self, kind: OperationKind, instance: str, request: str | None = None) -> OperationStatus:
+    async def operate(
+        self, kind: OperationKind, instance: str, request: str | None = None, role: Role | None = None
+    ) -> OperationStatus:
         """An operation, once it is over."""
         self._num += 1
         requested = OperationRequested(
@@ -91,6 +93,7 @@ class Operator:
             instance_id=InstanceId(instance),
             timeout_s=120.0,
             request_id=None if request is None else RequestId(request),
+            role=role,
         )
         status = await self.ask(StartOperation(requested=requested))
         assert isinstance(status, OperationStatus)

@@ -13,6 +13,9 @@ are asked in turns, so that whatever else the machine does is in both figures. P
   hold four of them, and are full: what is kept is given up for what comes. (Until a cache was full once, the system has
   to find memory for each prompt, where without reuse the same blocks are written again and again.)
 * ``beside``: gaps between tokens of four streams while turns come back one after the other, over those without reuse.
+* ``beside-fetches``: the same on two mixed instances, while two prompts at once go on where one that an instance keeps
+  ends, so that the other copies it.
+* ``beside-loads``: the same on a mixed instance, while turns come back from a tier on a disk, as in ``offloaded``.
 * ``strangers``: whether TTFT tells a tenant of another's prompt: one that was asked for under another key, and one that
   nobody asked for, in 200 pairs; the probability of such ranks (Mann-Whitney) if they are alike.
 * ``killed``: a decode instance is killed at that context: tokens of its request that are computed again.
@@ -31,6 +34,8 @@ import signal
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -62,6 +67,12 @@ NUM_KEPT = 4
 
 #: Users of the part ``offloaded``, and the conversations of theirs that the cache holds.
 NUM_USERS, NUM_CACHED = 8, 2
+
+#: Beside which turns come: streams, and tokens of each. Tokens of a turn's answer, and of what twins do not share.
+NUM_STREAMS, STREAM_PROMPT_TOKENS, STREAM_TOKENS = 4, 100, 400
+TURN_TOKENS = 16
+TWIN_TOKENS = 200
+
 TOKEN_BYTES = 4 * LLAMA_82M.num_layers * LLAMA_82M.num_kv_heads * LLAMA_82M.head_dim
 
 SETTINGS = {"WORKER_DTYPE": "bfloat16", "SCHEDULER_MAX_QUEUE_S": "600"}
@@ -113,7 +124,8 @@ async def ask(
                 answer.times_s += [time.perf_counter()] * bool(choice["token_ids"])
                 answer.token_ids += choice["token_ids"]
             if event.get("usage"):
-                answer.num_cached_tokens = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+                details = event["usage"].get("prompt_tokens_details") or {}  # another server may tell nothing
+                answer.num_cached_tokens = details.get("cached_tokens", 0)
     return answer
 
 
@@ -149,17 +161,20 @@ class Bench:
             )
         )
 
-    async def offloaded(self) -> None:
-        """Measure turns that come back from the offload tier."""
-        num_bytes = NUM_CACHED * (self._num_tokens + 3 * ANSWER_TOKENS) * TOKEN_BYTES
-        settings = {
-            "WORKER_KV_CACHE_BYTES": str(num_bytes),
-            "WORKER_KV_OFFLOAD_DISK_BYTES": str(NUM_USERS * num_bytes),
+    def _settings_of_tier(self, num_others: int = 0) -> dict[str, str]:
+        """Of an instance that holds two users' conversations and so many tokens of others, with a tier for all."""
+        num_tokens = NUM_CACHED * (self._num_tokens + 3 * ANSWER_TOKENS) + num_others
+        return {
+            "WORKER_KV_CACHE_BYTES": str(num_tokens * TOKEN_BYTES),
+            "WORKER_KV_OFFLOAD_DISK_BYTES": str(NUM_USERS * num_tokens * TOKEN_BYTES),
             "WORKER_KV_OFFLOAD_DIR": str(self._folder / "offloaded"),
         }
+
+    async def offloaded(self) -> None:
+        """Measure turns that come back from the offload tier."""
         first_s, next_s, cached = list[float](), list[float](), list[float]()
         with ExitStack() as stack:
-            mesh = self.mesh(stack, POOLS["mixed"], "with", settings)
+            mesh = self.mesh(stack, POOLS["mixed"], "with", self._settings_of_tier())
             async with mesh.client() as client:
                 for _ in range(self._rounds):
                     turns: list[list[int]] = []
@@ -237,44 +252,66 @@ class Bench:
 
     async def beside(self) -> None:
         for name, pools in POOLS.items():
-            gaps_s: dict[str, list[float]] = {reuse: [] for reuse in REUSE}
-            num_turns = dict.fromkeys(REUSE, 0)
-            with ExitStack() as stack:
-                meshes = {reuse: self.mesh(stack, pools, reuse) for reuse in REUSE}
-                for number in range(self._rounds):
-                    for reuse in REUSE if number % 2 else reversed(REUSE):
-                        async with meshes[reuse].client() as client:
-                            gaps, turns = await self._gaps_beside_turns(client)
-                        gaps_s[reuse] += gaps
-                        num_turns[reuse] += turns
-            p99 = {reuse: quantile(gaps, 0.99) for reuse, gaps in gaps_s.items()}
-            words = self._limits.at_most(f"{name}: ITL", p99["with"] / p99["without"], MOST_ITL)
-            print(
-                f"beside {name}: ITL p99 {1e3 * p99['with']:.1f} ms beside {num_turns['with']} turns, without reuse "
-                f"{1e3 * p99['without']:.1f} beside {num_turns['without']}: {p99['with'] / p99['without']:.3f} "
-                f"(<= {MOST_ITL}; {words})",
-                flush=True,
-            )
+            await self._beside(f"beside {name}", pools, {}, Conversations)
 
-    async def _gaps_beside_turns(self, client: httpx.AsyncClient) -> tuple[list[float], int]:
-        """Gaps of four streams while one conversation goes on, and how many of its turns were answered."""
+    async def beside_fetches(self) -> None:
+        """Measure what streams notice of prefixes that are copied between the instances that they decode on."""
+        await self._beside("beside fetches", (0, 0, 2), {}, Twins, "prefix_cache_fetched_tokens")
+
+    async def beside_loads(self) -> None:
+        """Measure what streams notice of turns that come from the offload tier."""
+        settings = self._settings_of_tier(NUM_STREAMS * (STREAM_PROMPT_TOKENS + STREAM_TOKENS))
+        await self._beside("beside loads", POOLS["mixed"], settings, ManyConversations, "kv_offload_loaded_tokens")
+
+    async def _beside(
+        self,
+        name: str,
+        pools: tuple[int, int, int],
+        settings: Mapping[str, str],
+        kind: type[Turns],
+        counter: str | None = None,
+    ) -> None:
+        """Measure gaps of streams beside turns of a ``kind``, with and without reuse, which the ``counter`` counts."""
+        gaps_s: dict[str, list[float]] = {reuse: [] for reuse in REUSE}
+        num_turns = dict.fromkeys(REUSE, 0)
+        with ExitStack() as stack:
+            meshes = {reuse: self.mesh(stack, pools, reuse, settings) for reuse in REUSE}
+            for number in range(self._rounds):
+                for reuse in REUSE if number % 2 else reversed(REUSE):
+                    async with meshes[reuse].client() as client:
+                        gaps, turns = await self._gaps_beside(client, kind(self, self._num_tokens // 2))
+                    gaps_s[reuse] += gaps
+                    num_turns[reuse] += turns
+            num_tokens = 0.0 if counter is None else meshes["with"].total(counter)
+        p99 = {reuse: quantile(gaps, 0.99) for reuse, gaps in gaps_s.items()}
+        words = self._limits.at_most(f"{name}: ITL", p99["with"] / p99["without"], MOST_ITL)
+        print(
+            f"{name}: ITL p99 {1e3 * p99['with']:.1f} ms beside {num_turns['with']} turns, without reuse "
+            f"{1e3 * p99['without']:.1f} beside {num_turns['without']}: {p99['with'] / p99['without']:.3f} "
+            f"(<= {MOST_ITL}; {words})",
+            flush=True,
+        )
+        if counter is not None:
+            print(f"{name}: {num_tokens:,.0f} ({counter}; {self._limits.at_least(counter, num_tokens, 1)})", flush=True)
+
+    async def _gaps_beside(self, client: httpx.AsyncClient, turns: Turns) -> tuple[list[float], int]:
+        """Gaps of streams while turns are asked for, and how many of those were answered."""
         gaps_s: list[float] = []
         num_turns = 0
         async with anyio.create_task_group() as tasks:
-            num_left = 4
+            num_left = NUM_STREAMS
 
             async def stream() -> None:
                 nonlocal num_left
-                gaps_s.extend((await ask(client, self.prompt(100), 400)).gaps_s)
+                gaps_s.extend((await ask(client, self.prompt(STREAM_PROMPT_TOKENS), STREAM_TOKENS)).gaps_s)
                 num_left -= 1
 
+            for _ in range(turns.num_before):
+                await turns.go_on(client)
             for _ in range(num_left):
                 tasks.start_soon(stream)
-            turn = self.prompt(self._num_tokens // 2)
             while num_left:
-                answer = await ask(client, turn, 16)
-                turn = [*turn, *answer.token_ids, *self.prompt(NEW_TOKENS)]
-                num_turns += 1
+                num_turns += await turns.go_on(client)
         return gaps_s, num_turns
 
     async def strangers(self) -> None:
@@ -333,6 +370,58 @@ class Bench:
             )
 
 
+class Turns(ABC):
+    """What is asked for beside streams."""
+
+    #: So often it goes on before the streams begin.
+    num_before = 0
+
+    def __init__(self, bench: Bench, num_tokens: int) -> None:
+        self._bench = bench
+        self._num_tokens = num_tokens
+
+    @abstractmethod
+    async def go_on(self, client: httpx.AsyncClient) -> int:
+        """Ask for some turns; how many were answered."""
+
+    async def next_turn(self, client: httpx.AsyncClient, turn: list[int]) -> list[int]:
+        """The turn behind one and its answer."""
+        answer = await ask(client, turn, TURN_TOKENS)
+        return [*turn, *answer.token_ids, *self._bench.prompt(NEW_TOKENS)]
+
+
+class Conversations(Turns):
+    """A turn of each of some users, one after the other, and again."""
+
+    num_users = 1
+
+    def __init__(self, bench: Bench, num_tokens: int) -> None:
+        super().__init__(bench, num_tokens)
+        self._turns = deque(bench.prompt(num_tokens) for _ in range(self.num_users))
+
+    async def go_on(self, client: httpx.AsyncClient) -> int:
+        self._turns.append(await self.next_turn(client, self._turns.popleft()))
+        return 1
+
+
+class ManyConversations(Conversations):
+    """So many that a turn's place in the cache has been taken by others' when it comes."""
+
+    num_users = num_before = 2 * NUM_USERS
+
+
+class Twins(Turns):
+    """A prompt, and then two at once that go on where it ends; and another one."""
+
+    async def go_on(self, client: httpx.AsyncClient) -> int:
+        stem = self._bench.prompt(self._num_tokens)
+        await ask(client, stem, 1)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(ask, client, [*stem, *self._bench.prompt(TWIN_TOKENS)], TURN_TOKENS)
+        return 3
+
+
 def probability_alike(one: Sequence[float], other: Sequence[float]) -> float:
     """Two-sided p of the Mann-Whitney test, by its normal approximation."""
     ranked = sorted([(value, 0) for value in one] + [(value, 1) for value in other])
@@ -346,6 +435,8 @@ PARTS = {
     "turns": Bench.turns,
     "cold": Bench.cold,
     "beside": Bench.beside,
+    "beside-fetches": Bench.beside_fetches,
+    "beside-loads": Bench.beside_loads,
     "strangers": Bench.strangers,
     "killed": Bench.killed,
     "offloaded": Bench.offloaded,

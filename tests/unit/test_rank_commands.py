@@ -47,10 +47,8 @@ def test_the_size_of_a_step_does_not_depend_on_the_context() -> None:
             each.token_ids.append(5)
         chunk = SequenceSlice(sequence=prompt, start=num_tokens - 512, num_tokens=256, sample=False)
         step = deltas.step([chunk, *map(decode_of, decoding)], BLOCK_SIZE, hooked=True)
-        # numbers are as long as they are large, in msgpack: what grows is counted without them
-        sizes.append(sum(len(part.token_ids) + len(part.new_blocks) for part in step.slices))
-        assert len(frame(step)) < 1500
-    assert sizes[0] == sizes[1]
+        sizes.append(len(frame(step)))
+    assert sizes[0] == sizes[1] < 1500
 
 
 @given(seed=st.integers(0, 1 << 30))

@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from pdmesh.core.commands import InstanceCommand
@@ -42,49 +43,52 @@ from pdmesh.sim.result import RequestRun, StepSpan
 from pdmesh.sim.untimed import UntimedInstance
 
 
-class SimInstance:
-    """``report`` takes events for the scheduler; ``want_turn`` asks to `begin` after all else of this instant."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What all instances of a simulation have in common."""
 
-    def __init__(
-        self,
-        profile: InstanceProfile,
-        model: LatencyModel,
-        *,
-        agenda: Agenda,
-        links: SimulatedLinks,
-        exchange: SimulatedExchange,
-        runs: dict[RequestKey, RequestRun],
-        report: Callable[[Event], None],
-        land: Callable[[TransferPlan, RequestKey, float], None],
-        want_turn: Callable[[InstanceId], None],
-        max_decode_steps: int,
-        parallel_step_s: float = 0.0,
-    ) -> None:
+    agenda: Agenda
+    links: SimulatedLinks
+    exchange: SimulatedExchange
+    runs: dict[RequestKey, RequestRun]  # by their newest epoch
+    report: Callable[[Event], None]  # to the scheduler
+    land: Callable[[TransferPlan, RequestKey, float], None]
+    want_turn: Callable[[InstanceId], None]  # an instance asks to `begin` after all else of this instant
+    max_decode_steps: int
+    parallel_step_s: float = 0.0
+
+
+class SimInstance:
+    """One instance, whose latency model says how long a step takes."""
+
+    def __init__(self, profile: InstanceProfile, model: LatencyModel, simulation: Simulation) -> None:
         self.profile = profile
         self.instance_id = profile.instance_id
         self.steps: list[StepSpan] = []
         self.model = model
-        self._agenda = agenda
-        self._links = links
-        self._exchange = exchange
-        self._runs = runs
-        self._want_turn = want_turn
-        self._max_decode_steps = max_decode_steps
-        self._untimed = untimed = UntimedInstance(profile, report=report, length_of=self._length_of, surroundings=self)
-        flows = SimulatedFlows(profile, agenda=agenda, links=links, untimed=untimed, land=land)
+        self._agenda = agenda = simulation.agenda
+        self._links = links = simulation.links
+        self._exchange = simulation.exchange
+        self._runs = simulation.runs
+        self._want_turn = simulation.want_turn
+        self._max_decode_steps = simulation.max_decode_steps
+        self._untimed = untimed = UntimedInstance(
+            profile, report=simulation.report, length_of=self._length_of, surroundings=self
+        )
+        flows = SimulatedFlows(profile, agenda=agenda, links=links, untimed=untimed, land=simulation.land)
         self._departures = departures = SimulatedDepartures(flows)
         self._groups = SimulatedGroups(
             profile,
             agenda=agenda,
-            exchange=exchange,
+            exchange=simulation.exchange,
             departures=departures,
             held=untimed.held,
-            parallel_step_s=parallel_step_s,
+            parallel_step_s=simulation.parallel_step_s,
             end=self._end_step,
             go_on=self._go_on,
         )
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
-        self._moves = SimulatedMoves(flows, runs)
+        self._moves = SimulatedMoves(flows, simulation.runs)
         self._fetches = SimulatedFetches(flows)
         self._num_turns = 0
         self._busy = False

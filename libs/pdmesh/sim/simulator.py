@@ -26,7 +26,7 @@ from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.faults import Death
-from pdmesh.sim.instance import SimInstance
+from pdmesh.sim.instance import SimInstance, Simulation
 from pdmesh.sim.links import FlowId, HostLink, HostLinks, SimulatedLinks
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
 from pdmesh.sim.staged import StagedInstance
@@ -84,6 +84,17 @@ class Simulator:
         self._exchange = SimulatedExchange(self._agenda, self._links)
         self._requests: list[RequestRun] = []
         self._runs: dict[RequestKey, RequestRun] = {}  # by their newest epoch
+        self._simulation = Simulation(
+            agenda=self._agenda,
+            links=self._links,
+            exchange=self._exchange,
+            runs=self._runs,
+            report=self._report,
+            land=self._land,
+            want_turn=self._want_turn,
+            parallel_step_s=config.parallel_step_s,
+            max_decode_steps=config.max_decode_steps,
+        )
         self._instances = {profile.instance_id: self._new_instance(profile, model) for profile, model in instances}
         self._arrivals = iter(enumerate(arrivals))
         self._closed_loop = closed_loop
@@ -99,19 +110,7 @@ class Simulator:
 
     def _new_instance(self, profile: InstanceProfile, model: LatencyModel) -> SimInstance:
         kind = SimInstance if profile.num_stages == 1 else StagedInstance
-        return kind(
-            profile,
-            model,
-            agenda=self._agenda,
-            links=self._links,
-            exchange=self._exchange,
-            runs=self._runs,
-            report=self._report,
-            land=self._land,
-            want_turn=self._want_turn,
-            parallel_step_s=self._config.parallel_step_s,
-            max_decode_steps=self._config.max_decode_steps,
-        )
+        return kind(profile, model, self._simulation)
 
     def run(self, on_ended: Callable[[int], None] | None = None) -> SimResult:
         """Serve all requests; ``on_ended`` is told how many have ended, each time one has."""

@@ -11,51 +11,19 @@ steps are taken as one, in which every part passes; they begin when all stages a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
-from pdmesh.core.events import Event
-from pdmesh.model import InstanceId, InstanceProfile, RequestKey
-from pdmesh.plans import TransferPlan
+from pdmesh.model import InstanceProfile
 from pdmesh.policy.latency import LatencyModel
-from pdmesh.sim.agenda import Agenda, Appointment
-from pdmesh.sim.exchange import SimulatedExchange
-from pdmesh.sim.instance import SimInstance
-from pdmesh.sim.links import SimulatedLinks
+from pdmesh.sim.agenda import Appointment
+from pdmesh.sim.instance import SimInstance, Simulation
 from pdmesh.sim.planned_step import PlannedStep
-from pdmesh.sim.result import RequestRun
 
 
 class StagedInstance(SimInstance):
     """Its latency model says how long a step takes through all stages. It cannot join groups."""
 
-    def __init__(
-        self,
-        profile: InstanceProfile,
-        model: LatencyModel,
-        *,
-        agenda: Agenda,
-        links: SimulatedLinks,
-        exchange: SimulatedExchange,
-        runs: dict[RequestKey, RequestRun],
-        report: Callable[[Event], None],
-        land: Callable[[TransferPlan, RequestKey, float], None],
-        want_turn: Callable[[InstanceId], None],
-        max_decode_steps: int,
-        parallel_step_s: float = 0.0,
-    ) -> None:
-        super().__init__(
-            profile,
-            model,
-            agenda=agenda,
-            links=links,
-            exchange=exchange,
-            runs=runs,
-            report=report,
-            land=land,
-            want_turn=want_turn,
-            max_decode_steps=max_decode_steps,
-            parallel_step_s=parallel_step_s,
-        )
+    def __init__(self, profile: InstanceProfile, model: LatencyModel, simulation: Simulation) -> None:
+        super().__init__(profile, model, simulation)
         assert not profile.joins_groups, f"{profile.instance_id} has stages, and cannot join groups"
         self._under_way: deque[PlannedStep] = deque()
         self._left_s = [0.0] * profile.num_stages  # when the latest step leaves each stage

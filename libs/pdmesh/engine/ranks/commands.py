@@ -20,6 +20,10 @@ from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 _LENGTH = struct.Struct("<I")
 
+#: Of a slice: key of the sequence, first position, tokens of the prompt, known blocks. msgpack's integers are as long as
+#: they are large, so a step would grow with the context.
+_SLICE_NUMBERS = struct.Struct("<qiii")
+
 #: Between processes of one instance; a table of a million blocks is a hundredth of it.
 _MAX_FRAME_BYTES = 1 << 30
 
@@ -27,11 +31,8 @@ _MAX_FRAME_BYTES = 1 << 30
 class SliceDelta(msgspec.Struct, frozen=True, array_like=True):
     """A slice of a step: of which sequence, and what is new of that."""
 
-    key: int
-    start: int
+    numbers: bytes  # `_SLICE_NUMBERS`
     token_ids: bytes  # int32, of the slice
-    num_prompt_tokens: int
-    num_known_blocks: int
     new_blocks: bytes  # int32, which follow those that are known
 
 
@@ -209,11 +210,8 @@ class Deltas:
         num_blocks = max(num_known, num_blocks_for(end, block_size))
         self._known[id(sequence)] = key, num_blocks
         return SliceDelta(
-            key,
-            part.start,
+            _SLICE_NUMBERS.pack(key, part.start, sequence.num_prompt_tokens, num_known),
             part.token_ids.tobytes(),
-            sequence.num_prompt_tokens,
-            num_known,
             array.array("i", sequence.block_table[num_known:num_blocks]).tobytes(),
         )
 
@@ -245,23 +243,24 @@ class Replicas:
         return [self._slice(delta) for delta in step.slices]
 
     def _slice(self, delta: SliceDelta) -> SequenceSlice:
-        sequence = self._sequences.get(delta.key)
+        key, start, num_prompt_tokens, num_known_blocks = _SLICE_NUMBERS.unpack(delta.numbers)
+        sequence = self._sequences.get(key)
         if sequence is None:
-            sequence = self._sequences[delta.key] = EngineSequence(
-                request_id=RequestId(str(delta.key)),
+            sequence = self._sequences[key] = EngineSequence(
+                request_id=RequestId(str(key)),
                 params=SamplingParams(max_tokens=1),
                 token_ids=array.array("i"),
-                num_prompt_tokens=delta.num_prompt_tokens,
+                num_prompt_tokens=num_prompt_tokens,
             )
-        if len(sequence.block_table) != delta.num_known_blocks:
+        if len(sequence.block_table) != num_known_blocks:
             raise ProtocolError("a step of ranks that does not follow the last one")
         sequence.block_table.extend(_integers(delta.new_blocks))
         token_ids = _integers(delta.token_ids)
-        missing = delta.start - len(sequence.token_ids)
+        missing = start - len(sequence.token_ids)
         if missing > 0:  # their KV came otherwise: what they are does not matter any more
             sequence.token_ids.frombytes(bytes(missing * sequence.token_ids.itemsize))
-        sequence.token_ids[delta.start :] = token_ids
-        return SequenceSlice(sequence=sequence, start=delta.start, num_tokens=len(token_ids), sample=False)
+        sequence.token_ids[start:] = token_ids
+        return SequenceSlice(sequence=sequence, start=start, num_tokens=len(token_ids), sample=False)
 
 
 def _integers(packed: bytes) -> array.array[int]:
