@@ -20,20 +20,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from uuid import uuid4
 
 import anyio
 import httpx
 from report import heading
 
 from pdmesh.config import SecurityConfig
-from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import PdmeshError
-from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId
+from pdmesh.model import OperationKind
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
 from pdmesh.testing.hosts import (
@@ -44,8 +42,7 @@ from pdmesh.testing.hosts import (
     running_hosts,
     why_no_hosts,
 )
-from pdmesh.wire.admin import ask_scheduler
-from pdmesh.wire.messages import ListRequests, OperationStatus, RequestList, StartOperation, WaitOperation
+from pdmesh.testing.operating import Operator
 
 PLACES = (("a", "decode"), ("b", "prefill"), ("b", "decode"), ("c", "prefill"), ("c", "decode"))
 
@@ -83,35 +80,19 @@ class Mover:
     """Moves running decodes from host to host until cancelled."""
 
     def __init__(self, hosts: Hosts) -> None:
-        self._address = f"{hosts['a'].address}:{SCHEDULER_PORT}"
-        self._security: SecurityConfig = replace(hosts.security("a"), operator_token=OPERATOR_TOKEN)
-        self.num_moved = 0
+        security: SecurityConfig = replace(hosts.security("a"), operator_token=OPERATOR_TOKEN)
+        self._operator = Operator(f"{hosts['a'].address}:{SCHEDULER_PORT}", security)
+
+    @property
+    def num_moved(self) -> int:
+        return self._operator.operations["done"]
 
     async def run(self) -> None:
         for target in cycle(f"decode-{host}" for host, kind in PLACES if kind == "decode"):
             await anyio.sleep(0.01)
-            answer = await ask_scheduler(self._address, self._security, ListRequests(limit=64))
-            assert isinstance(answer, RequestList)
-            for record in answer.requests:
-                if record.state == "decoding":
-                    await self._move(record.request_id, target)
-
-    async def _move(self, request_id: str, target: str) -> None:
-        requested = OperationRequested(
-            operation_id=OperationId(uuid4().hex),
-            kind=OperationKind.MOVE,
-            instance_id=InstanceId(target),
-            timeout_s=30.0,
-            request_id=RequestId(request_id),
-        )
-        try:
-            status = await ask_scheduler(self._address, self._security, StartOperation(requested=requested))
-            while isinstance(status, OperationStatus) and status.state == "running":
-                wait = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=4.0)
-                status = await ask_scheduler(self._address, self._security, wait)
-        except PdmeshError:  # it has ended meanwhile, or is there already
-            return
-        self.num_moved += isinstance(status, OperationStatus) and status.state == "done"
+            for request_id in await self._operator.running():
+                with suppress(PdmeshError):  # it has ended meanwhile, or is there already
+                    await self._operator.operate(OperationKind.MOVE, target, request_id)
 
 
 def start_all(hosts: Hosts) -> None:

@@ -31,7 +31,6 @@ from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
-from moves import Operator
 from random_kills import Answer, Answers, ask_undisturbed, bodies_of, keep_asking, serving
 from report import Limits, heading
 
@@ -39,6 +38,7 @@ from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.operating import operator_of
 
 POINTS = (
     "target: asked",
@@ -99,7 +99,7 @@ class Faults:
         self._folder = folder
         self._seen = seen
         self._rng = random.Random(seed)
-        self._operator = Operator(mesh)
+        self._operator = operator_of(mesh)
 
     async def do(self, num_faults: int, seed: int) -> None:
         # Neighbours differ, lest kills follow one another: the supervisor waits longer each time.

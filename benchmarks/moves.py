@@ -20,7 +20,6 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,26 +27,17 @@ from typing import Any
 import anyio
 from report import heading
 
-from pdmesh.cli.admin import target
-from pdmesh.cli.state import state_folder
-from pdmesh.config import MeshConfig
-from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import PdmeshError
-from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
+from pdmesh.model import OperationKind
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.wire.admin import ask_scheduler
+from pdmesh.testing.operating import Operator, operator_of
 from pdmesh.wire.messages import (
-    AdminRequest,
-    AdminResponse,
-    GetRequest,
     ListRequests,
     OperationStatus,
     RequestList,
     RequestRecord,
-    StartOperation,
-    WaitOperation,
 )
 
 SHAPE = CheckpointShape(vocab_size=2048, hidden_size=128, intermediate_size=256, num_layers=4, head_dim=64)
@@ -69,51 +59,6 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_k": 50, "n": 2},
     {"temperature": 0, "stop": ["qzx", "7!"], "logprobs": 3},
 ]
-
-
-class Operator:
-    """Asks the scheduler of a mesh."""
-
-    def __init__(self, mesh: RunningMesh) -> None:
-        _, self._address, self._security = target(MeshConfig(), state_folder(mesh.environ, mesh.record.name))
-        self.operations: Counter[str] = Counter()
-        self._num = 0
-
-    async def ask(self, question: AdminRequest) -> AdminResponse:
-        return await ask_scheduler(self._address, self._security, question)
-
-    async def operate(
-        self, kind: OperationKind, instance: str, request: str | None = None, role: Role | None = None
-    ) -> OperationStatus:
-        """An operation, once it is over."""
-        self._num += 1
-        requested = OperationRequested(
-            operation_id=OperationId(f"o{self._num}"),
-            kind=kind,
-            instance_id=InstanceId(instance),
-            timeout_s=120.0,
-            request_id=None if request is None else RequestId(request),
-            role=role,
-        )
-        status = await self.ask(StartOperation(requested=requested))
-        assert isinstance(status, OperationStatus)
-        while status.state == "running":
-            question = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=4.0)
-            answer = await self.ask(question)
-            assert isinstance(answer, OperationStatus)
-            status = answer
-        self.operations[status.state] += 1
-        return status
-
-    async def running(self) -> list[str]:
-        answer = await self.ask(ListRequests(limit=256))
-        assert isinstance(answer, RequestList)
-        return [record.request_id for record in answer.requests if record.state == "decoding"]
-
-    async def record(self, request_id: str) -> RequestRecord:
-        answer = await self.ask(GetRequest(request_id=request_id))
-        assert isinstance(answer, RequestRecord)
-        return answer
 
 
 async def ask_all(
@@ -174,7 +119,7 @@ async def disturbed(
     mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens: int, num_moves: int, concurrency: int
 ) -> tuple[list[list[tuple[Any, ...]]], Operator, int]:
     """The streams while their requests move; asked for again until so many moves were made."""
-    operator = Operator(mesh)
+    operator = operator_of(mesh)
     instances = [service.name for service in mesh.record.services if service.name.startswith("decode")]
     found: list[list[tuple[Any, ...]]] = []
     num_rounds = 0
@@ -270,7 +215,7 @@ def drain(options: argparse.Namespace) -> int:
 
 
 async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens: int) -> int:
-    operator = Operator(mesh)
+    operator = operator_of(mesh)
     await operator.operate(OperationKind.DRAIN, "decode-1")
     failed = 0
     status: OperationStatus | None = None

@@ -8,6 +8,8 @@ another instance take its place. Every round without a fault counts for exactnes
 Exit code 1 if an answer is lost or differs, an instance hangs, blocks leak or a process is left behind.
 
     python benchmarks/rank_faults.py [--faults 4] [--architectures llama,qwen3] [--layouts 2x1-1x1,...] [--seed 1]
+
+With ``--faults 0`` each layout answers all prompts once. Prompts are computed in chunks of 128, several at a time.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from pathlib import Path
 
 import anyio
 import httpx
+from exactness import checkpoint_of
 from report import heading
 
 from pdmesh.cli.processes import process_id, wait_for_end
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
+from pdmesh.testing.checkpoints import TINY
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
@@ -35,6 +38,7 @@ from pdmesh.testing.mesh import RunningMesh, running_mesh
 LAYOUTS = "1x2-1x1,2x2-1x1,1x1-1x2,2x1-1x2,2x1-1x1"
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 100, 257, 700)
 MAX_TOKENS = 60
+SETTINGS = {"POLICY_MAX_CHUNK_TOKENS": "128", "WORKER_NUM_THREADS": "1"}
 END_LIMIT_S = 15.0
 REPLACED_LIMIT_S = 180.0
 
@@ -50,7 +54,7 @@ def main() -> int:
     rng, counts = random.Random(arguments.seed), Counter[str]()
     for architecture in arguments.architectures.split(","):
         with tempfile.TemporaryDirectory() as name:
-            checkpoint = write_checkpoint(Path(name) / "model", architecture=architecture, seed=arguments.seed)
+            checkpoint = checkpoint_of(architecture, Path(name) / "model")
             prompts = random_prompts(PROMPT_LENGTHS, TINY.vocab_size, seed=arguments.seed)
             references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
             for layout in arguments.layouts.split(","):
@@ -78,7 +82,7 @@ def _in_a_mesh(
         f"{pool}_{setting}_PARALLEL_SIZE": size
         for pool, degrees in zip(("PREFILL", "DECODE"), layout.split("-"), strict=True)
         for setting, size in zip(("TENSOR", "PIPELINE"), degrees.split("x"), strict=True)
-    }
+    } | SETTINGS
     folder.mkdir()
     pids: set[int] = set()
     with running_mesh(folder, model=checkpoint, settings=settings) as mesh:

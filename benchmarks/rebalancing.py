@@ -25,13 +25,14 @@ from typing import Any
 
 import anyio
 import httpx
-from moves import BLOCK_SIZE, SHAPE, Operator, all_decode
+from moves import BLOCK_SIZE, SHAPE, all_decode
 from report import Limits, heading
 
 from pdmesh.model import OperationKind
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.operating import operator_of
 
 #: Of the stand-in: a context takes longer to compute again than to move.
 FAKE_LATENCY = "a_s=0.005,b_s=5e-4,decode_a_s=0.005"
@@ -70,7 +71,7 @@ async def ask(client: httpx.AsyncClient, mesh: RunningMesh, prompt: Sequence[int
 
 
 async def serve(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens: int) -> Result:
-    operator = Operator(mesh)
+    operator = operator_of(mesh)
     found: list[list[int]] = [[] for _ in prompts]
     again: list[list[int]] = [[] for _ in prompts]
     names: list[str] = []

@@ -31,7 +31,6 @@ from typing import Any
 
 import httpx
 import msgspec
-from moves import Operator
 from random_kills import SECOND_TURN, Answer, Answers, ask, ask_undisturbed, bodies_of
 from report import Limits, heading
 
@@ -40,6 +39,7 @@ from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind, Role
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.operating import operator_of
 
 POOLS = {"prefill": 2, "decode": 2, "mixed": 1}
 SHAPE = CheckpointShape(hidden_size=128, intermediate_size=512, num_layers=4)
@@ -131,7 +131,7 @@ class Faults:
         self._client = client
         self._seen = seen
         self._rng = random.Random(seed)
-        self._operator = Operator(mesh)
+        self._operator = operator_of(mesh)
 
     async def do(self, num_faults: int) -> None:
         while self._seen.faults.total() < num_faults:

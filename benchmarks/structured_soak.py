@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from moves import Operator
 from random_kills import serving
 from report import Limits, heading, unavailable
 from structured_schemas import SCHEMAS, Schema
@@ -41,6 +40,7 @@ from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.operating import operator_of
 from pdmesh.testing.tokenizers import TOOL_TEMPLATE
 
 MAX_TOKENS = 1200
@@ -167,7 +167,7 @@ async def ask_all(mesh: RunningMesh, seen: Seen, rounds: int, num_streams: int) 
 
 async def disturb(mesh: RunningMesh, seen: Seen, seed: int) -> None:
     """Move, drain and kill until cancelled."""
-    rng, operator = random.Random(seed), Operator(mesh)
+    rng, operator = random.Random(seed), operator_of(mesh)
     while True:
         await asyncio.sleep(rng.uniform(*PAUSE_S))
         what = rng.choice((*6 * ("moved",), *2 * ("drained",), "killed"))

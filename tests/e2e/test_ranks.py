@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +17,12 @@ import pytest
 
 from pdmesh.cli.processes import process_id, wait_for_end
 from pdmesh.config import InstanceDegrees
+from pdmesh.errors import PdmeshError
+from pdmesh.model import OperationKind, Role
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.operating import operator_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -136,6 +141,44 @@ async def test_a_lost_rank_ends_its_instance_and_no_stream(served: Served, rank:
     async with mesh.client() as client:
         short = served.references[0]
         assert (await complete(client, mesh.model, short.prompt, 8)).token_ids == short.token_ids[:8]
+
+
+async def test_decodes_of_stages_move_and_their_instances_change_roles(checkpoint: Path, tmp_path: Path) -> None:
+    """Streams move between instances of two stages and of one; one of stages prefills, and then does both."""
+    prompts = random_prompts(PROMPT_LENGTHS, TINY.vocab_size, seed=4)
+    references = [reference(checkpoint, prompt, 300) for prompt in prompts]
+    settings = {"DECODE_PIPELINE_PARALLEL_SIZE": "2"}
+    with running_mesh(tmp_path, model=checkpoint, prefill=2, decode=2, settings=settings) as mesh:
+        operator = operator_of(mesh)
+
+        async def change(instance: str, role: Role) -> None:
+            done = await operator.operate(OperationKind.ROLE, instance, role=role)
+            assert done.state == "done", done.detail
+
+        async def answer_while_moving(*targets: str) -> None:
+            num_moved, found = operator.operations["done"], list[str]()
+            async with mesh.client() as client, anyio.create_task_group() as tasks:
+
+                async def move() -> None:
+                    for target in cycle(targets):
+                        for request_id in await operator.running():
+                            with suppress(PdmeshError):  # it has ended meanwhile, or is there already
+                                await operator.operate(OperationKind.MOVE, target, request_id)
+                        await anyio.sleep(0.01)
+
+                tasks.start_soon(move)
+                found += await mismatches(client, mesh.model, references, concurrency=8)
+                tasks.cancel_scope.cancel()
+            assert found == []
+            assert operator.operations["done"] > num_moved
+            await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
+
+        await answer_while_moving("decode-0", "decode-1")
+        await change("prefill-1", Role.DECODE)
+        await change("decode-1", Role.PREFILL)
+        await answer_while_moving("decode-0", "prefill-1")
+        await change("decode-1", Role.MIXED)
+        await answer_while_moving("decode-0", "decode-1", "prefill-1")
 
 
 def test_a_mesh_that_is_stopped_leaves_no_rank(checkpoint: Path, tmp_path: Path) -> None:

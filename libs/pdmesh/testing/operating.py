@@ -1,0 +1,77 @@
+"""Asks a running scheduler what operators ask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from uuid import uuid4
+
+from pdmesh.config import SecurityConfig
+from pdmesh.core.operator_events import OperationRequested
+from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
+from pdmesh.testing.mesh import RunningMesh
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import (
+    AdminRequest,
+    AdminResponse,
+    GetRequest,
+    ListRequests,
+    OperationStatus,
+    RequestList,
+    RequestRecord,
+    StartOperation,
+    WaitOperation,
+)
+
+TIMEOUT_S = 120.0
+
+
+class Operator:
+    """Asks the scheduler at an address. Whatever it asks raises PdmeshError if the scheduler says no, or nothing."""
+
+    def __init__(self, address: str, security: SecurityConfig) -> None:
+        self._address = address
+        self._security = security
+        self.operations: Counter[str] = Counter()  # by how they ended
+
+    async def ask(self, question: AdminRequest) -> AdminResponse:
+        """Ask anything."""
+        return await ask_scheduler(self._address, self._security, question)
+
+    async def operate(
+        self, kind: OperationKind, instance: str, request: str | None = None, role: Role | None = None
+    ) -> OperationStatus:
+        """Return an operation, once it is over."""
+        requested = OperationRequested(
+            operation_id=OperationId(uuid4().hex),
+            kind=kind,
+            instance_id=InstanceId(instance),
+            timeout_s=TIMEOUT_S,
+            request_id=None if request is None else RequestId(request),
+            role=role,
+        )
+        status = await self.ask(StartOperation(requested=requested))
+        assert isinstance(status, OperationStatus)
+        while status.state == "running":
+            question = WaitOperation(operation_id=status.operation_id, num_left=status.num_left, wait_s=4.0)
+            answer = await self.ask(question)
+            assert isinstance(answer, OperationStatus)
+            status = answer
+        self.operations[status.state] += 1
+        return status
+
+    async def running(self) -> list[str]:
+        """Return the requests that decode."""
+        answer = await self.ask(ListRequests(limit=256))
+        assert isinstance(answer, RequestList)
+        return [record.request_id for record in answer.requests if record.state == "decoding"]
+
+    async def record(self, request_id: str) -> RequestRecord:
+        """Return what is remembered of a request."""
+        answer = await self.ask(GetRequest(request_id=request_id))
+        assert isinstance(answer, RequestRecord)
+        return answer
+
+
+def operator_of(mesh: RunningMesh) -> Operator:
+    """Return an operator of a mesh of this machine."""
+    return Operator(mesh.record.scheduler_address, mesh.record.security(SecurityConfig()))
