@@ -42,7 +42,7 @@ from pdmesh.testing.hosts import (
     running_hosts,
     why_no_hosts,
 )
-from pdmesh.testing.operating import Operator
+from pdmesh.testing.operating import OperatorClient
 
 PLACES = (("a", "decode"), ("b", "prefill"), ("b", "decode"), ("c", "prefill"), ("c", "decode"))
 
@@ -81,7 +81,7 @@ class Mover:
 
     def __init__(self, hosts: Hosts) -> None:
         security: SecurityConfig = replace(hosts.security("a"), operator_token=OPERATOR_TOKEN)
-        self._operator = Operator(f"{hosts['a'].address}:{SCHEDULER_PORT}", security)
+        self._operator = OperatorClient(f"{hosts['a'].address}:{SCHEDULER_PORT}", security)
 
     @property
     def num_moved(self) -> int:

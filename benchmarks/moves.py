@@ -32,7 +32,7 @@ from pdmesh.model import OperationKind
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.operating import Operator, operator_of
+from pdmesh.testing.operating import OperatorClient, operator_of
 from pdmesh.wire.messages import (
     ListRequests,
     OperationStatus,
@@ -94,7 +94,9 @@ async def ask_all(
     return found
 
 
-async def move_at_random(operator: Operator, instances: Sequence[str], num_moves: int, rng: random.Random) -> None:
+async def move_at_random(
+    operator: OperatorClient, instances: Sequence[str], num_moves: int, rng: random.Random
+) -> None:
     """Several at a time, until so many have landed."""
 
     async def mover(seed: int) -> None:
@@ -117,7 +119,7 @@ def share(values: Sequence[float], at: float) -> float:
 
 async def disturbed(
     mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens: int, num_moves: int, concurrency: int
-) -> tuple[list[list[tuple[Any, ...]]], Operator, int]:
+) -> tuple[list[list[tuple[Any, ...]]], OperatorClient, int]:
     """The streams while their requests move; asked for again until so many moves were made."""
     operator = operator_of(mesh)
     instances = [service.name for service in mesh.record.services if service.name.startswith("decode")]
@@ -133,7 +135,7 @@ async def disturbed(
     return found, operator, num_rounds
 
 
-async def figures(operator: Operator) -> tuple[list[float], list[float], int, int]:
+async def figures(operator: OperatorClient) -> tuple[list[float], list[float], int, int]:
     """Seconds that streams stood still, and that moves took; bytes; the most moves of one request."""
     answer = await operator.ask(ListRequests(limit=2000))
     assert isinstance(answer, RequestList)
@@ -277,7 +279,7 @@ async def _drain(mesh: RunningMesh, prompts: Sequence[Sequence[int]], num_tokens
     return 0 if len(moves) == len(prompts) and not failed and not differ else 1
 
 
-async def all_decode(operator: Operator, num_requests: int) -> list[str]:
+async def all_decode(operator: OperatorClient, num_requests: int) -> list[str]:
     """The requests, once all of them decode on the first decode instance. Raises TimeoutError.
 
     One of which it computed the prompt itself never lands.

@@ -179,7 +179,9 @@ class Faults:
     async def _operate(self, kind: OperationKind) -> str | None:
         """What was done, or None if the scheduler would not do it."""
         instances = (await self._mesh.state()).instances
-        chosen = self._rng.choice(sorted(instances, key=lambda each: each.instance_id))
+        chosen = self._rng.choice(
+            [each for each in instances if kind is not OperationKind.MOVE or each.role is not Role.PREFILL]
+        )
         match kind:
             case OperationKind.MOVE:
                 running = await self._operator.running()

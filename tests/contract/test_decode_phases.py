@@ -16,7 +16,7 @@ from pdmesh.model import Epoch, GatewayId, OwnDecodeSteps, Request, RequestId, R
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.exchange import SimulatedExchange
-from pdmesh.sim.instance import SimInstance, Simulation
+from pdmesh.sim.instance import SimContext, SimInstance
 from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.result import RequestRun
 from pdmesh.testing.modelled import ModelledInstance, modelled_profile
@@ -102,7 +102,7 @@ class Simulated:
         self.runs: dict[RequestKey, RequestRun] = {}
         self.turn = False
         links = SimulatedLinks(self.agenda, 1e9, lambda flow: None)
-        simulation = Simulation(
+        context = SimContext(
             agenda=self.agenda,
             links=links,
             exchange=SimulatedExchange(self.agenda, links),
@@ -112,7 +112,7 @@ class Simulated:
             want_turn=self.want_turn,
             max_decode_steps=128,
         )
-        self.instance = SimInstance(modelled_profile("i", Role.MIXED, num_blocks=100), UNEVEN_MODEL, simulation)
+        self.instance = SimInstance(modelled_profile("i", Role.MIXED, num_blocks=100), UNEVEN_MODEL, context)
 
     def want_turn(self, instance_id: str) -> None:
         self.turn = True

@@ -55,7 +55,7 @@ from pdmesh.policy.bundles import BUNDLE_NAMES
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.agenda import Agenda
 from pdmesh.sim.exchange import SimulatedExchange
-from pdmesh.sim.instance import SimInstance, Simulation
+from pdmesh.sim.instance import SimContext, SimInstance
 from pdmesh.sim.links import FlowId, SimulatedLinks
 from pdmesh.sim.recorded import Decision, recorded_run
 from pdmesh.sim.result import RequestRun
@@ -223,7 +223,7 @@ class Worker:
         self.server = OrderedLink(mesh, up, down)
         self._link = FrameLink[WorkerUp, WorkerDown](write=up.write, read=down.read, receive_type=WorkerDown)
         self.profile = profile
-        simulation = Simulation(
+        context = SimContext(
             agenda=mesh.agenda,
             links=mesh.links,
             exchange=mesh.exchange,
@@ -233,7 +233,7 @@ class Worker:
             want_turn=mesh.want_turn,
             max_decode_steps=SIM_CONFIG.max_decode_steps,
         )
-        self.instance = SimInstance(profile, UNEVEN_MODEL, simulation)
+        self.instance = SimInstance(profile, UNEVEN_MODEL, context)
 
     async def run(self, heartbeat_s: float, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         self._link.post(RegisterWorker(profile=self.profile, residents=()))

@@ -44,7 +44,7 @@ from pdmesh.sim.untimed import UntimedInstance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
+class SimContext:
     """What all instances of a simulation have in common."""
 
     agenda: Agenda
@@ -61,34 +61,34 @@ class Simulation:
 class SimInstance:
     """One instance, whose latency model says how long a step takes."""
 
-    def __init__(self, profile: InstanceProfile, model: LatencyModel, simulation: Simulation) -> None:
+    def __init__(self, profile: InstanceProfile, model: LatencyModel, context: SimContext) -> None:
         self.profile = profile
         self.instance_id = profile.instance_id
         self.steps: list[StepSpan] = []
         self.model = model
-        self._agenda = agenda = simulation.agenda
-        self._links = links = simulation.links
-        self._exchange = simulation.exchange
-        self._runs = simulation.runs
-        self._want_turn = simulation.want_turn
-        self._max_decode_steps = simulation.max_decode_steps
+        self._agenda = agenda = context.agenda
+        self._links = links = context.links
+        self._exchange = context.exchange
+        self._runs = context.runs
+        self._want_turn = context.want_turn
+        self._max_decode_steps = context.max_decode_steps
         self._untimed = untimed = UntimedInstance(
-            profile, report=simulation.report, length_of=self._length_of, surroundings=self
+            profile, report=context.report, length_of=self._length_of, surroundings=self
         )
-        flows = SimulatedFlows(profile, agenda=agenda, links=links, untimed=untimed, land=simulation.land)
+        flows = SimulatedFlows(profile, agenda=agenda, links=links, untimed=untimed, land=context.land)
         self._departures = departures = SimulatedDepartures(flows)
         self._groups = SimulatedGroups(
             profile,
             agenda=agenda,
-            exchange=simulation.exchange,
+            exchange=context.exchange,
             departures=departures,
             held=untimed.held,
-            parallel_step_s=simulation.parallel_step_s,
+            parallel_step_s=context.parallel_step_s,
             end=self._end_step,
             go_on=self._go_on,
         )
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
-        self._moves = SimulatedMoves(flows, simulation.runs)
+        self._moves = SimulatedMoves(flows, context.runs)
         self._fetches = SimulatedFetches(flows)
         self._num_turns = 0
         self._busy = False

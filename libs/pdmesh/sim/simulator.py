@@ -26,7 +26,7 @@ from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.exchange import SimulatedExchange
 from pdmesh.sim.faults import Death
-from pdmesh.sim.instance import SimInstance, Simulation
+from pdmesh.sim.instance import SimContext, SimInstance
 from pdmesh.sim.links import FlowId, HostLink, HostLinks, SimulatedLinks
 from pdmesh.sim.result import InstanceRun, RequestRun, SimResult
 from pdmesh.sim.staged import StagedInstance
@@ -84,7 +84,7 @@ class Simulator:
         self._exchange = SimulatedExchange(self._agenda, self._links)
         self._requests: list[RequestRun] = []
         self._runs: dict[RequestKey, RequestRun] = {}  # by their newest epoch
-        self._simulation = Simulation(
+        self._context = SimContext(
             agenda=self._agenda,
             links=self._links,
             exchange=self._exchange,
@@ -110,7 +110,7 @@ class Simulator:
 
     def _new_instance(self, profile: InstanceProfile, model: LatencyModel) -> SimInstance:
         kind = SimInstance if profile.num_stages == 1 else StagedInstance
-        return kind(profile, model, self._simulation)
+        return kind(profile, model, self._context)
 
     def run(self, on_ended: Callable[[int], None] | None = None) -> SimResult:
         """Serve all requests; ``on_ended`` is told how many have ended, each time one has."""

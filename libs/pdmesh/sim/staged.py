@@ -15,15 +15,15 @@ from collections import deque
 from pdmesh.model import InstanceProfile
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.sim.agenda import Appointment
-from pdmesh.sim.instance import SimInstance, Simulation
+from pdmesh.sim.instance import SimContext, SimInstance
 from pdmesh.sim.planned_step import PlannedStep
 
 
 class StagedInstance(SimInstance):
     """Its latency model says how long a step takes through all stages. It cannot join groups."""
 
-    def __init__(self, profile: InstanceProfile, model: LatencyModel, simulation: Simulation) -> None:
-        super().__init__(profile, model, simulation)
+    def __init__(self, profile: InstanceProfile, model: LatencyModel, context: SimContext) -> None:
+        super().__init__(profile, model, context)
         assert not profile.joins_groups, f"{profile.instance_id} has stages, and cannot join groups"
         self._under_way: deque[PlannedStep] = deque()
         self._left_s = [0.0] * profile.num_stages  # when the latest step leaves each stage

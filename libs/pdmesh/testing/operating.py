@@ -25,7 +25,7 @@ from pdmesh.wire.messages import (
 TIMEOUT_S = 120.0
 
 
-class Operator:
+class OperatorClient:
     """Asks the scheduler at an address. Whatever it asks raises PdmeshError if the scheduler says no, or nothing."""
 
     def __init__(self, address: str, security: SecurityConfig) -> None:
@@ -72,6 +72,6 @@ class Operator:
         return answer
 
 
-def operator_of(mesh: RunningMesh) -> Operator:
+def operator_of(mesh: RunningMesh) -> OperatorClient:
     """Return an operator of a mesh of this machine."""
-    return Operator(mesh.record.scheduler_address, mesh.record.security(SecurityConfig()))
+    return OperatorClient(mesh.record.scheduler_address, mesh.record.security(SecurityConfig()))
