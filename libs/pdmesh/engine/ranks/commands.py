@@ -20,8 +20,8 @@ from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 _LENGTH = struct.Struct("<I")
 
-#: Of a slice: key of the sequence, first position, tokens of the prompt, known blocks. msgpack's integers are as long as
-#: they are large, so a step would grow with the context.
+#: Of a slice: key of the sequence, first position, tokens of the prompt, known blocks. Of fixed widths: msgpack's
+#: integers are longer the larger they are, so a step would grow with the context.
 _SLICE_NUMBERS = struct.Struct("<qiii")
 
 #: Between processes of one instance; a table of a million blocks is a hundredth of it.
