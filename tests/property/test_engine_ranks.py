@@ -238,7 +238,7 @@ def test_a_lost_rank_is_no_failed_engine(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_chunks_of_a_prompt_follow_each_other_through_stages(checkpoint: Path, num_ranks: int) -> None:
-    """Each enters once the one before it has begun, and all hooks of a step come before its end."""
+    """Each enters once the one before it has begun, and all hooks of a step come before its end, in any order."""
     prompt, expected = prompt_of(90), []
     with ranked_engine(checkpoint, 1, num_blocks=16, dtype="bfloat16") as engine:
         expected = generate(engine, prompt, 1, params=ALL).output_ids
@@ -262,7 +262,7 @@ def test_chunks_of_a_prompt_follow_each_other_through_stages(checkpoint: Path, n
             assert begun.wait(30)
         for thread in threads:
             thread.join(30)
-    assert written == [list(range(SHAPE.num_layers))] * 6
+    assert [sorted(layers) for layers in written] == [list(range(SHAPE.num_layers))] * 6
     assert [drawn.token_id for drawn in found[5][0].drawn] == expected
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +23,9 @@ class Rotation:
     sin: Tensor
     slots: Tensor  # (num_tokens,): block * block_size + offset
 
+
+#: What torch's loops over single values take at once: two vectors of the widest there are, of fp32.
+_LOOP_VALUES = 32
 
 #: Of what a clamped activation's sigmoid is given.
 _SWISH_FACTOR = 1.702
@@ -90,13 +95,24 @@ class TorchKernels:
 
     def activate(self, rows: Tensor) -> Tensor:
         if not self.kinds.is_gated:
-            return _activated(rows, self.kinds.activation)
+            return by_value(partial(_activated, activation=self.kinds.activation), rows)
         gate, up = rows.chunk(2, dim=-1)
         if self.kinds.activation is Activation.CLAMPED_SWISH:
             limit = self.kinds.limit
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return (up + 1) * (gate * torch.sigmoid(gate * _SWISH_FACTOR))
+            return (up + 1) * (gate * by_value(torch.sigmoid, gate * _SWISH_FACTOR))
         return _activated(gate, self.kinds.activation) * up
+
+
+def by_value(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Return a function of each value of (num_rows, width), rounded alike wherever the value is.
+
+    torch's loops on a CPU compute 32 values together, and what is left at a tensor's end by other instructions, which
+    may round otherwise: a row's bits would depend on the rows beside it.
+    """
+    width = rows.shape[-1]
+    num_left = -width % _LOOP_VALUES
+    return function(functional.pad(rows, (0, num_left)))[..., :width] if num_left else function(rows)
 
 
 def store_heads(cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -18,7 +18,7 @@ from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
 from pdmesh.engine.checkpoint import LayerWeights, ModelWeights, Norm
 from pdmesh.engine.experts import Mlp, mix_experts
-from pdmesh.engine.kernels import Kernels, Rotation
+from pdmesh.engine.kernels import Kernels, Rotation, by_value
 from pdmesh.engine.linear import Linear
 from pdmesh.engine.model_config import ModelConfig, QkNorm
 from pdmesh.engine.rope import RotaryEmbedding
@@ -133,7 +133,7 @@ class Transformer:
         if sinks is None or lse is None:
             return output
         # What a softmax with one more score leaves for the others.
-        return (output * torch.sigmoid(lse - sinks)[..., None]).to(output.dtype)
+        return (output * by_value(torch.sigmoid, lse - sinks)[..., None]).to(output.dtype)
 
     # A layer, in the two parts that lie before and after its attention. ``hidden`` and ``delta`` are what was carried
     # from the layer before.

@@ -162,8 +162,10 @@ def write_transformers_checkpoint(
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             noise = torch.empty_like(parameter).normal_(generator=generator)
-            if parameter.dim() == 1:
-                parameter.add_(noise, alpha=0.3 if name.endswith(".bias") else 0.1)
+            if name.endswith((".bias", ".sinks")):  # some of transformers' are left as memory was
+                parameter.copy_(noise * 0.3)
+            elif parameter.dim() == 1:
+                parameter.add_(noise, alpha=0.1)
             else:
                 is_vocabulary = parameter.shape[0] == config.vocab_size
                 parameter.copy_(noise * ((_LOGITS_STD if is_vocabulary else _GAIN) / parameter.shape[-1] ** 0.5))
