@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from report import heading
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.host_load import completion
+from pdmesh.testing.host_load import StreamFailed, draw
 from pdmesh.testing.hosts import API_KEY, GATEWAY_PORT, Hosts, ip, running_hosts, why_no_hosts
 
 #: By host: what runs there.
@@ -101,29 +102,22 @@ def start(hosts: Hosts, host: str) -> None:
         hosts[host].start(kind, f"{kind}-{host}", {"WORKER_INSTANCE_ID": f"{kind}-{host}"})
 
 
-async def draw(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, stream: Stream) -> None:
+async def follow(client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, stream: Stream) -> None:
+    """Note what comes of a stream, and how it ends."""
+    last_s = math.inf
+
+    def came(token_ids: list[int]) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        stream.token_ids = token_ids
+        stream.longest_wait_s = max(stream.longest_wait_s, now_s - last_s)
+        last_s = now_s
+
     try:
-        async with client.stream("POST", "/v1/completions", json=completion(prompt, max_tokens)) as response:
-            if response.status_code != 200:
-                stream.error = (await response.aread()).decode()[:200]
-                return
-            last_s: float | None = None
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    stream.error = str(event["error"])[:200]
-                    return
-                now_s = time.monotonic()
-                for choice in event["choices"]:
-                    stream.token_ids += choice["token_ids"]
-                if last_s is not None:
-                    stream.longest_wait_s = max(stream.longest_wait_s, now_s - last_s)
-                last_s = now_s
-            stream.ended = True
-    except httpx.HTTPError as error:
-        stream.error = repr(error)
+        await draw(client, prompt, max_tokens, came)
+        stream.ended = True
+    except (httpx.HTTPError, StreamFailed) as error:
+        stream.error = repr(error)[:200]
 
 
 async def ready(client: httpx.AsyncClient) -> None:
@@ -150,7 +144,7 @@ async def run(hosts: Hosts, faults: Sequence[Fault], num_streams: int) -> int:
         undisturbed = [Stream() for _ in prompts]
         async with anyio.create_task_group() as tasks:
             for prompt, stream in zip(prompts, undisturbed, strict=True):
-                tasks.start_soon(draw, client, prompt, most, stream)
+                tasks.start_soon(follow, client, prompt, most, stream)
         assert all(stream.ended for stream in undisturbed), [stream.error for stream in undisturbed]
         print(f"{'fault':44} {'for':>5} {'lost':>5} {'differ':>6} {'twice':>5} {'given up':>8} {'longest gap':>11}")
         for fault in faults:
@@ -169,7 +163,7 @@ async def one(
     with anyio.move_on_after(fault.duration_s + LIMIT_S):
         async with anyio.create_task_group() as tasks:
             for prompt, stream in zip(prompts, streams, strict=True):
-                tasks.start_soon(draw, client, prompt, max_tokens, stream)
+                tasks.start_soon(follow, client, prompt, max_tokens, stream)
             while not all(len(stream.token_ids) >= NUM_BEGUN or stream.error for stream in streams):  # noqa: ASYNC110
                 await anyio.sleep(0.02)
             # On threads, so that the clients read on while processes are killed.

@@ -16,13 +16,18 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+import uvloop
 from report import Limits, heading
 
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 TARGET_TOKENS_PER_S = 30_000
+
+#: A response ends within so many bytes with its usage.
+LAST_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +40,46 @@ class Streamed:
     elapsed_s: float
 
 
-async def stream(host: str, port: int, path: str, body: bytes, deadline_s: float) -> tuple[int, int, int]:
-    """Requests one after the other over one connection until the deadline: (tokens, finished requests, events).
+class Client(asyncio.Protocol):
+    """Asks for one completion after the other over a connection, until the deadline, and counts what it is sent.
 
-    A raw socket, because an HTTP library's client would cost more than the gateway that is measured.
+    A protocol of its own, because an HTTP library, or a task to read each piece, would cost more than the gateway that
+    is measured.
     """
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    ).encode()
-    reader, writer = await asyncio.open_connection(host, port)
-    num_tokens = num_finished = num_events = 0
-    while time.monotonic() < deadline_s:
-        writer.write(head + body)
-        usage = b""
-        while b"[DONE]" not in usage:
-            piece = await reader.read(65536)
-            num_events += piece.count(b"data: ")
-            usage = usage[-2000:] + piece
-            if not reader.at_eof():
-                continue
-            raise ConnectionError(usage.decode(errors="replace"))
-        while not usage.endswith(b"0\r\n\r\n"):
-            usage += await reader.read(65536)
-        event = next(line for line in reversed(usage.split(b"data: ")) if b'"usage"' in line)
-        num_tokens += int(json.loads(event[: event.rindex(b"}") + 1])["usage"]["completion_tokens"])
-        num_finished += 1
-    writer.close()
-    return num_tokens, num_finished, num_events
+
+    def __init__(self, request: bytes, deadline_s: float) -> None:
+        self._request = request
+        self._deadline_s = deadline_s
+        self._transport: asyncio.WriteTransport | None = None
+        self._rest = b""  # the end of what came: the last event of a response, and the end of its chunks
+        self.num_tokens = self.num_finished = self.num_events = 0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._ask()
+
+    def data_received(self, data: bytes) -> None:
+        self.num_events += data.count(b"data: ")
+        self._rest = (self._rest + data)[-LAST_BYTES:]
+        if self._rest.endswith(b"0\r\n\r\n") and b"[DONE]" in self._rest:
+            event = next(line for line in reversed(self._rest.split(b"data: ")) if b'"usage":{' in line)
+            self.num_tokens += int(json.loads(event[: event.rindex(b"}") + 1])["usage"]["completion_tokens"])
+            self.num_finished += 1
+            self._ask()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(self._rest.decode(errors="replace")))
+
+    def _ask(self) -> None:
+        assert self._transport is not None
+        self._rest = b""
+        if time.monotonic() < self._deadline_s:
+            self._transport.write(self._request)
+        else:
+            self.done.set_result(None)
+            self._transport.close()
 
 
 async def load(mesh: RunningMesh, clients: int, seconds: float, max_tokens: int, *, chat: bool) -> Streamed:
@@ -79,12 +97,21 @@ async def load(mesh: RunningMesh, clients: int, seconds: float, max_tokens: int,
             "stream_options": {"include_usage": True},
         }
     ).encode()
-    began_s = time.monotonic()
-    async with asyncio.TaskGroup() as tasks:
-        streams = [tasks.create_task(stream(host, int(port), path, body, began_s + seconds)) for _ in range(clients)]
-    elapsed_s = time.monotonic() - began_s
-    num_tokens, num_finished, num_events = map(sum, zip(*(task.result() for task in streams), strict=True))
-    return Streamed(num_tokens, num_finished, num_events, elapsed_s)
+    headers = f"Host: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    request = f"POST {path} HTTP/1.1\r\n{headers}".encode() + body
+    loop, began_s = asyncio.get_running_loop(), time.monotonic()
+
+    def client() -> Client:
+        return Client(request, began_s + seconds)
+
+    asking = [(await loop.create_connection(client, host, int(port)))[1] for _ in range(clients)]
+    await asyncio.gather(*(each.done for each in asking))
+    return Streamed(
+        num_tokens=sum(each.num_tokens for each in asking),
+        num_finished=sum(each.num_finished for each in asking),
+        num_events=sum(each.num_events for each in asking),
+        elapsed_s=time.monotonic() - began_s,
+    )
 
 
 def main() -> None:
@@ -100,9 +127,9 @@ def main() -> None:
         checkpoint = write_checkpoint(folder / "model")
         with running_mesh(folder, model=checkpoint, settings={"WORKER_ENGINE": "fake"}) as mesh:
             number, chat = arguments.max_tokens, arguments.chat
-            asyncio.run(load(mesh, arguments.clients, 2, number, chat=chat))  # warm
+            uvloop.run(load(mesh, arguments.clients, 2, number, chat=chat))  # warm
             before_s, own_before_s = mesh.cpu_s(), time.process_time()
-            streamed = asyncio.run(load(mesh, arguments.clients, arguments.seconds, number, chat=chat))
+            streamed = uvloop.run(load(mesh, arguments.clients, arguments.seconds, number, chat=chat))
             spent_s = {name: after_s - before_s[name] for name, after_s in mesh.cpu_s().items()}
             spent_s["clients"] = time.process_time() - own_before_s
     rate = streamed.num_tokens / streamed.elapsed_s

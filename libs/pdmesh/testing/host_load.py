@@ -54,21 +54,33 @@ def completion(prompt: Sequence[int], max_tokens: int) -> dict[str, object]:
     }
 
 
+class StreamFailed(Exception):
+    """A stream was refused, or ended with an error."""
+
+
 async def draw(
-    client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, on_token: Callable[[int], None] = lambda _: None
+    client: httpx.AsyncClient,
+    prompt: Sequence[int],
+    max_tokens: int,
+    on_tokens: Callable[[list[int]], None] = lambda _: None,
 ) -> list[int]:
-    """Token ids of one stream, which must end well; ``on_token`` hears how many there are, as they come."""
+    """Return the token ids of one stream; ``on_tokens`` hears all that have come so far, with each event.
+
+    Raises StreamFailed, and what the client raises where the connection breaks.
+    """
     body = completion(prompt, max_tokens)
     token_ids: list[int] = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200, await response.aread()
+        if response.status_code != 200:
+            raise StreamFailed((await response.aread()).decode())
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
+                if "error" in event:
+                    raise StreamFailed(str(event["error"]))
                 for choice in event["choices"]:
                     token_ids += choice["token_ids"]
-                on_token(len(token_ids))
+                on_tokens(token_ids)
     return token_ids
 
 
@@ -115,8 +127,8 @@ class HostLoad:
         into: dict[int, list[int]],
         begun: anyio.Event | None = None,
     ) -> None:
-        def drawn(number: int) -> None:
-            if begun is not None and number >= NUM_BEGUN:
+        def drawn(token_ids: list[int]) -> None:
+            if begun is not None and len(token_ids) >= NUM_BEGUN:
                 begun.set()
 
         into[index] = await draw(client, self._prompts[index], max_tokens, drawn)
