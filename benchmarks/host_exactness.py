@@ -205,8 +205,8 @@ def main() -> int:
     for architecture in options.architectures.split(","):
         with tempfile.TemporaryDirectory() as name:
             models = {
-                shape: write_checkpoint(Path(name) / folder, architecture=architecture, shape=shape, seed=1)
-                for folder, shape in (("model", TINY), ("slow", SLOW))
+                shape: write_checkpoint(Path(name) / folder / "model", architecture=architecture, shape=shape, seed=1)
+                for folder, shape in (("tiny", TINY), ("slow", SLOW))
             }
             for way in options.ways.split(","):
                 model = models[SLOW if way == "fetches" else TINY]
