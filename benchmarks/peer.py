@@ -32,6 +32,8 @@ from pdmesh.cli.processes import ending_with_us
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh.testing.mesh import running_mesh
 
+OWN_ENVIRONMENT = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
 START_TIMEOUT_S = 300.0
 CLIENT_TIMEOUT_S = 900.0
 
@@ -113,8 +115,8 @@ def run(command: Sequence[str]) -> None:
 
 
 def foreign_environment() -> dict[str, str]:
-    """Ours, less what leads to our own packages."""
-    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    """Ours, less what leads to our own packages, and says how many threads our own processes have."""
+    return {key: value for key, value in os.environ.items() if key not in OWN_ENVIRONMENT}
 
 
 @contextmanager
