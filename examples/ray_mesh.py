@@ -2,8 +2,8 @@
 
 Needs ``pip install ray`` and pdmesh on all nodes. Run it on the node that clients reach, where scheduler and gateway
 are to be; instances are spread over all nodes, an actor each. Ray starts one again that died, elsewhere if its node is
-lost; its streams go on at other instances meanwhile. Ctrl-C drains the mesh and ends it. In a program of your own,
-start more instances with `start`, and end one with `stop`, which drains it; `ray.kill` alone does not.
+lost; its streams go on at other instances meanwhile. Ctrl-C or SIGTERM drains the mesh and ends it. In a program of
+your own, start more instances with `start`, and end one with `stop`, which drains it; `ray.kill` alone does not.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--net-devices", default="all", help="of UCX, for KV: nobody else may reach them")
     given = parser.parse_args()
     ray.init(address="auto")
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where it was started in the background, or by an engine
+        signal.signal(number, signal.default_int_handler)
     here = get_node_ip_address()
     head = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     api_key = os.environ.get("PDMESH_SECURITY_API_KEY") or secrets.token_hex(32)

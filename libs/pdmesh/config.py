@@ -208,6 +208,11 @@ class SchedulerConfig:
     operations_file: Annotated[
         Path | None, "file that keeps what operators set (policy, drains, roles) across restarts; `pdmesh up` sets one"
     ] = None
+    resize_command: Annotated[
+        str | None,
+        "what `pdmesh pool resize` prints where no actuator is connected: the command that changes the pools, with "
+        "{prefill}, {decode} and {mixed} for their sizes",
+    ] = None
     event_log: Annotated[Path | None, "append-only log of all events, for `pdmesh replay`"] = None
     event_log_max_bytes: Annotated[int, COUNT, "largest event log of one run; a request takes about 1.5 KB"] = 1 << 30
     event_log_keep: Annotated[int, "event logs of earlier runs to keep, as `event_log`.1 (the newest) and so on"] = 3

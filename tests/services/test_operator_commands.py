@@ -99,7 +99,20 @@ async def test_what_cannot_be_is_one_sentence_and_its_exit_code() -> None:
             assert "\n" not in refused.said
         nobody = await typed(mesh, "pool", "resize", "--prefill", "3")
         assert nobody.code == 3
-        assert nobody.said.endswith("--scale prefill=3 --scale decode=1")
+        assert nobody.said.endswith("start and stop them yourself: scheduler.resize_command is not set")
+
+
+async def test_a_resize_that_nobody_does_says_what_does_by_the_command_of_its_engine() -> None:
+    command = 'scale "a b"_prefill={prefill} decode={decode} mixed={mixed} {{other}}'
+    settings = replace(CONFIG.scheduler, resize_command=command)
+    async with three_instances(replace(CONFIG, scheduler=settings)) as mesh:
+        nobody = await typed(mesh, "pool", "resize", "--prefill", "3")
+        assert nobody.code == 3
+        assert nobody.said.endswith('yourself with\n  scale "a b"_prefill=3 decode=1 mixed=0 {{other}}')
+        machine = await typed(mesh, "pool", "resize", "--prefill", "3", "--output", "json")
+        assert machine == (3, "")
+        last = await typed(mesh, "pool", "resize", "--prefill", "0")
+        assert (last.code, "scale" in last.said) == (4, False), "nobody is missing there"
 
 
 async def test_a_wrong_token_changes_nothing_and_is_one_sentence() -> None:

@@ -149,20 +149,13 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
     _print(status, asked.output)
     if status.state == OperationState.REFUSED and status.needs_actuator:
         if status.pools is not None and asked.output is not Output.JSON:
-            typer.echo(
-                f"pdmesh: start the processes with your container engine, for instance\n  {_compose(status.pools)}",
-                err=True,
-            )
+            command = status.resize_command
+            how = f" with\n  {command}" if command else ": scheduler.resize_command is not set"
+            typer.echo(f"pdmesh: start and stop them yourself{how}", err=True)
         return EXIT_NO_ACTUATOR
     if status.state == OperationState.REFUSED:
         return EXIT_REFUSED
     return 0 if status.state in (OperationState.DONE, OperationState.RUNNING) else 1
-
-
-def _compose(pools: PoolCounts) -> str:
-    """What changes the pools of `deploy/compose`, which stops surplus containers by SIGTERM: they drain."""
-    scales = [f"--scale {role}={pools.of(role)}" for role in Role if pools.of(role) or role is not Role.MIXED]
-    return f"docker compose -f deploy/compose/compose.yaml up --detach --no-recreate {' '.join(scales)}"
 
 
 async def _ask(asked: Asked, question: AdminRequest, limit_s: float) -> OperationStatus:

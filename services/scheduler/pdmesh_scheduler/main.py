@@ -112,7 +112,7 @@ async def _lead(
 
     records = RequestRecords(wall_time)
     startup_grace = StartupGrace(core, until_s=began_s + settings.orphan_grace_s, clock=clock)
-    operations = OperationStatuses(core, wall_time)
+    operations = OperationStatuses(core, wall_time, settings.resize_command)
     keep = mandate.keep
     if keep is None and settings.operations_file is not None:
         keep = DesiredFile(settings.operations_file).keep

@@ -8,7 +8,7 @@ import anyio
 
 from pdmesh.core.operators.records import OperationView
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import OperationId, OperationState
+from pdmesh.model import OperationId, OperationState, PoolCounts, Role
 from pdmesh.wire.messages import OperationStatus
 from pdmesh_scheduler.observing import Handled
 
@@ -16,9 +16,12 @@ from pdmesh_scheduler.observing import Handled
 class OperationStatuses:
     """Looks at the core after every event; implements `pdmesh_scheduler.observing.Observer`."""
 
-    def __init__(self, core: SchedulerCore, wall_time: Callable[[float], float]) -> None:
+    def __init__(
+        self, core: SchedulerCore, wall_time: Callable[[float], float], resize_command: str | None = None
+    ) -> None:
         self._core = core
         self._wall_time = wall_time
+        self._resize_command = resize_command or ""
         self._views: dict[OperationId, OperationView] = {}
         self._seen = (0, core.bundle, core.batching)
         self._changed = anyio.Event()
@@ -58,4 +61,15 @@ class OperationStatuses:
         fields = view._asdict()
         began_s, ended_s = fields.pop("began_s"), fields.pop("ended_s")
         ended_at = None if ended_s is None else self._wall_time(ended_s)
-        return OperationStatus(**fields, began_at=self._wall_time(began_s), ended_at=ended_at)
+        return OperationStatus(
+            **fields,
+            began_at=self._wall_time(began_s),
+            ended_at=ended_at,
+            resize_command=self._resize_command_for(view.pools) if view.needs_actuator and view.pools else "",
+        )
+
+    def _resize_command_for(self, pools: PoolCounts) -> str:
+        command = self._resize_command
+        for role in Role:
+            command = command.replace(f"{{{role}}}", str(pools.of(role)))
+        return command

@@ -164,6 +164,7 @@ class OperationStatus(Message, frozen=True, kw_only=True):
     timeout_s: float
     pools: PoolCounts | None = None  # of a resize, which is on no instance
     needs_actuator: bool = False  # refused since nobody starts and stops processes
+    resize_command: str = ""  # if so, what does, where this is known
     request_id: RequestId | None = None  # of a move
 
 
