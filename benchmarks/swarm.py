@@ -94,9 +94,15 @@ class Swarm:
         ]
 
     def logs(self) -> str:
-        """What all services have logged."""
+        """What all services have logged, except where a node of theirs is away."""
         names = self.docker("service", "ls", "--format", "{{.Name}}").split()
-        return "".join(self.docker("service", "logs", "--raw", name) for name in names)
+        return "".join(map(self._logs, names))
+
+    def _logs(self, service: str) -> str:
+        try:
+            return self.docker("service", "logs", "--raw", service)
+        except ClusterError as error:  # though some was printed
+            return f"{error}\n"
 
 
 @contextmanager
