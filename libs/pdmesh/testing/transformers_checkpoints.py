@@ -162,7 +162,9 @@ def write_transformers_checkpoint(
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             noise = torch.empty_like(parameter).normal_(generator=generator)
-            if name.endswith((".bias", ".sinks")):  # some of transformers' are left as memory was
+            if name.endswith(".sinks"):  # transformers leaves these and some biases as memory was
+                parameter.copy_(noise)
+            elif name.endswith(".bias"):
                 parameter.copy_(noise * 0.3)
             elif parameter.dim() == 1:
                 parameter.add_(noise, alpha=0.1)
