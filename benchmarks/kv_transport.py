@@ -207,7 +207,7 @@ async def move(store_of: StoreOf, pipe: Connection, config: TransferConfig, num_
     store = store_of(layout, num_blocks)
     block_ids = pool.allocate(num_blocks)
     for layer in range(NUM_LAYERS):  # memory that was never written would be committed while it is measured
-        store.scatter(layer, block_ids, memoryview(os.urandom(num_blocks * layout.block_bytes)))
+        store.scatter(layer, block_ids, memoryview(bytearray(os.urandom(num_blocks * layout.block_bytes))))
     ended, slots = anyio.Semaphore(0), anyio.Semaphore(2)
 
     def on_outcome(outcome: TransferOutcome) -> None:
