@@ -92,6 +92,22 @@ async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_
         pair.free_all()
 
 
+async def test_the_last_layers_are_pushed_in_small_pieces_and_read_as_a_whole(maker: TransportMaker) -> None:
+    """Blocks of a MiB: the second chunk's are 5 in each of 3 layers, of which the last two go 2 by 2."""
+    layout = KvLayout(num_layers=3, num_kv_heads=8, head_dim=512, block_size=32, dtype="float32")
+    async with open_pair(maker, layout, replace(SMALL_TRANSFER, max_payload_bytes=8 << 20)) as pair:
+        pair.expect()
+        sender = pair.offer()
+        pair.grant()
+        await anyio.to_thread.run_sync(lambda: pair.compute(sender))
+        sender.commit(FirstToken(7, 2))
+        assert isinstance(await pair.b.outcome(), LandedTransfer)
+        assert isinstance(await pair.a.outcome(), SentTransfer)
+        pair.check_moved()
+        assert pair.a.mover.counters().num_pieces_sent == (6 if maker.peer_reads else 3 + 1 + 3 + 3)
+        pair.free_all()
+
+
 async def hand_over_between(
     maker: TransportMaker, layout: KvLayout, source: TransferConfig, destination: TransferConfig
 ) -> None:

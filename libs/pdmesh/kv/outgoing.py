@@ -46,6 +46,10 @@ class PieceWriter:
         """Maximum number of pages in a piece to any destination."""
         return self._transport.max_payload_bytes // self._store.layout.block_bytes
 
+    def may_read(self, address: bytes) -> bool:
+        """Whether the peer at an address copies pages from where they lie: nothing is pushed there."""
+        return False
+
     def pages_a_piece(self, address: bytes) -> int:
         """Return the maximum number of pages in a piece to this address; `send` reports an unreachable one."""
         try:

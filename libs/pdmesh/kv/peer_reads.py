@@ -266,15 +266,21 @@ class PeerReadWriter(PieceWriter):
     def max_pages(self) -> int:
         return max(super().max_pages, self._peer_reads.max_pages)
 
+    def may_read(self, address: bytes) -> bool:
+        try:
+            return self._peer_reads.may_read(address)
+        except KvTransferError:  # no address: sending there says so
+            return False
+
     def pages_a_piece(self, address: bytes) -> int:
-        return self._peer_reads.max_pages if self._may_read(address) else super().pages_a_piece(address)
+        return self._peer_reads.max_pages if self.may_read(address) else super().pages_a_piece(address)
 
     async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> int:
-        if not self._may_read(address):
+        if not self.may_read(address):
             return await super().send(address, blocks, about)
         num_pieces = 0
         for piece in blocks.cut(self._peer_reads.max_pages, self._blocks_a_note(address)):
-            if self._may_read(address):
+            if self.may_read(address):
                 await self._offer(address, piece, about)
                 num_pieces += 1
             else:  # it has said so meanwhile
@@ -303,12 +309,6 @@ class PeerReadWriter(PieceWriter):
         self._num_offered[address] += blocks.num_pages
         await self._send_payload(address, note.pack(), header)
         self.num_bytes += blocks.num_pages * self._store.layout.block_bytes
-
-    def _may_read(self, address: bytes) -> bool:
-        try:
-            return self._peer_reads.may_read(address)
-        except KvTransferError:  # no address: sending there says so
-            return False
 
     def _blocks_a_note(self, address: bytes) -> int:
         """Raises KvTransferError."""

@@ -160,7 +160,7 @@ class KvPush(GrantedTransfer):
         for lane, destination in zip(self._lanes, self.destinations, strict=True):
             wanted = blocks.within(destination.part)
             if wanted.num_pages:
-                for some in wanted.cut(self._pages_a_piece(wanted)):
+                for some in wanted.cut(self._pages_a_piece(wanted, destination.address)):
                     lane.put(Outgoing(some), self._layers_a_piece(blocks))
         if self.sender.committed_s is not None:
             self.flush()
@@ -194,9 +194,12 @@ class KvPush(GrantedTransfer):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _pages_a_piece(self, blocks: Blocks) -> int:
+    def _pages_a_piece(self, blocks: Blocks, address: bytes) -> int:
         """Return how many pages of these blocks go together at most, if so many fit into a piece."""
-        if blocks.layer < self._layout.num_layers - NUM_LAST_LAYERS or blocks.end < self.sender.part.blocks.stop:
+        is_last = (
+            blocks.layer >= self._layout.num_layers - NUM_LAST_LAYERS and blocks.end == self.sender.part.blocks.stop
+        )
+        if not is_last or self._writer.may_read(address):
             return blocks.num_pages
         return max(ceil(blocks.num_pages / PIECES_IN_FLIGHT), LAST_PIECE_BYTES // self._layout.block_bytes, 1)
 
