@@ -23,6 +23,9 @@ LAYOUT = KvLayout(num_layers=8, num_kv_heads=1, head_dim=1, block_size=4, dtype=
 class NoWriter:
     """Nothing is sent: lanes do not run."""
 
+    def may_read(self, address: bytes) -> bool:
+        return False
+
     def pages_a_piece(self, address: bytes) -> int:
         return 1 << 20
 
