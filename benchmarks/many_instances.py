@@ -7,7 +7,7 @@ with a connection each, and compute nothing. CPU is that of the scheduler's proc
 are all that went over the loopback device, in both directions, with headers and acknowledgements; that takes root.
 
 The last one is of a simulated mesh, half of it for prefill, in which each decode instance has about 100 streams all the
-time: which share of a core the scheduling core takes. `docs/hosts/cells.md` says what follows for 10,000 instances.
+time: which share of a core the scheduling core takes. `docs/cells.md` says what follows for 10,000 instances.
 """
 
 from __future__ import annotations

@@ -47,6 +47,9 @@ HOSTS = ("a", "b", "c", "x")
 ROLES = {"b": ServiceRole.WORKER, "c": ServiceRole.GATEWAY}
 TOKEN_PORT = 7100
 
+#: An instance that is silent for so long was disturbed. For 0.6 s, the default, one is silent on a busy machine, too.
+SUSPECT_S = 4
+
 #: What comes of a stream that was let in, and says nothing that one begins with.
 LET_IN = "INVALID_ARGUMENT"
 
@@ -57,6 +60,7 @@ def hosts(tmp_path: Path) -> Generator[Hosts]:
         "MODEL": str(write_checkpoint(tmp_path / "model", seed=3)),
         "SECURITY_TLS_ROLES": "true",
         "GATEWAY_TOKEN_PORT": str(TOKEN_PORT),
+        "SCHEDULER_SUSPECT_S": str(SUSPECT_S),
         **STAND_IN,
     }
     with running_hosts(tmp_path / "hosts", HOSTS, settings) as hosts:
