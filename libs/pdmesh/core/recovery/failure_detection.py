@@ -32,11 +32,12 @@ MAX_EPOCH = 1
 
 def start_elsewhere(mesh: MeshState, bundle: Bundle) -> None:
     """Restart the requests that need a suspected instance, would lose nothing, and can be placed on others."""
-    if not mesh.suspected:
+    suspected = [mesh.instances[instance_id] for instance_id in mesh.suspected]
+    having_prompts = [each for each in suspected if len(each.allocations) > each.allocated.num_decoding]
+    if not having_prompts:
         return
-    suspected = [instance for instance in mesh.instances.values() if instance.suspected]
     others = [instance for instance in mesh.instances.values() if instance.takes_new]
-    for instance in suspected:
+    for instance in having_prompts:
         computed = computing(instance)
         for key in list(instance.allocations):
             state = mesh.find(key)

@@ -29,13 +29,16 @@ class Orphans(Generic[OwnerT]):
 
     def __init__(self) -> None:
         self._orphans: OrderedDict[RequestId, Orphan[OwnerT]] = OrderedDict()
+        self._of_owner: dict[OwnerT, dict[RequestId, None]] = {}
 
     def __len__(self) -> int:
         return len(self._orphans)
 
     def add(self, key: RequestKey, owner: OwnerT, gateway_id: GatewayId, deadline_s: float) -> None:
-        self._orphans.pop(key[0], None)
+        if key[0] in self._orphans:
+            self._take(key[0])
         self._orphans[key[0]] = Orphan(key, owner, gateway_id, deadline_s)
+        self._of_owner.setdefault(owner, {})[key[0]] = None
 
     def get(self, request_id: RequestId) -> Orphan[OwnerT] | None:
         return self._orphans.get(request_id)
@@ -43,17 +46,25 @@ class Orphans(Generic[OwnerT]):
     def pop(self, request_id: RequestId, gateway_id: GatewayId) -> Orphan[OwnerT] | None:
         """Take out the request of this gateway; one of another stays."""
         orphan = self._orphans.get(request_id)
-        return self._orphans.pop(request_id) if orphan is not None and orphan.gateway_id == gateway_id else None
+        return self._take(request_id) if orphan is not None and orphan.gateway_id == gateway_id else None
 
     def drop_owner(self, owner: OwnerT) -> None:
-        for orphan in [orphan for orphan in self._orphans.values() if orphan.owner == owner]:
-            del self._orphans[orphan.key[0]]
+        for request_id in self._of_owner.pop(owner, ()):
+            del self._orphans[request_id]
 
     def pop_due(self, now_s: float) -> list[Orphan[OwnerT]]:
         due: list[Orphan[OwnerT]] = []
-        while self._orphans and next(iter(self._orphans.values())).deadline_s <= now_s:
-            due.append(self._orphans.popitem(last=False)[1])
+        while self.next_deadline_s <= now_s:
+            due.append(self._take(next(iter(self._orphans))))
         return due
+
+    def _take(self, request_id: RequestId) -> Orphan[OwnerT]:
+        orphan = self._orphans.pop(request_id)
+        others = self._of_owner[orphan.owner]
+        del others[request_id]
+        if not others:
+            del self._of_owner[orphan.owner]
+        return orphan
 
     @property
     def next_deadline_s(self) -> float:
