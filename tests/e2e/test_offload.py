@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.exactness import mismatches, random_prompts, reference
+from pdmesh.testing.conversations import turns_from_the_tier
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -43,26 +43,7 @@ def mesh(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> Ge
         mesh.wait_until_idle()
 
 
-def total(mesh: RunningMesh, name: str) -> float:
-    """Return the sum of a metric over all processes."""
-    lines = [line for text in mesh.metrics().values() for line in text.splitlines() if line.startswith(name)]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
 async def test_turns_from_the_tier_equal_transformers(mesh: RunningMesh, checkpoint: Path, tmp_path: Path) -> None:
-    stems = random_prompts([400] * NUM_USERS, SHAPE.vocab_size, 3)
-    asked = [reference(checkpoint, stem, 40) for stem in stems]
-    turns = [
-        reference(checkpoint, [*each.prompt, *each.token_ids, *rest], 24)
-        for each, rest in zip(asked, random_prompts([50] * NUM_USERS, SHAPE.vocab_size, 4), strict=True)
-    ]
-    async with mesh.client() as client:
-        one_by_one = await mismatches(client, mesh.model, [*asked, *turns], concurrency=1)
-        loaded = total(mesh, "pdmesh:kv_offload_loaded_tokens_total")
-        crowd = await mismatches(client, mesh.model, [*turns, *asked] * 2, concurrency=6)
-    assert one_by_one + crowd == []
-    assert loaded >= NUM_USERS * 128
-    assert total(mesh, "pdmesh:kv_offload_lost_granules_total") == 0
-    assert total(mesh, "pdmesh:num_stale_prefixes_total") == 0
+    await turns_from_the_tier(mesh, checkpoint, SHAPE.vocab_size, NUM_USERS)
     assert "given up unasked" not in mesh.logs()
     assert not (tmp_path / "tier").exists() or list((tmp_path / "tier").iterdir()) == []

@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh.testing.conversations import fetched_turn, turns_from_the_tier
 from pdmesh.testing.devices import DEVICE, MARKS
-from pdmesh.testing.exactness import complete, mismatches, random_prompts, reference
+from pdmesh.testing.exactness import complete, random_prompts
 from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.wire.messages import RequestRecord
 
 pytestmark = [*MARKS, pytest.mark.anyio, pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -59,20 +58,7 @@ def small_mesh(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ge
 
 async def test_turns_from_the_tier_equal_transformers(small_mesh: RunningMesh, checkpoint: Path) -> None:
     mesh = small_mesh
-    stems = random_prompts([400] * NUM_USERS, SHAPE.vocab_size, 3)
-    asked = [reference(checkpoint, stem, 40) for stem in stems]
-    turns = [
-        reference(checkpoint, [*each.prompt, *each.token_ids, *rest], 24)
-        for each, rest in zip(asked, random_prompts([50] * NUM_USERS, SHAPE.vocab_size, 4), strict=True)
-    ]
-    async with mesh.client() as client:
-        one_by_one = await mismatches(client, mesh.model, [*asked, *turns], concurrency=1)
-        loaded = mesh.total("kv_offload_loaded_tokens")
-        crowd = await mismatches(client, mesh.model, [*turns, *asked] * 2, concurrency=6)
-    assert one_by_one + crowd == []
-    assert loaded >= NUM_USERS * 128
-    assert mesh.total("kv_offload_lost_granules") == 0
-    assert mesh.total("num_stale_prefixes") == 0
+    await turns_from_the_tier(mesh, checkpoint, SHAPE.vocab_size, NUM_USERS)
     assert mesh.peer_read_bytes() == 0
     assert mesh.total("kv_transfer_seconds_count") > 0
     await anyio.to_thread.run_sync(mesh.wait_until_idle)
@@ -115,61 +101,13 @@ def wide_mesh(checkpoint: Path, tmp_path: Path) -> Generator[RunningMesh]:
         yield mesh
 
 
-async def ask(
-    mesh: RunningMesh, client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, salt: str = "ours"
-) -> tuple[list[int], RequestRecord]:
-    """The tokens, and the record of the request."""
-    body = {
-        "model": mesh.model,
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "return_token_ids": True,
-        "cache_salt": salt,
-    }
-    response = await client.post("/v1/completions", json=body, timeout=300)
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    record = await anyio.to_thread.run_sync(mesh.request_record, answer["id"])
-    return answer["choices"][0]["token_ids"], record
-
-
-async def computing(mesh: RunningMesh) -> set[str]:
-    """The prefill instances that have something to compute."""
-    instances = (await mesh.state()).instances
-    return {each.instance_id for each in instances if each.role == "prefill" and each.num_queued_tokens}
-
-
-def where(record: RequestRecord) -> str | None:
-    """Which instance computed a prompt."""
-    (instance_id,) = {entry.instance_id for entry in record.entries if entry.what == "chunk"}
-    return instance_id
-
-
 async def test_a_next_turn_is_computed_beside_who_keeps_its_prefix_and_is_busy(wide_mesh: RunningMesh) -> None:
     """All that the first turn left is copied to another instance, within the device."""
     mesh = wide_mesh
-    first, rest, between, *others = random_prompts([4000, 100, 200, 14000, 14000], SHAPE.vocab_size, 3)
-    second = [*first, *rest]
-    async with mesh.client() as client, anyio.create_task_group() as tasks:
-        cold, _ = await ask(mesh, client, second, 16, salt="cold")
-        _, record = await ask(mesh, client, first, 1)
-        holder, busy = where(record), set[str]()
-        await ask(mesh, client, between, 1)  # instances take turns: the next one goes to the holder
-        for number, other in enumerate(others, 1):
-            tasks.start_soon(ask, mesh, client, other, 1)
-            with anyio.fail_after(60):
-                while len(busy := await computing(mesh)) < number:  # noqa: ASYNC110  # of another process
-                    await anyio.sleep(0.01)
-            if holder in busy:
-                break
-        assert holder in busy
-        warm, record = await ask(mesh, client, second, 16)
-        (fetched,) = [entry for entry in record.entries if entry.what == "fetched"]
-        assert fetched.detail == f"3,968 of 4,100 tokens from {holder}"
-        assert fetched.instance_id == where(record) != holder
-        assert warm == cold
+    turn = await fetched_turn(mesh, SHAPE.vocab_size, num_other_tokens=14_000)
+    assert turn.detail == f"3,968 of 4,100 tokens from {turn.holder_id}"
+    assert turn.fetched_id == turn.computed_id != turn.holder_id
+    assert turn.warm["token_ids"] == turn.cold["token_ids"]
     assert mesh.total("prefix_cache_fetched_tokens") == 3968
     assert mesh.peer_read_bytes() > 0
     await anyio.to_thread.run_sync(mesh.wait_until_idle)
