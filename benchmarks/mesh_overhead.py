@@ -7,8 +7,10 @@ A 1P+1D mesh with the 82M-parameter model of ``pdmesh.testing.checkpoints``, idl
 * Exposed KV time over prefill time, for longer prompts: seconds between the last layer's computation and the
   receiver's acknowledgement, over the sum of the chunks' durations.
 
-    python benchmarks/mesh_overhead.py [--requests 100] [--tokens 1000 2000 4000 8000] [--repeats 5] [--hosts]
+    python benchmarks/mesh_overhead.py [--requests 100] [--tokens 1000 2000 4000 8000] [--repeats 5]
+        [--hosts | --ranks 4 1]
 
+With ``--ranks`` the two instances have so many ranks, each a part of the heads, and KV goes from the ones to the others.
 With ``--hosts`` the two instances are on two hosts (`pdmesh.testing.hosts`; it takes root), and KV goes over UCX.
 """
 
@@ -20,7 +22,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -36,6 +38,7 @@ from pdmesh.wire.messages import RequestRecord
 
 TARGET_OVERHEAD_MS = 10
 TARGET_EXPOSED_SHARE = 0.05
+TARGET_EXPOSED_SHARE_OF_RANKS = 0.01
 TARGET_EXPOSED_SHARE_BETWEEN_HOSTS = 0.005
 
 
@@ -63,9 +66,11 @@ class HostMesh(NamedTuple):
 
 
 @contextmanager
-def here(folder: Path, checkpoint: Path) -> Generator[tuple[Mesh, httpx.Client]]:
+def here(folder: Path, checkpoint: Path, ranks: Sequence[int]) -> Generator[tuple[Mesh, httpx.Client]]:
+    """Run all on this machine; ``ranks`` are those of the prefill and of the decode instance."""
+    settings = dict(zip(("PREFILL_TENSOR_PARALLEL_SIZE", "DECODE_TENSOR_PARALLEL_SIZE"), map(str, ranks), strict=True))
     with (
-        running_mesh(folder, model=checkpoint) as mesh,
+        running_mesh(folder, model=checkpoint, settings=settings) as mesh,
         httpx.Client(base_url=mesh.base_url, timeout=600) as client,
     ):
         yield mesh, client
@@ -114,18 +119,21 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 2000, 4000, 8000])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--hosts", action="store_true", help="the two instances are on two hosts")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", action="store_true", help="the two instances are on two hosts")
+    where.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="of the prefill and of the decode instance")
     arguments, limits = parser.parse_args(), Limits()
     rng = random.Random(0)
 
     def prompt(num_tokens: int) -> list[int]:
         return [rng.randrange(LLAMA_82M.vocab_size) for _ in range(num_tokens)]
 
-    print(heading("Cost of disaggregation, Llama 82M bf16, 1P+1D"))
+    print(heading("Cost of disaggregation, Llama 82M bf16, 1P+1D, {} and {} ranks".format(*arguments.ranks)))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = write_checkpoint(folder / "model", shape=LLAMA_82M, dtype="bfloat16")
-        with (on_hosts if arguments.hosts else here)(folder, checkpoint) as (mesh, client):
+        running = on_hosts(folder, checkpoint) if arguments.hosts else here(folder, checkpoint, arguments.ranks)
+        with running as (mesh, client):
             for i in range(5):
                 ask(client, mesh, prompt(16), f"warm-{i}")
             overheads_ms: list[float] = []
@@ -139,7 +147,11 @@ def main() -> None:
                 f"({limits.at_most('overhead p50', p50, TARGET_OVERHEAD_MS)} of {TARGET_OVERHEAD_MS} ms)"
             )
             print(f"KV transfer, not hidden behind compute (median of {arguments.repeats}):")
-            target = TARGET_EXPOSED_SHARE_BETWEEN_HOSTS if arguments.hosts else TARGET_EXPOSED_SHARE
+            target = TARGET_EXPOSED_SHARE
+            if arguments.hosts:
+                target = TARGET_EXPOSED_SHARE_BETWEEN_HOSTS
+            elif max(arguments.ranks) > 1:
+                target = TARGET_EXPOSED_SHARE_OF_RANKS
             for num_tokens in arguments.tokens:
                 shares: list[float] = []
                 sizes: list[float] = []
