@@ -10,7 +10,7 @@ A 1P+1D mesh with the 82M-parameter model of ``pdmesh.testing.checkpoints``, idl
     python benchmarks/mesh_overhead.py [--requests 100] [--tokens 1000 2000 4000 8000] [--repeats 5]
         [--hosts | --ranks 4 1]
 
-With ``--ranks`` the two instances have so many ranks, each a part of the heads, and KV goes from the ones to the others.
+With ``--ranks`` the two instances have so many ranks, each a part of the heads; KV goes from the ones to the others.
 With ``--hosts`` the two instances are on two hosts (`pdmesh.testing.hosts`; it takes root), and KV goes over UCX.
 """
 
