@@ -51,11 +51,11 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         if loaded.deterministic
         else TorchAttention(layout, loaded.scale, device, config.score_cap, loaded.layout.num_kv_heads)
     )
-    kernels: Kernels = TorchKernels(Elementwise.of(config))
+    kernels: Kernels = TorchKernels(Elementwise.of(config), loaded.deterministic)
     name, library = "torch", loaded.kernels.library
     kinds, needs_torch = [] if library is None else [library.level.kind], True
     if library is not None and suits(library.level, config, layout):
-        native_kernels = NativeKernels(library, Elementwise.of(config))
+        native_kernels = NativeKernels(library, Elementwise.of(config), loaded.deterministic)
         if (masking := _masking_library(config, layout, library)) is not None:
             attention = NativeAttention(masking, layout, loaded.scale, config.score_cap)
             kinds.append(masking.level.kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,11 @@ class Rotation:
     slots: Tensor  # (num_tokens,): block * block_size + offset
 
 
-#: What torch's loops over single values take at once: two vectors of the widest there are, of fp32.
-_LOOP_VALUES = 32
+#: What torch's loops over single values take at once: two vectors of the widest there are, of bf16.
+_LOOP_VALUES = 64
+
+#: Most loops give a thread no fewer values, unless there are fewer (ATen's ``GRAIN_SIZE``); gelu's uses all threads.
+_THREAD_VALUES = 32768
 
 #: Of what a clamped activation's sigmoid is given.
 _SWISH_FACTOR = 1.702
@@ -68,9 +72,13 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class TorchKernels:
-    """Kernels for any device, dtype and model, which compute as transformers does."""
+    """Kernels for any device, dtype and model, which compute as transformers does.
+
+    ``deterministic`` rounds a row alike whatever the rows beside it; that copies gates.
+    """
 
     kinds: Elementwise
+    deterministic: bool = False
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
@@ -94,25 +102,40 @@ class TorchKernels:
         return rotated[:, :num_heads]
 
     def activate(self, rows: Tensor) -> Tensor:
+        activated = partial(_activated, activation=self.kinds.activation)
         if not self.kinds.is_gated:
-            return by_value(partial(_activated, activation=self.kinds.activation), rows)
+            return by_value(activated, rows)
         gate, up = rows.chunk(2, dim=-1)
         if self.kinds.activation is Activation.CLAMPED_SWISH:
             limit = self.kinds.limit
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             return (up + 1) * (gate * by_value(torch.sigmoid, gate * _SWISH_FACTOR))
-        return _activated(gate, self.kinds.activation) * up
+        return (by_value(activated, gate) if self.deterministic else activated(gate)) * up
 
 
 def by_value(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return a function of each value of (num_rows, width), rounded alike wherever the value is.
+    """Return a function of each value, rounded alike wherever the value is. A copy, if ``rows`` are not contiguous.
 
-    torch's loops on a CPU compute 32 values together, and what is left at a tensor's end by other instructions, which
-    may round otherwise: a row's bits would depend on the rows beside it.
+    On a CPU, torch gives each thread an equal share of a tensor's values. Its loops compute up to 64 of them together,
+    and what is left at a share's end by other instructions, which may round otherwise: a row's bits would depend on
+    the rows beside it. So shares end where loops do.
     """
-    width = rows.shape[-1]
-    num_left = -width % _LOOP_VALUES
-    return function(functional.pad(rows, (0, num_left)))[..., :width] if num_left else function(rows)
+    if rows.device.type != "cpu":
+        return function(rows)
+    num_values = rows.numel()
+    values = functional.pad(rows.reshape(-1), (0, _num_whole(num_values) - num_values))
+    return function(values)[:num_values].view(rows.shape)
+
+
+def _num_whole(num_values: int) -> int:
+    """The least number of values, of at least so many, of which every thread gets whole loops."""
+    num_threads = torch.get_num_threads()
+    while True:
+        num_sharing = min(num_threads, max(1, -(-num_values // _THREAD_VALUES)))
+        num_left = -num_values % (_LOOP_VALUES * math.lcm(num_sharing, num_threads))
+        if not num_left:
+            return num_values
+        num_values += num_left
 
 
 def store_heads(cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -90,6 +90,7 @@ class NativeKernels:
 
     library: KernelLibrary
     kinds: Elementwise
+    deterministic: bool = False  # as in `TorchKernels`
 
     @property
     def are_complete(self) -> bool:
@@ -108,7 +109,7 @@ class NativeKernels:
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if not self._norms:
-            return TorchKernels(self.kinds).add_norm(hidden, delta, weight, bias)
+            return TorchKernels(self.kinds, self.deterministic).add_norm(hidden, delta, weight, bias)
         normed = torch.empty_like(hidden)
         size = hidden.shape[-1]
         self.library.add_norm(
@@ -143,7 +144,7 @@ class NativeKernels:
 
     def activate(self, rows: Tensor) -> Tensor:
         if not self._activates:
-            return TorchKernels(self.kinds).activate(rows)
+            return TorchKernels(self.kinds, self.deterministic).activate(rows)
         gate_up, size = rows, rows.shape[-1] // 2
         output = gate_up.new_empty(*gate_up.shape[:-1], size)
         self.library.gated_silu(
