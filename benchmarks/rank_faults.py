@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -30,6 +31,7 @@ from exactness import checkpoint_of
 from report import heading
 
 from pdmesh.cli.processes import process_id, wait_for_end
+from pdmesh.errors import InstanceUnavailable
 from pdmesh.testing.checkpoints import TINY
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
@@ -41,6 +43,7 @@ MAX_TOKENS = 60
 SETTINGS = {"POLICY_MAX_CHUNK_TOKENS": "128", "WORKER_NUM_THREADS": "1"}
 END_LIMIT_S = 15.0
 REPLACED_LIMIT_S = 180.0
+ANSWER_LIMIT_S = 60.0
 
 
 def main() -> int:
@@ -121,8 +124,7 @@ async def _round(
 
 
 async def _fault(mesh: RunningMesh, rng: random.Random, counts: Counter[str]) -> None:
-    rows = [row for row in (await mesh.state()).instances if row.rank_pids]
-    pids = list(rng.choice(rows).rank_pids)
+    pids = rng.choice(await _ranks(mesh))
     victim = rng.choice(pids)
     number = signal.SIGKILL if victim == pids[0] else rng.choice([signal.SIGKILL, signal.SIGSTOP])
     os.kill(victim, number)
@@ -132,11 +134,20 @@ async def _fault(mesh: RunningMesh, rng: random.Random, counts: Counter[str]) ->
         if process is not None and not await anyio.to_thread.run_sync(wait_for_end, process, END_LIMIT_S):
             counts["hang"] += 1
     deadline_s = time.monotonic() + REPLACED_LIMIT_S
-    while not any(row.rank_pids and not set(row.rank_pids) & set(pids) for row in (await mesh.state()).instances):
+    while not any(not set(others) & set(pids) for others in await _ranks(mesh)):
         if time.monotonic() > deadline_s:
             counts["not replaced"] += 1
             return
         await anyio.sleep(0.3)
+
+
+async def _ranks(mesh: RunningMesh) -> list[list[int]]:
+    """The processes of each instance that has several. A scheduler that gets no time to answer is asked again."""
+    with anyio.fail_after(ANSWER_LIMIT_S):
+        while True:
+            with suppress(InstanceUnavailable):
+                return [list(row.rank_pids) for row in (await mesh.state()).instances if row.rank_pids]
+            await anyio.sleep(0.3)
 
 
 if __name__ == "__main__":
