@@ -4,8 +4,8 @@ A model of Qwen2.5-0.5B's shape with random weights, on one thread; figures are 
 time, so that other work on the machine matters less, best of several rounds that go through all cases in turn. Shares
 are of the rate of multiply-adds that the level's instructions can have, and of the bandwidth of reading memory, both
 measured in the same rounds.
-`--llama-cpp VENV` measures llama.cpp beside it: a venv with `llama-cpp-python` and `gguf`. `--vllm VENV` measures
-vLLM's prefill: a venv with vLLM for CPU. It needs a C++ compiler.
+`--llama-cpp VENV` measures llama.cpp beside it, in turn with it: a venv with `llama-cpp-python` and `gguf`.
+`--vllm VENV` measures vLLM: a venv with vLLM for CPU. It needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from __future__ import annotations
 import argparse
 import array
 import ctypes
-import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import structlog
 import torch
+from peers import Peer
 from report import Limits, heading, unavailable
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
@@ -57,6 +58,7 @@ _LAYERS = (
     * (2 * (SHAPE.num_heads + SHAPE.num_kv_heads) * SHAPE.head_dim + 3 * SHAPE.intermediate_size)
 )
 _HEAD = SHAPE.vocab_size * SHAPE.hidden_size
+NUM_WEIGHTS = _LAYERS + _HEAD  # of matrices
 _PAIR_FLOPS = 4 * SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_dim
 
 
@@ -69,7 +71,10 @@ class Best:
     def measure(self, name: str, call: Callable[[], object]) -> None:
         started_s = time.thread_time()
         call()
-        self.times_s[name] = min(self.times_s.get(name, 1e9), time.thread_time() - started_s)
+        self.note(name, time.thread_time() - started_s)
+
+    def note(self, name: str, time_s: float) -> None:
+        self.times_s[name] = min(self.times_s.get(name, 1e9), time_s)
 
 
 #: What the compiler may use for each level's ceilings.
@@ -152,7 +157,13 @@ def prefill_flops(num_tokens: int) -> float:
 
 
 def measure(
-    engines: dict[str, TorchEngine], ceilings: Sequence[Ceilings], best: Best, *, rounds: int, decodes: tuple[int, ...]
+    engines: dict[str, TorchEngine],
+    ceilings: Sequence[Ceilings],
+    peers: Sequence[Peer],
+    best: Best,
+    *,
+    rounds: int,
+    decodes: Sequence[int],
 ) -> None:
     for _ in range(rounds):
         for each in ceilings:
@@ -165,6 +176,9 @@ def measure(
                 slices = decode(batch)
                 for _ in range(3):
                     best.measure(f"{name} decode {batch}", partial(engine.execute, slices))
+        for peer in peers:
+            for case, time_s in peer.measure().items():
+                best.note(f"{peer.name} {case}", time_s)
 
 
 def report(
@@ -184,8 +198,8 @@ def report(
         )
     for batch in decodes:
         time_s = best.times_s[f"{name} decode {batch}"]
-        read = 2 * (_LAYERS + _HEAD + batch * CONTEXT * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim)
-        step_flops = batch * (2 * (_LAYERS + _HEAD) + _PAIR_FLOPS * CONTEXT)
+        read = 2 * (NUM_WEIGHTS + batch * CONTEXT * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim)
+        step_flops = batch * (2 * NUM_WEIGHTS + _PAIR_FLOPS * CONTEXT)
         share = read / time_s / read_bytes
         print(
             f"  decode {batch:6d}  {batch / time_s:7.1f} tokens/s   {share:6.1%} of"
@@ -194,27 +208,24 @@ def report(
         )
 
 
-def peer_cases() -> dict[str, object]:
-    """What the peer measures."""
+def peer_cases(folder: str, *, types: Sequence[str], decodes: Sequence[int], **others: object) -> dict[str, object]:
+    """What a peer measures, of Qwen2.5-0.5B's shape in some of GGUF's types."""
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     return {
-        "vocab_size": SHAPE.vocab_size,
-        "hidden_size": SHAPE.hidden_size,
-        "intermediate_size": SHAPE.intermediate_size,
-        "num_layers": SHAPE.num_layers,
-        "num_heads": SHAPE.num_heads,
-        "num_kv_heads": SHAPE.num_kv_heads,
-        "head_dim": SHAPE.head_dim,
+        **{name: getattr(SHAPE, name) for name in fields},
+        "folder": folder,
+        "types": types,
         "prefills": PREFILLS,
-        "decodes": DECODES,
+        "decodes": decodes,
         "context": CONTEXT,
+        "threads": 1,
+        **others,
     }
 
 
-def print_peer(venv: str, script: str, *arguments: str) -> None:
-    """Run a script of ``native`` with the python of a venv."""
-    command = [f"{venv}/bin/python", str(HERE / "native" / script), *arguments]
-    answer = subprocess.run(command, check=True, capture_output=True, text=True, input=json.dumps(peer_cases()))
-    print(answer.stdout, end="")
+def tokens_of(case: str) -> int:
+    """Tokens of a step, by a case's name."""
+    return int(case.rpartition(" ")[2])
 
 
 def main() -> None:
@@ -224,7 +235,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--decodes", type=int, nargs="+", default=DECODES)
     parser.add_argument("--llama-cpp", metavar="VENV", help="measure llama.cpp beside it")
-    parser.add_argument("--vllm", metavar="VENV", help="measure vLLM's prefill beside it")
+    parser.add_argument("--vllm", metavar="VENV", help="measure vLLM beside it")
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what is printed is the results
     torch.set_num_threads(1)
@@ -232,7 +243,13 @@ def main() -> None:
     if not levels:
         unavailable("no compiled kernels")
     print(heading("CPU levels: Qwen2.5-0.5B's shape, random weights, one thread, CPU time"))
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        cases = peer_cases(directory, types=("BF16", "F16"), decodes=options.decodes)
+        peers: list[Peer] = []
+        if options.llama_cpp:
+            peers.append(stack.enter_context(Peer(options.llama_cpp, "llama_cpp_speed.py", cases)))
+        if options.vllm:
+            peers.append(stack.enter_context(Peer(options.vllm, "vllm_speed.py", cases, [levels[0]])))
         checkpoint = write_config(Path(directory), shape=SHAPE, dtype="bfloat16")
         engines = {
             f"{level} {dtype}": TorchEngine(
@@ -244,7 +261,7 @@ def main() -> None:
         }
         best, limits = Best(), Limits()
         ceilings = {level: Ceilings(Path(directory), level) for level in levels}
-        measure(engines, list(ceilings.values()), best, rounds=options.rounds, decodes=tuple(options.decodes))
+        measure(engines, list(ceilings.values()), peers, best, rounds=options.rounds, decodes=options.decodes)
         for level, each in ceilings.items():
             flops, read_bytes = each.flops(best), each.read_bytes(best)
             print(f"{level}: multiply-adds {flops / 1e9:.1f} GFLOP/s, reading {read_bytes / 1e9:.1f} GB/s")
@@ -253,10 +270,9 @@ def main() -> None:
             level = CpuLevel(name.split()[0])
             is_judged = level is not CpuLevel.BASELINE
             report(name, best, ceilings[level].flops(best), read_bytes, options.decodes, limits if is_judged else None)
-    if options.llama_cpp:
-        print_peer(options.llama_cpp, "llama_cpp_speed.py", str(options.rounds))
-    if options.vllm:
-        print_peer(options.vllm, "vllm_speed.py", str(options.rounds), levels[0])
+        for case, time_s in best.times_s.items():
+            if any(case.startswith(peer.name) for peer in peers):
+                print(f"{case:60} {tokens_of(case) / time_s:7.1f} tokens/s")
     limits.end()
 
 

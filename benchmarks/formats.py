@@ -1,18 +1,25 @@
 """Speed and memory of one model in bf16, int8 and int4 on a CPU: `python benchmarks/formats.py`.
 
 Qwen2.5-0.5B's shape with random weights. Figures are the best of several rounds that go through all formats in turn; a
-decode reads weights and KV once, and its share is of the bandwidth of reading memory, measured in the same rounds.
-`--llama-cpp VENV` measures llama.cpp's bf16 and f16 beside it, as `cpu_levels.py` does, on one thread.
+decode reads weights and KV once, and its shares are of the bandwidths of reading and of copying memory (bytes read and
+written), measured in the same rounds.
+
+`--llama-cpp VENV` measures llama.cpp beside it (a venv with `llama-cpp-python` and `gguf`): both engines serve the same
+GGUF files in bf16, Q8_0 and Q4_K_M, which llama.cpp makes, in the same rounds. `--vllm VENV` measures vLLM's bf16.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +27,12 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
-from cpu_levels import BLOCK, CONTEXT, SHAPE, decode, prefill, print_peer
-from report import heading
+from cpu_levels import BLOCK, CONTEXT, NUM_WEIGHTS, SHAPE, decode, peer_cases, prefill, tokens_of
+from peers import Peer
+from report import Limits, heading
 
+from pdmesh.engine.gguf.directory import WEIGHTS, config_of
+from pdmesh.engine.gguf.reader import read_header
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.testing.checkpoints import write_config
 
@@ -35,17 +45,66 @@ FORMATS: dict[str, dict[str, Any] | None] = {
     "int4 groups of 128": {"num_bits": 4, "strategy": "group", "group_size": 128},
     "int4 groups of 32": {"num_bits": 4, "strategy": "group", "group_size": 32},
 }
+TYPES = ("BF16", "Q8_0", "Q4_K_M")  # of GGUF files
+LEAST_DECODE, LEAST_PREFILL = 1.0, 1.2  # of llama.cpp's
 _KV_TOKEN_BYTES = 2 * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim
 
 
-def resident_bytes() -> int:
-    """Memory of this process."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:")]
+def memory_bytes() -> int:
+    """Memory of this process, mapped files left out."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:")]
     return int(line.split()[1]) * 1024
 
 
-def load(folder: Path, name: str, cpu_level: str) -> tuple[TorchEngine, int]:
-    """An engine, and the bytes that it took: weights, and little else before KV is written."""
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An engine, the bytes of its weights, and those that it took: little else before KV is written."""
+
+    engine: TorchEngine
+    weight_bytes: float
+    taken_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The least time of each case."""
+
+    clock: Callable[[], float]
+    times_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(lambda: 1e9))
+
+    def measure(self, case: str, call: Callable[[], object]) -> None:
+        started_s = self.clock()
+        call()
+        self.note(case, self.clock() - started_s)
+
+    def note(self, case: str, time_s: float) -> None:
+        self.times_s[case] = min(self.times_s[case], time_s)
+
+
+def load(checkpoint: Path, weight_bytes: float, cpu_level: str, *, is_random: bool) -> Model:
+    before_bytes = memory_bytes()
+    engine = TorchEngine(
+        checkpoint,
+        num_blocks=256,
+        block_size=BLOCK,
+        dtype="bfloat16",
+        cpu_level=cpu_level,
+        has_random_weights=is_random,
+    )
+    return Model(engine, weight_bytes, memory_bytes() - before_bytes)
+
+
+def format_bytes(name: str) -> float:
+    """Codes, and scales of 16 bits."""
+    if (weights := FORMATS[name]) is None:
+        return 2.0 * NUM_WEIGHTS
+    scale_bytes: float = 2 / weights.get("group_size", SHAPE.hidden_size)
+    code_bytes: float = weights["num_bits"] / 8
+    return NUM_WEIGHTS * (code_bytes + scale_bytes)
+
+
+def write_format(folder: Path, name: str) -> Path:
+    """A configuration with one of `FORMATS`."""
     directory = folder / name
     directory.mkdir()
     checkpoint = write_config(directory, shape=SHAPE, dtype="bfloat16")
@@ -57,16 +116,59 @@ def load(folder: Path, name: str, cpu_level: str) -> tuple[TorchEngine, int]:
             "config_groups": {"group_0": {"weights": {"type": "int", "symmetric": True, **weights}}},
         }
         path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": scheme}))
-    before = resident_bytes()
-    engine = TorchEngine(
-        checkpoint,
-        num_blocks=256,
-        block_size=BLOCK,
-        dtype="bfloat16",
-        cpu_level=cpu_level,
-        has_random_weights=True,
-    )
-    return engine, resident_bytes() - before
+    return checkpoint
+
+
+def gguf_checkpoint(file: Path) -> Path:
+    """A directory for a file that has no tokenizer."""
+    directory = file.with_suffix("")
+    directory.mkdir()
+    config = config_of(read_header(file), str(file))
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / WEIGHTS).symlink_to(file)
+    return directory
+
+
+def measure(models: Mapping[str, Model], peers: list[Peer], best: Best, rounds: int) -> None:
+    memory = np.ones(1 << 25, dtype=np.int64)  # 256 MiB
+    copied = np.ones_like(memory)
+    for _ in range(rounds):
+        best.measure("read", partial(torch.from_numpy(memory).sum))
+        best.measure("copy", partial(np.copyto, copied, memory))
+        for name, model in models.items():
+            best.measure(f"{name} prefill {PREFILL}", partial(model.engine.execute, prefill(PREFILL)))
+            for batch in DECODES:
+                for _ in range(3):
+                    best.measure(f"{name} decode {batch}", partial(model.engine.execute, decode(batch)))
+        for peer in peers:
+            for case, time_s in peer.measure().items():
+                best.note(f"{peer.name} {case}", time_s)
+    print(f"reading: {memory.nbytes / best.times_s['read'] / 1e9:.1f} GB/s", end="; ")
+    print(f"copying: {2 * memory.nbytes / best.times_s['copy'] / 1e9:.1f} GB/s")
+
+
+def report(models: Mapping[str, Model], peers: list[Peer], best: Best, limits: Limits) -> None:
+    times_s = best.times_s
+    read_rate, copy_rate = (count * (1 << 28) / times_s[what] for what, count in (("read", 1), ("copy", 2)))
+    for name, model in models.items():
+        step_bytes = model.weight_bytes + CONTEXT * _KV_TOKEN_BYTES
+        rate = step_bytes / times_s[f"{name} decode 1"]
+        print(f"{name} ({model.engine.arithmetic}): {model.weight_bytes / 1e6:.0f} MB", end="; ")
+        print(f"{model.taken_bytes / 1e6:.0f} MB taken", end="; ")
+        print(f"batch 1: {rate / read_rate:.0%} of reading, {rate / copy_rate:.0%} of copying")
+        for case in (*(f"decode {batch}" for batch in DECODES), f"prefill {PREFILL}"):
+            own_s = times_s[f"{name} {case}"]
+            print(f"  {case:13} {tokens_of(case) / own_s:7.1f} tokens/s", end="")
+            if (plain_s := times_s.get(f"{'BF16' if name in TYPES else 'bf16'} {case}")) is not None:
+                print(f"   {plain_s / own_s:.2f} x ours in bf16", end="")
+            for peer in peers:
+                if (other := f"{peer.name} {name.upper()} {case}") in times_s:
+                    print(f"; {peer.name}: {tokens_of(case) / times_s[other]:.1f} tokens/s", end="")
+                    ratio = times_s[other] / own_s
+                    least = LEAST_PREFILL if case.startswith("prefill") else LEAST_DECODE
+                    judged = f", {limits.at_least(f'{name} {case}', ratio, least)}" if "llama" in peer.name else ""
+                    print(f", {ratio:.2f} x{judged}", end="")
+            print()
 
 
 def main() -> None:
@@ -74,44 +176,31 @@ def main() -> None:
     parser.add_argument("--cpu-level", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--llama-cpp", metavar="VENV", help="measure llama.cpp beside it")
+    parser.add_argument("--vllm", metavar="VENV", help="measure vLLM beside it")
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what is printed is the results
     torch.set_num_threads(options.threads)
-    clock = time.thread_time if options.threads == 1 else time.perf_counter
-    best: dict[str, float] = {}
-
-    def measure(name: str, call: Callable[[], object]) -> None:
-        started_s = clock()
-        call()
-        best[name] = min(best.get(name, 1e9), clock() - started_s)
-
-    print(heading(f"Formats: Qwen2.5-0.5B's shape, random weights, {options.threads} threads, {clock.__name__}"))
-    memory = np.ones(1 << 25, dtype=np.int64)  # 256 MiB
-    with tempfile.TemporaryDirectory() as folder:
-        loaded = {name: load(Path(folder), name, options.cpu_level) for name in FORMATS}
-        for _ in range(options.rounds):
-            measure("read", partial(torch.from_numpy(memory).sum))
-            for name, (engine, _) in loaded.items():
-                measure(f"{name} prefill", partial(engine.execute, prefill(PREFILL)))
-                for batch in DECODES:
-                    for _ in range(3):
-                        measure(f"{name} decode {batch}", partial(engine.execute, decode(batch)))
-    read_rate = memory.nbytes / best["read"]
-    print(f"reading: {read_rate / 1e9:.1f} GB/s")
-    for name, (engine, taken_bytes) in loaded.items():
-        step_s = {batch: best[f"{name} decode {batch}"] for batch in DECODES}
-        share = (taken_bytes + CONTEXT * _KV_TOKEN_BYTES) / step_s[1] / read_rate
-        decodes = ", ".join(
-            f"decode {batch}: {batch / time_s:.1f} tokens/s ({best[f'bf16 decode {batch}'] / time_s:.2f} x bf16)"
-            for batch, time_s in step_s.items()
-        )
-        print(
-            f"{name} ({engine.arithmetic}): {taken_bytes / 1e6:.0f} MB; {decodes}; "
-            f"prefill {PREFILL}: {PREFILL / best[f'{name} prefill']:.0f} tokens/s; {share:.0%} of reading at batch 1"
-        )
-    if options.llama_cpp:
-        print_peer(options.llama_cpp, "llama_cpp_speed.py", str(options.rounds))
+    best, limits = Best(time.thread_time if options.threads == 1 else time.perf_counter), Limits()
+    print(heading(f"Formats: Qwen2.5-0.5B's shape, random weights, {options.threads} threads, {best.clock.__name__}"))
+    print(f"load of the machine: {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        cases = peer_cases(name, types=TYPES, decodes=DECODES, prefills=[PREFILL], threads=options.threads)
+        scripts = {"llama_cpp_speed.py": options.llama_cpp, "vllm_speed.py": options.vllm}
+        peers = [stack.enter_context(Peer(venv, script, cases)) for script, venv in scripts.items() if venv]
+        models = {
+            each: load(write_format(folder, each), format_bytes(each), options.cpu_level, is_random=True)
+            for each in options.formats
+        }
+        for each in TYPES if options.llama_cpp else ():
+            file = folder / f"{each}.gguf"
+            models[each] = load(gguf_checkpoint(file), file.stat().st_size, options.cpu_level, is_random=False)
+        measure(models, peers, best, options.rounds)
+        report(models, peers, best, limits)
+    print(f"load of the machine: {os.getloadavg()[0]:.1f}")
+    limits.end()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""llama.cpp's speed for `cpu_levels.py`, which runs this with the python of a venv that has llama-cpp-python and gguf.
+"""llama.cpp's speed, for `peers.py`, which runs this with the python of a venv that has llama-cpp-python and gguf.
 
-Reads the model's shape and the cases as JSON from standard input, and prints tokens a second of CPU time.
+Files of the types that are asked for are written into ``folder``, and stay there.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,35 +65,56 @@ def write_model(path: Path, shape: dict[str, Any], dtype: gguf.GGMLQuantizationT
     writer.close()
 
 
-class Model:
-    """A model file, one thread, flash attention."""
+#: Types that llama.cpp makes of a file in bf16, by its own rules for each tensor.
+QUANTIZED = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 
-    def __init__(self, path: Path, shape: dict[str, Any]) -> None:
+
+def model_file(folder: Path, name: str, shape: dict[str, Any]) -> Path:
+    """Write a file of a type, unless it is there."""
+    path = folder / f"{name}.gguf"
+    if path.exists():
+        return path
+    if name not in QUANTIZED:
+        write_model(path, shape, gguf.GGMLQuantizationType[name])
+        return path
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = QUANTIZED[name], 1
+    source = model_file(folder, "BF16", shape)
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(params)):
+        raise RuntimeError(f"{name} was not made")
+    return path
+
+
+class Model:
+    """A model file, flash attention."""
+
+    def __init__(self, path: Path, shape: dict[str, Any], num_threads: int) -> None:
         self._shape = shape
+        self._clock = time.process_time if num_threads == 1 else time.perf_counter
         model_params = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = 4096, 2048, 512
         params.n_seq_max = max(shape["decodes"])
-        params.n_threads = params.n_threads_batch = 1
+        params.n_threads = params.n_threads_batch = num_threads
         params.kv_unified = True
         params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         self._batch = llama_cpp.llama_batch_init(2048, 0, 1)
 
     def _decode(self, tokens: list[tuple[int, int, int, bool]]) -> float:
-        """CPU seconds of one step of (token, position, sequence, whether logits are wanted)."""
+        """Seconds of one step of (token, position, sequence, whether logits are wanted)."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for index, (token, position, number, wants) in enumerate(tokens):
             batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, position, 1
             batch.seq_id[index][0], batch.logits[index] = number, wants
-        started_s = time.process_time()
+        started_s = self._clock()
         if llama_cpp.llama_decode(self._context, batch):
             raise RuntimeError("llama_decode failed")
         llama_cpp.llama_synchronize(self._context)
         ctypes.cast(llama_cpp.llama_get_logits_ith(self._context, -1), ctypes.c_void_p)
-        return time.process_time() - started_s
+        return self._clock() - started_s
 
     def prefill_s(self, num_tokens: int) -> float:
         memory = llama_cpp.llama_get_memory(self._context)
@@ -115,20 +136,21 @@ class Model:
 
 
 def main() -> None:
-    shape, rounds = json.load(sys.stdin), int(sys.argv[1])
+    shape = json.loads(sys.stdin.readline())
     llama_cpp.llama_backend_init()
-    for name in ("bf16", "f16"):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "model.gguf")
-            write_model(path, shape, gguf.GGMLQuantizationType[name.upper()])
-            model = Model(path, shape)
-            print(f"llama.cpp {name} (llama-cpp-python {llama_cpp.__version__}):")
-            for num_tokens in shape["prefills"]:
-                best_s = min(model.prefill_s(num_tokens) for _ in range(rounds))
-                print(f"  prefill {num_tokens:5d}  {num_tokens / best_s:7.1f} tokens/s")
-            for batch in shape["decodes"] if name == "bf16" else ():
-                best_s = min(model.decode_s(batch) for _ in range(rounds))
-                print(f"  decode {batch:6d}  {batch / best_s:7.1f} tokens/s")
+    folder = Path(shape["folder"])
+    models = {name: Model(model_file(folder, name, shape), shape, shape["threads"]) for name in shape["types"]}
+    print(json.dumps(f"llama.cpp (llama-cpp-python {llama_cpp.__version__})"), flush=True)
+    for _ in sys.stdin:
+        times_s: dict[str, float] = {}
+        for name, model in models.items():
+            calls: dict[str, tuple[Callable[[int], float], list[int]]] = {
+                "prefill": (model.prefill_s, shape["prefills"]),
+                "decode": (model.decode_s, shape["decodes"]),
+            }
+            for what, (call, sizes) in calls.items():
+                times_s |= {f"{name} {what} {size}": call(size) for size in sizes}
+        print(json.dumps(times_s), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
-"""vLLM's prefill speed for `cpu_levels.py`, which runs this with the python of a venv that has vLLM for CPU.
+"""vLLM's speed, for `peers.py`, which runs this with the python of a venv that has vLLM for CPU.
 
-Reads the model's shape and the cases as JSON from standard input, and prints tokens a second of CPU time, best of as
-many rounds as the first argument says. ``avx2`` as the second hides AVX-512 from vLLM, oneDNN and torch.
+A decode step is the median of those after a batch's first. ``avx2`` as the argument hides AVX-512 from vLLM,
+oneDNN and torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}  # it logs to standard output
+IN_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+DECODE_STEPS = 12
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
@@ -39,14 +45,19 @@ def write_config(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    shape, rounds, level = json.load(sys.stdin), int(sys.argv[1]), sys.argv[2]
-    os.environ.update(ONE_THREAD | IN_PROCESS | (AVX2 if level == "avx2" else {}))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to standard output
+    shape = json.loads(sys.stdin.readline())
+    hides_avx512 = len(sys.argv) > 1 and sys.argv[1] == "avx2"
+    num_threads = shape["threads"]
+    os.environ.update(IN_PROCESS | {"OMP_NUM_THREADS": str(num_threads)} | (AVX2 if hides_avx512 else {}))
     import torch  # what is in the environment counts from here on
 
-    if level == "avx2":
+    if hides_avx512:
         torch.cpu._is_avx512_supported = lambda: False  # what vLLM chooses its library by
     import vllm
 
+    clock = time.process_time if num_threads == 1 else time.perf_counter
     with tempfile.TemporaryDirectory() as name:
         write_config(Path(name), shape)
         engine = vllm.LLM(
@@ -58,19 +69,29 @@ def main() -> None:
             enable_prefix_caching=False,
             max_model_len=4096,
             max_num_batched_tokens=4096,
-            max_num_seqs=4,
+            max_num_seqs=max(4, *shape["decodes"]),
         )
-        torch.set_num_threads(1)
-        params = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        print(f"vLLM {vllm.__version__} bf16 ({torch.backends.cpu.get_cpu_capability()}):")
-        for num_tokens in shape["prefills"]:
+        torch.set_num_threads(num_threads)
+
+        def steps_s(batch: int, num_tokens: int, num_outputs: int) -> list[float]:
+            params = vllm.SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True, detokenize=False)
+            prompt = {"prompt_token_ids": [7919 * i % shape["vocab_size"] for i in range(num_tokens)]}
+            for number in range(batch):
+                engine.llm_engine.add_request(f"{time.monotonic_ns()}-{number}", prompt, params)
             times_s: list[float] = []
-            for _ in range(rounds):
-                prompt = {"prompt_token_ids": [7919 * i % shape["vocab_size"] for i in range(num_tokens)]}
-                started_s = time.process_time()
-                engine.generate([prompt], params, use_tqdm=False)
-                times_s.append(time.process_time() - started_s)
-            print(f"  prefill {num_tokens:5d}  {num_tokens / min(times_s):7.1f} tokens/s", flush=True)
+            while engine.llm_engine.has_unfinished_requests():
+                started_s = clock()
+                engine.llm_engine.step()
+                times_s.append(clock() - started_s)
+            return times_s
+
+        title = f"vLLM {vllm.__version__} ({torch.backends.cpu.get_cpu_capability()})"
+        print(json.dumps(title), file=answers, flush=True)
+        for _ in sys.stdin:
+            answer = {f"BF16 prefill {size}": sum(steps_s(1, size, 1)) for size in shape["prefills"]}
+            for batch in shape["decodes"]:
+                answer[f"BF16 decode {batch}"] = statistics.median(steps_s(batch, shape["context"], DECODE_STEPS)[2:])
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
