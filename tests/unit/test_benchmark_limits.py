@@ -15,7 +15,6 @@ FIGURES_ONLY = {
     "decision_cost",
     "engine",
     "engine_gpu",
-    "formats",
     "kv_exchange",
     "kv_transport",
     "many_instances",
