@@ -44,6 +44,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.kv_cache import TorchKvStore
+from pdmesh.garbage import rare_collections
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.lane import PIECES_IN_FLIGHT
 from pdmesh.kv.mover import KvMover
@@ -256,7 +257,7 @@ async def move(store_of: StoreOf, pipe: Connection, config: TransferConfig, num_
 
 
 def run_side(side: Any, pipe: Connection, config: TransferConfig, num_pieces: int, host: Host | None) -> None:
-    with contextlib.nullcontext() if host is None else host.entered():
+    with contextlib.nullcontext() if host is None else host.entered(), rare_collections():
         anyio.run(partial(side, pipe, config, num_pieces), backend_options={"use_uvloop": True})
 
 

@@ -82,10 +82,12 @@ async def test_a_member_that_stopped_keeps_nobody_else_from_being_welcomed(monke
         first, late, stopped = members
         send = first.transport.send
 
-        async def send_to_the_living(address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+        async def send_to_the_living(
+            address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False
+        ) -> None:
             if address == stopped.transport.address:
                 await anyio.sleep_forever()
-            await send(address, buffer, payload_bytes)
+            await send(address, buffer, payload_bytes, is_notice=is_notice)
 
         monkeypatch.setattr(first.transport, "send", send_to_the_living)
         for member in (first, stopped, late):

@@ -25,11 +25,13 @@ def maker(request: pytest.FixtureRequest) -> TransportMaker:
     return TransportMaker(request.param)
 
 
-async def send(transport: KvTransport, address: bytes, header: bytes, payload: bytes = b"") -> None:
+async def send(
+    transport: KvTransport, address: bytes, header: bytes, payload: bytes = b"", *, is_notice: bool = False
+) -> None:
     async with transport.lend() as buffer:
         buffer.header[:] = header.ljust(HEADER_BYTES, b"\0")
         buffer.payload[: len(payload)] = payload
-        await transport.send(address, buffer, len(payload))
+        await transport.send(address, buffer, len(payload), is_notice=is_notice)
 
 
 async def take(pieces: AsyncIterator[ReceivedPiece]) -> tuple[bytes, bytes]:
@@ -47,6 +49,20 @@ async def test_a_piece_arrives_as_it_was_sent(maker: TransportMaker, size: int) 
     async with maker.open() as a, maker.open() as b, anyio.create_task_group() as tasks:
         tasks.start_soon(send, a, b.address, b"head", payload)
         assert await take(aiter(b.receive())) == (b"head", payload)
+
+
+async def test_a_notice_arrives_in_its_turn(maker: TransportMaker) -> None:
+    async with maker.open() as a, maker.open() as b, anyio.create_task_group() as tasks:
+
+        async def send_all() -> None:
+            for number in range(20):
+                await send(a, b.address, b"%d" % number, bytes(0 if number % 2 else 4000), is_notice=number % 2 == 1)
+
+        tasks.start_soon(send_all)
+        pieces = aiter(b.receive())
+        for number in range(20):
+            assert await take(pieces) == (b"%d" % number, bytes(0 if number % 2 else 4000))
+        b.check_integrity()
 
 
 async def test_a_large_piece_arrives_as_it_was_sent(maker: TransportMaker) -> None:

@@ -118,6 +118,27 @@ async def test_there_and_back(tls: str | None, size: int) -> None:
         transport.check_integrity()
 
 
+async def test_a_notice_to_another_host_does_not_wait_for_its_receiver() -> None:
+    """Its peer takes it later, into a buffer, as any message."""
+    config = replace(CONFIG, ucx_tls="tcp")
+    async with UcxTransport(config) as a, UcxTransport(config) as b, anyio.create_task_group() as tasks:
+        introduce(a, b)
+        pieces, held = aiter(b.receive()), list[ReceivedPiece]()
+        for number in range(config.num_receive_buffers):
+            tasks.start_soon(send, a, b.address, b"%d" % number)
+            held.append(await anext(pieces))
+        async with a.lend() as buffer:
+            buffer.header[:] = b"notice".ljust(HEADER_BYTES, b"\0")
+            with anyio.fail_after(20):
+                await a.send(b.address, buffer, 0, is_notice=True)
+            buffer.header[:] = b"overwritten".ljust(HEADER_BYTES, b"\0")
+        b.check_integrity()
+        for piece in held:
+            piece.release()
+        assert await take(pieces) == (b"notice", b"")
+        b.check_integrity()
+
+
 @BOTH
 async def test_a_stopped_peer_is_noticed_and_reached_again_when_it_goes_on(tls: str | None) -> None:
     async with open_peer(tls) as peer, UcxTransport(replace(CONFIG, ucx_tls=tls, num_send_buffers=1)) as transport:

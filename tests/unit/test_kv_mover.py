@@ -92,6 +92,54 @@ async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_
         pair.free_all()
 
 
+@pytest.mark.parametrize("is_freed", [False, True])
+async def test_the_sender_is_told_before_decode_begins(
+    memory: TransportMaker, monkeypatch: pytest.MonkeyPatch, *, is_freed: bool
+) -> None:
+    """The decode step holds the interpreter up. Freed in between, the request has no outcome at its receiver."""
+    async with open_pair(memory) as pair:
+        send = pair.b.transport.send
+
+        async def tell(address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
+            assert unpack_header(buffer.header, KEY).kind is PieceKind.LANDED
+            assert is_notice
+            assert pair.b.outcomes == []
+            if is_freed:
+                pair.b.mover.cancel(REQUEST, EPOCH)
+            await send(address, buffer, payload_bytes, is_notice=is_notice)
+
+        monkeypatch.setattr(pair.b.transport, "send", tell)
+        pair.expect()
+        sender = pair.offer()
+        pair.grant()
+        pair.compute(sender)
+        sender.commit(FirstToken(7, 2))
+        assert isinstance(await pair.a.outcome(), SentTransfer)
+        if not is_freed:
+            assert isinstance(await pair.b.outcome(), LandedTransfer)
+        pair.free_all()
+
+
+async def test_what_has_landed_does_not_fail_any_more(memory: TransportMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sender gives up between the acknowledgement and the outcome."""
+    async with open_pair(memory) as pair:
+        send = pair.b.transport.send
+
+        async def tell(address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
+            assert pair.b.mover.arrivals.take_abort(unpack_header(buffer.header, KEY))
+            await send(address, buffer, payload_bytes, is_notice=is_notice)
+
+        monkeypatch.setattr(pair.b.transport, "send", tell)
+        pair.expect()
+        sender = pair.offer()
+        pair.grant()
+        pair.compute(sender)
+        sender.commit(FirstToken(7, 2))
+        assert isinstance(await pair.b.outcome(), LandedTransfer)
+        assert isinstance(await pair.a.outcome(), SentTransfer)
+        pair.free_all()
+
+
 async def test_the_last_layers_are_pushed_in_small_pieces_and_read_as_a_whole(maker: TransportMaker) -> None:
     """Blocks of a MiB: the second chunk's are 5 in each of 3 layers, of which the last two go 2 by 2."""
     layout = KvLayout(num_layers=3, num_kv_heads=8, head_dim=512, block_size=32, dtype="float32")
@@ -413,10 +461,12 @@ async def test_what_has_landed_is_sent_whatever_becomes_of_what_was_asked_for_ag
         await anyio.wait_all_tasks_blocked()
         send = pair.a.transport.send
 
-        async def send_but_no_kv(address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+        async def send_but_no_kv(
+            address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False
+        ) -> None:
             if payload_bytes:
                 await anyio.sleep_forever()
-            await send(address, buffer, payload_bytes)
+            await send(address, buffer, payload_bytes, is_notice=is_notice)
 
         monkeypatch.setattr(pair.a.transport, "send", send_but_no_kv)
         await send_raw(pair, AGAIN, b"", backwards=True)
@@ -615,9 +665,9 @@ async def test_pieces_that_were_recorded_and_are_sent_again_change_nothing(
         recorded: list[tuple[bytes, bytes]] = []
         send = pair.a.transport.send
 
-        async def record(address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+        async def record(address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
             recorded.append((bytes(buffer.header), bytes(buffer.payload[:payload_bytes])))
-            await send(address, buffer, payload_bytes)
+            await send(address, buffer, payload_bytes, is_notice=is_notice)
 
         async def replay() -> int:
             """Send all that was recorded; how much was dropped."""

@@ -397,11 +397,13 @@ async def test_a_commit_may_overtake_what_went_before_it(
     gate = anyio.Event()
     held: list[None] = []
 
-    async def slowly(self: MemoryTransport, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+    async def slowly(
+        self: MemoryTransport, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False
+    ) -> None:
         if held and is_kind(bytes(buffer.header), late):
             held.append(None)
             await gate.wait()
-        await send(self, address, buffer, payload_bytes)
+        await send(self, address, buffer, payload_bytes, is_notice=is_notice)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryTransport, "send", slowly)

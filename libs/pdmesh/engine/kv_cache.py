@@ -52,10 +52,9 @@ class TorchKvStore(HostKvStore):
         self._bytes[layer][self._index(block_ids)] = pieces
 
     def _index(self, block_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        index = np.asarray(block_ids, dtype=np.int64)
-        if index.size and (index.min() < 0 or index.max() >= self._num_blocks):
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise IndexError(f"block ids {list(block_ids)} reach outside the cache's {self._num_blocks} blocks")
-        return index
+        return np.asarray(block_ids, dtype=np.int64)
 
 
 def num_cache_heads(cache: Tensor) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import anyio.lowlevel
+
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.incoming import PieceReader
 from pdmesh.kv.inlet import PageIntake
@@ -129,12 +131,19 @@ class KvArrivals:
             self._check_landed(receiver)
 
     def _check_landed(self, receiver: KvReceiver) -> None:
-        if not receiver.complete or receiver.is_over:
-            return
+        if receiver.complete and not receiver.is_over and not receiver.has_landed:
+            receiver.has_landed = True
+            self._context.tasks.start_soon(self._land, receiver)
+
+    async def _land(self, receiver: KvReceiver) -> None:
+        """Tell the sources, then the instance: its next step holds the interpreter up for longer than that takes."""
+        self._context.tasks.start_soon(self._tell_sources, PieceKind.LANDED, receiver)
+        await anyio.lowlevel.checkpoint()  # the telling has begun
+        if receiver.is_over:
+            return  # cancelled meanwhile
         token = receiver.first_token
         assert receiver.first_piece_s is not None
         self._forget(receiver)
-        self._context.tasks.start_soon(self._tell_sources, PieceKind.LANDED, receiver)
         self._context.on_outcome(
             LandedTransfer(
                 request_id=receiver.request_id,
@@ -148,8 +157,8 @@ class KvArrivals:
         )
 
     def _give_up(self, receiver: KvReceiver, reason: str, *, tell: bool = True) -> None:
-        if receiver.is_over:
-            return  # cancelled, or failed before
+        if receiver.is_over or receiver.has_landed:
+            return  # cancelled, or ended before
         self._forget(receiver)
         if tell:
             self._context.tasks.start_soon(self._tell_sources, PieceKind.ABORT, receiver)

@@ -88,7 +88,10 @@ class KvContext:
             log.warning("the scheduler sent an invalid peer address", reason=str(error))
 
     async def tell(self, kind: PieceKind, transfer: TransferSide, address: bytes, *, destination: int) -> None:
-        """Send a piece without payload about a transfer. If that fails, the peer's own time limits end its side."""
+        """Send a piece without payload about a transfer. If that fails, the peer's own time limits end its side.
+
+        LANDED comes once for each transfer that the peer has sent, so it is a notice.
+        """
         request_id, epoch = transfer.request_id, transfer.epoch
         header = PieceHeader(
             kind=kind,
@@ -98,7 +101,7 @@ class KvContext:
             destination=destination,
         )
         try:
-            await self.writer().tell(address, header)
+            await self.writer().tell(address, header, is_notice=kind is PieceKind.LANDED)
         except KvTransferError as error:
             log.warning(
                 "could not notify a peer", request_id=request_id, epoch=epoch, kind=kind.name, reason=str(error)

@@ -83,8 +83,9 @@ class Outbox:
 
     def resume(self) -> None:
         """Let pages leave."""
-        self._is_paused = False
-        self._wake()
+        if self._is_paused:
+            self._is_paused = False
+            self._wake()
 
     def close(self) -> None:
         """Let nothing leave any more: `take` returns None."""

@@ -82,12 +82,22 @@ class PieceWriter:
             await self._send_payload(address, taken, replace(about, part=part))
             self.num_bytes += len(taken)
 
-    async def tell(self, address: bytes, header: PieceHeader, *, begins: Callable[[], object] = lambda: None) -> None:
-        """Send a header alone. ``begins`` is called when there is a buffer for it. Raises KvTransferError."""
+    async def tell(
+        self,
+        address: bytes,
+        header: PieceHeader,
+        *,
+        begins: Callable[[], object] = lambda: None,
+        is_notice: bool = False,
+    ) -> None:
+        """Send a header alone, or as a notice. Raises KvTransferError.
+
+        ``begins`` is called when there is a buffer for it.
+        """
         async with self._transport.lend() as buffer:
             begins()
             pack_header(header, buffer.header, self._key)
-            await self._transport.send(address, buffer, 0)
+            await self._transport.send(address, buffer, 0, is_notice=is_notice)
 
     async def ask(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
         """Send a header alone that names these blocks. Raises KvTransferError."""

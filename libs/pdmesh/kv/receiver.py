@@ -71,6 +71,7 @@ class KvReceiver:
         self.transcript = bytearray()
         self.ledger = PageLedger(layout.num_layers, num_blocks)
         self.block_ids = list(block_ids[:num_blocks])
+        self.has_landed = False  # everything is in place, whoever has heard of it
         self.is_over = False
         self._on_placed, self._on_failed = on_placed, on_failed
         self._is_move = num_context_tokens is None

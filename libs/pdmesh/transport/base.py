@@ -87,8 +87,12 @@ class KvTransport(Protocol):
         """
         ...
 
-    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
         """Send the header and the first ``payload_bytes``; return when the buffer may be reused.
+
+        That is when the peer has taken the piece. A *notice*, which has no payload, may end when it has left, so it
+        takes one message where a piece takes four. Its receiver may have no buffer for it yet, so there may be only as
+        many as the receiver has asked for, by a transfer that it waits for.
 
         Pieces to one address arrive in the order of their sends if each send is awaited before the next begins; sends
         that run at the same time may overtake one another. Raises `KvTransferError` if the peer cannot be reached or

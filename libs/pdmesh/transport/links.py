@@ -23,12 +23,13 @@ from pdmesh.transport.prefix import HEAD_BYTES, number_piece
 class Send:
     """One piece on its way. ``error`` is set with ``done`` if it failed."""
 
-    __slots__ = ("abandoned", "buffer", "done", "error", "num_bytes", "number", "started_s")
+    __slots__ = ("abandoned", "buffer", "done", "error", "is_notice", "num_bytes", "number", "started_s")
 
-    def __init__(self, number: int, buffer: PieceBuffer, num_bytes: int) -> None:
+    def __init__(self, number: int, buffer: PieceBuffer, num_bytes: int, *, is_notice: bool) -> None:
         self.number = number
         self.buffer = buffer
         self.num_bytes = num_bytes
+        self.is_notice = is_notice
         self.started_s = time.monotonic()
         self.done = anyio.Event()
         self.error: str | None = None
@@ -90,9 +91,9 @@ class Links:
     def __len__(self) -> int:
         return len(self._links)
 
-    async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int) -> None:
+    async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool) -> None:
         busy = self._open(address)
-        send = Send(self._next_number, buffer, HEAD_BYTES + payload_bytes)
+        send = Send(self._next_number, buffer, HEAD_BYTES + payload_bytes, is_notice=is_notice)
         self._next_number += 1
         number_piece(buffer.memory, payload_bytes, send.number)
         busy.sends[send.number] = send

@@ -135,7 +135,7 @@ class MemoryTransport:
     def admit(self, address: bytes) -> None:
         """Do nothing: within one process every peer may send."""
 
-    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
         assert payload_bytes <= self._config.max_payload_bytes
         peer = self._fabric.find(address)
         faults = self._fabric.faults

@@ -22,18 +22,19 @@ class KnownPeers:
     """Peers by address and by id; if there were more than `MAX_PEERS`, the ones named last."""
 
     def __init__(self) -> None:
-        self._by_id: OrderedDict[bytes, Peer] = OrderedDict()
+        self._by_address: OrderedDict[bytes, Peer] = OrderedDict()
+        self._by_id: dict[bytes, Peer] = {}
 
     def admit(self, address: bytes) -> Peer:
         """Add a peer by its data address and return it. Raises KvTransferError if that is no data address."""
-        name = peer_id(address)
-        peer = self._by_id.get(name)
+        peer = self._by_address.get(address)
         if peer is None:
-            peer = self._by_id[name] = Peer(name, address, unpack_address(address))
-            if len(self._by_id) > MAX_PEERS:
-                self._by_id.popitem(last=False)
+            peer = Peer(peer_id(address), address, unpack_address(address))
+            self._by_address[address] = self._by_id[peer.id] = peer
+            if len(self._by_address) > MAX_PEERS:
+                self.forget(next(iter(self._by_address)))
         else:
-            self._by_id.move_to_end(name)
+            self._by_address.move_to_end(address)
         return peer
 
     def get(self, name: bytes) -> Peer | None:
@@ -41,4 +42,6 @@ class KnownPeers:
         return self._by_id.get(name)
 
     def forget(self, address: bytes) -> None:
-        self._by_id.pop(peer_id(address), None)
+        peer = self._by_address.pop(address, None)
+        if peer is not None:
+            del self._by_id[peer.id]

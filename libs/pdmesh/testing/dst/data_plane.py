@@ -73,7 +73,7 @@ class SimulatedTransport(MemoryTransport):
     def process_of(self, address: bytes) -> int | None:
         return _PID
 
-    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int) -> None:
+    async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
         copy = _Copy(buffer, payload_bytes) if self._plane.is_repeated() else None
         await anyio.sleep(self._plane.delay_s())
         if self._process.is_dead:
