@@ -23,6 +23,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.gguf_files import write_gguf
 from pdmesh.testing.quantized_checkpoints import Format, write_quantized
+from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 
 FORMATS: tuple[Format, ...] = ("int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-blocks")
 HEADER_BYTES = 6000  # where most damage is done: what follows is numbers, which are any
@@ -64,7 +65,10 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         source = write_checkpoint(folder / "source")
         write_gguf(source, folder / "model.gguf", "Q8_0")
-        cases = [folder / "model.gguf"]
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        with_experts = write_transformers_checkpoint(folder / "experts", "qwen3_moe", head_dim=16, **experts)
+        write_gguf(with_experts, folder / "experts.gguf", "Q8_0")
+        cases = [folder / "model.gguf", folder / "experts.gguf"]
         for quantized_format in FORMATS:
             directory, _ = write_quantized(source, folder / quantized_format, quantized_format)
             cases += [directory / "model.safetensors", directory / "config.json"]

@@ -15,6 +15,7 @@ FIGURES_ONLY = {
     "decision_cost",
     "engine",
     "engine_gpu",
+    "fallback",
     "kv_exchange",
     "kv_transport",
     "many_instances",

@@ -19,9 +19,11 @@ from pdmesh.engine.gguf.reader import TYPES, read_header
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
+from pdmesh.testing.architectures import assert_computes_as_transformers, references_of
 from pdmesh.testing.checkpoints import Family, write_checkpoint
 from pdmesh.testing.gguf_files import GgufType, encoded, write_gguf
 from pdmesh.testing.stepping import generate
+from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0)
@@ -52,6 +54,20 @@ def test_a_file_is_the_model_that_it_was_made_from(tmp_path: Path, architecture:
         assert one.logprobs is not None
         assert other.logprobs is not None
         assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("gguf_type", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_experts_that_lie_in_one_tensor_are_told_apart(tmp_path: Path, model_type: str, gguf_type: GgufType) -> None:
+    options = {
+        "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 24},
+        "mixtral": {"num_local_experts": 5, "sliding_window": None},
+    }[model_type]
+    source = write_transformers_checkpoint(tmp_path / "source", model_type, num_experts_per_tok=2, **options)
+    meanings = write_gguf(source, tmp_path / "model.gguf", gguf_type)
+    save_file(meanings, source / "model.safetensors", metadata={"format": "pt"})
+    directory = resolve_model(str(tmp_path / "model.gguf"))
+    assert_computes_as_transformers(directory, references_of(source), dtype="float32")
 
 
 def test_its_tokenizer_and_template_come_with_it(tmp_path: Path) -> None:
@@ -119,6 +135,36 @@ def test_damaged_and_foreign_files_are_refused_in_a_sentence(tmp_path: Path, con
         resolve_model(str(file))
     assert "\n" not in str(error.value)
     assert str(file) in str(error.value)
+
+
+def test_experts_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    embedding = {"token_embd.weight": ((4, 8), 0, bytes(128))}
+    for name, field, sentence in (
+        ("qwen2", "expert_used_count", "experts of 'qwen2' are not served from GGUF; served are plain ones of llama"),
+        ("qwen3moe", "expert_shared_count", "experts with expert_shared_count are not served"),
+    ):
+        metadata = {"general.architecture": name, f"{name}.expert_count": 4, f"{name}.{field}": 2}
+        (tmp_path / "model.gguf").write_bytes(encoded(metadata, embedding))
+        with pytest.raises(ConfigError, match=sentence):
+            resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_a_tensor_that_lacks_experts_is_refused(tmp_path: Path) -> None:
+    source = write_transformers_checkpoint(
+        tmp_path / "source", "mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None
+    )
+    file = tmp_path / "model.gguf"
+    write_gguf(source, file)
+    header, data = read_header(file), file.read_bytes()
+    tensors = {
+        name: (each.shape, each.type_number, data[each.offset : each.offset + each.num_bytes])
+        for name, each in header.tensors.items()
+    }
+    shape, number, content = tensors["blk.2.ffn_up_exps.weight"]
+    tensors["blk.2.ffn_up_exps.weight"] = ((4, *shape[1:]), number, content[: len(content) * 4 // 5])
+    file.write_bytes(encoded(dict(header.metadata), tensors))
+    with pytest.raises(ConfigError, match=r"'blk.2.ffn_up_exps.weight' has shape \(4, 96, 64\), without expert 4"):
+        TorchEngine(resolve_model(str(file)), num_blocks=1, num_threads=1)
 
 
 def test_a_tokenizer_that_is_not_served_is_named(tmp_path: Path) -> None:

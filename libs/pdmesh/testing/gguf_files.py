@@ -1,9 +1,11 @@
-"""Small GGUF files of checkpoints that `pdmesh.testing.checkpoints` writes, made by the format's documentation."""
+"""Small GGUF files of checkpoints, made by the format's documentation: dense ones, Qwen3-MoE's, Mixtral's."""
 
 from __future__ import annotations
 
 import json
+import re
 import struct
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +22,12 @@ _NAMES = {
     "self_attn.v_proj": "attn_v", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm", "lm_head": "output",
+    "model.norm": "output_norm", "lm_head": "output", "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }  # fmt: skip
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[str, Floats]:
@@ -29,7 +35,10 @@ def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[st
     from safetensors.numpy import load_file
 
     config = json.loads((source / "config.json").read_text())
-    name, num_heads = config["model_type"], config["num_attention_heads"]
+    name = _ARCHITECTURES.get(config["model_type"], config["model_type"])
+    num_heads = config["num_attention_heads"]
+    theta = config["rope_theta"] if "rope_theta" in config else config["rope_parameters"]["rope_theta"]
+    num_experts = config.get("num_local_experts") or config.get("num_experts")
     metadata: dict[str, Any] = {
         "general.architecture": name,
         f"{name}.context_length": config["max_position_embeddings"],
@@ -38,20 +47,37 @@ def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[st
         f"{name}.block_count": config["num_hidden_layers"],
         f"{name}.attention.head_count": num_heads,
         f"{name}.attention.head_count_kv": config["num_key_value_heads"],
-        f"{name}.attention.key_length": config["head_dim"],
+        f"{name}.attention.key_length": config.get("head_dim") or config["hidden_size"] // num_heads,
         f"{name}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        f"{name}.rope.freq_base": float(config["rope_theta"]),
+        f"{name}.rope.freq_base": float(theta),
         **_tokenizer(source, config),
     }
+    if num_experts:
+        inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+        metadata |= {
+            f"{name}.expert_count": num_experts,
+            f"{name}.expert_used_count": config["num_experts_per_tok"],
+            f"{name}.expert_feed_forward_length": inner,
+        }
     meanings: dict[str, Floats] = {}
     stored: dict[str, tuple[tuple[int, ...], int, bytes]] = {}
+    experts: defaultdict[str, dict[int, tuple[bytes, tuple[int, ...]]]] = defaultdict(dict)
     for full_name, tensor in load_file(source / "model.safetensors").items():
-        kind: GgufType = gguf_type if tensor.ndim == 2 else "F32"
+        kind: GgufType = gguf_type if tensor.ndim == 2 and _NAMES.get(_part(full_name)) != "ffn_gate_inp" else "F32"
         heads = {"q_proj": num_heads, "k_proj": config["num_key_value_heads"]}.get(full_name.split(".")[-2], 0)
         turned = _turned(tensor, heads) if heads and name == "llama" else tensor
         data, meaning = _quantized(turned, kind)
         meanings[full_name] = _turned_back(meaning, heads) if heads and name == "llama" else meaning
-        stored[_own_name(full_name)] = (tensor.shape, _NUMBERS[kind], data)
+        if expert := _EXPERT.fullmatch(full_name):
+            experts[f"blk.{expert[1]}.ffn_{_EXPERT_NAMES[expert[3]]}_exps.weight"][int(expert[2])] = (
+                data,
+                tensor.shape,
+            )
+        else:
+            stored[_own_name(full_name)] = (tensor.shape, _NUMBERS[kind], data)
+    for own_name, parts in experts.items():
+        datas, shapes = zip(*(parts[number] for number in sorted(parts)), strict=True)
+        stored[own_name] = ((len(datas), *shapes[0]), _NUMBERS[gguf_type], b"".join(datas))
     file.write_bytes(encoded(metadata, stored))
     return meanings
 
@@ -90,11 +116,17 @@ def _tokenizer(source: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_name(name: str) -> str:
-    name, _, end = name.rpartition(".")
+    end = name.rpartition(".")[2]
     if not name.startswith("model.layers."):
-        return f"{_NAMES[name]}.{end}"
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_NAMES[part]}.{end}"
+        return f"{_NAMES[_part(name)]}.{end}"
+    layer = name.split(".")[2]
+    return f"blk.{layer}.{_NAMES[_part(name)]}.{end}"
+
+
+def _part(name: str) -> str:
+    """A tensor's name without its layer and its end."""
+    name = name.rpartition(".")[0]
+    return name.split(".", 3)[3] if name.startswith("model.layers.") else name
 
 
 def _turned(tensor: Floats, num_heads: int) -> Floats:

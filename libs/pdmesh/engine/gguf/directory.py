@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,20 @@ from pdmesh.errors import ConfigError
 WEIGHTS = "model.gguf"
 
 #: Of what a directory has in it: another number makes it anew.
-_VERSION = 1
+_VERSION = 2
 
 #: GGUF's architectures: transformers' class name, and whether the pairs that are rotated lie side by side.
 _ARCHITECTURES: Mapping[str, tuple[str, bool]] = {
     "llama": ("LlamaForCausalLM", True),
     "qwen2": ("Qwen2ForCausalLM", False),
     "qwen3": ("Qwen3ForCausalLM", False),
+    "qwen3moe": ("Qwen3MoeForCausalLM", False),
+}
+
+#: Where a file has experts: transformers' class name, and what its ``config.json`` calls their number.
+_WITH_EXPERTS: Mapping[str, tuple[str, str]] = {
+    "llama": ("MixtralForCausalLM", "num_local_experts"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "num_experts"),
 }
 
 
@@ -76,12 +83,19 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{where}: there is no matrix 'token_embd.weight'")
-    if fields.get(f"{name}.expert_count"):
-        raise ConfigError(f"{where}: experts are not served from GGUF; give the model's safetensors directory")
 
     def of(key: str) -> Any:
         return fields.get(f"{name}.{key}")
 
+    experts: dict[str, Any] = {}
+    if of("expert_count"):
+        class_name, number = _experts_of(name, of, where)
+        experts = {
+            number: of("expert_count"),
+            "num_experts_per_tok": of("expert_used_count"),
+            "moe_intermediate_size": of("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }
     num_heads, context = of("attention.head_count"), of("context_length")
     return {
         "architectures": [class_name],
@@ -100,7 +114,23 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "quantization_config": {"quant_method": "gguf", "interleaves_rotation": interleaves},
+        **experts,
     }
+
+
+def _experts_of(name: str, of: Callable[[str], Any], where: str) -> tuple[str, str]:
+    """The class with experts of a GGUF architecture, and its name of their number."""
+    others = [key for key in ("expert_shared_count", "expert_group_count") if of(key)]
+    if of("expert_weights_scale") not in (None, 0.0, 1.0):
+        others.append("expert_weights_scale")
+    if name not in _WITH_EXPERTS or others:
+        what = f"experts with {', '.join(others)}" if others else f"experts of {name!r}"
+        served = ", ".join(_WITH_EXPERTS)
+        raise ConfigError(
+            f"{where}: {what} are not served from GGUF; served are plain ones of {served}, or give the model's "
+            "safetensors directory"
+        )
+    return _WITH_EXPERTS[name]
 
 
 def _head_dim(hidden_size: object, num_heads: object) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +29,18 @@ _LAYER_NAMES: Mapping[str, str] = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+#: An expert's matrices are parts of one tensor of all experts: (experts, outputs, inputs).
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT_NAMES: Mapping[str, str] = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
 }
 #: Values dequantised at once: what they take in fp32 stays small beside the weight.
 _PANEL_VALUES = 1 << 22
@@ -77,10 +90,22 @@ class GgufTensors:
         return stored.type_number, torch.from_numpy(data)
 
     def _find(self, name: str) -> StoredTensor:
+        if (expert := _EXPERT.fullmatch(name)) is not None and expert[3] in _EXPERT_NAMES:
+            return self._find_expert(f"blk.{expert[1]}.{_EXPERT_NAMES[expert[3]]}.weight", int(expert[2]))
         own_name = _own_name(name)
         if own_name is None or own_name not in self._tensors:
             raise ConfigError(f"{self._file} holds no tensor {own_name or name!r}")
         return self._tensors[own_name]
+
+    def _find_expert(self, own_name: str, number: int) -> StoredTensor:
+        stacked = self._tensors.get(own_name)
+        if stacked is None:
+            raise ConfigError(f"{self._file} holds no tensor {own_name!r}, which has all experts of a layer")
+        num_experts, *shape = stacked.shape
+        if len(shape) != 2 or number >= num_experts:
+            raise ConfigError(f"{self._file}: tensor {own_name!r} has shape {stacked.shape}, without expert {number}")
+        num_bytes = stacked.num_bytes // num_experts
+        return StoredTensor(tuple(shape), stacked.type_number, stacked.offset + number * num_bytes, num_bytes)
 
 
 def _own_name(name: str) -> str | None:
