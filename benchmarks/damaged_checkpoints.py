@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -65,7 +66,12 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         source = write_checkpoint(folder / "source")
         write_gguf(source, folder / "model.gguf", "Q8_0")
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        experts: dict[str, Any] = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        }
         with_experts = write_transformers_checkpoint(folder / "experts", "qwen3_moe", head_dim=16, **experts)
         write_gguf(with_experts, folder / "experts.gguf", "Q8_0")
         cases = [folder / "model.gguf", folder / "experts.gguf"]

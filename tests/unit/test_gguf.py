@@ -6,6 +6,7 @@ import hashlib
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,10 +60,11 @@ def test_a_file_is_the_model_that_it_was_made_from(tmp_path: Path, architecture:
 @pytest.mark.parametrize("gguf_type", ["F32", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_experts_that_lie_in_one_tensor_are_told_apart(tmp_path: Path, model_type: str, gguf_type: GgufType) -> None:
-    options = {
+    of_type: dict[str, dict[str, Any]] = {
         "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 24},
         "mixtral": {"num_local_experts": 5, "sliding_window": None},
-    }[model_type]
+    }
+    options = of_type[model_type]
     source = write_transformers_checkpoint(tmp_path / "source", model_type, num_experts_per_tok=2, **options)
     meanings = write_gguf(source, tmp_path / "model.gguf", gguf_type)
     save_file(meanings, source / "model.safetensors", metadata={"format": "pt"})
@@ -138,7 +140,7 @@ def test_damaged_and_foreign_files_are_refused_in_a_sentence(tmp_path: Path, con
 
 
 def test_experts_of_other_kinds_are_refused(tmp_path: Path) -> None:
-    embedding = {"token_embd.weight": ((4, 8), 0, bytes(128))}
+    embedding: dict[str, tuple[tuple[int, ...], int, bytes]] = {"token_embd.weight": ((4, 8), 0, bytes(128))}
     for name, field, sentence in (
         ("qwen2", "expert_used_count", "experts of 'qwen2' are not served from GGUF; served are plain ones of llama"),
         ("qwen3moe", "expert_shared_count", "experts with expert_shared_count are not served"),
@@ -171,12 +173,12 @@ def test_a_tokenizer_that_is_not_served_is_named(tmp_path: Path) -> None:
     source, file = write_checkpoint(tmp_path / "source"), tmp_path / "model.gguf"
     write_gguf(source, file)
     header = read_header(file)
-    metadata = {**header.metadata, "tokenizer.ggml.model": "llama"}
+    metadata = {**header.metadata, "tokenizer.ggml.model": "bert"}
     data = file.read_bytes()
     tensors = {
         name: (each.shape, each.type_number, data[each.offset : each.offset + each.num_bytes])
         for name, each in header.tensors.items()
     }
     file.write_bytes(encoded(metadata, tensors))
-    with pytest.raises(ConfigError, match="has a 'llama' tokenizer, which is not served from GGUF"):
+    with pytest.raises(ConfigError, match="has a 'bert' tokenizer, which is not served from GGUF; served are 'llama'"):
         resolve_model(str(file))

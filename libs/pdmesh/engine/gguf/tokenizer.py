@@ -27,40 +27,89 @@ _SPLITS: Mapping[str, str | None] = {
 _DIGITS_APART = ("smollm",)
 _COMPOSED = ("qwen2",)  # NFC first
 _BEGINS = ("llama-bpe",)  # texts begin with a token of their own, unless the file says otherwise
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+_UNMERGED = (_CONTROL, _USER_DEFINED, _BYTE)  # what text is not merged into
+_MAX_TOKEN = 1024  # characters: each place where a token may be cut is tried
+_SPACE = "\u2581"  # how SentencePiece spells a space
+
+
+class _Fields:
+    """What a file says of its tokenizer."""
+
+    def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
+        self._metadata = metadata
+        self.where = where
+        tokens, types = self.of("tokens"), self.of("token_type")
+        if not tokens or not _are_strings(tokens) or len(set(tokens)) != len(tokens):
+            raise self.damaged("the tokens")
+        self.tokens: list[str] = tokens
+        self.types = types if isinstance(types, list) and len(types) == len(tokens) else [1] * len(tokens)
+
+    def of(self, name: str) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}")
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self.of(name)
+        return value if isinstance(value, bool) else default
+
+    def token(self, name: str) -> str | None:
+        """The token of a purpose."""
+        number = self.of(f"{name}_id")
+        return self.tokens[number] if isinstance(number, int) and 0 <= number < len(self.tokens) else None
+
+    def damaged(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {what} of its tokenizer are missing or damaged; download it again")
 
 
 def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) -> None:
     """Write both files. Raises ConfigError for a kind that is not served, or a damaged one."""
-
-    def field(name: str) -> Any:
-        return metadata.get(f"tokenizer.ggml.{name}")
-
-    kind, split = field("model"), field("pre") or "default"
-    if kind != "gpt2" or not isinstance(split, str) or split not in _SPLITS:
+    kind = metadata.get("tokenizer.ggml.model")
+    split = metadata.get("tokenizer.ggml.pre") or "default"
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and (not isinstance(split, str) or split not in _SPLITS)):
         what = (
             f"a {str(kind)[:64]!r} tokenizer"
-            if kind != "gpt2"
+            if kind not in ("gpt2", "llama")
             else f"a tokenizer that splits texts by {str(split)[:64]!r}"
         )
         served = ", ".join(_SPLITS)
         raise ConfigError(
-            f"{where} has {what}, which is not served from GGUF; served are 'gpt2' tokenizers that split by {served}, "
-            "or give the model's safetensors directory"
+            f"{where} has {what}, which is not served from GGUF; served are 'llama' tokenizers, and 'gpt2' ones that "
+            f"split by {served}, or give the model's safetensors directory"
         )
-    tokens, merges, types = field("tokens"), field("merges"), field("token_type")
-    if not _are_strings(tokens) or not _are_strings(merges) or len(set(tokens)) != len(tokens):
-        raise ConfigError(f"{where}: the tokens or merges of its tokenizer are missing or damaged; download it again")
-    types = types if isinstance(types, list) and len(types) == len(tokens) else [1] * len(tokens)
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    fields = _Fields(metadata, where)
     try:
-        model = BPE(
-            vocab={token: number for number, token in enumerate(tokens)},
-            merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2],
-            ignore_merges=split in _BEGINS,
-        )
+        tokenizer = _sentence_piece(fields) if kind == "llama" else _byte_level(fields, split)
+    except ConfigError:
+        raise
     except Exception as error:  # tokenizers has no class of its own for it
         raise ConfigError(f"{where}: its tokenizer is damaged: {error}; download it again") from error
+    for token, token_type in zip(fields.tokens, fields.types, strict=True):
+        if token_type == _CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif token_type == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    specials = {name: fields.token(name) for name in ("bos_token", "eos_token")}
+    template = metadata.get("tokenizer.chat_template")
+    config = {
+        **{name: token for name, token in specials.items() if token is not None},
+        **({"chat_template": template} if isinstance(template, str) else {}),
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def _byte_level(fields: _Fields, split: str) -> Tokenizer:
+    """BPE of bytes, as GPT-2 had it."""
+    merges = fields.of("merges")
+    if not _are_strings(merges):
+        raise fields.damaged("the merges")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    model = BPE(
+        vocab={token: number for number, token in enumerate(fields.tokens)},
+        merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2],
+        ignore_merges=split in _BEGINS,
+    )
     tokenizer = Tokenizer(model)
     pattern = _SPLITS[split]
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split in _DIGITS_APART else []
@@ -71,38 +120,75 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
     if split in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    for token, token_type in zip(tokens, types, strict=True):
-        if token_type == _CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
-    specials = {name: _token(tokens, field(f"{name}_id")) for name in ("bos_token", "eos_token")}
-    begins = field("add_bos_token")
-    first = specials["bos_token"]
-    if first is not None and (begins if isinstance(begins, bool) else split in _BEGINS):
-        tokenizer.post_processor = processors.Sequence(
-            [
-                processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(
-                    single=f"{first}:0 $A:0",
-                    pair=f"{first}:0 $A:0 {first}:1 $B:1",
-                    special_tokens=[(first, tokens.index(first))],
-                ),
-            ]
-        )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    template = metadata.get("tokenizer.chat_template")
-    config = {
-        **{name: token for name, token in specials.items() if token is not None},
-        **({"chat_template": template} if isinstance(template, str) else {}),
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    first = _first(fields, default=split in _BEGINS)
+    if first is not None:
+        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), first])
+    return tokenizer
+
+
+def _sentence_piece(fields: _Fields) -> Tokenizer:
+    """SentencePiece's BPE, of Llama 2 and Mistral: a pair is merged by the score of what it makes, highest first.
+
+    What no token spells is bytes. Text begins with a space, also behind a token with a purpose of its own.
+    """
+    tokens, scores = fields.tokens, fields.of("scores")
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(tokens)
+        or not all(isinstance(score, float) for score in scores)
+    ):
+        raise fields.damaged("the scores")
+    if max(map(len, tokens)) > _MAX_TOKEN:
+        raise fields.damaged("some tokens")
+    unknown = fields.token("unknown_token") or tokens[0]
+    model = BPE(
+        vocab={token: number for number, token in enumerate(tokens)},
+        merges=_merges(tokens, scores, fields.types),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if fields.flag("add_space_prefix", default=True):
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+        parts.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(parts)
+    if (first := _first(fields, default=True)) is not None:
+        tokenizer.post_processor = first
+    return tokenizer
+
+
+def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
+    """Every way in which a token is made of two others: highest score first, then the longest beginning.
+
+    SentencePiece goes from left to right where scores are equal; the longest beginning comes closest to that.
+    """
+    known = set(tokens)
+    by_score = sorted(
+        (number for number in range(len(tokens)) if types[number] not in _UNMERGED), key=lambda number: -scores[number]
+    )
+    return [
+        (token[:cut], token[cut:])
+        for token in map(tokens.__getitem__, by_score)
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in known and token[cut:] in known
+    ]
+
+
+def _first(fields: _Fields, *, default: bool) -> processors.TemplateProcessing | None:
+    """What begins a text with a token of its own, if the file wants it."""
+    first = fields.token("bos_token")
+    if first is None or not fields.flag("add_bos_token", default=default):
+        return None
+    return processors.TemplateProcessing(
+        single=f"{first}:0 $A:0",
+        pair=f"{first}:0 $A:0 {first}:1 $B:1",
+        special_tokens=[(first, fields.tokens.index(first))],
+    )
 
 
 def _are_strings(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
-
-
-def _token(tokens: list[str], number: object) -> str | None:
-    return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
