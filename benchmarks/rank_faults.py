@@ -91,7 +91,7 @@ def _in_a_mesh(
     with running_mesh(folder, model=checkpoint, settings=settings) as mesh:
         for number in range(num_faults + 1):
             anyio.run(_round, mesh, references, number > 0, rng, counts)
-            pids.update(pid for row in mesh.status().instances for pid in row.rank_pids)
+            pids.update(pid for ranks in anyio.run(_ranks, mesh) for pid in ranks)
     counts["left behind"] += sum(process_id(pid) is not None for pid in pids)
 
 
