@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 
-from cluster_nodes import Cluster, Event, Node, running_nodes, why_no_nodes
+from cluster_nodes import Cluster, ClusterError, Event, Node, running_nodes, why_no_nodes
 from kubernetes_cluster import running_kubernetes
 from report import heading, unavailable
 from swarm import running_swarm
@@ -53,9 +53,16 @@ async def run(cluster: Cluster, events: Sequence[Event], num_streams: int, num_t
 
 
 async def disturb(load: StreamLoad, event: Event) -> int:
-    """Do it, and wait for the streams that it may have touched; return how many were lost or differ."""
+    """Do it, and wait for the streams that it may have touched; return how many were lost or differ.
+
+    An event that fails counts as one: what comes after it is still worth seeing.
+    """
     begin_s, first = time.monotonic(), len(load.streams)
-    await asyncio.to_thread(event.do)
+    failures: list[str] = []
+    try:
+        await asyncio.to_thread(event.do)
+    except ClusterError as error:
+        failures.append(f"it failed: {error}")
     took_s, running = time.monotonic() - begin_s, list(load.open)
     while any(each.ended_s is None for each in running):
         await load.ended(1)
@@ -66,9 +73,9 @@ async def disturb(load: StreamLoad, event: Event) -> int:
         f"{event.name:44} {took_s:6.1f} s {len(touched.streams):8} {len(lost):5} {len(differ):7} {longest_s:11.2f} s",
         flush=True,
     )
-    for reason in dict.fromkeys((*lost, *differ)):
-        print(f"    {reason}")
-    return len(lost) + len(differ)
+    for reason in dict.fromkeys((*failures, *lost, *differ)):
+        print(f"    {reason}", flush=True)
+    return len(failures) + len(lost) + len(differ)
 
 
 def longest_wait_s(stream: Stream, begin_s: float) -> float:
@@ -110,7 +117,7 @@ def main() -> int:
             finally:
                 if options.logs is not None:
                     options.logs.write_text(cluster.logs())
-    print(f"{num_bad} streams were lost or differ" if num_bad else "0 lost, 0 differ")
+    print(f"{num_bad} streams were lost or differ, or events failed" if num_bad else "0 lost, 0 differ")
     return 1 if num_bad else 0
 
 

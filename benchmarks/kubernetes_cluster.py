@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import ssl
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 from cluster_nodes import Cluster, ClusterError, Event, Node, run, until
 
 from pdmesh.cli.tls import make_certificates
@@ -30,8 +32,11 @@ DOMAIN = "cluster.local"
 #: A node that was not heard of for so long is not ready; its pods may go `unreachableSeconds` of the chart later.
 GRACE_S = 40
 
-#: The control plane shares two cores with the mesh here, and is late with its answers.
-LEASE_S = 15
+#: Of the schedulers: the API server shares cores with the mesh here, and is late with its answers.
+LEASE_S = 10
+
+#: Streams have so long to end on a gateway that is replaced.
+DRAIN_S = 120
 
 _PAUSE = 'FROM {image}\nUSER root\nENTRYPOINT ["sleep", "infinity"]\nCMD []\n'
 
@@ -50,8 +55,10 @@ class Kubernetes:
         self._folder = folder
         self._image = image
         self._binaries = binaries
-        self._values = {"decode": 2, "chunk": 512}
+        self._values = {"prefill": 1, "decode": 2, "chunk": 512}
         self._closing = threading.Event()
+        self._api = httpx.Client()
+        self._naming = threading.Thread(target=self._name_forever)
 
     # --- the cluster ---
 
@@ -73,11 +80,15 @@ class Kubernetes:
         }
         (self._folder / "kubeconfig").write_text(json.dumps(config))
         self._start_api()
-        until("the API server answers", lambda: "ok" in self.kubectl("get", "--raw", "/readyz"))
+        trusts = ssl.create_default_context(cafile=self._folder / "pki/ca.pem")
+        self._api = httpx.Client(
+            base_url=cluster["server"], verify=trusts, trust_env=False, headers={"authorization": f"Bearer {token}"}
+        )
+        until("the API server answers", lambda: self._get("nodes") == [])
         self._start_controllers()
         for node in self._nodes:
             self.start_node(node)
-        until("all nodes are ready", lambda: self.kubectl("get", "nodes").count(" Ready") == len(self._nodes))
+        until("all nodes are ready", lambda: all(map(self._is_ready, self._nodes)))
 
     def _start_api(self) -> None:
         pki, head = "/files/pki", self._head
@@ -99,7 +110,7 @@ class Kubernetes:
             f"--node-monitor-grace-period={GRACE_S}s",
         )
         self._begin(head, "kube-scheduler", configured, "--leader-elect=false")
-        threading.Thread(target=self._name_forever, daemon=True).start()
+        self._naming.start()
 
     def start_node(self, node: Node) -> None:
         """Start what makes a machine a node of the cluster."""
@@ -144,9 +155,24 @@ class Kubernetes:
         command = (f"{self._binaries}/kubectl", "--kubeconfig=/files/kubeconfig", *arguments)
         return self._head.run(*command, given=given, limit_s=limit_s)
 
-    def _get(self, *what: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.kubectl("get", *what, "-o", "json"))["items"]
-        return found
+    def _get(self, kind: str) -> list[dict[str, Any]]:
+        """All objects of a kind. The API server is asked straight: to start a kubectl takes a good part of a core."""
+        group = "api/v1" if kind in ("nodes", "pods", "services") else "apis/apps/v1"
+        path = f"/{group}/nodes" if kind == "nodes" else f"/{group}/namespaces/default/{kind}"
+        try:
+            items: list[dict[str, Any]] = self._api.get(path).raise_for_status().json()["items"]
+        except httpx.HTTPError as error:
+            raise ClusterError(f"{kind}: {error!r}") from error
+        return items
+
+    def _is_ready(self, node: Node) -> bool:
+        """Whether the cluster has heard of a node lately."""
+        return any(
+            each["metadata"]["name"] == node.name and condition["status"] == "True"
+            for each in self._get("nodes")
+            for condition in each["status"]["conditions"]
+            if condition["type"] == "Ready"
+        )
 
     # --- names ---
 
@@ -160,7 +186,7 @@ class Kubernetes:
             log="/run/dnsmasq.log",
         )
         while not self._closing.wait(0.5):
-            with suppress(ClusterError, KeyError):
+            with suppress(ClusterError):
                 if (names := self._names()) != said:
                     self._head.run("sh", "-c", "cat > /run/names && kill -HUP $(cat /run/dns.pid)", given=names)
                     said = names
@@ -185,6 +211,9 @@ class Kubernetes:
 
     def close(self) -> None:
         self._closing.set()
+        if self._naming.is_alive():
+            self._naming.join()
+        self._api.close()
 
     # --- the mesh ---
 
@@ -194,11 +223,12 @@ class Kubernetes:
         values = self._folder / "values.yaml"
         values.write_text(
             f"image: {self._image}\nimagePullPolicy: Never\ntrustedNetwork: true\nsecretName: pdmesh\n"
+            f"drainSeconds: {DRAIN_S}\n"
             f"gateway: {{replicas: 1, service: {{type: NodePort}}, resources: {small}}}\n"
             f"scheduler: {{resources: {small}}}\nactuator: {{resources: {small}}}\n"
-            f"pools:\n  prefill: {{resources: {small}}}\n"
+            f"pools:\n  prefill: {{replicas: {self._values['prefill']}, resources: {small}}}\n"
             f"  decode: {{replicas: {self._values['decode']}, resources: {small}}}\n"
-            f'settings: {{POLICY_CHUNK_TOKENS: "{self._values["chunk"]}"}}\n'
+            f'settings: {{POLICY_CHUNK_TOKENS: "{self._values["chunk"]}", STANDBY_LEASE_S: "{LEASE_S}"}}\n'
         )
         text = run("helm", "template", RELEASE, str(CHART), "-n", "default", "-f", str(values))
         text = re.sub(r"policy/v1$", "policy/v1beta1", text, flags=re.MULTILINE)
@@ -215,6 +245,8 @@ class Kubernetes:
                     return False
                 if status.get("observedGeneration") != each["metadata"]["generation"]:
                     return False
+                if kind == "statefulsets" and _is_replacing(each):
+                    return False
         return not [each for each in self._get("pods") if "deletionTimestamp" in each["metadata"]]
 
     def pdmesh(self, *arguments: str) -> str:
@@ -225,9 +257,9 @@ class Kubernetes:
             *("exec", f"deploy/{RELEASE}-actuator", "--", "pdmesh", *arguments, "--scheduler", address), limit_s=600
         )
 
-    def resize(self, decode: int) -> None:
-        self.pdmesh("pool", "resize", "--decode", str(decode))
-        self._values["decode"] = decode
+    def resize(self, role: str, number: int) -> None:
+        self.pdmesh("pool", "resize", f"--{role}", str(number))
+        self._values[role] = number
         self.settled()
 
     def upgrade(self) -> None:
@@ -235,8 +267,30 @@ class Kubernetes:
         self._values["chunk"] //= 2
         self.apply()
         self.settled()
+        self._replace_instances()
+
+    def restart_instances(self) -> None:
+        self.kubectl("rollout", "restart", f"statefulset/{RELEASE}-prefill", f"statefulset/{RELEASE}-decode")
+        self._replace_instances()
+
+    def _replace_instances(self) -> None:
         self.pdmesh("restart", "--rolling")
         self.settled()
+        until("all pods are of the present templates", self._is_updated)
+
+    def _is_updated(self) -> bool:
+        revisions = {each["metadata"]["name"]: each["status"]["updateRevision"] for each in self._get("statefulsets")}
+        return all(
+            pod["metadata"]["labels"]["controller-revision-hash"] == revisions[owner["name"]]
+            for pod in self._get("pods")
+            for owner in pod["metadata"]["ownerReferences"]
+            if owner["kind"] == "StatefulSet"
+        )
+
+    def restart_schedulers(self) -> None:
+        self.kubectl("rollout", "restart", f"statefulset/{RELEASE}-scheduler")
+        self.settled()
+        until("all pods are of the present templates", self._is_updated)
 
     def delete_leader(self) -> None:
         address = self.kubectl("get", "lease", f"{RELEASE}-scheduler", "-o", "jsonpath={.spec.holderIdentity}")
@@ -245,11 +299,11 @@ class Kubernetes:
         self.settled()
 
     def free_node(self) -> Node:
-        """A node that the control plane, the gateway and the only prefill instance are not on."""
+        """A node that the control plane and the gateway are not on: streams end with their gateway."""
         busy = {
             pod["spec"]["nodeName"]
             for pod in self._get("pods")
-            if re.match(f"{RELEASE}-(gateway|prefill)", pod["metadata"]["name"])
+            if pod["metadata"]["name"].startswith(f"{RELEASE}-gateway-")
         }
         return next(node for node in self._nodes[1:] if node.name not in busy)
 
@@ -263,19 +317,22 @@ class Kubernetes:
         """A node is lost, and removed, as somebody has to before its pods are made anew; then it comes back."""
         node = self.free_node()
         node.lose_power()
-        until(f"{node.name} is not ready", lambda: "NotReady" in self.kubectl("get", "node", node.name))
+        until(f"{node.name} is not ready", lambda: not self._is_ready(node))
         self.kubectl("delete", "node", node.name)
         self.settled()
         node.restore_power()
         self.start_node(node)
-        until(f"{node.name} is ready", lambda: " Ready" in self.kubectl("get", "node", node.name))
+        until(f"{node.name} is ready", lambda: self._is_ready(node))
 
     def events(self) -> list[Event]:
         return [
-            Event("pool resize: decode 2 -> 3", lambda: self.resize(3)),
-            Event("pool resize: decode 3 -> 1", lambda: self.resize(1)),
-            Event("pool resize: decode 1 -> 2", lambda: self.resize(2)),
+            Event("pool resize: decode 2 -> 3", lambda: self.resize("decode", 3)),
+            Event("pool resize: decode 3 -> 1", lambda: self.resize("decode", 1)),
+            Event("pool resize: decode 1 -> 2", lambda: self.resize("decode", 2)),
+            Event("pool resize: prefill 1 -> 2", lambda: self.resize("prefill", 2)),
             Event("helm upgrade and restart --rolling", self.upgrade),
+            Event("rollout restart and restart --rolling", self.restart_instances),
+            Event("rollout restart of the schedulers", self.restart_schedulers),
             Event("the leading scheduler's pod deleted", self.delete_leader),
             Event("a node drained", self.drain),
             Event("a node loses power, and comes back", self.kill),
@@ -283,14 +340,26 @@ class Kubernetes:
 
     def base_url(self) -> str:
         """The gateways' Service, by a port of the first node."""
-        service = json.loads(self.kubectl("get", "service", f"{RELEASE}-gateway", "-o", "json"))
+        (service,) = [each for each in self._get("services") if each["metadata"]["name"] == f"{RELEASE}-gateway"]
         (port,) = [each["nodePort"] for each in service["spec"]["ports"] if each["name"] == "http"]
         return f"http://{self._head.address}:{port}"
 
     def logs(self) -> str:
-        """What all pods that are there have logged."""
-        names = [each["metadata"]["name"] for each in self._get("pods")]
-        return "".join(self.kubectl("logs", name) for name in names)
+        """What all pods that are there have logged, and the cluster's own events."""
+        told = [("logs", each["metadata"]["name"]) for each in self._get("pods")]
+        return "".join(map(self._told, [*told, ("get", "events", "--sort-by=.lastTimestamp")]))
+
+    def _told(self, command: tuple[str, ...]) -> str:
+        try:
+            return self.kubectl(*command)
+        except ClusterError as error:  # a pod that is just going
+            return f"{error}\n"
+
+
+def _is_replacing(stateful_set: dict[str, Any]) -> bool:
+    """Whether Kubernetes is replacing its pods, one after the other."""
+    status, strategy = stateful_set["status"], stateful_set["spec"]["updateStrategy"]["type"]
+    return bool(strategy == "RollingUpdate" and status.get("currentRevision") != status.get("updateRevision"))
 
 
 @contextmanager
