@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import secrets
 import sys
 import tempfile
@@ -93,7 +94,7 @@ def main() -> int:
     )
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=200, help="of a stream")
-    parser.add_argument("--only", default="", help="events whose name contains this")
+    parser.add_argument("--only", default="", help="events whose name this regular expression finds")
     parser.add_argument("--logs", type=Path, help="file for what all services logged")
     options = parser.parse_args()
     if (why_not := why_no_nodes(options.image)) is not None:
@@ -111,7 +112,7 @@ def main() -> int:
             ) as nodes,
             deployed(options, nodes, folder) as cluster,
         ):
-            events = [each for each in cluster.events if options.only in each.name]
+            events = [each for each in cluster.events if re.search(options.only, each.name)]
             try:
                 num_bad = asyncio.run(run(cluster, events, options.streams, options.tokens))
             finally:

@@ -13,7 +13,7 @@ import re
 import secrets
 import ssl
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -298,24 +298,28 @@ class Kubernetes:
         self.kubectl("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
         self.settled()
 
-    def free_node(self) -> Node:
-        """A node that the control plane and the gateway are not on: streams end with their gateway."""
-        busy = {
-            pod["spec"]["nodeName"]
-            for pod in self._get("pods")
-            if pod["metadata"]["name"].startswith(f"{RELEASE}-gateway-")
-        }
-        return next(node for node in self._nodes[1:] if node.name not in busy)
+    def busiest(self, nodes: Sequence[Node]) -> Node:
+        """The node with most instances of those that the gateway is not on: streams end with their gateway."""
+        pods: dict[str, list[str]] = {node.name: [] for node in self._nodes}
+        for pod in self._get("pods"):
+            pods[pod["spec"]["nodeName"]].append(pod["metadata"]["labels"]["app.kubernetes.io/component"])
+        node = max(
+            (node for node in nodes if "gateway" not in pods[node.name]),
+            key=lambda node: pods[node.name].count("worker"),
+        )
+        if "worker" not in pods[node.name]:
+            raise ClusterError(f"no instance is on a node without the gateway: {pods}")
+        return node
 
     def drain(self) -> None:
-        node = self.free_node()
+        node = self.busiest(self._nodes)
         self.kubectl("drain", node.name, "--ignore-daemonsets", "--delete-emptydir-data")
         self.settled()
         self.kubectl("uncordon", node.name)
 
     def kill(self) -> None:
         """A node is lost, and removed, as somebody has to before its pods are made anew; then it comes back."""
-        node = self.free_node()
+        node = self.busiest(self._nodes[1:])  # the control plane is on the first
         node.lose_power()
         until(f"{node.name} is not ready", lambda: not self._is_ready(node))
         self.kubectl("delete", "node", node.name)
@@ -334,8 +338,8 @@ class Kubernetes:
             Event("rollout restart and restart --rolling", self.restart_instances),
             Event("rollout restart of the schedulers", self.restart_schedulers),
             Event("the leading scheduler's pod deleted", self.delete_leader),
-            Event("a node drained", self.drain),
             Event("a node loses power, and comes back", self.kill),
+            Event("a node drained", self.drain),
         ]
 
     def base_url(self) -> str:

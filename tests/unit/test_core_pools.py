@@ -234,6 +234,25 @@ def test_a_process_that_does_not_end_fails_it_though_its_instance_has_left() -> 
     assert started(bench) == [leaving], "the pools are to be as they were"
 
 
+def test_a_process_has_the_grace_that_its_actuator_gives_it_before_the_resize_fails() -> None:
+    """A pod of Kubernetes may be ending for longer than a minute, and is gone then."""
+    bench = bench_of("prefill-0", "decode-0", "decode-1")
+    report = replace(a_report("prefill-0", "decode-0", "decode-1"), grace_s=130.0)
+    bench.feed(report)
+    bench.feed(resize(bench, 1, 1))
+    (leaving,) = stops(bench)
+    bench.feed(InstanceLost(InstanceId(leaving)))
+    bench.now_s += GONE_S + 129.0
+    bench.feed(report)
+    assert bench.operation("x").state is OperationState.RUNNING
+    bench.now_s += 1.0
+    bench.feed(Tick())
+    assert (bench.operation("x").state, bench.operation("x").detail) == (
+        OperationState.FAILED,
+        f"the process of {leaving} did not end within 190 s",
+    )
+
+
 def test_a_cancelled_resize_is_taken_back() -> None:
     bench = bench_of(*PAIR)
     bench.feed(resize(bench, 2, 2))

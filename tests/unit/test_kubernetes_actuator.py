@@ -72,12 +72,19 @@ async def test_it_reports_the_pods_of_its_release_that_are_ready(tmp_path: Path)
         report = actuator.report()
         assert [each.name for each in report.processes] == ["mesh-decode-0", "mesh-prefill-0"]
         assert report.unsettled == ("mesh-decode-1",)
-        assert (report.name_prefix, report.last_leaves_first) == ("mesh-", True)
+        assert (report.name_prefix, report.last_leaves_first, report.grace_s) == ("mesh-", True, 30.0)
         cluster.pod("mesh-decode-0")["metadata"]["deletionTimestamp"] = "2026-11-24T00:00:00Z"
         changed = actuator.changed
         await actuator.look()
         assert changed.is_set()
         assert [each.name for each in actuator.report().processes] == ["mesh-prefill-0"]
+
+
+async def test_pods_have_the_grace_of_their_template_to_end(tmp_path: Path) -> None:
+    cluster = a_cluster()
+    cluster.pod("mesh-decode-1")["spec"] = {"terminationGracePeriodSeconds": 130}
+    async with acting(tmp_path, cluster) as actuator:
+        assert actuator.report().grace_s == 130.0
 
 
 async def test_what_is_wanted_is_started_once_however_often_it_is_asked_for(tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ LOOK_S = 1.0
 #: For an answer of the API server.
 API_LIMIT_S = 10.0
 
+#: Kubernetes' own, of a pod that says nothing.
+DEFAULT_GRACE_S = 30.0
+
 #: Whether there is memory for another pod is the cluster's to say: it waits until there is.
 _PLENTY_BYTES = 1 << 50
 
@@ -57,6 +60,7 @@ class Pod(NamedTuple):
     num_restarts: int
     is_ready: bool
     is_leaving: bool
+    grace_s: float  # between SIGTERM and SIGKILL
 
 
 class KubernetesActuator:
@@ -96,6 +100,7 @@ class KubernetesActuator:
             name_prefix=self._prefix,
             failed=tuple(self._failed),
             last_leaves_first=True,
+            grace_s=max((pod.grace_s for pod in self._pods.values()), default=0.0),
         )
 
     def heard(self, report: ActuatorReported) -> None:
@@ -219,6 +224,7 @@ def _pod(found: Mapping[str, Any]) -> Pod:
         num_restarts=sum(int(each["restartCount"]) for each in status.get("containerStatuses", ())),
         is_ready=conditions.get("Ready") == "True",
         is_leaving="deletionTimestamp" in metadata,
+        grace_s=float(found.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)),
     )
 
 

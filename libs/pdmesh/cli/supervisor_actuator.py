@@ -9,7 +9,7 @@ import anyio.abc
 
 from pdmesh.cli.actuator import follow
 from pdmesh.cli.processes import is_gateway
-from pdmesh.cli.supervisor import Service, Supervisor
+from pdmesh.cli.supervisor import END_S, Service, Supervisor
 from pdmesh.core.operator_events import ActuatorReported, FailedStart
 from pdmesh.core.operators.actuators import DesiredProcesses
 from pdmesh.errors import PdmeshError
@@ -64,6 +64,7 @@ class SupervisorActuator:
             available_bytes=free_host_bytes() or 0,
             name_prefix=self._plan.name_prefix,
             failed=tuple(self._failed),
+            grace_s=self._plan.drain_s() + END_S,
         )
 
     def heard(self, report: ActuatorReported) -> None:

@@ -135,6 +135,7 @@ class ActuatorReported:
     name_prefix: str = ""  # of the ids of its instances
     failed: tuple[FailedStart, ...] = ()  # since it was last heard
     last_leaves_first: bool = False  # of instances whose names differ by their number alone, only the last can leave
+    grace_s: Annotated[float, SECONDS] = 0.0  # that a process which is told to end has; then it is killed
 
 
 @dataclass(frozen=True, slots=True)

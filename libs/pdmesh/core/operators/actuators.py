@@ -110,6 +110,11 @@ class Actuators:
                     )
         return None
 
+    def grace_s(self, leaves: Sequence[InstanceId]) -> float:
+        """Return how long these processes may take to end by themselves, once told."""
+        homes = [home for each in leaves if (home := self.home_of(each)) is not None]
+        return max((home.grace_s for home in homes), default=0.0)
+
     def _is_ordered(self, instance_id: InstanceId) -> bool:
         home = self.home_of(instance_id)
         return home is not None and home.last_leaves_first

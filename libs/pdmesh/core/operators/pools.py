@@ -24,7 +24,7 @@ from pdmesh.core.operators.operations import Operations
 from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, PoolMember, Role
 
-#: For a process on which nothing is left to end, once its actuator has been told.
+#: For a process on which nothing is left to end, once its actuator has been told, beyond its grace.
 GONE_S = 60.0
 
 
@@ -82,7 +82,7 @@ def _least_used(instance: InstanceState) -> tuple[bool, int, int]:
 class _Resize(OperationRecord):
     requested: ResizeRequested
     before: PoolCounts
-    gone_by_s: float = inf  # when the actuator should have stopped all that leave
+    empty_since_s: float = inf  # nothing is left on those that leave: the actuator is to end their processes
     roles: dict[InstanceId, Role] | None = None  # of those that leave, to start them again
 
     def part(self, instance_id: InstanceId) -> OperationId:
@@ -129,7 +129,11 @@ class Pools:
         if any(self._operations.running_on(member.instance_id) is not None for member in resize.requested.flips):
             return inf  # each is an operation of its own, with its own limit
         started = all(member.instance_id in instances for member in resize.requested.starts)
-        return resize.gone_by_s if started else resize.began_s + resize.requested.start_timeout_s
+        return (
+            resize.empty_since_s + self._end_limit_s(resize)
+            if started
+            else resize.began_s + resize.requested.start_timeout_s
+        )
 
     # --- events ---
 
@@ -221,16 +225,20 @@ class Pools:
                 self._operations.forget(instance_id)  # one that comes under its name is another one
             self._end(resize, OperationState.DONE, "", now_s)
         elif all(_is_free(instances[instance_id]) for instance_id in leaving):
-            if resize.gone_by_s == inf:
-                resize.gone_by_s = now_s + GONE_S
+            if resize.empty_since_s == inf:
+                resize.empty_since_s = now_s
                 self._records.note_change()
-            elif resize.gone_by_s <= now_s:
-                reason = f"the process of {', '.join((*leaving, *ending))} did not end within {GONE_S:g} s"
+            elif resize.empty_since_s + (limit_s := self._end_limit_s(resize)) <= now_s:
+                reason = f"the process of {', '.join((*leaving, *ending))} did not end within {limit_s:g} s"
                 self._take_back(resize, OperationState.FAILED, reason, now_s)
                 return True
         else:
-            resize.gone_by_s = inf
+            resize.empty_since_s = inf
         return False
+
+    def _end_limit_s(self, resize: _Resize) -> float:
+        """Return how long the actuators may take to end the processes of all that leave."""
+        return GONE_S + self._actuators.grace_s(resize.requested.leaves)
 
     def _why_hopeless(
         self, resize: _Resize, flipping: Sequence[PoolMember], leaving: Sequence[InstanceId]
