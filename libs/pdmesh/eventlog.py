@@ -140,7 +140,8 @@ class EventLogWriter(AbstractContextManager["EventLogWriter"]):
             if not self._buffer:
                 await self._wake.wait()
             chunk, self._buffer = bytes(self._buffer), bytearray()
-            await anyio.to_thread.run_sync(self._write, chunk)
+            with anyio.CancelScope(shield=True):  # or what was taken is lost, if no thread has begun with it
+                await anyio.to_thread.run_sync(self._write, chunk)
 
     def _write(self, chunk: bytes) -> None:
         if self._fd is None:

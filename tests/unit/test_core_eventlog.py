@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio
 import anyio.from_thread
+import anyio.lowlevel
 import pytest
 
 from pdmesh.core.commands import Command
@@ -209,3 +210,20 @@ async def test_records_reach_the_file_while_the_writer_runs(tmp_path: Path) -> N
             tasks.cancel_scope.cancel()
         with EventLogReader(path) as read:
             assert [entry.now_s for entry in read] == [6.0]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_writer_that_is_stopped_at_any_turn_of_the_loop_loses_nothing(tmp_path: Path, num_turns: int) -> None:
+    """What it had taken to write went with it if no thread had begun to."""
+    path = tmp_path / "events.log"
+    with EventLogWriter(path, HEADER) as log:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(log.run)
+            await anyio.sleep(0.05)  # the header is written
+            log.record(6.0, GatewayJoined(GATEWAY, ()))
+            for _ in range(num_turns):
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+    with EventLogReader(path) as read:
+        assert [entry.now_s for entry in read] == [6.0]
