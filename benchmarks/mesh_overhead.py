@@ -68,7 +68,8 @@ class HostMesh(NamedTuple):
 @contextmanager
 def here(folder: Path, checkpoint: Path, ranks: Sequence[int]) -> Generator[tuple[Mesh, httpx.Client]]:
     """Run all on this machine; ``ranks`` are those of the prefill and of the decode instance."""
-    settings = dict(zip(("PREFILL_TENSOR_PARALLEL_SIZE", "DECODE_TENSOR_PARALLEL_SIZE"), map(str, ranks), strict=True))
+    prefill, decode = ranks
+    settings = {"PREFILL_TENSOR_PARALLEL_SIZE": str(prefill), "DECODE_TENSOR_PARALLEL_SIZE": str(decode)}
     with (
         running_mesh(folder, model=checkpoint, settings=settings) as mesh,
         httpx.Client(base_url=mesh.base_url, timeout=600) as client,

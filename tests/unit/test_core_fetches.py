@@ -81,6 +81,18 @@ def test_a_prefix_is_copied_to_where_it_is_sooner_used_than_computed() -> None:
     admit = bench.landed(fetch)
     assert (admit.instance_id, admit.num_reused_granules) == (OTHER, 7)
     assert bench.core.link_rates[0].bytes_per_s == pytest.approx((1 << 20) / 0.01)
+    assert bench.core.num_fetched_tokens == 896
+
+
+def test_a_copy_that_lands_after_it_was_given_up_is_kept_and_counted() -> None:
+    """Both sides are told to free it, and it landed before the destination heard that."""
+    bench = Bench()
+    fetch = bench.begin()
+    bench.reserve(fetch)
+    assert HOLDER in [command.instance_id for command in of(FreeKv, bench.feed(Tick(), 60.0))]
+    what = fetch.request_id, fetch.epoch, fetch.transfer.transfer_id
+    bench.feed(TransferLanded(OTHER, *what, 1 << 20, 0.01))
+    assert bench.core.num_fetched_tokens == 896
 
 
 def test_only_what_is_lacking_is_copied() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import httpx
+from anyio.abc import TaskGroup
 
 from pdmesh.testing.exactness import mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh
@@ -55,22 +56,30 @@ class FetchedTurn:
 
 async def fetched_turn(mesh: RunningMesh, vocab_size: int, *, num_other_tokens: int) -> FetchedTurn:
     """Ask a turn while prompts of ``num_other_tokens`` keep the holder of its prefix busy: 2P, and fcfs."""
+    turns: list[FetchedTurn] = []
+    async with mesh.client() as client, anyio.create_task_group() as tasks:
+        turns.append(await _turn_beside_others(mesh, client, tasks, vocab_size, num_other_tokens))
+    return turns[0]
+
+
+async def _turn_beside_others(
+    mesh: RunningMesh, client: httpx.AsyncClient, tasks: TaskGroup, vocab_size: int, num_other_tokens: int
+) -> FetchedTurn:
     first, rest, between, *others = random_prompts([4000, 100, 200, *[num_other_tokens] * 2], vocab_size, 3)
     second = [*first, *rest]
-    async with mesh.client() as client, anyio.create_task_group() as tasks:
-        cold, _ = await ask(mesh, client, second, 16, salt="cold")
-        _, record = await ask(mesh, client, first, 1)
-        holder_id, busy = _computed_at(record), set[str]()
-        await ask(mesh, client, between, 1)  # instances take turns: the next one goes to the holder
-        for number, other in enumerate(others, 1):
-            tasks.start_soon(ask, mesh, client, other, 1)
-            with anyio.fail_after(BUSY_LIMIT_S):
-                while len(busy := await _computing(mesh)) < number:  # noqa: ASYNC110  # of another process
-                    await anyio.sleep(0.01)
-            if holder_id in busy:
-                break
-        assert holder_id in busy
-        warm, record = await ask(mesh, client, second, 16)
+    cold, _ = await ask(mesh, client, second, 16, salt="cold")
+    _, record = await ask(mesh, client, first, 1)
+    holder_id, busy = _computed_at(record), set[str]()
+    await ask(mesh, client, between, 1)  # instances take turns: the next one goes to the holder
+    for number, other in enumerate(others, 1):
+        tasks.start_soon(ask, mesh, client, other, 1)
+        with anyio.fail_after(BUSY_LIMIT_S):
+            while len(busy := await _computing(mesh)) < number:  # noqa: ASYNC110  # of another process
+                await anyio.sleep(0.01)
+        if holder_id in busy:
+            break
+    assert holder_id in busy
+    warm, record = await ask(mesh, client, second, 16)
     (fetched,) = [entry for entry in record.entries if entry.what == "fetched"]
     return FetchedTurn(
         cold=cold,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from math import inf
 
 from pdmesh.core.commands import FetchKept
-from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
@@ -36,11 +36,6 @@ class Fetch:
         self.source_id: InstanceId = transfer.source_ids[0]
         self.destination_id: InstanceId = transfer.destination_ids[0]
         self.first_granule: PrefixHash = transfer.chain[transfer.plan.num_reused_granules]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens whose KV is copied."""
-        return (len(self.transfer.chain) - self.transfer.plan.num_reused_granules) * GRANULE_TOKENS
 
     @property
     def key(self) -> RequestKey:
@@ -137,8 +132,12 @@ class Fetches:
     def landed(self, key: RequestKey) -> None:
         """All of it is kept at its destination. Both sides give back their blocks by themselves."""
         if (fetch := self._all.get(key)) is not None:
-            self.num_fetched_tokens += fetch.num_tokens
             self._forget(fetch)
+
+    def count(self, allocation: Allocation) -> None:
+        """Count what has landed, of a fetch that was ended as too late, too: it is kept all the same."""
+        granules = allocation.granules
+        self.num_fetched_tokens += (len(granules.chain) - granules.num_computed) * GRANULE_TOKENS
 
     def failed(self, key: RequestKey) -> bool:
         """A side has given it up; False if there is no such fetch."""

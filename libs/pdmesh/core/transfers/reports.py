@@ -11,6 +11,7 @@ from pdmesh.core.events import (
     TransferPaused,
     TransferSent,
 )
+from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.core.transfers.receivers import has_all_kv, lose_receiver
@@ -54,6 +55,8 @@ class TransferReports:
         key = (event.request_id, event.epoch)
         allocation = self._mesh.allocation_of(event.instance_id, key)
         if allocation is not None and allocation.transfer_id == event.transfer_id:
+            if allocation.kind is AllocationKind.FETCH:
+                self._fetches.count(allocation)
             self._mesh.instances[event.instance_id].computed(key, MAX_REQUEST_TOKENS)
         if transfer := self._find(event, Side.DESTINATION):
             for source_id in transfer.source_ids:
