@@ -85,6 +85,7 @@ ADDED: Sequence[str] = (
     "InstanceJoined.profile.num_offload_granules",
     "InstanceJoined.profile.load_bytes_per_s",
     "InstanceJoined.profile.num_stages",
+    "InstanceJoined.profile.max_kv_tokens",
     "Reject.reject_ttl_s",
     "Restart.retracted",
     "Restart.blame",

@@ -335,6 +335,12 @@ class WorkerConfig:
     num_speculative_tokens: Annotated[int, Range(1, 16), "tokens that a request guesses in a step, at most"] = 4
     prompt_lookup_min: Annotated[int, Range(1, 64), "shortest n-gram to look up, in tokens"] = 2
     prompt_lookup_max: Annotated[int, Range(1, 64), "longest n-gram to look up, in tokens"] = 4
+    max_kv_tokens_per_instance: Annotated[
+        int,
+        Range(0, 1 << 31),
+        "most tokens of a prompt that an instance holds while the request decodes; a longer one is spread over several "
+        "instances, which read it at the same time. A multiple of block_size; on CPUs alone. 0: no limit",
+    ] = 0
     max_num_seqs: Annotated[int, COUNT, "most requests that an instance decodes at once"] = 64
     tensor_parallel_size: Annotated[
         int,

@@ -397,6 +397,9 @@ class InstanceProfile:
     load_bytes_per_s: Annotated[float, SECONDS] = 1e9  # at which the tier brings KV back into the cache
     #: Layer ranges that a step passes one after the other: as many steps are under way, each in another stage.
     num_stages: Annotated[int, COUNT] = 1
+    #: Of one context it holds no more tokens while that decodes, but for those that are drawn; a longer one is spread
+    #: over several instances, in ranges of so many tokens. 0: as many as its cache has room for.
+    max_kv_tokens: Annotated[int, ANY_COUNT] = 0
 
     def is_process_of(self, other: InstanceProfile) -> bool:
         """Whether that one registers again. Containers may count pids each for itself, so addresses count, too."""

@@ -114,9 +114,9 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
     sums = array("H", bytes(4 * NUM_TOKENS * NUM_HEADS))  # of fp32
     for window, cap in ((0, 0.0), (150, 2.5)):
         name, digest = call(
-            f"pdmesh_attention{suffix}", query, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, cache, attended, sums,
-            array("q", [0, NUM_TOKENS, START, 0]), 1, array("q", range(NUM_BLOCKS)), NUM_HEADS, NUM_KV_HEADS,
-            NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM**-0.5, window, cap, num_threads,
+            f"pdmesh_attention{suffix}", query, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, cache, attended, 0, sums,
+            array("q", [0, NUM_TOKENS, START, 0, START + NUM_TOKENS]), 1, array("q", range(NUM_BLOCKS)),
+            NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM**-0.5, window, cap, num_threads,
             results=[attended, sums],
         )  # fmt: skip
         yield f"{name}, window {window}", digest

@@ -10,8 +10,8 @@ using Value = uint16_t;  // bits of a bf16 or a float16
 
 #define KERNELS(suffix)                                                                                                \
     void pdmesh_attention##suffix(                                                                                     \
-        const Value*, int64_t, const Value*, Value*, float*, const int64_t*, int64_t, const int64_t*, int64_t,         \
-        int64_t, int64_t, int64_t, int64_t, float, int64_t, float, int64_t);                                           \
+        const Value*, int64_t, const Value*, Value*, float*, float*, const int64_t*, int64_t, const int64_t*,          \
+        int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, float, int64_t);                                  \
     void pdmesh_add_norm##suffix(Value*, const Value*, const Value*, Value*, int64_t, int64_t, float, int64_t);        \
     void pdmesh_rotate_and_store##suffix(                                                                              \
         Value*, const Value*, const Value*, const int64_t*, Value*, int64_t, int64_t, int64_t, int64_t, int64_t,       \
@@ -82,7 +82,8 @@ void hash_attention(const Kernels& kernels) {
     for (const auto& [head_dim, group] : shapes) {
         const int64_t block_size = 5, num_kv_heads = 2, num_heads = group * num_kv_heads;
         // A decode, a chunk, and one beyond a segment of keys.
-        const int64_t spans[] = {0, 1, 150, 0, 1, 9, 5, 40, 10, 4, head_dim == 24 ? 2060 : 130, 32};
+        const int64_t spans[] = {
+            0, 1, 150, 0, INT64_MAX, 1, 9, 5, 40, INT64_MAX, 10, 4, head_dim == 24 ? 2060 : 130, 32, INT64_MAX};
         std::vector<int64_t> tables(32 + 420);
         for (size_t i = 0; i < tables.size(); ++i) tables[i] = static_cast<int64_t>((i * 7) % tables.size());
         const auto cache = random.values(tables.size() * 2 * num_kv_heads * block_size * head_dim, kernels.half);
@@ -90,7 +91,7 @@ void hash_attention(const Kernels& kernels) {
         std::vector<Value> output(query.size());
         std::vector<float> lse(14 * num_heads);
         kernels.attention(
-            query.data(), num_heads * head_dim, cache.data(), output.data(), lse.data(), spans, 3, tables.data(),
+            query.data(), num_heads * head_dim, cache.data(), output.data(), nullptr, lse.data(), spans, 3, tables.data(),
             num_heads, num_kv_heads, num_kv_heads, block_size, head_dim, 0.125f, 0, 0.0f, 1);
         hash.add(output);
         hash.add(lse);

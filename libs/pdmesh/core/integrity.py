@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import Phase
 from pdmesh.model import InstanceId, RequestKey
@@ -48,4 +49,8 @@ def check_integrity(mesh: MeshState) -> None:
         )
         if state.phase is not Phase.WAITING and not is_awaiting_decode:
             assert state.decode_id is not None, f"{state.key} runs without a decode instance"
-            assert state.key in mesh.instances[state.decode_id].allocations, f"{state.key} has no room to decode"
+            for shard in state.decode_shards:
+                held = mesh.allocation_of(shard.instance_id, state.key)
+                assert held is not None, f"{state.key} has no room on {shard.instance_id}, where it decodes"
+                is_part, holds = shard is not state.decode_shards[0], held.kind is AllocationKind.PART
+                assert is_part == holds, f"{state.key} has a part on {shard.instance_id}: {is_part}, recorded: {holds}"

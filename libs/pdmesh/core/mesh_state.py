@@ -76,6 +76,7 @@ class MeshState:
             InstanceId, InstanceState
         ] = {}  # their residents wait for the end of a prefill phase
         self._kinds: list[InstanceState] | None = None
+        self.spreads_contexts = False  # some instance that joined holds no more than so much of one
         self.exact_groups, self.kv_groups = Counter[str](), Counter[str]()  # of the instances that are there
         self.queue = WaitingQueue()
         self.awaiting_decode = AwaitingDecode()
@@ -113,9 +114,16 @@ class MeshState:
 
     @property
     def kinds(self) -> Sequence[InstanceState]:
-        """One instance of each kind: what fits none of them fits no instance, even if it were empty."""
+        """One instance of each kind: what fits none of them fits no instance, even if it were empty.
+
+        All of those over which contexts are spread: these count.
+        """
         if self._kinds is None:
-            self._kinds = list({instance.kind: instance for instance in self.instances.values()}.values())
+            kinds = {
+                (instance.kind, instance.number if instance.max_kv_tokens else 0): instance
+                for instance in self.instances.values()
+            }
+            self._kinds = list(kinds.values())
         return self._kinds
 
     # --- instances come and go ---
@@ -123,6 +131,7 @@ class MeshState:
     def add_instance(self, instance: InstanceState) -> None:
         """Enter an instance whose number comes from `numbers`, or is that of its predecessor."""
         self.instances[instance.instance_id] = self.by_number[instance.number] = instance
+        self.spreads_contexts |= instance.max_kv_tokens > 0
         self.links.joined(instance.profile)
         self.exact_groups[instance.exact_group] += 1
         self.kv_groups[instance.kv_group] += 1
@@ -204,6 +213,7 @@ class MeshState:
         prefill: InstanceState,
         decode: InstanceState | None,
         *,
+        members: Sequence[InstanceState] = (),
         long_tokens: int,
         now_s: float,
         num_loaded: int = 0,
@@ -212,7 +222,7 @@ class MeshState:
 
         It stays where it is computed if these are one; None for ``decode`` means that it gets its room later.
         ``long_tokens`` are its prompt's, if it is long. Where it decodes it gets what it is admitted with. Behind what
-        is kept there, it loads ``num_loaded`` granules from the tier.
+        is kept there, it loads ``num_loaded`` granules from the tier. ``members`` hold the first ranges of its context.
         """
         request, (request_id, epoch) = state.request, state.key
         self.queue.remove(state)
@@ -226,7 +236,7 @@ class MeshState:
         if decode is None:
             self.awaiting_decode.add(state, prefill.kv_group, prefill.num_first_blocks(request))
         elif not stays:
-            plan = self.promise(state, decode, long_tokens).plan
+            plan = self.promise(state, decode, long_tokens, members).plan
         prefill.take(
             state.key,
             num_blocks,
@@ -259,13 +269,22 @@ class MeshState:
         prefill.add_prefill(state)
         self.computing.begin(state)
 
-    def promise(self, state: RequestState, decode: InstanceState, long_tokens: int) -> Transfer:
-        """Room on ``decode`` for a request whose prompt is computed elsewhere, and the transfer of its KV."""
+    def promise(
+        self, state: RequestState, decode: InstanceState, long_tokens: int, members: Sequence[InstanceState] = ()
+    ) -> Transfer:
+        """Room on ``decode`` for a request whose prompt is computed elsewhere, and the transfer of its KV.
+
+        ``members`` get room for the first ranges of its context. Then nothing that is kept is reused.
+        """
         request, (request_id, epoch) = state.request, state.key
-        shard = decode.shard(decode.num_first_blocks(request))
+        size = decode.part_blocks
+        shard = decode.shard(decode.num_first_blocks(request), len(members) * size)
+        parts = tuple([member.shard(size, number * size) for number, member in enumerate(members)])
         purpose = TransferPurpose.HAND_OVER
-        num_reused = decode.num_kept_granules(request)
-        transfer = self.broker.open(state.key, purpose, state.prefill_shards, (shard,), state.rank_of_offer, num_reused)
+        num_reused = 0 if members else decode.num_kept_granules(request)
+        transfer = self.broker.open(
+            state.key, purpose, state.prefill_shards, (shard, *parts), state.rank_of_offer, num_reused
+        )
         state.receive(transfer)
         decode.take(
             state.key,
@@ -275,23 +294,27 @@ class MeshState:
             long_tokens=long_tokens,
             slo_tpot_s=request.slo_tpot_s,
             transfer_id=transfer.plan.transfer_id,
-            chain=request.chain,
+            chain=() if members else request.chain,
             num_reused=num_reused,
             tenant=request.tenant,
             share=request.share,
+            num_elsewhere_tokens=len(members) * decode.max_kv_tokens,
         )
-        room = decode.make_room()
-        self.commands.append(
-            PlaceDecode(
-                instance_id=decode.instance_id,
-                request_id=request_id,
-                epoch=epoch,
-                transfer=transfer.plan,
-                drop=room.drop,
-                offload=room.offload,
-                evict=room.evict,
+        for member in members:
+            member.take(state.key, size, AllocationKind.PART, transfer_id=transfer.plan.transfer_id)
+        for receiver in (decode, *members):
+            room = receiver.make_room()
+            self.commands.append(
+                PlaceDecode(
+                    instance_id=receiver.instance_id,
+                    request_id=request_id,
+                    epoch=epoch,
+                    transfer=transfer.plan,
+                    drop=room.drop,
+                    offload=room.offload,
+                    evict=room.evict,
+                )
             )
-        )
         return transfer
 
     # --- its KV moves on ---
@@ -338,6 +361,7 @@ class MeshState:
 
     def take_back_backends(self) -> None:
         """Ask the sources of preempted requests for the backends that others wait for."""
+        self.grant(self.broker.unblock())
         for transfer in self.broker.take_back():
             request_id, epoch = transfer.key
             for source_id in transfer.source_ids:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pdmesh.engine.bf16 import onednn_multiplies_bf16
 from pdmesh.engine.kv_cache import num_cache_heads
+from pdmesh.kv.elsewhere import KvElsewhere
 from pdmesh.model import KvLayout, num_blocks_for
 
 #: Score elements of one tile of queries: bounds a long context's memory, and stays within the processor's caches.
@@ -31,16 +32,23 @@ _GROUP_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class QuerySpan:
-    """Rows ``row`` … ``row + num_tokens - 1`` of a step: the tokens from ``start`` on of one sequence."""
+    """Rows ``row`` … ``row + num_tokens - 1`` of a step: the tokens from ``start`` on of one sequence.
+
+    With ``num_keys`` the rows are tokens behind these keys, and each sees all of them. The first tokens' keys may be
+    ``elsewhere``: then ``block_table`` begins behind them.
+    """
 
     row: int
     num_tokens: int
     start: int
     block_table: Sequence[int]
+    num_keys: int | None = None
+    elsewhere: KvElsewhere | None = None
 
     @property
     def end(self) -> int:
-        return self.start + self.num_tokens
+        """The keys that its last row sees."""
+        return self.start + self.num_tokens if self.num_keys is None else self.num_keys
 
 
 class AttentionOutput(NamedTuple):
@@ -70,6 +78,20 @@ class AttentionBackend(Protocol):
     def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan: ...
 
 
+class PartialPlan(AttentionPlan, Protocol):
+    """A plan whose spans may be ranges of keys, to be merged."""
+
+    def attend_partly(self, query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp as `attend` has them, both in fp32; rows of no span have any values."""
+        ...
+
+
+class PartialBackend(Protocol):
+    """An `AttentionBackend` for ranges of keys."""
+
+    def plan(self, spans: Sequence[QuerySpan]) -> PartialPlan: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
     """The backend in plain torch, for any device."""
@@ -80,14 +102,14 @@ class TorchAttention:
     score_cap: float | None = None
     num_cache_heads: int = 0  # key-value heads of the cache, of which ``layout`` has some; 0: it has all
 
-    def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
+    def plan(self, spans: Sequence[QuerySpan]) -> PartialPlan:
         chunks = [self._chunk(span) for span in spans if span.num_tokens > 1]
         decodes = [self._decodes(group) for group in self._groups([span for span in spans if span.num_tokens == 1])]
         return _TorchPlan(self.layout, self.scale, self.score_cap, tuple(chunks), tuple(decodes))
 
     def _chunk(self, span: QuerySpan) -> _Chunk:
         table = np.asarray(span.block_table[: num_blocks_for(span.end, self.layout.block_size)], dtype=np.int64)
-        return _Chunk(span.row, span.num_tokens, span.start, self._head_rows(table[None]))
+        return _Chunk(span.row, span.num_tokens, span.start, span.num_keys, self._head_rows(table[None]))
 
     def _decodes(self, spans: Sequence[QuerySpan]) -> _Decodes:
         num_blocks = [num_blocks_for(span.end, self.layout.block_size) for span in spans]
@@ -130,6 +152,7 @@ class _Chunk:
     row: int
     num_tokens: int
     start: int
+    num_keys: int | None
     head_rows: Tensor  # (2, 1, num_kv_heads, num_blocks)
 
 
@@ -153,20 +176,29 @@ class _TorchPlan:
     ) -> AttentionOutput:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
-        query = multiplicable(query) * self.scale
+        self._attend(multiplicable(query) * self.scale, cache, window, output, lse)
+        return AttentionOutput(output, lse)
+
+    def attend_partly(self, query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        output = query.new_empty(query.shape, dtype=torch.float32)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        self._attend(query.float() * self.scale, cache, None, output, lse)
+        return output, lse
+
+    def _attend(self, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None) -> None:
+        """``query`` is scaled, and says in which dtype to multiply."""
         for chunk in self.chunks:
             self._attend_chunk(chunk, query, cache, window, output, lse)
         for decodes in self.decodes:
             self._attend_decodes(decodes, query, cache, window, output, lse)
-        return AttentionOutput(output, lse)
 
-    def _gather(self, cache: Tensor, head_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(self, cache: Tensor, head_rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values, each (sequences * num_kv_heads, positions, head_dim)."""
         size, num_rows = cache.stride(2), (2 * len(cache) - 1) * num_cache_heads(cache) + cache.shape[2]
         rows = cache.as_strided((num_rows, size), (size, 1)).index_select(0, head_rows.view(-1))
         _, num_sequences, num_heads, num_blocks = head_rows.shape
         shape = (2, num_sequences * num_heads, num_blocks * self.layout.block_size, self.layout.head_dim)
-        keys, values = multiplicable(rows).view(shape)
+        keys, values = rows.to(dtype).view(shape)
         return keys, values
 
     def _attend_chunk(
@@ -174,22 +206,24 @@ class _TorchPlan:
     ) -> None:
         skipped = 0 if window is None else max(0, chunk.start + 1 - window) // self.layout.block_size
         # (num_kv_heads, positions, head_dim), from `origin` on
-        all_keys, all_values = self._gather(cache, chunk.head_rows[..., skipped:].contiguous())
+        all_keys, all_values = self._gather(cache, chunk.head_rows[..., skipped:].contiguous(), query.dtype)
         origin = skipped * self.layout.block_size
         group = query.shape[1] // self.layout.num_kv_heads
-        tile_size = max(1, _TILE_SCORES // (group * (chunk.start + chunk.num_tokens - origin)))
+        num_keys = chunk.start + chunk.num_tokens if chunk.num_keys is None else chunk.num_keys
+        tile_size = max(1, _TILE_SCORES // (group * (num_keys - origin)))
         # One key-value head at a time: its keys up to any position are contiguous, so no matmul copies them.
         for head, (keys, values) in enumerate(zip(all_keys, all_values, strict=True)):
             heads = slice(head * group, (head + 1) * group)
             for first in range(0, chunk.num_tokens, tile_size):
                 size = min(tile_size, chunk.num_tokens - first)
-                visible = chunk.start + first + size - origin
+                visible = (chunk.start + first + size if chunk.num_keys is None else num_keys) - origin
                 tile = slice(chunk.row + first, chunk.row + first + size)
                 scores = self._capped(query[tile, heads].reshape(size * group, -1) @ keys[:visible].t())
                 by_token = scores.view(size, group, visible)
-                # Within the tile's own positions, a query sees those up to its own.
-                later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
-                by_token[..., visible - size :].masked_fill_(later[:, None], -torch.inf)
+                if chunk.num_keys is None:
+                    # Within the tile's own positions, a query sees those up to its own.
+                    later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
+                    by_token[..., visible - size :].masked_fill_(later[:, None], -torch.inf)
                 if window is not None:
                     earlier = torch.ones(size, visible, dtype=torch.bool, device=query.device)
                     by_token.masked_fill_(earlier.tril(visible - size - window)[:, None], -torch.inf)
@@ -201,7 +235,7 @@ class _TorchPlan:
     def _attend_decodes(
         self, decodes: _Decodes, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
     ) -> None:
-        keys, values = self._gather(cache, decodes.head_rows)
+        keys, values = self._gather(cache, decodes.head_rows, query.dtype)
         num_kv_heads, head_dim = self.layout.num_kv_heads, self.layout.head_dim
         num_sequences, num_heads = len(decodes.rows), query.shape[1]
         group = num_heads // num_kv_heads

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdmesh.engine.guide import Guide
+from pdmesh.kv.elsewhere import KvElsewhere
 from pdmesh.kv.store import KvStore
 from pdmesh.model import ComputePath, FinishReason, RequestId, SamplingParams
 
@@ -24,7 +25,7 @@ class EngineSequence:
     ``token_ids`` is the transcript known here: prompt and output. On a decode instance the prompt part is zeros unless
     sampling needs it (`needs_prompt_tokens`); its length is right all the same. ``num_prompt_tokens`` counts the
     client's own prompt; what follows in ``token_ids`` are output tokens, wherever they were drawn. ``block_table`` may
-    only grow.
+    only grow. It has no blocks of tokens whose KV is ``elsewhere``.
     """
 
     request_id: RequestId
@@ -33,6 +34,12 @@ class EngineSequence:
     num_prompt_tokens: int
     block_table: list[int] = field(default_factory=list[int])
     guide: Guide | None = None  # the engine's own: made and kept up by it, from ``params.grammar`` and the output
+    elsewhere: KvElsewhere | None = None  # set while it decodes, if its context is spread over several instances
+
+    @property
+    def num_elsewhere_tokens(self) -> int:
+        """The first tokens, whose KV others hold: whole ranges."""
+        return 0 if self.elsewhere is None else self.elsewhere.num_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -164,6 +171,10 @@ class Engine(Protocol):
 
     def prepare(self, grammar: str) -> None:
         """Compile a grammar, so that no step waits for it. Blocking; any thread."""
+        ...
+
+    def attend_part(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+        """Attend to a range of another instance's sequence that lies in these blocks: see `KvElsewhere`. Any thread."""
         ...
 
     def settle(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pdmesh.engine.arithmetic import class_name, torch_kind
-from pdmesh.engine.attention import AttentionBackend, TorchAttention
+from pdmesh.engine.attention import AttentionBackend, PartialBackend, TorchAttention
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
@@ -14,6 +14,7 @@ from pdmesh.engine.levels import KernelChoice, KernelLibrary, choose_kernels
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels, suits
 from pdmesh.engine.packed import PACKED_KIND
+from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.model import KvLayout
 
@@ -46,7 +47,7 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
 
         return cuda_compute(loaded, device, native=native)
     config, layout = loaded.rank_config, loaded.rank_layout
-    attention: AttentionBackend = (
+    attention: PartialBackend = (
         TiledAttention(layout, loaded.scale, config.score_cap)
         if loaded.deterministic
         else TorchAttention(layout, loaded.scale, device, config.score_cap, loaded.layout.num_kv_heads)
@@ -66,10 +67,14 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         kinds.append(kind if loaded.share.rounds_as_one(loaded.config) else f"{kind}-of-{loaded.share.num_ranks}")
     if loaded.weights.is_packed:
         kinds.append(PACKED_KIND)
+    ranged: AttentionBackend = attention
+    if loaded.range_tokens:
+        ranged = RangedAttention(attention, loaded.range_tokens, layout.block_size)
+        kinds.append(f"ranges-{loaded.range_tokens}")
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(loaded.layout, loaded.num_blocks, loaded.memory)
     caches = store.layers[slice(*loaded.layers)]
-    forward = DirectForward(transformer, attention, caches, layout=loaded.layout, device=device)
+    forward = DirectForward(transformer, ranged, caches, layout=loaded.layout, device=device)
     return Compute(
         name=name,
         reason=loaded.kernels.reason,

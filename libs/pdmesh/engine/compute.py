@@ -42,6 +42,7 @@ class Loaded:
     deterministic: bool
     kernels: KernelChoice  # compiled ones, for the CPU
     share: RankShare = WHOLE  # what of the model this is
+    range_tokens: int = 0  # of ranges of a context that are attended to apart; 0: none
     memory: Tensor | None = None  # of the cache, shared with the other ranks; None: its own
 
     @property

@@ -33,6 +33,7 @@ from pdmesh.engine.base import (
 )
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.engine.turns import StageTurns
+from pdmesh.kv.elsewhere import KvElsewhere
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
@@ -209,6 +210,9 @@ class FakeEngine:
                     self._write(layer, part, before)
             if on_layer is not None:
                 on_layer(layer)
+            for part in batch:
+                if part.sequence.elsewhere is not None:
+                    self._ask(part.sequence.elsewhere, layer)
             if self._checks_kv:
                 step.hidden = [self._attend(layer, part) for part in batch]
             step.owed_s += layer_s
@@ -222,6 +226,15 @@ class FakeEngine:
 
     def settle(self) -> None:
         """Steps compute as they are called."""
+
+    def attend_part(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+        """Answer with what was asked: it draws by what it has itself."""
+        return query
+
+    def _ask(self, elsewhere: KvElsewhere, layer: int) -> None:
+        query = layer.to_bytes(4, "little")
+        elsewhere.ask(layer, query)
+        assert set(elsewhere.answers()) == {query}, "an answer to another question"
 
     def _write(self, layer: int, part: SequenceSlice, hidden: Words) -> None:
         end = part.start + part.num_tokens

@@ -158,7 +158,9 @@ def step_spans(batch: Sequence[SequenceSlice]) -> list[QuerySpan]:
     spans: list[QuerySpan] = []
     row = 0
     for part in batch:
-        spans.append(QuerySpan(row, part.num_tokens, part.start, part.sequence.block_table))
+        sequence = part.sequence
+        span = QuerySpan(row, part.num_tokens, part.start, sequence.block_table, elsewhere=sequence.elsewhere)
+        spans.append(span)
         row += part.num_tokens
     return spans
 
@@ -184,8 +186,9 @@ def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
         end = part.start + part.num_tokens
         token_ids += part.token_ids
         positions.append(np.arange(part.start, end))
-        used = part.sequence.block_table[: num_blocks_for(end, block_size)]
-        blocks.append(np.asarray(used, dtype=np.int64)[positions[-1] // block_size])
+        first = part.sequence.num_elsewhere_tokens
+        used = part.sequence.block_table[: num_blocks_for(end - first, block_size)]
+        blocks.append(np.asarray(used, dtype=np.int64)[(positions[-1] - first) // block_size])
         num_filled = end % block_size  # of the last block
         if num_filled and part.start <= end - num_filled:
             rests.append(_rest(used[-1], num_filled, layout))

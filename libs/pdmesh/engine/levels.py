@@ -147,10 +147,10 @@ def _path(level: str, folder: Path = FOLDER) -> Path:
 
 
 #: ``csrc/memory.h`` has the same number.
-_INTERFACE = 4
+_INTERFACE = 5
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
-    "attention": [_POINTER, _INT, *[_POINTER] * 4, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT, _FLOAT, _INT],
+    "attention": [_POINTER, _INT, *[_POINTER] * 5, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT, _FLOAT, _INT],
     "add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
     "rotate_and_store": [*[_POINTER] * 5, *[_INT] * 7],
     "gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],

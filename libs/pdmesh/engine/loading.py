@@ -40,6 +40,7 @@ class ComputeOptions:
     cpu_level: str = "auto"
     ordered: bool = False
     lora: Path | None = None
+    range_tokens: int = 0
 
 
 class LoadedModel(Protocol):
@@ -88,6 +89,7 @@ class LoadedWeights:
             deterministic=options.deterministic,
             kernels=self.kernels,
             share=self.share,
+            range_tokens=options.range_tokens,
             memory=memory,
         )
         return choose_compute(loaded, options.device, native=options.native)
@@ -126,6 +128,11 @@ def load_model(
     if isinstance(config, UndescribedModel):
         return _load_undescribed(checkpoint_dir, config, options)
     assert isinstance(config, ModelConfig)
+    if options.range_tokens and (config.masks_more or config.has_sinks):
+        raise ConfigError(
+            "worker.max_kv_tokens_per_instance is set, but this model has windows, capped scores or sinks, and its "
+            "contexts cannot be divided yet: set it to 0"
+        )
     kernels = KernelChoice(None, "the reference")
     if options.native:
         part = share.config_of(config)
@@ -157,6 +164,7 @@ def _load_undescribed(checkpoint_dir: Path, model: UndescribedModel, options: Co
         "worker.deterministic": options.deterministic,
         "worker.lora": options.lora is not None,
         "worker.load_format = dummy": options.has_random_weights,
+        "worker.max_kv_tokens_per_instance": options.range_tokens > 0,
     }
     for name in (name for name, is_asked in refused.items() if is_asked):
         raise ConfigError(f"{name} is not served of a {model.architecture}, which transformers' own modules compute")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan
+from pdmesh.engine.attention import AttentionOutput, PartialPlan, QuerySpan
 from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
 from pdmesh.engine.kv_cache import num_cache_heads
 from pdmesh.engine.levels import CpuLevel, KernelLibrary
@@ -41,10 +41,13 @@ class NativeAttention:
     scale: float
     score_cap: float | None = None  # ordered libraries alone have caps and windows
 
-    def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
+    def plan(self, spans: Sequence[QuerySpan]) -> PartialPlan:
         used = [num_blocks_for(span.end, self.layout.block_size) for span in spans]
         offsets = accumulate(used, initial=0)
-        rows = [(span.row, span.num_tokens, span.start, offset) for span, offset in zip(spans, offsets, strict=False)]
+        rows = [
+            (span.row, span.num_tokens, span.start, offset, span.end - 1)
+            for span, offset in zip(spans, offsets, strict=False)
+        ]
         tables = np.concatenate([np.asarray(s.block_table[:n], np.int64) for s, n in zip(spans, used, strict=True)])
         return _NativePlan(self, torch.tensor(rows, dtype=torch.int64), torch.from_numpy(tables))
 
@@ -59,14 +62,34 @@ class _NativePlan:
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
         """``query`` may be part of a wider row, as long as its heads lie side by side."""
-        num_heads, head_dim = query.shape[1:]
         output = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32) if with_lse else None
+        self._attend(query, cache, output, None, lse, window or 0)
+        return AttentionOutput(output, lse)
+
+    def attend_partly(self, query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ordered libraries alone."""
+        wide = query.new_empty(query.shape, dtype=torch.float32)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        self._attend(query, cache, None, wide, lse, 0)
+        return wide, lse
+
+    def _attend(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        output: Tensor | None,
+        wide: Tensor | None,
+        lse: Tensor | None,
+        window: int,
+    ) -> None:
+        num_heads, head_dim = query.shape[1:]
         self.backend.library.attention(
             query.data_ptr(),
             query.stride(0),
             cache.data_ptr(),
-            output.data_ptr(),
+            None if output is None else output.data_ptr(),
+            None if wide is None else wide.data_ptr(),
             None if lse is None else lse.data_ptr(),
             self.spans.data_ptr(),
             self.spans.shape[0],
@@ -77,11 +100,10 @@ class _NativePlan:
             self.backend.layout.block_size,
             head_dim,
             self.backend.scale,
-            window or 0,
+            window,
             self.backend.score_cap or 0.0,
             torch.get_num_threads(),
         )
-        return AttentionOutput(output, lse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,12 @@ from pdmesh.engine.base import (
 )
 from pdmesh.engine.compute import PagedStore
 from pdmesh.engine.files import load_model_info
-from pdmesh.engine.forward import Forward, StepOutput, drawn_rows, draws, step_spans
+from pdmesh.engine.forward import DirectForward, Forward, StepOutput, drawn_rows, draws, step_spans
 from pdmesh.engine.guide import Guide
-from pdmesh.engine.kv_cache import TorchKvStore
+from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore
 from pdmesh.engine.loading import ComputeOptions, load_model, plan_model
+from pdmesh.engine.model import Transformer
+from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.engine.ranks.commands import Ready
 from pdmesh.engine.ranks.leading import Followers, LeadingForward
 from pdmesh.engine.ranks.pipeline import Pipeline, Stages
@@ -57,7 +59,8 @@ class TorchEngine:
     ``deterministic`` makes results bit-identical whatever the batch and chunk boundaries; refused on a device.
     ``cpu_level`` is the highest level of compiled kernels to use, "auto" the processor's best; ``ordered`` allows only
     those that give the same bits on every processor. Raises ConfigError for a level that the processor lacks.
-    ``lora`` is the directory of an adapter, which is merged into the weights.
+    ``lora`` is the directory of an adapter, which is merged into the weights. ``range_tokens``: attention is merged of
+    ranges of so many tokens (`pdmesh.engine.ranged_attention`); 0: of none.
     ``followers`` are the other ranks, which compute with this one; ``stages`` those that compute in place of it.
     """
 
@@ -79,6 +82,7 @@ class TorchEngine:
         cpu_level: str = "auto",
         ordered: bool = False,
         lora: Path | None = None,
+        range_tokens: int = 0,
         followers: Followers | None = None,
         stages: Stages | None = None,
     ) -> None:
@@ -103,6 +107,7 @@ class TorchEngine:
             cpu_level=cpu_level,
             ordered=ordered,
             lora=lora,
+            range_tokens=range_tokens,
         )
         model = None
         if stages is None:
@@ -177,6 +182,17 @@ class TorchEngine:
 
     def prepare(self, grammar: str) -> None:
         self._grammars.matcher(grammar)
+
+    @torch.inference_mode()
+    def attend_part(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+        forward = self._forward
+        assert isinstance(forward, DirectForward), "contexts are not divided on a device or over ranks"
+        attention, decoder, layout = forward.attention, forward.decoder, self._kv.layout
+        assert isinstance(attention, RangedAttention), "contexts are not divided"
+        assert isinstance(decoder, Transformer), "contexts of this model are not divided"
+        values = torch.frombuffer(bytearray(query), dtype=TORCH_DTYPES[layout.dtype])
+        rows = values.view(-1, decoder.num_heads, layout.head_dim)
+        return attention.attend_part(rows, forward.caches[layer], block_ids)
 
     def settle(self) -> None:
         self._forward.settle()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdmesh.engine.attention import AttentionOutput, AttentionPlan, QuerySpan, cap_scores, multiplicable
+from pdmesh.engine.attention import AttentionOutput, PartialPlan, QuerySpan, cap_scores, multiplicable
 from pdmesh.model import KvLayout, num_blocks_for
 
 _TILE_ROWS = 64
@@ -30,7 +30,7 @@ class TiledAttention:
     scale: float
     score_cap: float | None = None
 
-    def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
+    def plan(self, spans: Sequence[QuerySpan]) -> PartialPlan:
         block_size = self.layout.block_size
         tables = [torch.tensor(span.block_table[: num_blocks_for(span.end, block_size)]) for span in spans]
         return _TiledPlan(self.layout.num_kv_heads, self.scale, self.score_cap, tuple(zip(spans, tables, strict=True)))
@@ -46,18 +46,29 @@ class _TiledPlan:
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
-        num_heads, head_dim = query.shape[1:]
-        group = num_heads // self.num_kv_heads
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        self._attend(multiplicable(query), cache, window, output, lse)
+        return AttentionOutput(output, lse if with_lse else None)
+
+    def attend_partly(self, query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        output = query.new_empty(query.shape, dtype=torch.float32)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        self._attend(query.float(), cache, None, output, lse)
+        return output, lse
+
+    def _attend(self, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor) -> None:
+        """``query`` says in which dtype to multiply."""
+        num_heads, head_dim = query.shape[1:]
+        group = num_heads // self.num_kv_heads
         for span, table in self.spans:
             rows = slice(span.row, span.row + span.num_tokens)
-            positions = torch.arange(span.start, span.end).repeat_interleave(group)
+            positions = _last_keys(span).repeat_interleave(group)
             for head in range(self.num_kv_heads):
                 heads = slice(head * group, (head + 1) * group)
                 pages = cache[table, :, head].transpose(0, 1).reshape(2, -1, head_dim)[:, : span.end]
-                keys, values = functional.pad(multiplicable(pages), (0, 0, 0, -span.end % _TILE_KEYS))
-                own = multiplicable(query[rows, heads].reshape(-1, head_dim)) * self.scale
+                keys, values = functional.pad(pages.to(query.dtype), (0, 0, 0, -span.end % _TILE_KEYS))
+                own = query[rows, heads].reshape(-1, head_dim) * self.scale
                 parts = [
                     _attend_rows(tile, tile_positions, keys, values, window, self.score_cap)
                     for tile, tile_positions in zip(
@@ -66,7 +77,13 @@ class _TiledPlan:
                 ]
                 output[rows, heads] = torch.cat([part for part, _ in parts]).view(-1, group, head_dim)
                 lse[rows, heads] = torch.cat([part for _, part in parts]).view(-1, group)
-        return AttentionOutput(output, lse if with_lse else None)
+
+
+def _last_keys(span: QuerySpan) -> Tensor:
+    """Return the last key that each row sees."""
+    if span.num_keys is not None:
+        return torch.full((span.num_tokens,), span.num_keys - 1)
+    return torch.arange(span.start, span.end)
 
 
 def _attend_rows(

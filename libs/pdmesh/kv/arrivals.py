@@ -15,7 +15,7 @@ from pdmesh.kv.inlet import PageIntake
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.receiver import KvReceiver
-from pdmesh.model import Epoch, RequestId
+from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.transport.base import ReceivedPiece
 
 
@@ -43,13 +43,15 @@ class KvArrivals:
         source_addresses: tuple[bytes, ...],
         destination: int = 0,
         num_present_blocks: int = 0,
+        blocks: IndexRange | None = None,
         draws: bool = True,
     ) -> None:
         """Take the request's KV into the first blocks of ``block_ids`` (the rest is room for its output).
 
         ``num_context_tokens`` is None for a move, whose commit tells the number. This instance is destination number
         ``destination`` of the transfer. The first ``num_present_blocks`` are there already, and nothing is taken into
-        them. What ``draws`` waits for a token to go on from, too. An older epoch of the request is cancelled.
+        them. Of a context that is spread only ``blocks`` come, into ``block_ids``. What ``draws`` waits for a token to
+        go on from, too. An older epoch of the request is cancelled.
         """
         receiver = KvReceiver(
             request_id,
@@ -60,6 +62,7 @@ class KvArrivals:
             source_addresses=source_addresses,
             destination=destination,
             num_present_blocks=num_present_blocks,
+            blocks=blocks,
             draws=draws,
             layout=self._context.store.layout,
             writer=self._context.writer(),

@@ -21,6 +21,9 @@ says.
 **Receiving** (decode). ``mover.arrivals.expect(...)`` with the reserved blocks. Exactly one outcome follows:
 `LandedTransfer` (the acknowledgement is on its way; decode may start) or `FailedTransfer`.
 
+**Parts** of contexts that are spread (`pdmesh.kv.parts`). ``mover.parts.open(...)`` at the home,
+``mover.parts.hold(...)`` at a member.
+
 **Groups.** ``mover.groups.open(...)`` when a member of a prefill group is admitted, ``mover.groups.set_members(...)``
 when it is told which the members are (`pdmesh.kv.exchange`). The only outcome is `FailedExchange`: it cannot go on.
 
@@ -49,9 +52,11 @@ from pdmesh.kv.arrivals import KvArrivals
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.context import KvContext
 from pdmesh.kv.departures import KvDepartures
+from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.groups import KvGroups
 from pdmesh.kv.incoming import PieceReader
 from pdmesh.kv.outcome import OnOutcome
+from pdmesh.kv.parts import AttendPart, KvParts
 from pdmesh.kv.peer_reads import PeerReads
 from pdmesh.kv.piece import PieceKind, unpack_header
 from pdmesh.kv.probes import KvProbes
@@ -102,8 +107,13 @@ class KvMover:
         mesh_token: str = "",
         clock: Callable[[], float] = time.monotonic,
         memory: Sequence[memoryview] = (),
+        attend_part: AttendPart | None = None,
+        wakeup: Wakeup | None = None,
     ) -> None:
-        """``memory`` is what others copy pieces from and to, beside the transport's. Raises ConfigError."""
+        """``memory`` is what others copy pieces from and to, beside the transport's. Raises ConfigError.
+
+        ``attend_part`` answers questions about parts of contexts; ``wakeup`` wakes the thread that asks them.
+        """
         if config.max_payload_bytes < store.layout.block_bytes:
             raise ConfigError(
                 f"transfer.max_payload_bytes is {config.max_payload_bytes}, less than one KV block of this model "
@@ -117,6 +127,8 @@ class KvMover:
         self._on_outcome = on_outcome
         self._clock = clock
         self._memory = memory
+        self._attend_part = attend_part
+        self._wakeup = wakeup or Wakeup()
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
@@ -146,6 +158,11 @@ class KvMover:
         #: What members of prefill groups exchange.
         self.groups = KvGroups(context, reader)
         self.probes = KvProbes(context)
+        threads = None
+        if self._attend_part is not None:
+            threads = await self._stack.enter_async_context(CallThreads("kv-parts", 1))
+        self.parts = KvParts(context, self._pool, threads, self._attend_part, self._wakeup)
+        self._tasks.start_soon(self.parts.run)
         self._tasks.start_soon(self._receive)
         return self
 
@@ -155,6 +172,7 @@ class KvMover:
         self._tasks.cancel_scope.cancel()
         self.departures.clear()
         self.groups.clear()
+        self.parts.clear()
         await self._stack.__aexit__(kind, error, trace)
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
@@ -162,10 +180,12 @@ class KvMover:
         self.groups.end(request_id, epoch, "the request was freed")
         self.departures.cancel(request_id, epoch)
         self.arrivals.cancel(request_id, epoch)
+        self.parts.cancel(request_id, epoch)
 
     def forget(self, address: bytes) -> None:
         """Note that the peer at this data address is gone: sends to it fail, and its endpoint is closed."""
         self.groups.forget(address)
+        self.parts.forget(address)
         if self._context.peer_reads is not None:
             self._context.peer_reads.forget(address)
         self._tasks.start_soon(self._transport.forget, address)
@@ -209,6 +229,8 @@ class KvMover:
             if header.kind is PieceKind.PROBE:
                 self.probes.take(header)
                 piece.release()
+            elif header.kind in (PieceKind.QUERY, PieceKind.ANSWER):
+                self.parts.take(header, piece)
             elif header.request_key in self.groups:
                 self.groups.take(header, piece)
             elif header.kind in (PieceKind.LANDED, PieceKind.AGAIN, PieceKind.NO_PEER_READS):

@@ -79,7 +79,7 @@ class PieceWriter:
         for offset in range(0, len(data), size):
             taken = data[offset : offset + size]
             part = NO_PART._replace(blocks=IndexRange(start + offset, start + offset + len(taken)))
-            await self._send_payload(address, taken, replace(about, part=part))
+            await self.send_payload(address, taken, replace(about, part=part))
             self.num_bytes += len(taken)
 
     async def tell(
@@ -103,8 +103,11 @@ class PieceWriter:
         """Send a header alone that names these blocks. Raises KvTransferError."""
         await self.tell(address, replace(about, chunk=blocks.chunk, part=self._part(blocks)))
 
-    async def _send_payload(self, address: bytes, payload: bytes, about: PieceHeader) -> None:
+    async def send_payload(self, address: bytes, payload: bytes, about: PieceHeader) -> None:
         """Send one piece that is no KV. Raises KvTransferError."""
+        limit = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
+        if len(payload) > limit:
+            raise KvTransferError(f"{len(payload)} bytes are more than a piece of {limit} holds")
         async with self._transport.lend() as buffer:
             room = buffer.payload[: len(payload)]
             room[:] = payload

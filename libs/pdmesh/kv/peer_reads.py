@@ -307,7 +307,7 @@ class PeerReadWriter(PieceWriter):
         note = self._peer_reads.note(self._window, self._block_ids[blocks.first_block : blocks.end])
         header = replace(about, kind=PieceKind.PEER_READ, chunk=blocks.chunk, part=self._part(blocks))
         self._num_offered[address] += blocks.num_pages
-        await self._send_payload(address, note.pack(), header)
+        await self.send_payload(address, note.pack(), header)
         self.num_bytes += blocks.num_pages * self._store.layout.block_bytes
 
     def _blocks_a_note(self, address: bytes) -> int:

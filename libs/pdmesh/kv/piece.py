@@ -40,6 +40,8 @@ class PieceKind(IntEnum):
     AGAIN = 8  # to the sender of KV: this part of it came damaged
     PEER_READ = 9  # as KV, between instances on one host: where the blocks may be read (`pdmesh.kv.peer_reads`)
     NO_PEER_READS = 10  # as AGAIN: this part cannot be read here; send it, and what follows, as bytes
+    QUERY = 12  # a home's question to a member of a context that is spread (`pdmesh.kv.parts`)
+    ANSWER = 13
     PROBE = 11  # of no request: whether a peer is reached (`pdmesh.kv.probes`)
 
 
@@ -54,9 +56,9 @@ class PieceHeader:
     source: int = 0  # which of the transfer's sources and destinations, or of a group's members, this is between
     destination: int = 0
     num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by the one that computed it
-    chunk: int = 0
+    chunk: int = 0  # QUERY, ANSWER: the question's number
     part: KvPart = NO_PART  # KV, PEER_READ, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
-    # TRANSCRIPT: ``blocks`` are bytes
+    # TRANSCRIPT: ``blocks`` are bytes; QUERY: ``layers`` is the one that is asked for
     payload_bytes: int = 0
     check: bytes = NO_CHECK  # of the payload: `MeshKey.close_payload`
     num_context_tokens: int = 0  # COMMIT: tokens of the request's context

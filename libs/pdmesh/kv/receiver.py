@@ -17,6 +17,10 @@ from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId, num_blo
 MAX_TRANSCRIPT_HEAD_BYTES = 1 << 20
 
 
+#: In a table, of a context's blocks that are held elsewhere.
+NO_BLOCK = -1
+
+
 class FirstToken(NamedTuple):
     """What a COMMIT brought."""
 
@@ -43,6 +47,7 @@ class KvReceiver:
         source_addresses: tuple[bytes, ...],
         destination: int,
         num_present_blocks: int = 0,
+        blocks: IndexRange | None = None,
         draws: bool = True,
         layout: KvLayout,
         writer: PieceWriter,
@@ -52,12 +57,18 @@ class KvReceiver:
     ) -> None:
         """``num_context_tokens`` is None for a move: as many as the blocks hold at most, which the commit tells.
 
-        A request that ``draws`` needs a token to go on from.
+        A request that ``draws`` needs a token to go on from. Of a context that is spread only ``blocks`` come here, and
+        ``block_ids`` are theirs.
         """
+        if blocks is not None:
+            block_ids = [*[NO_BLOCK] * blocks.start, *block_ids]
+            num_present_blocks = blocks.start
         most_tokens = len(block_ids) * layout.block_size
         num_blocks = num_blocks_for(
             most_tokens if num_context_tokens is None else num_context_tokens, layout.block_size
         )
+        if blocks is not None:
+            num_blocks = min(num_blocks, blocks.stop)
         assert 0 < num_blocks <= len(block_ids), f"{num_context_tokens} tokens in {len(block_ids)} blocks"
         assert 0 <= num_present_blocks < num_blocks, f"{num_present_blocks} of {num_blocks} blocks are there"
         self.request_id = request_id

@@ -34,6 +34,9 @@ class Held:
     is_offered: bool = False
     is_granted: bool = False
 
+    is_part: bool = False  # a range of a context that decodes elsewhere, or the room for it
+    num_elsewhere_blocks: int = 0  # of its context, that others hold
+
     is_decoding: bool = False  # as a resident, between steps
     has_ended: bool = False  # its generation, here
     is_freed: bool = False  # its blocks are given back before the next step

@@ -56,6 +56,7 @@ class SimContext:
     want_turn: Callable[[InstanceId], None]  # an instance asks to `begin` after all else of this instant
     max_decode_steps: int
     parallel_step_s: float = 0.0
+    part_exchange_s: float = 0.0  # of a layer
 
 
 class SimInstance:
@@ -72,6 +73,7 @@ class SimInstance:
         self._runs = context.runs
         self._want_turn = context.want_turn
         self._max_decode_steps = context.max_decode_steps
+        self._part_exchange_s = context.part_exchange_s * profile.kv_layout.num_layers
         self._untimed = untimed = UntimedInstance(
             profile, report=context.report, length_of=self._length_of, surroundings=self
         )
@@ -259,9 +261,18 @@ class SimInstance:
         held = self._untimed.held
         chunks = [chunk for chunk in running.plan.chunks if (chunk.request_id, chunk.epoch) in held]
         shapes = tuple([self._begin_chunk(chunk) for chunk in chunks])
-        duration_s = self.model.step_s(StepShape(shapes, running.num_decodes, running.num_context_tokens))
+        duration_s = self._step_s(StepShape(shapes, running.num_decodes, running.num_context_tokens))
         now_s = self._agenda.now_s
         return PlannedStep(running, now_s, duration_s, now_s + duration_s)
+
+    def _step_s(self, shape: StepShape) -> float:
+        """How long a step takes: ranges that are here of contexts that decode elsewhere are read beside it."""
+        held = self._untimed.held.values() if self.profile.max_kv_tokens else ()
+        num_part_tokens = sum([self.profile.max_kv_tokens for each in held if each.is_part and each.num_tokens])
+        if num_part_tokens:
+            shape = shape._replace(num_decode_context_tokens=shape.num_decode_context_tokens + num_part_tokens)
+        exchanges = shape.num_decodes > 0 and self._untimed.residents.num_spread > 0
+        return self.model.step_s(shape) + (self._part_exchange_s if exchanges else 0.0)
 
     def _plan_interruption(self) -> None:
         """Plan an interruption at the end of the layer that is being computed, unless that is the last one."""
@@ -354,7 +365,7 @@ class SimInstance:
         residents = self._untimed.residents
         num_decodes, num_context_tokens = len(residents), residents.num_context_tokens
         num_steps = min(residents.steps_left, self._max_decode_steps, self._untimed.own.num_left)
-        end_s, step_s = self._agenda.now_s, self.model.step_s
+        end_s, step_s = self._agenda.now_s, self._step_s
         num_share = self._untimed.shares.largest(num_decodes)
         self._run_started_s = end_s
         ends_s: list[float] = []

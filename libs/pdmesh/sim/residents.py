@@ -33,6 +33,7 @@ class _Resident:
     length: Length
     num_blocks: int
     num_tokens: int  # when it joined: of its prompt and drawn; the last one's KV is written next
+    num_saved_tokens: int = 0  # of these, that no step here takes time for
     joined_step: int | None = None  # of those made so far; None while it stands still
     num_entries: int = 0  # in the heap, of which the last one counts
     low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
@@ -103,7 +104,8 @@ class Residents:
         self._due: list[tuple[int, int, int, _Resident]] = []  # by step, order, number of the entry
         self._num_entries = 0
         self._num_steps = 0  # with decodes
-        self.num_context_tokens = 0  # of all that decode
+        self.num_context_tokens = 0  # of all that decode, that steps take time for
+        self.num_spread = 0  # of these, whose context others hold some of
 
     def __len__(self) -> int:
         """Number of residents that decode in the next step."""
@@ -119,10 +121,16 @@ class Residents:
         self._drop_old_entries()
         return self._due[0][0] - self._num_steps
 
-    def join(self, key: RequestKey, length: Length, num_tokens: int, num_blocks: int) -> None:
-        """Add a request whose KV is here, in so many blocks; it decodes from the next step on."""
+    def join(
+        self, key: RequestKey, length: Length, num_tokens: int, num_blocks: int, *, num_saved_tokens: int = 0
+    ) -> None:
+        """Add a request whose KV is here, in so many blocks; it decodes from the next step on.
+
+        Others hold some of it, and read it at the same time, if there are ``num_saved_tokens``.
+        """
         assert num_tokens <= length.num_total_tokens, f"{key} has been drawn twice"
-        self._all[key] = self._joining[key] = _Resident(key, length, num_blocks, num_tokens)
+        resident = _Resident(key, length, num_blocks, num_tokens, num_saved_tokens)
+        self._all[key] = self._joining[key] = resident
 
     def grow(self, key: RequestKey, num_blocks: int) -> bool:
         """Set a resident's number of blocks. Whether it can go on now, and could not before."""
@@ -179,7 +187,8 @@ class Residents:
         for key, resident in self._joining.items():
             resident.joined_step = self._num_steps
             self._decoding[key] = resident
-            self.num_context_tokens += resident.num_tokens
+            self.num_context_tokens += resident.num_tokens - resident.num_saved_tokens
+            self.num_spread += resident.num_saved_tokens > 0
             self._expect(resident)
         self._joining.clear()
         return left
@@ -230,7 +239,8 @@ class Residents:
         if self._decoding.pop(resident.key, None) is None or joined_step is None:
             return
         num_made = self._num_steps - joined_step
-        self.num_context_tokens -= resident.num_tokens + num_made
+        self.num_context_tokens -= resident.num_tokens - resident.num_saved_tokens + num_made
+        self.num_spread -= resident.num_saved_tokens > 0
         if self._leaving.get(resident.key, True):  # else what it drew was taken from it
             self._stood(resident.key, joined_step)
         resident.num_tokens += num_made

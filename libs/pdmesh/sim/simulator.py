@@ -54,6 +54,9 @@ class SimConfig:
     parallel_step_s: float = (
         0.0  # a step of a parallel step takes so much longer: its members wait for each other in each layer
     )
+    #: A layer of a step takes so much longer, beside what is read, if it decodes a context that is spread over several
+    #: instances: the query's way to the others, and their answers'.
+    part_exchange_s: float = 0.0
     max_decode_steps: int = 128  # in one appointment; less changes only the cost, and the last bits of what is reported
     events_between_checks: int = 10_000  # of the core's state
     deaths: Sequence[Death] = ()  # of any instances
@@ -93,6 +96,7 @@ class Simulator:
             land=self._land,
             want_turn=self._want_turn,
             parallel_step_s=config.parallel_step_s,
+            part_exchange_s=config.part_exchange_s,
             max_decode_steps=config.max_decode_steps,
         )
         self._instances = {profile.instance_id: self._new_instance(profile, model) for profile, model in instances}
@@ -292,4 +296,5 @@ class Simulator:
             self._instances[sender_id].drained(key)
 
     def _land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
-        self._instances[plan.destination_ids[0]].land(key, duration_s)
+        for destination_id in reversed(plan.destination_ids):  # where it decodes, last
+            self._instances[destination_id].land(key, duration_s)

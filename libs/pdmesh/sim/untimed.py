@@ -117,7 +117,18 @@ class UntimedInstance(Holding):
                 self._admit(command)
             case PlaceDecode(transfer=transfer):
                 key = (command.request_id, command.epoch)
-                receiver = Held(key, command.num_blocks, None, transfer=transfer, chain=self._length_of(key).chain)
+                is_part, home = transfer.destination_ids[0] != self.instance_id, transfer.destinations[0]
+                is_spread = len(transfer.destinations) > 1
+                receiver = Held(
+                    key,
+                    command.num_blocks,
+                    None,
+                    leads=not is_part,
+                    transfer=transfer,
+                    chain=() if is_spread else self._length_of(key).chain,
+                    is_part=is_part,
+                    num_elsewhere_blocks=home.part.blocks.start if is_spread and not is_part else 0,
+                )
                 if self._take(receiver, command, transfer.num_reused_granules):
                     self._report(DecodeReserved(self.instance_id, *key, transfer.transfer_id))
             case FetchKept() | SendKept():
@@ -180,7 +191,7 @@ class UntimedInstance(Holding):
                 if held.is_computed:
                     self._decode(held)
             case GrowKv():
-                if self._grow(held, command) and self.residents.grow(held.key, held.num_blocks):
+                if self._grow(held, command) and self.residents.grow(held.key, _num_context_blocks(held)):
                     self._surroundings.stirs()
             case CancelMove():
                 if held.is_leaving_by(command.transfer_id):
@@ -446,7 +457,16 @@ class UntimedInstance(Holding):
         """Decode a request from the next step on."""
         assert held.length is not None
         held.is_decoding = True
-        self.residents.join(held.key, held.length, held.num_tokens, held.num_blocks)
+        num_elsewhere = held.num_elsewhere_blocks * self.profile.kv_layout.block_size
+        # Whoever holds most of it reads longest: a range, where others hold some.
+        num_saved = held.num_tokens - max(held.num_tokens - num_elsewhere, self.profile.max_kv_tokens)
+        self.residents.join(
+            held.key,
+            held.length,
+            held.num_tokens,
+            _num_context_blocks(held),
+            num_saved_tokens=num_saved if num_elsewhere else 0,
+        )
         self._surroundings.began_to_decode(held)
         self._surroundings.stirs()
 
@@ -475,8 +495,15 @@ class UntimedInstance(Holding):
         self.release(held)
 
     def land(self, held: Held, num_tokens: int, num_bytes: int, duration_s: float) -> None:
-        """A request's whole KV is here, with ``num_tokens`` of prompt and output: it decodes."""
+        """All that comes here of a request is here, with ``num_tokens`` of prompt and output.
+
+        It decodes, unless this is a part of it.
+        """
         assert held.transfer is not None, f"{held.key} landed without a transfer"
+        if held.is_part:
+            held.num_tokens = num_tokens
+            self._report(TransferLanded(self.instance_id, *held.key, held.transfer.transfer_id, num_bytes, duration_s))
+            return
         held.length, held.num_tokens = self._length_of(held.key), num_tokens
         self._keep(held, len(held.chain))
         self._report(TransferLanded(self.instance_id, *held.key, held.transfer.transfer_id, num_bytes, duration_s))
@@ -539,6 +566,11 @@ class UntimedInstance(Holding):
             self._decode(held)
         else:
             self.residents.stay(held.key)
+
+
+def _num_context_blocks(held: Held) -> int:
+    """Return the blocks that a context has, here and elsewhere."""
+    return held.num_blocks + held.num_elsewhere_blocks
 
 
 def _has_chunk(plan: StepPlan, key: RequestKey) -> bool:

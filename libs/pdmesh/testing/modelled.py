@@ -50,6 +50,7 @@ def modelled_profile(
     arithmetic: str = "",
     deterministic: bool = False,
     num_offload_granules: int = 0,
+    max_kv_tokens: int = 0,
 ) -> InstanceProfile:
     return InstanceProfile(
         instance_id=InstanceId(instance_id),
@@ -66,6 +67,7 @@ def modelled_profile(
         arithmetic=arithmetic,
         deterministic=deterministic,
         num_offload_granules=num_offload_granules,
+        max_kv_tokens=max_kv_tokens,
     )
 
 

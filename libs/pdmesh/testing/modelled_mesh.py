@@ -43,11 +43,15 @@ class ModelledMesh:
         return found
 
     def _expecting(self, key: RequestKey, plan: TransferPlan | None) -> ModelledInstance | None:
-        """Return the instance to which a transfer goes, if it waits for that."""
-        receiver = None if plan is None else self.instances.get(plan.destination_ids[0])
-        target = None if receiver is None else receiver.held.get(key)
-        waits = target is not None and target.transfer == plan and not target.num_tokens
-        return receiver if waits else None
+        """Return where a transfer goes, of several the first, if all wait for it."""
+        if plan is None:
+            return None
+        for destination_id in plan.destination_ids:
+            receiver = self.instances.get(destination_id)
+            target = None if receiver is None else receiver.held.get(key)
+            if target is None or target.transfer != plan or target.num_tokens:
+                return None
+        return self.instances[plan.destination_ids[0]]
 
     def land(self, sender: ModelledInstance, receiver: ModelledInstance, key: RequestKey) -> None:
         """All KV has arrived: a prompt's decodes, a fetch's is kept; and the sender frees its side."""
@@ -55,7 +59,9 @@ class ModelledMesh:
         if held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
             receiver.untimed.land_kept(receiver.held[key], 1, 0.0)
         else:
-            receiver.untimed.land(receiver.held[key], held.num_tokens, 1, 0.0)
+            others = [] if held.transfer is None else held.transfer.destination_ids[1:]
+            for instance in [*(self.instances[instance_id] for instance_id in others), receiver]:
+                instance.untimed.land(instance.held[key], held.num_tokens, 1, 0.0)
         sender.untimed.send(held, 1, 0.0, 0.0)
 
     def moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:

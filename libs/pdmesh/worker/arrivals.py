@@ -31,6 +31,11 @@ class Arrivals:
         generation, num_context_tokens = message.generation, message.num_context_tokens
         transfer = message.command.transfer
         self._context.tables.make_room(message.command)
+        place = transfer.destination_ids.index(self._context.instance_id)
+        if place > 0:
+            self._expect_part(message, place)
+            return
+        blocks = transfer.destinations[0].part.blocks
         try:
             if generation.token_ids:
                 token_ids = transcript(generation)
@@ -46,12 +51,21 @@ class Arrivals:
                 message.command.num_blocks,
                 max_kv_tokens,
                 num_reused_granules=transfer.num_reused_granules,
+                num_elsewhere_tokens=blocks.start * self._context.block_size,
             )
         except PdmeshError as error:
             self._intake.refuse(generation, error, transfer.transfer_id)
             return
         request.stage = Stage.RECEIVING
         request.transfer, request.received_by = transfer, transfer.transfer_id
+        if blocks.start:
+            request.sequence.elsewhere = self._context.mover.parts.open(
+                request.request_id,
+                request.epoch,
+                capability=transfer.capability,
+                addresses=message.destination_addresses[1:],
+                num_tokens=blocks.start * request.block_size,
+            )
         self._context.mover.arrivals.expect(
             request.request_id,
             request.epoch,
@@ -59,15 +73,50 @@ class Arrivals:
             block_ids=request.sequence.block_table,
             num_context_tokens=num_context_tokens,
             num_present_blocks=request.num_reused_tokens // request.block_size,
+            blocks=blocks if blocks.start else None,
             source_addresses=message.source_addresses,
-            destination=transfer.destination_ids.index(self._context.instance_id),
         )
-        self._context.report(
-            DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
+        self._reserved(request, transfer.transfer_id)
+
+    def _expect_part(self, message: ExpectKv, place: int) -> None:
+        """Make room for a range of a context that is spread."""
+        command, transfer = message.command, message.command.transfer
+        try:
+            request = self._intake.take_unknown(command, command.num_blocks, (), 0, Stage.HOLDING)
+        except PdmeshError as error:
+            self._intake.refuse(command, error, transfer.transfer_id)
+            return
+        self._context.mover.parts.hold(
+            request.request_id,
+            request.epoch,
+            capability=transfer.capability,
+            block_ids=request.sequence.block_table,
+            home_address=message.destination_addresses[0],
+            member=place - 1,
         )
+        self._context.mover.arrivals.expect(
+            request.request_id,
+            request.epoch,
+            capability=transfer.capability,
+            block_ids=request.sequence.block_table,
+            num_context_tokens=message.num_context_tokens,
+            blocks=transfer.destinations[place].part.blocks,
+            source_addresses=message.source_addresses,
+            destination=place,
+            draws=False,
+        )
+        self._reserved(request, transfer.transfer_id)
+
+    def _reserved(self, request: LocalRequest, transfer_id: TransferId) -> None:
+        self._context.report(DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer_id))
 
     def landed(self, request: LocalRequest, transfer_id: TransferId, outcome: LandedTransfer) -> None:
-        """All of it is in place: decode on from the token that came with it."""
+        """All of it is in place: decode on from the token that came with it, or answer who decodes elsewhere."""
+        if request.stage is Stage.HOLDING:
+            self._context.metrics.transfer_bytes.labels("in").inc(outcome.num_bytes)
+            self._context.mover.parts.landed(request.request_id, request.epoch)
+            self._landed(request, transfer_id, outcome)
+            return
         if outcome.transcript:
             try:
                 self._moves.arrived(request, outcome)
@@ -84,6 +133,11 @@ class Arrivals:
         self._context.tables.keep_prompt(request, len(request.sequence.token_ids))
         request.sequence.token_ids.append(outcome.token_id)
         self._context.sequences.start_decoding(request)
+        self._landed(request, transfer_id, outcome)
+        self._growth.tell([request])
+        self._context.wake()
+
+    def _landed(self, request: LocalRequest, transfer_id: TransferId, outcome: LandedTransfer) -> None:
         self._context.report(
             TransferLanded(
                 self._context.instance_id,
@@ -94,8 +148,6 @@ class Arrivals:
                 outcome.duration_s,
             )
         )
-        self._growth.tell([request])
-        self._context.wake()
 
     def failed(self, request: LocalRequest, transfer_id: TransferId, reason: str) -> None:
         """Report a transfer that did not arrive, or not whole."""

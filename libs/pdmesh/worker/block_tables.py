@@ -129,7 +129,8 @@ class BlockTables:
     def keep_drawn(self, request: LocalRequest) -> Drawn:
         """Keep the granules behind a request's chain that are complete."""
         generation = request.generation
-        if not generation.prefix_root or request.stage not in _WITH_DRAWN or self.kept.is_off:
+        is_spread = request.sequence.elsewhere is not None
+        if not generation.prefix_root or request.stage not in _WITH_DRAWN or self.kept.is_off or is_spread:
             return Drawn()
         num_granules = (len(request.sequence.token_ids) - 1) // GRANULE_TOKENS  # the last token has no KV
         all_granules = generation.prefix[:num_granules]

@@ -50,6 +50,7 @@ def build_engine(
     stand-in has its ``num_stages`` in this process.
     """
     worker = config.worker
+    check_ranges(config)
     if worker.engine == "fake":
         from pdmesh.engine.fake import FakeEngine, timed_by
 
@@ -121,14 +122,36 @@ def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
         "deterministic": worker.deterministic,
         "has_random_weights": worker.load_format == "dummy",
         "cpu_level": worker.cpu_level,
-        "ordered": worker.deterministic,
+        "ordered": worker.deterministic or worker.max_kv_tokens_per_instance > 0,
+        "range_tokens": worker.max_kv_tokens_per_instance,
     }
+
+
+def check_ranges(config: MeshConfig) -> None:
+    """Raise ConfigError if contexts cannot be spread as the settings say."""
+    worker = config.worker
+    name, limit = "worker.max_kv_tokens_per_instance", worker.max_kv_tokens_per_instance
+    if not limit:
+        return
+    if limit % worker.block_size:
+        raise ConfigError(
+            f"{name} is {limit}, no multiple of worker.block_size, {worker.block_size}: whole blocks move"
+        )
+    if worker.engine == "fake":
+        raise ConfigError(f"{name} is set, but worker.engine is fake, a stand-in that attends to nothing: set it to 0")
+    if (device := device_name(config)) != "cpu":
+        raise ConfigError(f"{name} is set, but the device is {device}: contexts are spread on CPUs only so far")
 
 
 def check_ranks_can_compute(config: MeshConfig, degrees: InstanceDegrees) -> None:
     """Raise ConfigError if an instance cannot be divided so."""
     if degrees.num_ranks == 1:
         return
+    if config.worker.max_kv_tokens_per_instance:
+        raise ConfigError(
+            f"worker.max_kv_tokens_per_instance is set, but an instance has {degrees.num_ranks} ranks: contexts are "
+            "spread over instances of one rank only so far"
+        )
     if config.worker.engine != "torch":
         if degrees.tensor > 1:
             raise ConfigError(

@@ -45,8 +45,8 @@ class RoomGrowth:
     def _grant(self, request: LocalRequest) -> None:
         """Let it have as much as a scheduler would grant, or what there is."""
         block_table = request.sequence.block_table
-        most = num_blocks_for(request.max_kv_tokens, request.block_size)
-        wanted = granted_blocks(len(request.sequence.token_ids), most, request.block_size) - len(block_table)
+        most = num_blocks_for(request.max_kv_tokens - request.sequence.num_elsewhere_tokens, request.block_size)
+        wanted = granted_blocks(request.num_own_tokens, most, request.block_size) - len(block_table)
         block_table.extend(self._context.tables.allocate_up_to(wanted))
 
     def grow(self, command: GrowKv) -> None:

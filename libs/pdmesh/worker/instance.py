@@ -223,6 +223,7 @@ class Instance:
     def stop_waiting(self) -> None:
         """End a running step that waits for KV, because nothing will use its result."""
         self._sequences.abort_waiting("the instance is stopping")
+        self._mover.parts.abort("the instance is stopping")
 
     # --- blocks go back --------------------------------------------------------------------------------------
 
@@ -276,7 +277,7 @@ class Instance:
         return () if tier is None else tier.hashes
 
     async def drop_all_but_decoding(self) -> None:
-        """Forget all plans and all requests that do not decode yet, and wait until their blocks are free.
+        """Forget all plans and all requests that do not decode here alone, and wait until their blocks are free.
 
         A scheduler that this instance registers with knows nothing of them; gateways start them again.
         """
@@ -284,7 +285,7 @@ class Instance:
         self.plans.clear()
         self._moves.stay_all()
         for request in self._sequences:
-            if request.stage is not Stage.DECODING:
+            if request.stage is not Stage.DECODING or request.sequence.elsewhere is not None:
                 self._sequences.release(request)
         await self._sequences.settled()
 

@@ -134,21 +134,24 @@ class Intake:
         *,
         num_reused_granules: int,
         num_loaded_granules: int = 0,
+        num_elsewhere_tokens: int = 0,
         keeps_prefix: bool = True,
     ) -> LocalRequest:
         """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be.
 
-        Of the granules that are reused the last ``num_loaded_granules`` are to come from the offload tier.
+        Of the granules that are reused the last ``num_loaded_granules`` are to come from the offload tier. Other
+        instances hold the first ``num_elsewhere_tokens``: then nothing is kept.
         """
         self.check_new(generation.request_id, generation.epoch)
         check_request(
             generation,
             len(token_ids),
-            num_blocks=num_blocks,
+            num_blocks=num_blocks + num_elsewhere_tokens // self._context.block_size,
             max_kv_tokens=max_kv_tokens,
             block_size=self._context.block_size,
             max_model_len=self._context.max_model_len,
         )
+        keeps_prefix = keeps_prefix and not num_elsewhere_tokens
         chain = generation.prefix[: (len(token_ids) - 1) // GRANULE_TOKENS] if keeps_prefix else ()
         prefix = reused(chain, num_reused_granules)
         if not 0 <= num_loaded_granules <= num_reused_granules:

@@ -42,7 +42,7 @@ class Results:
         self._growth = growth
 
     def hand_out(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> bool:
-        """Take the batch's results, None for a chunk that was abandoned. Return whether a stream waits for KV to leave.
+        """Take the batch's results, None for what was abandoned. Return whether a stream waits for KV to leave.
 
         Such a stream is paused until the last of its KV has left, which should not wait for the next step: that one's
         thread would compete for the interpreter.
@@ -66,8 +66,12 @@ class Results:
         for decode, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
             if result is not None and decode.draft:
                 self._note_draft(decode, result)
-            if self._context.sequences.step_ended(decode.request) and result is not None:
+            if not self._context.sequences.step_ended(decode.request):
+                continue
+            if result is not None:
                 self._deliver(decode.request, result)
+            else:
+                self._context.endings.drop(decode.request, "another instance that holds KV of it does not answer")
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
             self._context.report(DecodeStepsDone(self._context.instance_id, own_steps))
         decoding = [decode.request for decode in batch.decodes]

@@ -111,6 +111,7 @@ async def serve_instance(
     metrics = WorkerMetrics()
     watch_event_loop(metrics.registry)
     pool = BlockPool(engine.kv.num_blocks)
+    range_tokens = config.worker.max_kv_tokens_per_instance
 
     def on_outcome(outcome: TransferOutcome) -> None:
         instance.on_outcome(outcome)
@@ -126,7 +127,10 @@ async def serve_instance(
             kv_layout=engine.kv.layout,
             num_blocks=engine.kv.num_blocks,
             # What its cache can hold, if that is less: nobody is promised more.
-            max_model_len=min(engine.max_model_len, engine.kv.num_blocks * engine.kv.layout.block_size),
+            max_model_len=min(engine.max_model_len, engine.kv.num_blocks * engine.kv.layout.block_size)
+            if range_tokens == 0
+            else engine.max_model_len,
+            max_kv_tokens=range_tokens,
             max_num_seqs=config.worker.max_num_seqs,
             num_transfer_backends=config.transfer.num_backends,
             data_address=transport.address,
@@ -170,6 +174,8 @@ async def serve_instance(
             on_outcome=on_outcome,
             mesh_token=config.security.mesh_token,
             memory=() if tier is None else [tier.memory],
+            attend_part=engine.attend_part if range_tokens else None,
+            wakeup=thread.wakeup,
         ) as mover,
         open_token_links(instance_id, config.security, report=report, arithmetic=engine.arithmetic) as tokens,
         open_scheduler_channel(config.scheduler_address, config.security) as channel,

@@ -43,6 +43,7 @@ class Stage(Enum):
     PREFILLING = auto()
     SENDING = auto()  # computed; its KV is on the way, or waits for a receiver
     RECEIVING = auto()
+    HOLDING = auto()  # a range of a context that decodes elsewhere, or that range on its way here
     DECODING = auto()
     LEAVING = auto()  # stands still at the end of its move to another instance
 
@@ -148,17 +149,22 @@ class LocalRequest:
         return self.exchange.begin(first, num_blocks_for(end, self.block_size) - first)
 
     @property
+    def num_own_tokens(self) -> int:
+        """Tokens of its transcript whose KV no other instance holds."""
+        return len(self.sequence.token_ids) - self.sequence.num_elsewhere_tokens
+
+    @property
     def has_room(self) -> bool:
         """Whether there is room for the KV that the next decode step writes."""
-        return len(self.sequence.token_ids) <= len(self.sequence.block_table) * self.block_size
+        return self.num_own_tokens <= len(self.sequence.block_table) * self.block_size
 
     @property
     def is_low(self) -> bool:
         """Whether it needs more blocks soon, or at once."""
         num_blocks = len(self.sequence.block_table)
-        if self.doomed or num_blocks * self.block_size >= self.max_kv_tokens:
+        if self.doomed or num_blocks * self.block_size >= self.max_kv_tokens - self.sequence.num_elsewhere_tokens:
             return False
-        return is_low(len(self.sequence.token_ids), num_blocks, self.block_size)
+        return is_low(self.num_own_tokens, num_blocks, self.block_size)
 
     def growth_is_news(self) -> bool:
         """Whether it is low, or out of room, and that was not said yet."""
@@ -307,6 +313,7 @@ class Sequences:
 
     def guards(self, request: LocalRequest, first_token: int, num_tokens: int) -> list[BlockGuard]:
         """Return the copies that must have ended before the KV of these tokens is written."""
+        first_token -= request.sequence.num_elsewhere_tokens
         first = first_token // request.block_size
         end = num_blocks_for(first_token + num_tokens, request.block_size)
         return self._pool.guards_of(request.sequence.block_table[first:end])
@@ -336,7 +343,7 @@ class Sequences:
         wrong = {block: number for block, number in tables.items() if held.get(block, 0) < number}
         assert not wrong, f"blocks in more tables than the pool counts: {wrong}"
         for request in self.decoding:
-            block_id = request.sequence.block_table[(len(request.sequence.token_ids) - 1) // request.block_size]
+            block_id = request.sequence.block_table[(request.num_own_tokens - 1) // request.block_size]
             assert not self._pool.is_shared(block_id), f"{request.request_id} writes into shared block {block_id}"
         if not self._leaving:
             assert tables == held, f"{tables.total()} blocks in tables, {sum(held.values())} references in the pool"

@@ -29,8 +29,9 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from pdmesh.engine.base import Engine, SequenceSlice, SliceResult, StepFlight
 from pdmesh.errors import InstanceUnavailable
+from pdmesh.kv.elsewhere import KvElsewhereLost
 from pdmesh.kv.gate import Urgent
-from pdmesh.worker.batch import Batch, BatchChunk
+from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.plans import MAX_QUEUED_PLANS, Plans
 from pdmesh.worker.threads import EngineThread
@@ -41,7 +42,7 @@ log = structlog.get_logger()
 
 class _Executed(NamedTuple):
     batch: Batch
-    results: list[SliceResult | None]  # None of chunks whose waiting was aborted
+    results: list[SliceResult | None]  # None of chunks whose waiting was aborted, and of decodes whose KV was lost
     time: StepTime
 
 
@@ -73,6 +74,7 @@ class _Step:
         self._flight = flight or StepFlight()
         self._block_size = engine.kv.layout.block_size
         self._aborted: list[BatchChunk] = []
+        self._lost: list[BatchDecode] = []  # some of their KV is elsewhere, and nobody answers there
         self._publish = batch.on_layer(self._block_size, self._aborted)
         self._waiting = batch.waiting
         self._urgent = Urgent(lambda: run_inside is not None and plans.has_urgent, self._run_urgent)
@@ -96,6 +98,10 @@ class _Step:
                 break
             except _EndsEarly:
                 continue
+            except KvElsewhereLost as lost:
+                of_it = [each for each in batch.decodes if each.request.sequence.elsewhere is lost.elsewhere]
+                assert of_it, "nobody decodes with what was lost"
+                self._lost += of_it
         ended_s = time.perf_counter()
         for index, chunk in enumerate(batch.chunks):
             if chunk in self._aborted:
@@ -105,7 +111,8 @@ class _Step:
 
     def _rows(self) -> dict[int, SequenceSlice]:
         """What is left to compute, by its place in the batch."""
-        ended = {index for index, chunk in enumerate(self._batch.chunks) if chunk in self._aborted}
+        rows = [*self._batch.chunks, *self._batch.decodes]
+        ended = {index for index, row in enumerate(rows) if row in self._aborted or row in self._lost}
         return {index: part for index, part in enumerate(self._batch.slices) if index not in ended}
 
     def _layer_done(self, layer: int) -> None:

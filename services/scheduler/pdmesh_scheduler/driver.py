@@ -122,6 +122,7 @@ class Driver:
         self._emptied = anyio.Event()
         self._prompts = Prompts(core)
         self._profiles: dict[InstanceId, InstanceProfile] = {}
+        self._most_decoders = 0  # instances that ever decoded at once
         self._told_gone: dict[bytes, None] = {}  # data addresses that the others have closed, the latest
         self._loads: dict[InstanceId, LoadReported] = {}
         self._num_operation_changes = 0
@@ -228,6 +229,8 @@ class Driver:
             case InstanceJoined():
                 before = self._profiles.get(event.profile.instance_id)
                 self._profiles[event.profile.instance_id] = event.profile
+                num_decoders = sum(profile.role.can_decode for profile in self._profiles.values())
+                self._most_decoders = max(self._most_decoders, num_decoders)
                 self._prompts.joined(event.profile)
                 if before is not None and before.data_address != event.profile.data_address:
                     self._tell_gone(before)
@@ -294,12 +297,14 @@ class Driver:
             case PlaceDecode():
                 prompt = self._prompts.expected(command)
                 addresses = self._addresses(command.transfer.source_ids)
+                destination_ids = command.transfer.destination_ids
                 expect_kv = ExpectKv(
                     command=command,
                     generation=prompt.generation,
                     num_context_tokens=prompt.num_context_tokens,
                     source_addresses=addresses,
                     tail=prompt.tail,
+                    destination_addresses=self._addresses(destination_ids) if len(destination_ids) > 1 else (),
                 )
                 self._workers.post(command.instance_id, expect_kv)
             case GrantTransfer():
@@ -386,7 +391,12 @@ class Driver:
     def state(self) -> MeshStatus:
         """Return the state that operators and gateways are told of."""
         return mesh_status(
-            self._core, self._profiles, self._loads, num_gateways=len(self._gateways), num_coming=self._num_coming
+            self._core,
+            self._profiles,
+            self._loads,
+            num_gateways=len(self._gateways),
+            num_coming=self._num_coming,
+            most_decoders=self._most_decoders,
         )
 
     @property
@@ -395,7 +405,8 @@ class Driver:
 
     def _tell_readiness(self) -> None:
         """Push the state to all gateways if what they act upon has changed."""
-        readiness = (self._core.unready_reason, max_model_len(self._profiles), self._num_coming)
+        longest = max_model_len(self._profiles, self._most_decoders)
+        readiness = (self._core.unready_reason, longest, self._num_coming)
         if readiness != self._readiness:
             self._readiness = readiness
             state = self.state()

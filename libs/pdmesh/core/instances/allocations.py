@@ -23,6 +23,7 @@ class AllocationKind(IntEnum):
     PROMISED = auto()  # room and a seat for KV on its way (virtual usage)
     RESIDENT = auto()  # its KV and its seat: it decodes here
     LEAVING = auto()  # its KV, freed soon: it decodes elsewhere now
+    PART = auto()  # a range of its KV, or the room for that: it decodes elsewhere, with this
     FETCH = auto()  # of no request: granules on their way from one instance to another, on both
 
 
@@ -31,6 +32,9 @@ MOVES_AWAY = frozenset({AllocationKind.PREFILL, AllocationKind.LEAVING})
 
 #: Kinds of what decodes where it is, or will.
 HAVE_SEATS = frozenset({AllocationKind.LOCAL, AllocationKind.PROMISED, AllocationKind.RESIDENT})
+
+#: Kinds of KV that is read for each token.
+READ_BY_STEPS = frozenset({AllocationKind.RESIDENT, AllocationKind.PART})
 
 
 class Allocation:
@@ -50,6 +54,7 @@ class Allocation:
         granules: HeldGranules = NOTHING,
         tenant: str | None = None,
         share: int = 1,
+        num_elsewhere_tokens: int = 0,
     ) -> None:
         self.kind = kind
         self.num_blocks = num_blocks
@@ -60,9 +65,15 @@ class Allocation:
         self.transfer_id = transfer_id  # that is to bring its KV, or brought it
         self.granules = granules  # of its prompt, that are kept for others as they are computed
         self.tenant, self.share = tenant, share  # whose it is, once it is known
+        self.num_elsewhere_tokens = num_elsewhere_tokens  # of its context, whose KV others hold
         self.is_open = False  # it may grow by more than requests do in the mean
         self.freeing = False  # FreeKv was sent
         self.waits = False  # to move away: it is computed, or has no room promised where it is to go
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Those of `num_tokens` whose KV no others hold."""
+        return self.num_tokens - self.num_elsewhere_tokens
 
 
 @dataclass(slots=True)
@@ -73,6 +84,7 @@ class AllocationSums:
     num_promised_blocks: int = 0
     num_waiting_blocks: int = 0  # of KV that waits to move away
     num_resident_blocks: int = 0
+    num_part_blocks: int = 0  # of contexts that decode elsewhere
     num_prefilling: int = 0  # prompts that are computed here, or whose KV waits to move away
     num_decoding: int = 0
     num_seats_taken: int = 0  # by those that decode here, or will
@@ -106,6 +118,9 @@ class AllocationSums:
                 del self.long_prefill_tokens[allocation.long_tokens]
         self.num_taken_blocks += sign * num_blocks
         if kind is AllocationKind.FETCH:
+            return
+        if kind is AllocationKind.PART:
+            self.num_part_blocks += sign * num_blocks
             return
         if kind is AllocationKind.PROMISED:
             self.num_seats_taken += sign

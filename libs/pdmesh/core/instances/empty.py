@@ -19,6 +19,8 @@ class EmptyInstance:
         self.num_blocks = profile.num_blocks
         self.max_model_len = profile.max_model_len
         self.max_num_seqs = profile.max_num_seqs
+        self.max_kv_tokens = profile.max_kv_tokens
+        self.part_blocks = profile.max_kv_tokens // self.block_size  # of a range of a context that is spread
         self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
         self._growth = growth
         self._take_role(profile.role)
@@ -31,19 +33,37 @@ class EmptyInstance:
     @property
     def kind(self) -> tuple[object, ...]:
         """What decides what it could take if it were empty."""
-        return self.role, self.kv_group, self.num_blocks, self.max_model_len
+        return self.role, self.kv_group, self.num_blocks, self.max_model_len, self.max_kv_tokens
 
     def num_prefill_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
+
+    def num_parts(self, request: Request) -> int:
+        """Return how many other instances hold the first ranges of a request's prompt while it decodes, one each.
+
+        The last range, full or not, and what is drawn are where it decodes.
+        """
+        if not self.max_kv_tokens or request.ends_with_prompt:
+            return 0
+        return (request.num_prompt_tokens - 1) // self.max_kv_tokens
+
+    def most_parts(self, request: Request) -> int:
+        """Return `num_parts` of a prompt that all of its output belongs to."""
+        if not self.max_kv_tokens or request.ends_with_prompt:
+            return 0
+        return (request.max_total_tokens - 1) // self.max_kv_tokens
 
     def num_first_blocks(self, request: Request) -> int:
         """Return the blocks that a request is admitted with where it decodes."""
         if not self._growth.on_demand:
             return self.num_decode_blocks(request)
-        return num_blocks_for(first_tokens(request, self.block_size), self.block_size)
+        num_blocks = num_blocks_for(first_tokens(request, self.block_size), self.block_size)
+        return num_blocks - self.num_parts(request) * self.part_blocks
 
     def num_decode_blocks(self, request: Request) -> int:
-        return num_blocks_for(request.max_total_tokens, self.block_size)
+        """Return the blocks that a request may come to hold where it decodes."""
+        num_blocks = num_blocks_for(request.max_total_tokens, self.block_size)
+        return num_blocks - self.num_parts(request) * self.part_blocks
 
     def could_prefill(self, request: Request) -> bool:
         """Whether the prompt fits this instance when it is empty."""

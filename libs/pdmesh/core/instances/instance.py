@@ -139,7 +139,8 @@ class InstanceState(OccupiedInstance):
                 self.draining or self.closed,
                 self.reachable,
                 self.suspected,
-                int(self.allocated.num_resident_blocks * self.block_size * self._context_share),
+                int(self.allocated.num_resident_blocks * self.block_size * self._context_share)
+                + self.allocated.num_part_blocks * self.block_size,
                 long_tokens.total() if long_tokens else 0,
                 self.allocated.num_long_decoding,
                 min(long_tokens) if long_tokens else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdmesh.core.instances.allocations import MOVES_AWAY, Allocation, AllocationKind, AllocationSums
+from pdmesh.core.instances.allocations import MOVES_AWAY, READ_BY_STEPS, Allocation, AllocationKind, AllocationSums
 from pdmesh.core.instances.empty import EmptyInstance
 from pdmesh.core.instances.kept import KeptHere
 from pdmesh.core.instances.kept_where import KeptWhere
@@ -88,6 +88,7 @@ class OccupiedInstance(EmptyInstance):
         num_reused: int = 0,
         tenant: str | None = None,
         share: int = 1,
+        num_elsewhere_tokens: int = 0,
     ) -> None:
         """``max_blocks``: that it may be granted in all, if that is more.
 
@@ -106,6 +107,7 @@ class OccupiedInstance(EmptyInstance):
             granules=self.kept.begin(chain, num_reused, tenant, share),
             tenant=tenant,
             share=share,
+            num_elsewhere_tokens=num_elsewhere_tokens,
         )
         self.allocations[key] = allocation
         self._count(allocation, 1)
@@ -223,13 +225,13 @@ class OccupiedInstance(EmptyInstance):
             self._growing.count(allocation.num_blocks, allocation.max_blocks, is_open=allocation.is_open, sign=sign)
             self._room = None
         self.allocated.count(allocation, sign)
-        if allocation.kind is AllocationKind.RESIDENT:
+        if allocation.kind in READ_BY_STEPS:
             self.num_flights += 1
         self._change()
 
-    def shard(self, num_blocks: int) -> KvShard:
-        """The first so many blocks of a request, all layers and heads of them, as held here."""
-        part = KvPart(IndexRange(0, num_blocks), self._layers, self._heads)
+    def shard(self, num_blocks: int, first_block: int = 0) -> KvShard:
+        """So many blocks of a request from a first one on, all layers and heads of them, as held here."""
+        part = KvPart(IndexRange(first_block, first_block + num_blocks), self._layers, self._heads)
         return KvShard(instance_id=self.instance_id, part=part)
 
     # --- what fits ---
@@ -285,12 +287,20 @@ class OccupiedInstance(EmptyInstance):
             self._room = Room(max(0, min(free, safe.open)), max(0, min(free, safe.bounded)))
         return self._room
 
+    def can_stay(self, request: Request) -> bool:
+        """Whether the request fits now, its whole context, with a seat."""
+        return not self.num_parts(request) and self.can_decode(request)
+
     def can_decode(self, request: Request) -> bool:
-        """Whether the request fits now, with a seat: all of it, or on demand what it is admitted with."""
+        """Whether the request fits now, with a seat: all of it, or on demand what it is admitted with.
+
+        Of a context that is spread, its last range and its output do.
+        """
         if (request.request_id, request.epoch) in self.allocations:
             return False
         if not self._growth.on_demand:
-            return request.max_total_tokens <= self.num_decode_tokens
+            num_elsewhere = self.num_parts(request) * self.max_kv_tokens
+            return request.max_total_tokens - num_elsewhere <= self.num_decode_tokens
         return self.num_decode_tokens > 0 and self.could_decode(request) and self._has_room_for(request)
 
     def _has_room_for(self, request: Request, num_held_blocks: int = 0) -> bool:
@@ -301,6 +311,8 @@ class OccupiedInstance(EmptyInstance):
         """Whether the request, whose prompt is held here to move away, can decode here instead."""
         allocation = self.allocations.get((request.request_id, request.epoch))
         if allocation is None or allocation.freeing or not self.takes_decodes or not self.could_decode(request):
+            return False
+        if self.num_parts(request):
             return False
         if not self._growth.on_demand:
             return self.num_decode_blocks(request) - allocation.num_blocks <= self.num_free_blocks

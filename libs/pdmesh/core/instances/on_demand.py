@@ -97,7 +97,7 @@ class OnDemandKv:
             allocation.num_tokens > 0
             and allocation.num_blocks < allocation.max_blocks
             and not allocation.freeing
-            and is_low(allocation.num_tokens, allocation.num_blocks, instance.block_size)
+            and is_low(allocation.num_own_tokens, allocation.num_blocks, instance.block_size)
         )
 
     # --- granting ---
@@ -128,7 +128,7 @@ class OnDemandKv:
         instance.low.clear()
         size = instance.block_size
         wanted = {
-            key: granted_blocks(allocation.num_tokens, allocation.max_blocks, size)
+            key: granted_blocks(allocation.num_own_tokens, allocation.max_blocks, size)
             for key in line
             if self._wants(instance, allocation := instance.allocations[key])
         }
@@ -143,7 +143,7 @@ class OnDemandKv:
                 self._grant(instance, key, allocation.num_blocks + 1 if is_short else num_blocks)
                 continue
             instance.low[key] = None
-            if allocation.num_tokens > allocation.num_blocks * size:
+            if allocation.num_own_tokens > allocation.num_blocks * size:
                 stuck.append(key)
         return stuck
 
@@ -206,6 +206,7 @@ class OnDemandKv:
         What only this instance keeps goes to who needs its room.
         """
         num_tokens = allocation.num_tokens or allocation.num_blocks * instance.block_size
+        num_tokens = max(num_tokens, allocation.num_elsewhere_tokens)
         num_left = max(1.0, min(self._mesh.growth.mean_tokens, state.request.max_total_tokens - num_tokens + 1))
         num_kept = self._mesh.num_kept_elsewhere(state.request, instance)
         again_s = latency.step_s(StepShape((ChunkShape(num_tokens - num_kept, num_kept),), 0, 0))
@@ -213,7 +214,8 @@ class OnDemandKv:
 
     def _can_resume(self, instance: InstanceState, state: RequestState, allocation: Allocation, bundle: Bundle) -> bool:
         """Whether there is an instance that computes all that it holds as a prompt."""
-        num_tokens = min(state.request.max_total_tokens, allocation.num_blocks * instance.block_size)
+        num_held = allocation.num_blocks * instance.block_size + allocation.num_elsewhere_tokens
+        num_tokens = min(state.request.max_total_tokens, num_held)
         num_more = max(0, num_tokens - state.request.num_prompt_tokens)
         resumed = replace(
             state.request,

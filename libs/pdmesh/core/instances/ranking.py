@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Mapping
+from itertools import islice
 from types import MappingProxyType
 
 from pdmesh.core.instances.decoding import DecodingSums
@@ -107,6 +108,20 @@ class _ExactGroup:
             self._open.remove(room[0])
             self._bounded.remove(room[1])
 
+    def members(self, home: InstanceState, request: Request, out: Collection[str]) -> list[InstanceState]:
+        """Those that hold a range each of a context that decodes on ``home``; fewer than it takes if no more can."""
+        key = (request.request_id, request.epoch)
+        line = (instance for _, _, _, instance in self._ranking.line())
+        able = (
+            each
+            for each in line
+            if each is not home
+            and each.instance_id not in out
+            and key not in each.allocations
+            and home.part_blocks <= each.room.bounded
+        )
+        return list(islice(able, home.num_parts(request)))
+
     def first(self, request: Request, depths: Mapping[int, int], avoided: Collection[str] = ()) -> InstanceState | None:
         """The first with room for the whole request; of those that are about as free, the one that keeps most of it.
 
@@ -197,6 +212,20 @@ class Decoders:
         self.catch_up()
         group = self._groups.get(exact_group)
         return None if group is None else group.first(request, depths, avoided)
+
+    def spread(
+        self, source: InstanceState, request: Request, avoided: Collection[str] = ()
+    ) -> tuple[InstanceState | None, list[InstanceState]]:
+        """Where a request decodes whose context is spread, and who holds its first ranges, in their order.
+
+        All are in the exact group of ``source``, which computes its prompt, and none is ``source`` or ``avoided``.
+        """
+        out = {source.instance_id, *avoided}
+        home = self.first_in(source.exact_group, request, NOTHING_KEPT, out)
+        if home is None:
+            return None, []
+        members = self._groups[source.exact_group].members(home, request, out)
+        return (None, []) if len(members) < home.num_parts(request) else (home, members)
 
     def across(self, firsts: dict[str, InstanceState], source: InstanceState) -> InstanceState | None:
         """The first that ``source`` can send KV to though it is of another arithmetic class; of what `firsts` gave."""

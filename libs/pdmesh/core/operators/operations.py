@@ -40,7 +40,7 @@ COME_BACK_S = 600.0
 #: What an instance may hold in its new role.
 _STAYS: dict[Role, Collection[AllocationKind]] = {
     Role.PREFILL: (*MOVES_AWAY, AllocationKind.FETCH),
-    Role.DECODE: (*HAVE_SEATS, AllocationKind.FETCH),
+    Role.DECODE: (*HAVE_SEATS, AllocationKind.PART, AllocationKind.FETCH),
     Role.MIXED: tuple(AllocationKind),
 }
 

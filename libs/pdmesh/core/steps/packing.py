@@ -214,6 +214,8 @@ class Round:
         mesh, bundle, request = self._mesh, self._bundle, head.request
         if self._prefill_groups.awaits_members(head, bundle):
             return Wait.FOR_TURN
+        if mesh.spreads_contexts and not could_place(request, mesh.kinds):
+            return Wait.FOR_INSTANCE  # or it could not be resumed
         for step_slot in list(self._step_slots.values()):
             if step_slot.running:
                 line = self._in_order([*step_slot.running, head])
@@ -279,7 +281,7 @@ class Round:
             if self._known.is_spare(holder)
             and holder.instance_id not in self._step_slots
             and holder.kv_group not in self._handovers.closed_groups
-            and holder.can_decode(head.request)
+            and holder.can_stay(head.request)
         ]
         if not spare:
             return None
@@ -325,6 +327,7 @@ class Round:
             state,
             prefill,
             placement.decode,
+            members=placement.members,
             long_tokens=num_work_tokens if num_work_tokens >= self._bundle.long_prompt_tokens else 0,
             num_loaded=self._reusing.num_loaded(prefill),
             now_s=self._now_s,

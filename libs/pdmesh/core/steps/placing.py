@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from enum import Enum, auto
 from itertools import islice
@@ -34,15 +35,19 @@ class Wait(Enum):
 
 
 class Placement(NamedTuple):
-    """``prefill is decode`` where the request stays; without ``decode`` it is computed ahead of room to decode."""
+    """``prefill is decode`` where the request stays; without ``decode`` it is computed ahead of room to decode.
+
+    ``members`` hold the first ranges of its context while it decodes, in their order.
+    """
 
     prefill: InstanceState
     decode: InstanceState | None
+    members: Sequence[InstanceState] = ()
 
     @property
     def instances(self) -> Sequence[InstanceState]:
         """All that have a part in it."""
-        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
+        return (self.prefill,) if self.decode is None else (self.prefill, self.decode, *self.members)
 
 
 def place(
@@ -113,7 +118,7 @@ def _place_around(
             continue
         first = decoders.first_in(offer.exact_group, request, depths, unheard | cut.of(offer.instance_id))
         firsts = {} if first is None else {offer.exact_group: first}
-        placed = _place(request, [offer], firsts, decoders, bundle, handovers, now_s, depths)
+        placed = _place(request, [offer], firsts, decoders, bundle, handovers, now_s, depths, avoided=unheard)
         if isinstance(placed, Placement):
             return placed
         wait = placed
@@ -132,6 +137,7 @@ def _place(
     *,
     may_be_ahead: bool = True,
     slow_from: SlowFrom | None = None,
+    avoided: Collection[str] = (),
 ) -> Placement | Wait:
     """`place`, with the first place to decode for what is computed in each exact group.
 
@@ -148,6 +154,9 @@ def _place(
             slow = slow_from(prefill, prefill.num_prefill_blocks(request))
             if first.instance_id in slow:
                 first = decoders.first_in(prefill.exact_group, request, depths, slow) or first
+        members: Sequence[InstanceState] = ()
+        if first is not None and prefill.num_parts(request):
+            first, members = decoders.spread(prefill, request, avoided)
         num_reused = _num_kept_tokens(depths, prefill)
         if handovers.holds_back(prefill, bundle):
             continue
@@ -165,10 +174,10 @@ def _place(
         elif ends_here or first is None:
             return Placement(prefill, prefill)
         else:
-            if prefill.can_decode(request) and bundle.decode_placement.stays(request, prefill.view, first.view):
+            if prefill.can_stay(request) and bundle.decode_placement.stays(request, prefill.view, first.view):
                 return Placement(prefill, prefill)
             is_later = handovers.promises_later(request, prefill, num_reused, bundle)
-            return Placement(prefill, None if is_later else first)
+            return Placement(prefill, None) if is_later else Placement(prefill, first, members)
     return wait
 
 
@@ -191,7 +200,7 @@ def place_locally(
     if request.arithmetic:
         asked = sorted(asked, key=lambda instance: instance.arithmetic != request.arithmetic)
     for instance in asked:
-        if instance.kv_group in handovers.closed_groups or not instance.can_decode(request):
+        if instance.kv_group in handovers.closed_groups or not instance.can_stay(request):
             continue
         prefill = least_queued(instance.kv_group)
         layer_bytes = instance.num_prefill_blocks(request) * instance.profile.kv_layout.block_bytes
@@ -214,10 +223,21 @@ def _num_kept_tokens(depths: Mapping[int, int], instance: InstanceState) -> int:
     return depths.get(instance.number, 0) * GRANULE_TOKENS
 
 
-def could_place(request: Request, instances: Collection[InstanceState]) -> bool:
-    """Whether some pair of the instances could take the request if they were empty."""
-    targets = {instance.kv_group for instance in instances if instance.could_decode(request)}
-    return any(instance.kv_group in targets and instance.could_prefill(request) for instance in instances)
+def could_place(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> bool:
+    """Whether some pair of the instances could take the request if they were empty.
+
+    Where contexts are spread, as many as it may come to need: what it has drawn is part of its prompt if it is resumed.
+    Or, if not ``by_number``, with others like them: one that was lost is soon there again.
+    """
+    able = Counter([instance.kv_group for instance in instances if instance.could_decode(request)])
+    for instance in instances:
+        if not instance.could_prefill(request):
+            continue
+        num_parts = instance.most_parts(request) if by_number else 0
+        num_others = able[instance.kv_group] - (num_parts > 0 and instance.could_decode(request))
+        if num_others > num_parts:
+            return True
+    return False
 
 
 def have_pair(instances: Collection[InstanceState]) -> bool:

@@ -86,6 +86,7 @@ class TransferBroker:
         self._num_ranked = 0
         self._receivers: dict[InstanceId, _Receiver] = {}
         self._changed: dict[InstanceId, None] = {}  # receivers where someone may have to give a backend back
+        self._shared: dict[InstanceId, None] = {}  # receivers where a transfer to several waits, or did a moment ago
 
     # --- receivers come and go ---
 
@@ -196,6 +197,18 @@ class TransferBroker:
         receiver = self._receivers.get(receiver_id)
         return () if receiver is None else tuple(transfer.key for transfer in receiver.granted.values())
 
+    def unblock(self) -> list[Transfer]:
+        """Grant what waits behind transfers to several receivers, which may have gone, or come later in turn now."""
+        granted: list[Transfer] = []
+        while self._shared:
+            shared, self._shared = self._shared, {}
+            known = [receiver_id for receiver_id in shared if receiver_id in self._receivers]
+            more = [transfer for receiver_id in known for transfer in self._grant(receiver_id)]
+            if not more:
+                break
+            granted += more
+        return granted
+
     # --- preempted requests ---
 
     def interrupted(self, transfer: Transfer) -> None:
@@ -259,8 +272,11 @@ class TransferBroker:
                 line.insert(index, transfer)
         if len(transfer.plan.destinations) > 1:
             self._changed.update(dict.fromkeys(transfer.destination_ids))
+            self._shared.update(dict.fromkeys(transfer.destination_ids))
 
     def _leave_line(self, transfer: Transfer) -> None:
+        if len(transfer.destination_ids) > 1:
+            self._shared.update(dict.fromkeys(transfer.destination_ids))
         for destination_id in transfer.destination_ids:
             receiver = self._receivers.get(destination_id)
             if receiver is not None and transfer in receiver.line:
@@ -281,10 +297,23 @@ class TransferBroker:
             granted.append(transfer)
         if receiver.line:
             self._changed[receiver_id] = None
+            if any(len(transfer.destination_ids) > 1 for transfer in receiver.line):
+                self._shared[receiver_id] = None
         return granted
 
     def _next_grantable(self, receiver: _Receiver) -> Transfer | None:
-        """The first by its turn, if its destinations have backends.
+        """The first by its turn, if it is the first at all of its destinations, and these have backends.
+
+        So one to several receivers never starves behind others that need only some of these.
+        """
+        first = self._first(receiver)
+        if first is None or len(first.destination_ids) == 1:
+            return first
+        others = [self._receivers[destination_id] for destination_id in first.destination_ids]
+        return first if all(self._first(other) is first for other in others) else None
+
+    def _first(self, receiver: _Receiver) -> Transfer | None:
+        """The first by its turn, if there is a backend.
 
         Moves and fetches are passed over while as many are under way as may be.
         """
@@ -297,10 +326,7 @@ class TransferBroker:
                 first, least = transfer, turn
                 if turn == earliest:
                     break  # of equal ones the first offer counts
-        if first is None:
-            return None
-        others = (self._receivers[destination_id] for destination_id in first.destination_ids)
-        return None if any(other.is_full for other in others) else first
+        return first
 
     def _turn(self, transfer: Transfer) -> int:
         """Smaller is earlier, a preempted request the last; of equal ones the first offer counts."""

@@ -11,6 +11,8 @@ KV that waits to move away is bounded on each instance, and that bound holds bac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdmesh.core.instances.decoding import DecodingSums
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import Decoders
@@ -53,7 +55,12 @@ class HandOvers:
             if kv_group in self._closed:
                 continue
             source = mesh.instances[state.prefill_ids[0]]
-            receiver = self._receiver(state, source, step_slots.decoders)
+            members: Sequence[InstanceState] = ()
+            if source.num_parts(state.request):
+                cut = mesh.cut.of(state.request.gateway_id)
+                receiver, members = step_slots.decoders.spread(source, state.request, cut)
+            else:
+                receiver = self._receiver(state, source, step_slots.decoders)
             wanted = before.get(kv_group, Wanted()).plus(num_blocks)
             if self._may_yet_wait(state, bundle) and not self._needs_room(
                 state, source, wanted, None if receiver is not None else step_slots.decoders.sums, bundle
@@ -61,14 +68,14 @@ class HandOvers:
                 before[kv_group] = wanted
                 continue
             if receiver is not None:
-                receive(mesh, state, receiver)
+                receive(mesh, state, receiver, members)
             elif source.can_keep(state.request):
                 keep(mesh, state)
             else:
                 self._closed.add(kv_group)
                 continue
             state.find_room(now_s)
-            step_slots.refresh([source] if receiver is None else [source, receiver])
+            step_slots.refresh([source] if receiver is None else [source, receiver, *members])
 
     def _receiver(self, state: RequestState, source: InstanceState, decoders: Decoders) -> InstanceState | None:
         """Return the first with room, of those that could be reached of late if there are any."""

@@ -45,6 +45,8 @@ class Moves:
             return f"is on its way to {state.move.target_id} already"
         if state.phase is not Phase.DECODING:
             return f"is {state.phase.replace('_', ' ')}, and only what decodes can move"
+        if len(state.decode_shards) > 1:
+            return "has a context that is spread over several instances, and stays"
         source, allocation = self._where(state)
         if source is target:
             return f"decodes on {target.instance_id} already"

@@ -5,6 +5,8 @@ What is computed of it stays where that was done. Who receives it next is chosen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdmesh.core.commands import KeepKv, WithdrawTransfer
 from pdmesh.core.groups.recovery import lose_helper
 from pdmesh.core.instances.instance import InstanceState
@@ -65,12 +67,12 @@ def lose_receiver(mesh: MeshState, state: RequestState, *, told_by: InstanceId |
     source.defer(state.key, True)
 
 
-def receive(mesh: MeshState, state: RequestState, decode: InstanceState) -> None:
-    """A request without a receiver gets one."""
+def receive(mesh: MeshState, state: RequestState, decode: InstanceState, members: Sequence[InstanceState] = ()) -> None:
+    """A request without a receiver gets one; of a context that is spread, with ``members`` for its first ranges."""
     mesh.awaiting_decode.discard(state.key)
     allocation = mesh.allocation_of(state.prefill_ids[0], state.key)
     assert allocation is not None, f"{state.key} has no KV to send"
-    mesh.promise(state, decode, allocation.long_tokens)
+    mesh.promise(state, decode, allocation.long_tokens, members)
     mesh.instances[state.prefill_ids[0]].defer(state.key, state.is_computed)
 
 

@@ -78,8 +78,9 @@ class TransferReports:
 
     def failed(self, event: TransferFailed, now_s: float) -> None:
         if transfer := self._mesh.broker.find(event.transfer_id, (event.request_id, event.epoch)):
+            is_receiver = event.instance_id in transfer.destination_ids
             for source_id in transfer.source_ids:
-                for destination_id in transfer.destination_ids:
+                for destination_id in (event.instance_id,) if is_receiver else transfer.destination_ids:
                     self._mesh.cut.note(source_id, destination_id, now_s)
         key = (event.request_id, event.epoch)
         if self._fetches.failed(key):

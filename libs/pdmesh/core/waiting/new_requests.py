@@ -87,7 +87,7 @@ class NewRequests:
 
     def _is_too_long(self, request: Request, bundle: Bundle) -> bool:
         kinds = self._mesh.kinds
-        return have_pair(kinds) and not could_place(request, kinds)
+        return have_pair(kinds) and not could_place(request, kinds, by_number=False)
 
     def cancelled(self, event: RequestCancelled) -> None:
         was_orphan = self._reconciler.forget(event.request_id, event.gateway_id)

@@ -80,7 +80,8 @@ class ExpectKv(Message, frozen=True, kw_only=True):
     """A `PlaceDecode` with the request.
 
     ``generation.token_ids`` is empty unless sampling needs the prompt. Then ``tail`` are the packed tokens behind the
-    last full granule, which those that are drawn go on from, if its KV may be kept.
+    last full granule, which those that are drawn go on from, if its KV may be kept. Where the context is spread over
+    several instances, each hears where all are.
     """
 
     command: PlaceDecode
@@ -88,6 +89,7 @@ class ExpectKv(Message, frozen=True, kw_only=True):
     num_context_tokens: int  # tokens whose KV will land
     source_addresses: tuple[bytes, ...]  # data addresses of the transfer's sources, for the acknowledgement
     tail: bytes = b""
+    destination_addresses: tuple[bytes, ...] = ()  # of the transfer's destinations, if they are several
 
 
 class ExpectMove(Message, frozen=True, kw_only=True):

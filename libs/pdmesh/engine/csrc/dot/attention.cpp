@@ -8,10 +8,10 @@
 
 using namespace pdmesh;
 
-// Spans (row, num_tokens, start, offset of the block table in `tables`), 4 numbers each. head_dim is a multiple of 32
+// Spans (row, num_tokens, start, offset of the block table in `tables`, unused), 5 numbers each. head_dim is a multiple of 32
 // up to 1024, block_size one of 16. `cache_data` begins at the first of num_kv_heads of cache_heads.
 extern "C" void pdmesh_attention(
-    const bf16* query, int64_t query_stride, const bf16* cache_data, bf16* output, float* lse, const int64_t* spans,
+    const bf16* query, int64_t query_stride, const bf16* cache_data, bf16* output, float*, float* lse, const int64_t* spans,
     int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads,
     int64_t block_size, int64_t head_dim, float scale, int64_t, float, int64_t num_threads) {
     const int group = static_cast<int>(num_heads / num_kv_heads);
@@ -26,16 +26,16 @@ extern "C" void pdmesh_attention(
     };
     int64_t num_tasks = 0;
     for (int64_t i = 0; i < num_spans; ++i) {
-        const int64_t num_rows = spans[4 * i + 1] * group;
+        const int64_t num_rows = spans[5 * i + 1] * group;
         num_tasks += (num_rows + task_rows - 1) / task_rows * (num_kv_heads / heads_each(num_rows));
     }
     const auto tasks = std::make_unique<Task[]>(num_tasks);
     Task* next = tasks.get();
     for (int64_t i = 0; i < num_spans; ++i) {
-        const int64_t row = spans[4 * i], num_rows = spans[4 * i + 1] * group;
+        const int64_t row = spans[5 * i], num_rows = spans[5 * i + 1] * group;
         const Task all = {
-            tables + spans[4 * i + 3],
-            static_cast<int>(spans[4 * i + 2]),
+            tables + spans[5 * i + 3],
+            static_cast<int>(spans[5 * i + 2]),
             0,
             static_cast<int>(num_rows),
             0,

@@ -30,14 +30,19 @@ template <class Value>
 struct Task {
     const int64_t* table;
     int64_t start;  // position of the chunk's first token
+    int64_t last;   // key that no row sees beyond
     int64_t first_row, num_rows, head;
     const Value* query;  // of the chunk's first token and the head's first query head
     int64_t query_stride;
-    Value* output;
+    Value* output;  // or null: to `wide`
+    float* wide;
     float* lse;  // or null
     int64_t num_heads;
 
-    int64_t position(const Cache<Value>& cache, int64_t row) const { return start + (first_row + row) / cache.group; }
+    // The last key that a row sees.
+    int64_t position(const Cache<Value>& cache, int64_t row) const {
+        return std::min(start + (first_row + row) / cache.group, last);
+    }
     // Keys that its last row sees.
     int64_t end(const Cache<Value>& cache) const { return position(cache, num_rows - 1) + 1; }
     // The first key that a row sees; and the first block of those that its first row sees.
@@ -236,38 +241,49 @@ void write(const Cache<Value>& cache, const Task<Value>& task, const State& stat
             parts[part] = load(state.sums + i * kTreeLanes + part * kLanes);
         const float sum = sum16(parts);
         const Floats share = splat(1.0f / sum);
-        Value* to = task.output + head * dims;
         for (int64_t slot = 0; slot < dims; slot += kPair) {
-            // + 0: levels disagree about the sign of a sum that underflowed.
             const float* from = state.output + i * state.stride + slot;
-            Value values[kPair];
-            store_both(values, load(from) * share + 0.0f, load(from + kLanes) * share + 0.0f);
-            std::memcpy(to + dim_of(slot, dims), values, std::min(kPair, dims) * sizeof(Value));
+            const int64_t count = std::min(kPair, dims), to = head * dims + dim_of(slot, dims);
+            // + 0: levels disagree about the sign of a sum that underflowed.
+            const Floats low = load(from) * share + 0.0f, high = load(from + kLanes) * share + 0.0f;
+            const auto put = [&](auto* output) {
+                std::remove_pointer_t<decltype(output)> values[kPair];
+                if constexpr (std::is_same_v<decltype(output), Value*>)
+                    store_both(values, low, high);
+                else
+                    store_wide(values, low, high, Value());
+                std::memcpy(output + to, values, count * sizeof(*output));
+            };
+            if (task.output != nullptr) put(task.output);
+            else put(task.wide);
         }
         if (task.lse != nullptr)
             task.lse[head] = state.maximum[i] * cache.scale + natural_log(sum);
     }
 }
 
-// Spans are (row, num_tokens, start, offset of the block table in `tables`), 4 numbers each.
+// Spans are (row, num_tokens, start, offset of the block table in `tables`, last key that is seen), 5 numbers each.
 template <class Value>
 void attention(
-    const Value* query, int64_t query_stride, const Value* cache_data, Value* output, float* lse, const int64_t* spans,
-    int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads, int64_t cache_heads,
-    int64_t block_size, int64_t head_dim, float scale, int64_t window, float cap, int64_t num_threads) {
+    const Value* query, int64_t query_stride, const Value* cache_data, Value* output, float* wide, float* lse,
+    const int64_t* spans, int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads,
+    int64_t cache_heads, int64_t block_size, int64_t head_dim, float scale, int64_t window, float cap,
+    int64_t num_threads) {
     const int64_t group = num_heads / num_kv_heads;
     const Cache<Value> cache = {cache_data, cache_heads, block_size, head_dim, group, scale, window, cap};
     std::vector<Task<Value>> tasks;
     int64_t most_rows = 0;
     for (int64_t i = 0; i < num_spans; ++i) {
-        const int64_t row = spans[4 * i], num_rows = spans[4 * i + 1] * group;
+        const int64_t row = spans[5 * i], num_rows = spans[5 * i + 1] * group;
         // The last rows see most keys: they begin first.
         for (int64_t first = (num_rows - 1) / kTaskRows * kTaskRows; first >= 0; first -= kTaskRows)
             for (int64_t head = 0; head < num_kv_heads; ++head) {
+                const int64_t place = (row * num_heads + head * group) * head_dim;
                 tasks.push_back({
-                    tables + spans[4 * i + 3], spans[4 * i + 2], first, std::min(kTaskRows, num_rows - first), head,
+                    tables + spans[5 * i + 3], spans[5 * i + 2], spans[5 * i + 4], first,
+                    std::min(kTaskRows, num_rows - first), head,
                     query + row * query_stride + head * group * head_dim, query_stride,
-                    output + (row * num_heads + head * group) * head_dim,
+                    output == nullptr ? nullptr : output + place, wide == nullptr ? nullptr : wide + place,
                     lse == nullptr ? nullptr : lse + row * num_heads + head * group, num_heads});
                 most_rows = std::max(most_rows, tasks.back().num_rows);
             }
@@ -326,17 +342,18 @@ void attention(
 
 }  // namespace
 
-// head_dim is a multiple of 8 up to 1024. lse may be null. A row sees the `window` latest keys, its own among them, 0:
+// head_dim is a multiple of 8 up to 1024. Results go to `output`, or if that is null, in fp32, to `wide`. lse may be
+// null. A row sees the `window` latest keys, its own among them, 0:
 // all; scores are squeezed into -cap ... cap, 0: as they are. `cache` begins at the first of num_kv_heads of cache_heads.
 #define PDMESH_ATTENTION(Value, suffix)                                                                                \
     void pdmesh_attention##suffix(                                                                                     \
-        const Value* query, int64_t query_stride, const Value* cache, Value* output, float* lse,                       \
+        const Value* query, int64_t query_stride, const Value* cache, Value* output, float* wide, float* lse,          \
         const int64_t* spans, int64_t num_spans, const int64_t* tables, int64_t num_heads, int64_t num_kv_heads,       \
         int64_t cache_heads, int64_t block_size, int64_t head_dim, float scale, int64_t window, float cap,             \
         int64_t num_threads) {                                                                                         \
         attention(                                                                                                     \
-            query, query_stride, cache, output, lse, spans, num_spans, tables, num_heads, num_kv_heads, cache_heads,   \
-            block_size, head_dim, scale, window, cap, num_threads);                                                    \
+            query, query_stride, cache, output, wide, lse, spans, num_spans, tables, num_heads, num_kv_heads,          \
+            cache_heads, block_size, head_dim, scale, window, cap, num_threads);                                       \
     }
 
 extern "C" {

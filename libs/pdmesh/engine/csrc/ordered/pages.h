@@ -130,6 +130,21 @@ inline void store_both(F16* to, Floats first, Floats second) {
     store(to + kLanes, second);
 }
 
+// Stores what is in the order of `load_both` of values of the third argument's type.
+inline void store_wide(float* to, Floats first, Floats second, Bf16) {
+    float values[2][kLanes];
+    store(values[0], first);
+    store(values[1], second);
+    for (int i = 0; i < kLanes; ++i) {
+        to[2 * i] = values[0][i];
+        to[2 * i + 1] = values[1][i];
+    }
+}
+inline void store_wide(float* to, Floats first, Floats second, F16) {
+    store(to, first);
+    store(to + kLanes, second);
+}
+
 // kPanel keys, widened and turned: `panel` is (head_dim x kPanel). head_dim is a multiple of 8.
 template <class Value>
 inline void turn_keys(const Value* const* keys, int64_t head_dim, float* panel) {

@@ -1,0 +1,295 @@
+"""A context spread over several instances: its *home*, where it decodes, asks the *members*, which hold a range each.
+
+In each layer the home sends its query rows to all members at once, and attends to what it holds itself meanwhile. A
+member answers what it makes of its range, on a thread of its own, beside its steps: a range never changes. A query that
+comes before the range has landed waits for that. A member that gives no answer in time, gives up, or is gone ends the
+request's step at its home, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import anyio
+
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.context import KvContext, mismatch
+from pdmesh.kv.elsewhere import KvElsewhereLost
+from pdmesh.kv.gate import Wakeup
+from pdmesh.kv.outgoing import PieceWriter
+from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
+from pdmesh.model import Epoch, IndexRange, RequestId
+from pdmesh.threads import CallThreads
+from pdmesh.transport.base import ReceivedPiece
+
+#: What an engine makes of query rows in a layer and the blocks of a range (`pdmesh.engine.base.Engine.attend_part`).
+AttendPart = Callable[[int, Sequence[int], bytes], bytes]
+
+
+#: That wait to be sent, of all contexts of an instance: each has one.
+MAX_QUESTIONS = 4096
+
+
+class SpreadKv:
+    """A home's side of one context. Implements `pdmesh.kv.elsewhere.KvElsewhere`."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        capability: int,
+        addresses: Sequence[bytes],
+        num_tokens: int,
+        limit_s: float,
+        wakeup: Wakeup,
+        send: Callable[[SpreadKv, int, int, bytes], object],
+    ) -> None:
+        """``send`` takes a question by its number, its layer and its rows; on the engine's thread."""
+        self.request_id = request_id
+        self.epoch = epoch
+        self.key = request_key(request_id)
+        self.capability = capability
+        self.addresses = tuple(addresses)
+        self._num_tokens = num_tokens
+        self._limit_s = limit_s
+        self._wakeup = wakeup
+        self._send = send
+        self._number = 0  # of the last question
+        self._answers: dict[int, bytes] = {}  # to it, by member
+        self._failure: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def ask(self, layer: int, query: bytes) -> None:
+        self._number += 1
+        self._answers = {}
+        self._send(self, self._number, layer, query)
+
+    def answers(self) -> list[bytes]:
+        def is_over() -> bool:
+            return self._failure is not None or len(self._answers) == len(self.addresses)
+
+        if not self._wakeup.wait_for(is_over, self._limit_s):
+            self._failure = f"no answer within {self._limit_s:g} s from {self._missing()}"
+        if self._failure is not None:
+            raise KvElsewhereLost(self, self._failure)
+        return [self._answers[number] for number in range(len(self.addresses))]
+
+    # --- on the event loop --------------------------------------------------------------------------------------------
+
+    def take(self, number: int, member: int, answer: bytes) -> bool:
+        """Take an answer. False if it is to no question that waits."""
+        if number != self._number or not 0 <= member < len(self.addresses):
+            return False
+        self._answers[member] = answer
+        self._wakeup.ring()
+        return True
+
+    def fail(self, reason: str) -> None:
+        """End what waits for answers, now and later."""
+        if self._failure is None:
+            self._failure = reason
+        self._wakeup.ring()
+
+    def _missing(self) -> str:
+        names = [str(number) for number in range(len(self.addresses)) if number not in self._answers]
+        return f"members {', '.join(names)} of {len(self.addresses)}"
+
+
+class _Question(NamedTuple):
+    """Query rows of a context, by the question's number."""
+
+    spread: SpreadKv
+    number: int
+    layer: int
+    query: bytes
+
+
+@dataclass(slots=True, eq=False)
+class HeldPart:
+    """A member's side: a range in its blocks."""
+
+    request_id: RequestId
+    epoch: Epoch
+    capability: int
+    block_ids: tuple[int, ...]
+    home_address: bytes
+    member: int  # its place among them
+    has_landed: bool = False
+    waiting: list[tuple[PieceHeader, bytes]] = field(default_factory=list[tuple[PieceHeader, bytes]])
+    key: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = request_key(self.request_id)
+
+
+class KvParts:
+    """Both sides of the contexts that one instance has a part in. Event loop only."""
+
+    def __init__(
+        self,
+        context: KvContext,
+        pool: BlockPool,
+        threads: CallThreads | None,
+        attend: AttendPart | None,
+        wakeup: Wakeup,
+    ) -> None:
+        """Without ``attend``, which is called on ``threads``, an instance is no member."""
+        self._context = context
+        self._pool = pool
+        self._threads = threads
+        self._attend = attend
+        self._wakeup = wakeup
+        self._writer = PieceWriter(
+            (), store=context.store, transport=context.transport, key=context.key, copies=context.copies
+        )
+        self._homes: dict[bytes, SpreadKv] = {}
+        self._held: dict[bytes, HeldPart] = {}
+        self._put, self._questions = anyio.create_memory_object_stream[_Question](MAX_QUESTIONS)
+        self.num_answers = 0  # that were given
+
+    def __len__(self) -> int:
+        return len(self._homes) + len(self._held)
+
+    # --- for the worker runtime ---------------------------------------------------------------------------------------
+
+    def open(
+        self, request_id: RequestId, epoch: Epoch, *, capability: int, addresses: Sequence[bytes], num_tokens: int
+    ) -> SpreadKv:
+        """Begin to be the home of a context, whose first tokens the members at these addresses hold, in their order."""
+        for address in addresses:
+            self._context.admit(address)
+        call_soon = self._context.call_soon
+        spread = SpreadKv(
+            request_id,
+            epoch,
+            capability=capability,
+            addresses=addresses,
+            num_tokens=num_tokens,
+            limit_s=self._context.config.group_no_progress_s,
+            wakeup=self._wakeup,
+            send=lambda *question: call_soon(partial(self._put.send_nowait, _Question(*question))),
+        )
+        self._homes[spread.key] = spread
+        return spread
+
+    def hold(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        capability: int,
+        block_ids: Sequence[int],
+        home_address: bytes,
+        member: int,
+    ) -> None:
+        """Begin to be a member. Questions wait until `landed`."""
+        self._context.admit(home_address)
+        part = HeldPart(request_id, epoch, capability, tuple(block_ids), home_address, member)
+        self._held[part.key] = part
+
+    def landed(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Answer from now on: a range is here."""
+        part = self._held.get(request_key(request_id))
+        if part is not None and part.epoch == epoch:
+            part.has_landed = True
+            for question in part.waiting:
+                self._context.tasks.start_soon(self._answer, part, *question)
+            part.waiting.clear()
+
+    def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Have no part in this epoch of a request, nor in older ones. Idempotent."""
+        key = request_key(request_id)
+        spread, part = self._homes.get(key), self._held.get(key)
+        if spread is not None and spread.epoch <= epoch:
+            del self._homes[key]
+            spread.fail("the request was freed")
+        if part is not None and part.epoch <= epoch:
+            del self._held[key]
+
+    def forget(self, address: bytes) -> None:
+        """Note that a peer is gone: nobody waits for its answers."""
+        for spread in self._homes.values():
+            if address in spread.addresses:
+                spread.fail(f"member {spread.addresses.index(address)} of its KV is gone")
+
+    def abort(self, reason: str) -> None:
+        """End what the engine's thread waits for."""
+        for spread in self._homes.values():
+            spread.fail(reason)
+
+    # --- for the mover ------------------------------------------------------------------------------------------------
+
+    def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
+        """Take a question or an answer."""
+        side = (self._held if header.kind is PieceKind.QUERY else self._homes).get(header.request_key)
+        if side is None:
+            self._context.drop(piece, "unknown")
+        elif reason := mismatch(side, header):
+            self._context.drop(piece, reason)
+        elif not piece.load() or not self._context.key.opens_payload(piece.payload, header.check):
+            self._context.drop(piece, "checksum")  # nobody asks again: the home's limit ends the step
+        else:
+            data = bytes(piece.payload)
+            piece.release()
+            if isinstance(side, SpreadKv):
+                if not side.take(header.chunk, header.source, data):
+                    self._context.dropped["late answer"] += 1
+            elif side.has_landed:
+                self._context.tasks.start_soon(self._answer, side, header, data)
+            else:
+                side.waiting = [(header, data)]  # a home has one question under way
+
+    def clear(self) -> None:
+        """End everything."""
+        self.abort("the instance is stopping")
+        self._put.close()
+        self._homes.clear()
+        self._held.clear()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Send what the engine's thread asks."""
+        async with self._questions:
+            async for spread, number, layer, query in self._questions:
+                about = PieceHeader(
+                    kind=PieceKind.QUERY,
+                    request_key=spread.key,
+                    epoch=spread.epoch,
+                    capability=spread.capability,
+                    chunk=number,
+                    part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
+                )
+                for member, address in enumerate(spread.addresses):
+                    header = replace(about, destination=member)
+                    self._context.tasks.start_soon(self._send_query, spread, address, query, header)
+
+    async def _send_query(self, spread: SpreadKv, address: bytes, query: bytes, about: PieceHeader) -> None:
+        try:
+            await self._writer.send_payload(address, query, about)
+        except KvTransferError as error:
+            spread.fail(str(error))
+
+    async def _answer(self, part: HeldPart, header: PieceHeader, query: bytes) -> None:
+        """Attend on a thread, with the blocks pinned: the request may be freed meanwhile."""
+        layer = header.part.layers.start
+        assert self._threads is not None, "a part is held where none may be"
+        assert self._attend is not None, "a part is held where nothing attends to it"
+        if part is not self._held.get(part.key) or not 0 <= layer < self._context.store.layout.num_layers:
+            return
+        with self._pool.pinned(part.block_ids):
+            answer = await self._threads.run(partial(self._attend, layer, part.block_ids, query))
+        about = replace(header, kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART)
+        try:
+            await self._writer.send_payload(part.home_address, answer, about)
+            self.num_answers += 1
+        except KvTransferError as error:
+            self._context.failed(part, str(error), sending=False)

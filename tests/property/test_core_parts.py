@@ -1,0 +1,242 @@
+"""Contexts that are spread over several instances, whatever happens to these, and in whatever order it is heard."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from pdmesh.core.commands import ForgetRequest, PlaceDecode, Reject, Restart
+from pdmesh.core.config import CoreConfig, KvReservation
+from pdmesh.core.events import (
+    DrainRequested,
+    Event,
+    GatewayJoined,
+    InstanceJoined,
+    InstanceLost,
+    RequestArrived,
+    RequestCancelled,
+    Tick,
+)
+from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, Role, TransferPurpose
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.testing.core import GATEWAY, a_request
+from pdmesh.testing.examples import examples
+from pdmesh.testing.modelled import ModelledInstance, modelled_profile
+from pdmesh.testing.modelled_mesh import ModelledMesh
+
+BLOCK_SIZE, LIMIT = 4, 16
+MESHES = {
+    "two prefill, four decode": [Role.PREFILL] * 2 + [Role.DECODE] * 4,
+    "five mixed": [Role.MIXED] * 5,
+    "all kinds": [Role.PREFILL, Role.MIXED, Role.MIXED, Role.DECODE, Role.DECODE],
+}
+
+
+class Driver:
+    """A core over modelled instances; what happens next is drawn."""
+
+    def __init__(self, shape: str, bundle: str, reservation: KvReservation, rng: random.Random) -> None:
+        self.rng = rng
+        policy = PolicyConfig(chunk_tokens=16)
+        config = CoreConfig(policy=policy, kv_reservation=reservation)
+        self.core = SchedulerCore(config, make_bundle(bundle, policy), random.Random(0))
+        profiles = [
+            modelled_profile(f"i{index}", role, num_blocks=24, block_size=BLOCK_SIZE, max_kv_tokens=LIMIT)
+            for index, role in enumerate(MESHES[shape])
+        ]
+        self.max_total_of: dict[RequestKey, int] = {}
+        self.mesh = ModelledMesh(profiles, self.max_total_of)
+        self.now_s = 0.0
+        self.running: dict[RequestId, Request] = {}  # in their current epochs
+        self.resumes: list[Request] = []
+        self.most_members = 0
+        self.num_requests = 0
+        self.feed(GatewayJoined(GATEWAY, ()))
+        for profile in profiles:
+            self.feed(InstanceJoined(profile, ()))
+
+    @property
+    def instances(self) -> list[ModelledInstance]:
+        return list(self.mesh.instances.values())
+
+    def feed(self, event: Event) -> None:
+        self.now_s += 0.01
+        for command in self.core.handle(event, self.now_s):
+            match command:
+                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.HAND_OVER:
+                    self.most_members = max(self.most_members, len(transfer.destinations) - 1)
+                    self.check(command)
+                case Restart():
+                    request = self.running[command.request_id]
+                    drawn = self.rng.randint(0, request.max_tokens - 1)
+                    self.resumes.append(
+                        replace(
+                            request,
+                            epoch=Epoch(request.epoch + 1),
+                            num_prompt_tokens=request.num_prompt_tokens + drawn,
+                            max_tokens=request.max_tokens - drawn,
+                        )
+                    )
+                case ForgetRequest(outcome=outcome) if not outcome.goes_on:
+                    self.running.pop(command.request_id, None)
+                case Reject():
+                    raise AssertionError(f"{command}, though there are instances enough")
+                case _:
+                    pass
+            self.mesh.send(command)
+        self.core.check_integrity()
+
+    def check(self, command: PlaceDecode) -> None:
+        """Ranges are whole, and in the order of the context; whoever decodes holds no more than one of the prompt."""
+        (source,), destinations = command.transfer.sources, command.transfer.destinations
+        home, members = destinations[0], destinations[1:]
+        assert len({shard.instance_id for shard in (*destinations, source)}) == len(destinations) + 1
+        begin = 0
+        for shard in members:
+            assert shard.part.blocks == (begin, begin + LIMIT // BLOCK_SIZE)
+            begin = shard.part.blocks.stop
+        assert home.part.blocks.start == begin
+        prompt = self.running[command.request_id].num_prompt_tokens
+        assert 0 < prompt - begin * BLOCK_SIZE <= LIMIT
+
+    def arrive(self) -> None:
+        prompt, output = self.rng.randint(1, 3 * LIMIT + 8), self.rng.randint(1, 8)
+        self.submit(a_request(f"r{self.num_requests}", prompt, output, arrival_s=self.now_s))
+        self.num_requests += 1
+
+    def submit(self, request: Request) -> None:
+        key = request.request_id, request.epoch
+        self.max_total_of[key] = request.max_total_tokens
+        self.running[request.request_id] = request
+        self.feed(RequestArrived(request))
+
+    def advance(self) -> bool:
+        """One thing that goes on by itself; False if there is nothing."""
+        able: list[Callable[[], object]] = [call for each in self.instances for call in self.calls(each)]
+        able += [partial(self.mesh.land, *each) for each in self.mesh.transfers() if each[0].held[each[2]].is_computed]
+        if self.resumes:
+            able.append(lambda: self.submit(self.resumes.pop()))
+        if not able:
+            return False
+        self.rng.choice(able)()
+        return True
+
+    def calls(self, instance: ModelledInstance) -> list[Callable[[], object]]:
+        able: list[Callable[[], object]] = []
+        if instance.commands:
+            able.append(instance.take_command)
+        if instance.events:
+            able.append(lambda: self.feed(instance.events.popleft()))
+        if instance.can_begin:
+            able.append(instance.begin_step)
+        if instance.running and instance.can_end:
+            able.append(instance.end_step)
+        if instance.can_decode:
+            able.append(lambda: instance.decode(self.rng.randint(1, 3)))
+        return able
+
+    def disturb(self) -> None:
+        """One thing that goes wrong, or that somebody asks for."""
+        instance = self.rng.choice(self.instances)
+        match self.rng.randrange(6):
+            case 0 if self.running:
+                request = self.rng.choice(list(self.running.values()))
+                self.resumes = [each for each in self.resumes if each.request_id != request.request_id]
+                del self.running[request.request_id]
+                self.feed(RequestCancelled(GATEWAY, request.request_id, request.epoch))
+            case 1 if instance.held:
+                key = self.rng.choice(list(instance.held))
+                held = instance.held[key]
+                if not held.moves_on and not held.is_freed:
+                    instance.drop(key)
+            case 2:
+                self.lose(instance)
+            case 3:
+                gateways = dict.fromkeys(instance.held, GATEWAY)
+                for key in [key for key, held in instance.held.items() if held.num_elsewhere_blocks]:
+                    instance.untimed.drop(instance.held[key], "its context is spread")
+                self.feed(instance.rejoin(gateways))
+            case 4 if transfers := self.mesh.transfers():
+                sender, receiver, key = self.rng.choice(transfers)
+                self.mesh.fail(self.rng.choice([sender, receiver]), key)
+            case 5:
+                self.feed(DrainRequested(instance.instance_id, enabled=self.rng.random() < 0.3))
+            case _:
+                self.feed(Tick())
+
+    def lose(self, instance: ModelledInstance) -> None:
+        """Its process ends, and another takes its place."""
+        profile = replace(instance.profile, pid=instance.profile.pid + 1)
+        self.mesh.instances[instance.instance_id] = ModelledInstance(profile, self.max_total_of, self.mesh.pieces)
+        self.feed(InstanceLost(instance.instance_id))
+        self.feed(InstanceJoined(profile, ()))
+
+    def end(self) -> None:
+        """Everything comes to its end, and nothing is left."""
+        for instance in self.instances:
+            self.feed(DrainRequested(InstanceId(instance.instance_id), enabled=False))
+        num_idle = 0
+        while num_idle < 5:
+            if not self.advance():
+                num_idle += 1
+                self.now_s += 60.0  # who did not reach whom is forgotten by then
+                self.feed(Tick())
+        assert not self.running, f"{self.running} hang"
+        for instance in self.instances:
+            assert not instance.held
+            assert instance.untimed.num_free_blocks == instance.profile.num_blocks
+        for instance_id, state in self.core._mesh.instances.items():
+            assert not state.allocations, f"{instance_id} holds {state.allocations}"
+            assert state.num_taken_blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(examples(60)))
+def test_nothing_is_lost_or_left(seed: int) -> None:
+    rng = random.Random(seed)
+    driver = Driver(rng.choice(sorted(MESHES)), rng.choice(["fcfs", "pdmesh"]), rng.choice([*KvReservation]), rng)
+    for _ in range(300):
+        match rng.randrange(12):
+            case 0:
+                driver.arrive()
+            case 1 if rng.random() < 0.3:
+                driver.disturb()
+            case _:
+                driver.advance()
+    driver.end()
+
+
+def test_a_prompt_is_spread_and_its_parts_are_freed() -> None:
+    driver = Driver("two prefill, four decode", "fcfs", KvReservation.FULL, random.Random(1))
+    driver.submit(a_request("r", 3 * LIMIT + 1, 6))
+    while not any(instance.decoding for instance in driver.instances):
+        assert driver.advance()
+    kinds = [
+        allocation.kind for state in driver.core._mesh.instances.values() for allocation in state.allocations.values()
+    ]
+    assert kinds.count(AllocationKind.PART) == 3
+    assert driver.most_members == 3
+    driver.end()
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_context_that_may_need_more_instances_than_there_are_waits_for_one(comes: bool) -> None:
+    """What it draws is part of its prompt should it be resumed."""
+    core = Driver("two prefill, four decode", "fcfs", KvReservation.FULL, random.Random(1)).core
+    fits, long = a_request("fits", 3 * LIMIT, LIMIT + 1), a_request("long", 3 * LIMIT, LIMIT + 2)
+    for request in (fits, long):
+        assert not [each for each in core.handle(RequestArrived(request), 1.0) if isinstance(each, Reject)]
+    assert core.num_parked == core.num_waiting == 1
+    if comes:
+        another = modelled_profile("another", Role.DECODE, num_blocks=24, block_size=BLOCK_SIZE, max_kv_tokens=LIMIT)
+        core.handle(InstanceJoined(another, ()), 2.0)
+        assert core.num_waiting == 0
+    else:
+        (rejected,) = [each for each in core.handle(Tick(), 1000.0) if isinstance(each, Reject)]
+        assert rejected.request_id == "long"
