@@ -174,7 +174,10 @@ class Engine(Protocol):
         ...
 
     def attend_part(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
-        """Attend to a range of another instance's sequence that lies in these blocks: see `KvElsewhere`. Any thread."""
+        """Attend to a range of another instance's sequence that lies in these blocks: see `KvElsewhere`. Any thread.
+
+        Raises ValueError if ``query`` is no number of whole rows.
+        """
         ...
 
     def settle(self) -> None:

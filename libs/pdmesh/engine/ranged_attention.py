@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, AttentionPlan, PartialBackend, PartialPlan, QuerySpan
 from pdmesh.engine.kernels import by_value
-from pdmesh.kv.elsewhere import KvElsewhere
+from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost
 
 
 class _Part(NamedTuple):
@@ -97,7 +97,7 @@ class _RangedPlan:
             output, lse = plan.attend_partly(query, cache)
             here.append(_Part(rows, output[rows], lse[rows]))
         # Ranges elsewhere are the first ones of their rows.
-        there = [_part(rows, answer, query) for rows, asked in self._asked for answer in asked.answers()]
+        there = [_part(rows, answer, query, asked) for rows, asked in self._asked for answer in asked.answers()]
         return AttentionOutput(_merged([*there, *here], query), None)
 
 
@@ -105,12 +105,14 @@ def _rows(spans: Iterable[QuerySpan]) -> Tensor:
     return torch.cat([torch.arange(span.row, span.row + span.num_tokens) for span in spans])
 
 
-def _part(rows: slice, answer: bytes, query: Tensor) -> _Part:
-    """Return what `RangedAttention.attend_part` gave."""
+def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: KvElsewhere) -> _Part:
+    """Return what `RangedAttention.attend_part` gave. Raises KvElsewhereLost if that is not of these rows."""
     num_heads, head_dim = query.shape[1:]
     num_rows = rows.stop - rows.start
-    values = torch.from_numpy(np.frombuffer(answer, dtype=np.float32).copy())
     size = num_rows * num_heads * head_dim
+    if len(answer) != 4 * (size + num_rows * num_heads):
+        raise KvElsewhereLost(elsewhere, f"an answer of {len(answer)} bytes to {num_rows} query rows")
+    values = torch.from_numpy(np.frombuffer(answer, dtype=np.float32).copy())
     return _Part(rows, values[:size].view(num_rows, num_heads, head_dim), values[size:].view(num_rows, num_heads))
 
 

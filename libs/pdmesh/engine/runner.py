@@ -190,8 +190,10 @@ class TorchEngine:
         attention, decoder, layout = forward.attention, forward.decoder, self._kv.layout
         assert isinstance(attention, RangedAttention), "contexts are not divided"
         assert isinstance(decoder, Transformer), "contexts of this model are not divided"
-        values = torch.frombuffer(bytearray(query), dtype=TORCH_DTYPES[layout.dtype])
-        rows = values.view(-1, decoder.num_heads, layout.head_dim)
+        dtype = TORCH_DTYPES[layout.dtype]
+        if not query or len(query) % (decoder.num_heads * layout.head_dim * dtype.itemsize):
+            raise ValueError(f"{len(query)} bytes are no query rows of this model")
+        rows = torch.frombuffer(bytearray(query), dtype=dtype).view(-1, decoder.num_heads, layout.head_dim)
         return attention.attend_part(rows, forward.caches[layer], block_ids)
 
     def settle(self) -> None:

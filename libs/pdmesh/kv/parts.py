@@ -26,9 +26,9 @@ from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.threads import CallThreads
 from pdmesh.transport.base import ReceivedPiece
 
-#: What an engine makes of query rows in a layer and the blocks of a range (`pdmesh.engine.base.Engine.attend_part`).
+#: What an engine makes of query rows in a layer and the blocks of a range (`pdmesh.engine.base.Engine.attend_part`);
+#: ValueError: they are none.
 AttendPart = Callable[[int, Sequence[int], bytes], bytes]
-
 
 #: That wait to be sent, of all contexts of an instance: each has one.
 MAX_QUESTIONS = 4096
@@ -285,8 +285,12 @@ class KvParts:
         assert self._attend is not None, "a part is held where nothing attends to it"
         if part is not self._held.get(part.key) or not 0 <= layer < self._context.store.layout.num_layers:
             return
-        with self._pool.pinned(part.block_ids):
-            answer = await self._threads.run(partial(self._attend, layer, part.block_ids, query))
+        try:
+            with self._pool.pinned(part.block_ids):
+                answer = await self._threads.run(partial(self._attend, layer, part.block_ids, query))
+        except ValueError:
+            self._context.dropped["malformed question"] += 1
+            return
         about = replace(header, kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART)
         try:
             await self._writer.send_payload(part.home_address, answer, about)

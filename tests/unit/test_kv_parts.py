@@ -1,0 +1,170 @@
+"""A home asks members what they make of its query rows: what is answered, waits, is dropped, or ends a step."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.elsewhere import KvElsewhereLost
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.outcome import TransferOutcome
+from pdmesh.kv.parts import SpreadKv
+from pdmesh.model import Epoch, RequestId
+from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh.transport.base import KvTransport
+
+pytestmark = pytest.mark.anyio
+
+REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0x1234
+NUM_MEMBERS = 2
+ROW_BYTES = 8
+LIMIT_S = 0.5
+
+
+def attend(layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+    """Rows of 8 bytes, answered by what was asked and where it was looked for."""
+    if not query or len(query) % ROW_BYTES:
+        raise ValueError("no rows")
+    return repr((layer, list(block_ids), query)).encode()
+
+
+@dataclass
+class Side:
+    transport: KvTransport
+    pool: BlockPool
+    mover: KvMover
+    outcomes: list[TransferOutcome] = field(default_factory=list[TransferOutcome])
+
+
+@dataclass
+class Spread:
+    """A home and members, all of which know of the context and hold their parts."""
+
+    home: Side
+    members: list[Side]
+    kv: SpreadKv
+    blocks: list[list[int]]
+
+    async def ask(self, layer: int, query: bytes) -> Sequence[bytes]:
+        """As an engine does, on a thread."""
+
+        def asked() -> Sequence[bytes]:
+            self.kv.ask(layer, query)
+            return self.kv.answers()
+
+        return await anyio.to_thread.run_sync(asked, abandon_on_cancel=True)
+
+    def land(self, number: int) -> None:
+        self.members[number].mover.parts.landed(REQUEST, EPOCH)
+
+
+async def open_side(stack: AsyncExitStack, maker: TransportMaker) -> Side:
+    config = replace(maker.config(SMALL_TRANSFER), group_no_progress_s=LIMIT_S)
+    transport = await stack.enter_async_context(maker.open(config))
+    pool, outcomes = BlockPool(8), list[TransferOutcome]()
+    mover = KvMover(
+        transport=transport,
+        store=ByteStore(SMALL_LAYOUT, 8),
+        pool=pool,
+        config=config,
+        on_outcome=outcomes.append,
+        attend_part=attend,
+    )
+    return Side(transport, pool, await stack.enter_async_context(mover), outcomes)
+
+
+@pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
+async def spread(request: pytest.FixtureRequest) -> AsyncIterator[Spread]:
+    maker = TransportMaker(request.param)
+    async with AsyncExitStack() as stack:
+        home, *members = [await open_side(stack, maker) for _ in range(1 + NUM_MEMBERS)]
+        blocks = [member.pool.allocate(2) for member in members]
+        for number, member in enumerate(members):
+            member.mover.parts.hold(
+                REQUEST,
+                EPOCH,
+                capability=CAPABILITY,
+                block_ids=blocks[number],
+                home_address=home.transport.address,
+                member=number,
+            )
+        kv = home.mover.parts.open(
+            REQUEST,
+            EPOCH,
+            capability=CAPABILITY,
+            addresses=[member.transport.address for member in members],
+            num_tokens=16,
+        )
+        yield Spread(home, members, kv, blocks)
+
+
+def expected(spread: Spread, layer: int, query: bytes) -> list[bytes]:
+    return [attend(layer, blocks, query) for blocks in spread.blocks]
+
+
+async def test_members_answer_in_their_order_once_their_parts_have_landed(spread: Spread) -> None:
+    spread.land(1)
+    answers: list[bytes] = []
+
+    async def ask() -> None:
+        answers.extend(await spread.ask(2, b"12345678"))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        with anyio.fail_after(20):
+            while not spread.members[1].mover.parts.num_answers:  # noqa: ASYNC110  # of another task
+                await anyio.sleep(0.001)
+        assert not spread.members[0].mover.parts.num_answers
+        spread.land(0)
+    assert answers == expected(spread, 2, b"12345678")
+    assert await spread.ask(0, b"12345678" * 100) == expected(spread, 0, b"12345678" * 100)
+
+
+@pytest.mark.parametrize(("layer", "query"), [(1, b"1234567"), (1, b""), (SMALL_LAYOUT.num_layers, b"12345678")])
+async def test_what_is_no_question_is_dropped_and_ends_nothing_but_its_step(
+    spread: Spread, layer: int, query: bytes
+) -> None:
+    for number in range(NUM_MEMBERS):
+        spread.land(number)
+    with pytest.raises(KvElsewhereLost, match=r"no answer within 0\.5 s from members 0, 1 of 2"):
+        await spread.ask(layer, query)
+    with pytest.raises(KvElsewhereLost):  # nothing more is computed of it
+        await spread.ask(1, b"12345678")
+    for side in (spread.home, *spread.members):
+        side.mover.cancel(REQUEST, EPOCH)
+        assert len(side.mover.parts) == 0
+        assert side.outcomes == []
+
+
+async def test_a_member_that_is_gone_ends_the_step_at_once(spread: Spread) -> None:
+    spread.land(0)
+
+    async def leave() -> None:
+        await anyio.sleep(0.01)
+        spread.home.mover.forget(spread.members[1].transport.address)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leave)
+        with pytest.raises(KvElsewhereLost, match="member 1 of its KV is gone"):
+            await spread.ask(0, b"12345678")
+
+
+async def test_a_question_of_an_older_epoch_or_another_capability_is_dropped(spread: Spread) -> None:
+    for number in range(NUM_MEMBERS):
+        spread.land(number)
+    for epoch, capability in ((Epoch(EPOCH - 1), CAPABILITY), (EPOCH, CAPABILITY + 1)):
+        home = spread.home.mover.parts
+        home.cancel(REQUEST, EPOCH)
+        addresses = [member.transport.address for member in spread.members]
+        spread.kv = home.open(REQUEST, epoch, capability=capability, addresses=addresses, num_tokens=16)
+        with pytest.raises(KvElsewhereLost):
+            await spread.ask(0, b"12345678")
+    for member in spread.members:
+        assert member.mover.parts.num_answers == 0
+        assert sum(member.mover.counters().dropped.values()) == 2
