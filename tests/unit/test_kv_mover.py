@@ -63,6 +63,15 @@ def memory() -> TransportMaker:
     return TransportMaker("memory")
 
 
+def hand_over(pair: Pair) -> None:
+    """Begin and compute all of it at once."""
+    pair.expect()
+    sender = pair.offer()
+    pair.grant()
+    pair.compute(sender)
+    sender.commit(FirstToken(7, 2))
+
+
 @pytest.mark.parametrize("layout", [SMALL_LAYOUT, LARGE_LAYOUT], ids=["small", "large"])
 @pytest.mark.parametrize("granted_first", [True, False])
 async def test_a_request_moves(maker: TransportMaker, layout: KvLayout, granted_first: bool) -> None:
@@ -109,11 +118,7 @@ async def test_the_sender_is_told_before_decode_begins(
             await send(address, buffer, payload_bytes, is_notice=is_notice)
 
         monkeypatch.setattr(pair.b.transport, "send", tell)
-        pair.expect()
-        sender = pair.offer()
-        pair.grant()
-        pair.compute(sender)
-        sender.commit(FirstToken(7, 2))
+        hand_over(pair)
         assert isinstance(await pair.a.outcome(), SentTransfer)
         if not is_freed:
             assert isinstance(await pair.b.outcome(), LandedTransfer)
@@ -130,11 +135,7 @@ async def test_what_has_landed_does_not_fail_any_more(memory: TransportMaker, mo
             await send(address, buffer, payload_bytes, is_notice=is_notice)
 
         monkeypatch.setattr(pair.b.transport, "send", tell)
-        pair.expect()
-        sender = pair.offer()
-        pair.grant()
-        pair.compute(sender)
-        sender.commit(FirstToken(7, 2))
+        hand_over(pair)
         assert isinstance(await pair.b.outcome(), LandedTransfer)
         assert isinstance(await pair.a.outcome(), SentTransfer)
         pair.free_all()

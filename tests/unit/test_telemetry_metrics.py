@@ -173,7 +173,7 @@ async def test_a_workers() -> None:
         model="m",
         block_size=16,
         stages=lambda: {"decoding": 1},
-        pieces=lambda: TransferCounters(0, 0, 0, 0, ExchangedBytes(0, 0), 0, dropped, 1, 0, 0, 0),
+        pieces=lambda: TransferCounters(0, 0, 0, 0, ExchangedBytes(0, 0), 0, dropped, 1, 0, 0, 0, 0),
         offloads=lambda: OffloadCounters(1, 2, 3, 4, 5),
     )
     assert 'pdmesh:refused_peers_total{reason="data"} 5.0' in generate_latest(metrics.registry).decode()

@@ -88,6 +88,7 @@ class TransferCounters(NamedTuple):
     num_bytes_peer_read: int  # of those received, by transfers or not: copied from where they lay
     dropped: Mapping[str, int]
     num_asked_again: int  # of those, damaged ones
+    num_part_answers: int  # to who decodes a context of which a part is here
     num_exchanging: int
     num_sending: int
     num_receiving: int
@@ -200,6 +201,7 @@ class KvMover:
             num_bytes_peer_read=self.arrivals.pages.num_bytes_peer_read + self.groups.pages.num_bytes_peer_read,
             dropped=self._dropped(),
             num_asked_again=self._context.num_asked_again,
+            num_part_answers=self.parts.num_answers,
             num_exchanging=len(self.groups),
             num_sending=len(self.departures),
             num_receiving=len(self.arrivals),

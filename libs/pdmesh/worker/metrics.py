@@ -163,6 +163,11 @@ class _Books(Collector):
         yield CounterMetricFamily(
             "pdmesh:num_pieces_asked_again", "Damaged KV pieces that were asked for again.", counters.num_asked_again
         )
+        yield CounterMetricFamily(
+            "pdmesh:kv_part_answers",
+            "What this instance made of its part of contexts that decode elsewhere: one a layer and step.",
+            counters.num_part_answers,
+        )
         exchanged = CounterMetricFamily(
             "pdmesh:kv_exchange_bytes", "KV passed on between instances of a prefill group.", labels=["direction"]
         )
