@@ -20,18 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 
 import anyio
 import httpx
 from report import heading
 
-from pdmesh.config import SecurityConfig
-from pdmesh.errors import PdmeshError
-from pdmesh.model import OperationKind
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
 from pdmesh.testing.hosts import (
@@ -42,7 +38,7 @@ from pdmesh.testing.hosts import (
     running_hosts,
     why_no_hosts,
 )
-from pdmesh.testing.operating import OperatorClient
+from pdmesh.testing.operating import Mover, OperatorClient
 
 PLACES = (("a", "decode"), ("b", "prefill"), ("b", "decode"), ("c", "prefill"), ("c", "decode"))
 
@@ -76,23 +72,11 @@ OPERATOR_TOKEN = "operator-of-the-hosts"
 LIMIT_S = 300.0
 
 
-class Mover:
-    """Moves running decodes from host to host until cancelled."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        security: SecurityConfig = replace(hosts.security("a"), operator_token=OPERATOR_TOKEN)
-        self._operator = OperatorClient(f"{hosts['a'].address}:{SCHEDULER_PORT}", security)
-
-    @property
-    def num_moved(self) -> int:
-        return self._operator.operations["done"]
-
-    async def run(self) -> None:
-        for target in cycle(f"decode-{host}" for host, kind in PLACES if kind == "decode"):
-            await anyio.sleep(0.01)
-            for request_id in await self._operator.running():
-                with suppress(PdmeshError):  # it has ended meanwhile, or is there already
-                    await self._operator.operate(OperationKind.MOVE, target, request_id)
+def mover_between(hosts: Hosts) -> Mover:
+    """Return what moves running decodes from host to host."""
+    security = replace(hosts.security("a"), operator_token=OPERATOR_TOKEN)
+    operator = OperatorClient(f"{hosts['a'].address}:{SCHEDULER_PORT}", security)
+    return Mover(operator, [f"decode-{host}" for host, kind in PLACES if kind == "decode"])
 
 
 def start_all(hosts: Hosts) -> None:
@@ -111,7 +95,7 @@ async def check(hosts: Hosts, references: Sequence[Reference], way: str) -> tupl
         timeout=LIMIT_S,
         trust_env=False,
     )
-    mover, found = Mover(hosts), list[str]()
+    mover, found = mover_between(hosts), list[str]()
     async with client, anyio.create_task_group() as tasks:
         with anyio.fail_after(LIMIT_S):
             while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110  # nobody else could tell

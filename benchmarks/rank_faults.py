@@ -34,10 +34,10 @@ from pdmesh.cli.processes import process_id, wait_for_end
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.testing.checkpoints import TINY
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.mesh import RunningMesh, layout_settings, running_mesh
 
 #: Degrees of prefill and of decode, tensor x stages.
-LAYOUTS = "1x2-1x1,2x2-1x1,1x1-1x2,2x1-1x2,2x1-1x1"
+DEFAULT_LAYOUTS = "1x2-1x1,2x2-1x1,1x1-1x2,2x1-1x2,2x1-1x1"
 PROMPT_LENGTHS = (1, 15, 16, 17, 33, 100, 257, 700)
 MAX_TOKENS = 60
 SETTINGS = {"POLICY_MAX_CHUNK_TOKENS": "128", "WORKER_NUM_THREADS": "1"}
@@ -50,7 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=4, help="in each mesh")
     parser.add_argument("--architectures", default="llama,qwen3")
-    parser.add_argument("--layouts", default=LAYOUTS)
+    parser.add_argument("--layouts", default=DEFAULT_LAYOUTS)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     print(heading("Faults of single ranks"), flush=True)
@@ -81,11 +81,7 @@ def _in_a_mesh(
     rng: random.Random,
     counts: Counter[str],
 ) -> None:
-    settings = {
-        f"{pool}_{setting}_PARALLEL_SIZE": size
-        for pool, degrees in zip(("PREFILL", "DECODE"), layout.split("-"), strict=True)
-        for setting, size in zip(("TENSOR", "PIPELINE"), degrees.split("x"), strict=True)
-    } | SETTINGS
+    settings = layout_settings(layout) | SETTINGS
     folder.mkdir()
     pids: set[int] = set()
     with running_mesh(folder, model=checkpoint, settings=settings) as mesh:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -30,12 +31,28 @@ STAND_IN: Mapping[str, str] = {
     "WORKER_FAKE_LATENCY": "a_s=0.003,b_s=2e-5,decode_a_s=0.005",
 }
 
+#: Degrees of prefill and of decode, tensor x stages, that the exactness of ranks is shown for.
+LAYOUTS = tuple(
+    f"{tensor}x{stages}-{decode}x1"
+    for decode, stages, tensor in product((1, 2), (1, 2), (1, 2, 4))
+    if (tensor, stages, decode) != (1, 1, 1)
+)
+
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 300.0
 
 
 class _Status(msgspec.Struct):
     state: MeshStatus
+
+
+def layout_settings(layout: str) -> dict[str, str]:
+    """Return the settings of a mesh whose prefill and decode instances have such degrees, as one of `LAYOUTS`."""
+    return {
+        f"{pool}_{setting}_PARALLEL_SIZE": size
+        for pool, degrees in zip(("PREFILL", "DECODE"), layout.split("-"), strict=True)
+        for setting, size in zip(("TENSOR", "PIPELINE"), degrees.split("x"), strict=True)
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import cycle
 from uuid import uuid4
+
+import anyio
 
 from pdmesh.config import SecurityConfig
 from pdmesh.core.operator_events import OperationRequested
+from pdmesh.errors import PdmeshError
 from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
 from pdmesh.testing.mesh import RunningMesh
 from pdmesh.wire.admin import ask_scheduler
@@ -23,6 +29,8 @@ from pdmesh.wire.messages import (
 )
 
 TIMEOUT_S = 120.0
+#: Between two rounds of moves.
+PAUSE_S = 0.01
 
 
 class OperatorClient:
@@ -70,6 +78,27 @@ class OperatorClient:
         answer = await self.ask(GetRequest(request_id=request_id))
         assert isinstance(answer, RequestRecord)
         return answer
+
+
+class Mover:
+    """Moves all running decodes from one instance to the next, again and again, until cancelled."""
+
+    def __init__(self, operator: OperatorClient, instances: Sequence[str]) -> None:
+        self._operator = operator
+        self._instances = instances
+
+    @property
+    def num_moved(self) -> int:
+        """Moves that were made."""
+        return self._operator.operations["done"]
+
+    async def run(self) -> None:
+        """Move until cancelled."""
+        for target in cycle(self._instances):
+            await anyio.sleep(PAUSE_S)
+            for request_id in await self._operator.running():
+                with suppress(PdmeshError):  # it has ended meanwhile, or is there already
+                    await self._operator.operate(OperationKind.MOVE, target, request_id)
 
 
 def operator_of(mesh: RunningMesh) -> OperatorClient:
