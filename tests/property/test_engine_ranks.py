@@ -17,7 +17,7 @@ from pdmesh.engine.ranks.commands import Abandon, Step
 from pdmesh.engine.ranks.leading import LeadingForward
 from pdmesh.engine.ranks.pipeline import Pipeline
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.errors import ConfigError, InstanceUnavailable
+from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import CheckpointShape, Family, write_checkpoint
 from pdmesh.testing.exactness import reference
@@ -117,22 +117,33 @@ def test_ranks_answer_as_transformers(architecture: Family, tied: bool, num_rank
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(model_variants()))
 def test_every_architecture_is_divided(model_type: str, tmp_path: Path) -> None:
-    """Windows, caps, experts, fused projections, partial rotation: the bits of one class, or one sentence."""
+    """Windows, caps, experts, fused projections, partial rotation: norms over all heads: the bits of one class."""
     checkpoint = write_transformers_checkpoint(tmp_path, model_type, seed=1, **model_variants()[model_type][0])
     tokens: list[object] = []
     found: dict[str, list[object]] = {}  # by arithmetic class: experts of 40 outputs are too narrow for two ranks
     for num_ranks in (1, 2):
-        try:
-            with ranked_engine(checkpoint, num_ranks, num_blocks=32, dtype="float32", deterministic=True) as engine:
-                requests = [generate(engine, prompt_of(length), 4, params=ALL) for length in (60, 3)]
-                tokens.append([request.output_ids for request in requests])
-                found.setdefault(engine.arithmetic, []).append([request.results for request in requests])
-        except ConfigError as error:
-            assert "normalises over all heads" in str(error)  # noqa: PT017
-            return
+        with ranked_engine(checkpoint, num_ranks, num_blocks=32, dtype="float32", deterministic=True) as engine:
+            requests = [generate(engine, prompt_of(length), 4, params=ALL) for length in (60, 3)]
+            tokens.append([request.output_ids for request in requests])
+            found.setdefault(engine.arithmetic, []).append([request.results for request in requests])
     assert tokens[1] == tokens[0]
     assert all(results == same[0] for same in found.values() for results in same)
     assert len(found) == (2 if model_type == "qwen3_moe" else 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_norms_over_all_heads_see_each_head_once(num_ranks: int, tmp_path: Path) -> None:
+    """OLMo 2, with as many key-value heads as two ranks have and as four share: bits of one rank, caches included."""
+    checkpoint = write_transformers_checkpoint(
+        tmp_path, "olmo2", seed=3, num_attention_heads=8, num_key_value_heads=2, hidden_size=256, intermediate_size=256
+    )
+    found: list[object] = []
+    for number in (1, num_ranks):
+        with ranked_engine(checkpoint, number, num_blocks=16, dtype="float32", deterministic=True) as engine:
+            request = generate(engine, prompt_of(60), 4, params=ALL, chunk_tokens=17)
+            caches = [sha256(layer.view(torch.uint8).numpy().tobytes()).hexdigest() for layer in engine.kv.layers]
+            found.append((engine.arithmetic, request.output_ids, request.results, caches))
+    assert found[1] == found[0]
 
 
 def test_drafts_are_verified_by_all_ranks(checkpoint: Path) -> None:

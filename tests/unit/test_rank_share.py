@@ -1,13 +1,11 @@
 """How a model is divided among ranks."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.engine.architectures import parse_model_config
-from pdmesh.engine.model_config import ModelConfig, QkNorm
+from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranks.share import RankShare, check_divisible, check_stages
 from pdmesh.errors import ConfigError
 
@@ -61,7 +59,6 @@ def test_each_query_head_is_with_its_key_value_head(num_ranks: int) -> None:
     [
         (MODEL, 5, "12 attention heads and 2 key-value heads, which divide among 1, 2, 4, 6, 12 ranks"),
         (MODEL, 3, "which divide among 1, 2, 4, 6, 12 ranks"),
-        (replace(MODEL, qk_norm=QkNorm.ALL_HEADS), 2, "normalises over all heads"),
     ],
 )
 def test_what_cannot_be_divided_is_one_sentence(model: ModelConfig, num_ranks: int, says: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -20,7 +20,7 @@ from pdmesh.engine.lora import adapted
 from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, QkNorm
 from pdmesh.engine.packed import joined_linear, packed_linear
 from pdmesh.engine.ranks.group import RankGroup
-from pdmesh.engine.ranks.linear import GatheredLinear, GatheredVocabulary
+from pdmesh.engine.ranks.linear import GatheredHeads, GatheredLinear, GatheredVocabulary
 from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.rope import rotation_order
 from pdmesh.engine.tensors import RandomTensors, Tensors, UnreadTensors, open_tensors
@@ -34,6 +34,13 @@ class Norm(NamedTuple):
     bias: Tensor | None
 
 
+class HeadNorm(NamedTuple):
+    """The norm of queries or keys: of each head, or of all of a token's together (`QkNorm.ALL_HEADS`)."""
+
+    norm: Norm
+    gathered: GatheredHeads | None  # where it is of all heads, and ranks have some each
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One transformer layer; q, k and v are fused in this order, and so are gate and up. Norms that it lacks are None.
@@ -43,8 +50,8 @@ class LayerWeights:
 
     input_norm: Norm | None
     qkv: Linear
-    q_norm: Norm | None
-    k_norm: Norm | None
+    q_norm: HeadNorm | None
+    k_norm: HeadNorm | None
     output: Linear
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
@@ -192,8 +199,8 @@ class _Reader:
                 has_bias=config.qkv_bias,
                 order=self._rotation_order(),
             ),
-            q_norm=self._head_norm(f"{prefix}.{names.q_norm}", config.num_heads),
-            k_norm=self._head_norm(f"{prefix}.{names.k_norm}", config.num_kv_heads),
+            q_norm=self._head_norm(f"{prefix}.{names.q_norm}", config.num_heads, RankShare.heads),
+            k_norm=self._head_norm(f"{prefix}.{names.k_norm}", config.num_kv_heads, RankShare.kv_heads),
             output=self._gathered(
                 prefix, names.output, [query.size] * self.share.num_ranks, has_bias=config.output_bias
             ),
@@ -390,15 +397,21 @@ class _Reader:
         bias = self._tensor(f"{name}.bias", (size,)) if kind.has_bias else None
         return Norm(weight, bias) if order is None else Norm(weight[order], None if bias is None else bias[order])
 
-    def _head_norm(self, name: str, num_heads: int) -> Norm | None:
-        """Return the norm of queries or keys."""
+    def _head_norm(
+        self, name: str, num_heads: int, heads_of: Callable[[RankShare, ModelConfig], IndexRange]
+    ) -> HeadNorm | None:
+        """Return the norm of queries or keys: there are so many heads, and a rank has those of ``heads_of``."""
         match self.config.qk_norm:
             case QkNorm.NONE:
                 return None
             case QkNorm.HEAD:
-                return self._norm(name, self.config.head_dim, self._rotation_order(1))
+                return HeadNorm(self._norm(name, self.config.head_dim, self._rotation_order(1)), None)
             case QkNorm.ALL_HEADS:
-                return self._norm(name, num_heads * self.config.head_dim, self._rotation_order(num_heads))
+                norm = self._norm(name, num_heads * self.config.head_dim, self._rotation_order(num_heads))
+                if self.group is None:
+                    return HeadNorm(norm, None)
+                heads = [heads_of(share, self.config) for share in self.share.of_all_ranks]
+                return HeadNorm(norm, GatheredHeads(self.group, heads))
 
     def _tensor(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, rows: IndexRange | None = None

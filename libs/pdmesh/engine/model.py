@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
-from pdmesh.engine.checkpoint import LayerWeights, ModelWeights, Norm
+from pdmesh.engine.checkpoint import HeadNorm, LayerWeights, ModelWeights, Norm
 from pdmesh.engine.experts import Mlp, mix_experts
 from pdmesh.engine.kernels import Kernels, Rotation, by_value
 from pdmesh.engine.linear import Linear
@@ -224,10 +224,13 @@ class Transformer:
             qkv = torch.cat((query, key, qkv[:, num_rotated:]), dim=1)
         return qkv
 
-    def _norm_heads(self, heads: Tensor, norm: Norm) -> Tensor:
+    def _norm_heads(self, own: Tensor, head_norm: HeadNorm) -> Tensor:
+        norm, gathered = head_norm
+        heads = own if gathered is None else gathered.all_of(own)
         rows = heads.flatten(1) if self._config.qk_norm is QkNorm.ALL_HEADS else heads
         _, normed = self._kernels.add_norm(rows.contiguous(), None, *norm)
-        return normed.view(heads.shape)
+        normed = normed.view(heads.shape)
+        return normed if gathered is None else gathered.own_of(normed)
 
     def _mlp(self, rows: Tensor, mlp: Mlp) -> Tensor:
         return self._linear(self._kernels.activate(self._linear(rows, mlp.gate_up)), mlp.down)

@@ -1,4 +1,4 @@
-"""Linear layers of which each rank has some outputs."""
+"""Linear layers of which each rank has some outputs, and heads of which each has some."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pdmesh.engine.linear import Linear, Vocabulary
 from pdmesh.engine.ranks.group import RankGroup
+from pdmesh.model import IndexRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,25 @@ class GatheredVocabulary:
         size = own.shape[1]
         by_owner = self.group.gather(own, [size] * len(self.num_tokens)).view(len(token_ids), -1, size)
         return by_owner[torch.arange(len(token_ids)), owners]
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredHeads:
+    """Queries, or keys, of tokens, of which each rank has some heads: for what needs all of a token's. One exchange."""
+
+    group: RankGroup
+    heads: Sequence[IndexRange]  # of each rank; several may have the same one
+
+    def all_of(self, own: Tensor) -> Tensor:
+        """Return (num_tokens, all heads, head_dim) from each rank's (num_tokens, own heads, head_dim)."""
+        head_dim = own.shape[-1]
+        widths = [heads.size * head_dim for heads in self.heads]
+        gathered = self.group.gather(own.flatten(1), widths).view(len(own), -1, head_dim)
+        number_of = [head for heads in self.heads for head in range(*heads)]
+        if len(set(number_of)) == len(number_of):
+            return gathered
+        return gathered[:, [number_of.index(head) for head in range(number_of[-1] + 1)]]
+
+    def own_of(self, heads: Tensor) -> Tensor:
+        """Return (num_tokens, own heads, head_dim) of all of them."""
+        return heads[:, slice(*self.heads[self.group.share.rank])]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pdmesh.engine.model_config import DecoderShape, ExpertsConfig, ModelConfig, QkNorm, UndescribedModel
+from pdmesh.engine.model_config import DecoderShape, ExpertsConfig, ModelConfig, UndescribedModel
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
@@ -35,11 +35,6 @@ def check_divisible(model: DecoderShape, num_ranks: int) -> None:
         raise ConfigError(
             f"tensor_parallel_size is {num_ranks}, but transformers' own modules compute a {model.architecture}, and "
             "these are not divided: set it to 1"
-        )
-    if num_ranks > 1 and isinstance(model, ModelConfig) and model.qk_norm is QkNorm.ALL_HEADS:
-        raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but a {model.architecture} normalises over all heads, which are not "
-            "divided so far: set it to 1"
         )
 
 
@@ -70,6 +65,11 @@ class RankShare:
     def is_whole(self) -> bool:
         """Whether it computes each of its layers alone."""
         return self.num_ranks == 1
+
+    @property
+    def of_all_ranks(self) -> list[RankShare]:
+        """The parts of all ranks of its stage, by rank."""
+        return [replace(self, rank=rank) for rank in range(self.num_ranks)]
 
     @property
     def is_first(self) -> bool:
