@@ -30,6 +30,7 @@ from pdmesh.engine.ranks.places import exchange_bytes, group_memory, inlet_memor
 from pdmesh.engine.ranks.staged import StageFollower
 from pdmesh.errors import ConfigError, leaves
 from pdmesh.failures import sentences
+from pdmesh.garbage import rare_collections
 from pdmesh.telemetry.logs import configure_logging
 from pdmesh.worker.engines import load_rank
 from pdmesh.worker.rank_start import RankStart
@@ -68,7 +69,8 @@ def main() -> int:
         is_configuration = any(isinstance(leaf, ConfigError) for leaf in leaves(error))
         leader.sendall(frame(Failed(sentences(error), is_configuration)))
         return 1
-    follower.run()
+    with rare_collections():  # as in the leader: the others would wait
+        follower.run()
     return 0
 
 
