@@ -12,7 +12,7 @@ import anyio
 
 from pdmesh.config import SecurityConfig
 from pdmesh.core.operator_events import OperationRequested
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import InstanceUnavailable, PdmeshError
 from pdmesh.model import InstanceId, OperationId, OperationKind, RequestId, Role
 from pdmesh.testing.mesh import RunningMesh
 from pdmesh.wire.admin import ask_scheduler
@@ -96,9 +96,13 @@ class Mover:
         """Move until cancelled."""
         for target in cycle(self._instances):
             await anyio.sleep(PAUSE_S)
-            for request_id in await self._operator.running():
-                with suppress(PdmeshError):  # it has ended meanwhile, or is there already
-                    await self._operator.operate(OperationKind.MOVE, target, request_id)
+            with suppress(InstanceUnavailable):  # a scheduler that got no time to answer is asked again
+                await self._move_all(target)
+
+    async def _move_all(self, target: str) -> None:
+        for request_id in await self._operator.running():
+            with suppress(PdmeshError):  # it has ended meanwhile, or is there already
+                await self._operator.operate(OperationKind.MOVE, target, request_id)
 
 
 def operator_of(mesh: RunningMesh) -> OperatorClient:
