@@ -322,6 +322,11 @@ class WorkerConfig:
         "space in kv_offload_dir for what that has no room for; encrypted, and gone with the process. 0: none",
     ] = 0
     kv_offload_dir: Annotated[Path | None, "directory on a disk for kv_offload_disk_bytes"] = None
+    free_behind_windows: Annotated[
+        bool,
+        "give up the KV of layers with a window behind it, where an instance has one rank, no device and no offload "
+        "tier; then no groups compute long prompts. All instances of a mesh must have the same",
+    ] = True
     prefill_attention: Annotated[
         str, one_of("auto", "fa2", "fa3"), "FlashInfer kernels for chunks on a device; auto: by the chunk's length"
     ] = "auto"

@@ -266,6 +266,9 @@ class KvLayout:
     head_dim: Annotated[int, COUNT]
     block_size: Annotated[int, COUNT]  # tokens
     dtype: str  # "float32" | "bfloat16"
+    #: Of layers whose KV is given up behind a window: the latest tokens that a token attends to, its own among them.
+    window: Annotated[int, ANY_COUNT] = 0
+    windowed_layers: tuple[int, ...] = ()  # their numbers, ascending
 
     @property
     def block_bytes(self) -> int:
@@ -277,6 +280,17 @@ class KvLayout:
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         return self.num_layers * self.block_bytes // self.block_size
+
+    def first_seen_block(self, num_tokens: int) -> int:
+        """Return the first block of a sequence that the token behind ``num_tokens`` sees in layers with a window."""
+        return max(0, num_tokens + 1 - self.window) // self.block_size if self.window else 0
+
+    def first_held_block(self, num_tokens: int) -> int:
+        """Return the first block that is held there of a sequence of ``num_tokens``, and goes with it when it moves.
+
+        What is seen from the end of its last granule on: another request may go on from there.
+        """
+        return self.first_seen_block(num_tokens // GRANULE_TOKENS * GRANULE_TOKENS)
 
 
 class IndexRange(NamedTuple):

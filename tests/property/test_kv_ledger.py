@@ -13,7 +13,7 @@ from pdmesh.kv.pages import Blocks
 from pdmesh.testing.examples import examples
 
 NUM_LAYERS, NUM_BLOCKS, NUM_SOURCES = 3, 8, 3
-EMPTY, COMPUTING, WRITTEN, COPYING, READING, PRESENT = PageState
+EMPTY, COMPUTING, WRITTEN, COPYING, READING, PRESENT, GONE = PageState
 
 Page = tuple[int, int]  # (layer, block)
 
@@ -97,9 +97,15 @@ class LedgerMachine(RuleBasedStateMachine):
         theirs = [page for page in pages_of(blocks) if self.sources.get(page) == source]
         self.change(theirs, {COPYING, READING}, EMPTY)
 
+    @rule(blocks=some_blocks())
+    def discard(self, blocks: Blocks) -> None:
+        self.ledger.discard(blocks)
+        self.change(pages_of(blocks), {EMPTY}, GONE)
+        assert self.ledger.num_gone(blocks) == sum(self.pages[page] is GONE for page in pages_of(blocks))
+
     @rule(blocks=some_blocks(), num_members=st.integers(0, NUM_SOURCES))
     def place(self, blocks: Blocks, num_members: int) -> None:
-        new = [page for page in pages_of(blocks) if self.pages[page] is not PRESENT]
+        new = [page for page in pages_of(blocks) if self.pages[page] not in (PRESENT, GONE)]
         assert flat(self.ledger.place(blocks)) == new
         self.change(new, set(PageState), PRESENT)
         self.ledger.set_sent_to(blocks, num_members)
@@ -117,7 +123,9 @@ class LedgerMachine(RuleBasedStateMachine):
         ]
         assert set(flat(ledger.taken_from(number))) == {page for page in present if self.sources.get(page) == number}
         assert ledger.num_pages_of(number) == list(self.sources.values()).count(number)
-        assert ledger.num_unclaimed(blocks) == sum(page not in self.sources for page in pages)
+        assert ledger.num_unclaimed(blocks) == sum(
+            page not in self.sources and self.pages[page] is not GONE for page in pages
+        )
 
     @rule()
     def grow(self) -> None:

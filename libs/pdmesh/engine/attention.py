@@ -118,9 +118,10 @@ class TorchAttention:
             table[:used] = span.block_table[:used]
             table[used:] = span.block_table[used - 1]  # padding, masked: a sequence reads only its own blocks
         positions = np.arange(tables.shape[1] * self.layout.block_size)
-        ahead = positions - np.asarray([span.start for span in spans])[:, None]
+        starts = [span.start for span in spans]
+        ahead = positions - np.asarray(starts)[:, None]
         rows = torch.tensor([span.row for span in spans], device=self.device)
-        return _Decodes(rows, self._head_rows(tables), torch.from_numpy(ahead).to(self.device))
+        return _Decodes(rows, min(starts), self._head_rows(tables), torch.from_numpy(ahead).to(self.device))
 
     def _groups(self, spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
         """Decodes to compute together: contexts within a factor of two, keys and values of bounded size."""
@@ -159,6 +160,7 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     rows: Tensor  # (sequences,)
+    start: int  # of the first token
     head_rows: Tensor  # (2, sequences, num_kv_heads, num_blocks)
     ahead: Tensor  # (sequences, num_blocks * block_size): by how much a key comes after the query
 
@@ -235,15 +237,17 @@ class _TorchPlan:
     def _attend_decodes(
         self, decodes: _Decodes, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None
     ) -> None:
-        keys, values = self._gather(cache, decodes.head_rows, query.dtype)
+        skipped = 0 if window is None else max(0, decodes.start + 1 - window) // self.layout.block_size
+        ahead = decodes.ahead[:, skipped * self.layout.block_size :]
+        keys, values = self._gather(cache, decodes.head_rows[..., skipped:].contiguous(), query.dtype)
         num_kv_heads, head_dim = self.layout.num_kv_heads, self.layout.head_dim
         num_sequences, num_heads = len(decodes.rows), query.shape[1]
         group = num_heads // num_kv_heads
         grouped = query[decodes.rows].view(num_sequences * num_kv_heads, group, head_dim)
         scores = self._capped(torch.bmm(grouped, keys.transpose(1, 2)))
-        unseen = decodes.ahead > 0
+        unseen = ahead > 0
         if window is not None:
-            unseen |= decodes.ahead <= -window
+            unseen |= ahead <= -window
         scores.view(num_sequences, num_heads, -1).masked_fill_(unseen[:, None], -torch.inf)
         attended = torch.bmm(torch.softmax(scores, dim=-1), values)
         output[decodes.rows] = attended.view(num_sequences, num_heads, head_dim).to(output.dtype)

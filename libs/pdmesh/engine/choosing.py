@@ -72,9 +72,9 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         ranged = RangedAttention(attention, loaded.range_tokens, layout.block_size)
         kinds.append(f"ranges-{loaded.range_tokens}")
     transformer = loaded.transformer(kernels)
-    store = TorchKvStore(loaded.layout, loaded.num_blocks, loaded.memory)
+    store = TorchKvStore(loaded.layout, loaded.num_blocks, loaded.memory, loaded.num_frames)
     caches = store.layers[slice(*loaded.layers)]
-    forward = DirectForward(transformer, ranged, caches, layout=loaded.layout, device=device)
+    forward = DirectForward(transformer, ranged, caches, layout=loaded.layout, device=device, frames=store.frames)
     return Compute(
         name=name,
         reason=loaded.kernels.reason,

@@ -43,6 +43,7 @@ class Loaded:
     kernels: KernelChoice  # compiled ones, for the CPU
     share: RankShare = WHOLE  # what of the model this is
     range_tokens: int = 0  # of ranges of a context that are attended to apart; 0: none
+    num_frames: int | None = None  # of layers with a window; None: one for each block
     memory: Tensor | None = None  # of the cache, shared with the other ranks; None: its own
 
     @property

@@ -6,6 +6,7 @@ import array
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,10 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdmesh.engine.attention import AttentionBackend, AttentionPlan, QuerySpan
+from pdmesh.engine.attention import AttentionBackend, AttentionOutput, AttentionPlan, QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
-from pdmesh.engine.model import StepInputs
+from pdmesh.engine.model import Places, StepInputs
 from pdmesh.engine.sampler import sample
+from pdmesh.kv.frames import FrameMap
 from pdmesh.model import KvLayout, num_blocks_for
 
 Ints = npt.NDArray[np.int64]
@@ -113,29 +115,71 @@ class DirectForward:
         *,
         layout: KvLayout,
         device: torch.device,
+        frames: FrameMap | None = None,
     ) -> None:
+        """``frames`` say where the KV of layers with a window lies, if that is not where the blocks are."""
         self.decoder = decoder
         self.attention = attention
         self.caches = caches
         self._layout = layout
         self._device = device
+        self._frames = frames
 
     @contextlib.contextmanager
     def step(
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], on_layer: LayerHook | None
     ) -> Iterator[StepOutput]:
         inputs, plan = self.inputs(batch), self.attention.plan(spans)
+        if self._frames is not None:
+            seen = [replace(span, block_table=self._seen(span, self._frames)) for span in spans]
+            inputs = replace(inputs, windowed=self._places(batch, inputs, self._frames))
+            plan = _WindowedPlan(plan, self.attention.plan(seen))
         yield HiddenOutput(self.decoder, self.decoder.forward(inputs, self.caches, plan, on_layer))
         self.settle()
 
     def inputs(self, batch: Sequence[SequenceSlice]) -> StepInputs:
         """A step's tokens where they are computed."""
         arrays = step_arrays(batch, self._layout)
-        return StepInputs(*(torch.from_numpy(values).to(self._device) for values in arrays))
+        token_ids, positions, num_prompt_tokens, slots, rests = (
+            torch.from_numpy(values).to(self._device) for values in arrays
+        )
+        return StepInputs(token_ids, positions, num_prompt_tokens, slots, rests)
+
+    def _seen(self, span: QuerySpan, frames: FrameMap) -> list[int]:
+        """Return the frames of a span's blocks, zeros for those behind the window: they may be others' by now."""
+        end, first = num_blocks_for(span.end, self._layout.block_size), self._layout.first_seen_block(span.start)
+        seen: list[int] = frames.of_block[span.block_table[first:end]].tolist()
+        return [frames.zeros] * first + seen
+
+    def _places(self, batch: Sequence[SequenceSlice], inputs: StepInputs, frames: FrameMap) -> Places:
+        """Return where a step's keys and values go in layers with a window."""
+        layout, rests = self._layout, [_NONE]
+        for part in batch:
+            if (begun := _begun(part, layout.block_size)) is not None:
+                rests.append(_rest(int(frames.of_block[begun.block_id]), begun.num_filled, layout))
+        blocks, offsets = np.divmod(inputs.slots.numpy(), layout.block_size)
+        own = frames.of_block[blocks]
+        assert not (own == frames.zeros).any(), "tokens are computed that have no frame in layers with a window"
+        slots = own * layout.block_size + offsets
+        return Places(torch.from_numpy(slots), torch.from_numpy(np.concatenate(rests)))
 
     def settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _WindowedPlan:
+    """A step's attention, planned apart for layers with a window, whose KV lies in other places."""
+
+    whole: AttentionPlan
+    windowed: AttentionPlan
+
+    def attend(
+        self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
+    ) -> AttentionOutput:
+        plan = self.whole if window is None else self.windowed
+        return plan.attend(query, cache, window=window, with_lse=with_lse)
 
 
 def draws(part: SequenceSlice) -> bool:
@@ -189,9 +233,8 @@ def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
         first = part.sequence.num_elsewhere_tokens
         used = part.sequence.block_table[: num_blocks_for(end - first, block_size)]
         blocks.append(np.asarray(used, dtype=np.int64)[(positions[-1] - first) // block_size])
-        num_filled = end % block_size  # of the last block
-        if num_filled and part.start <= end - num_filled:
-            rests.append(_rest(used[-1], num_filled, layout))
+        if (begun := _begun(part, block_size)) is not None:
+            rests.append(_rest(*begun, layout))
     flat_positions = np.concatenate(positions)
     lengths = [part.num_tokens for part in batch]
     return StepArrays(
@@ -201,6 +244,22 @@ def step_arrays(batch: Sequence[SequenceSlice], layout: KvLayout) -> StepArrays:
         slots=np.concatenate(blocks) * block_size + flat_positions % block_size,
         rests=np.concatenate(rests),
     )
+
+
+class _Begun(NamedTuple):
+    """A block that a slice begins and does not fill."""
+
+    block_id: int
+    num_filled: int
+
+
+def _begun(part: SequenceSlice, block_size: int) -> _Begun | None:
+    end = part.start + part.num_tokens
+    num_filled = end % block_size
+    if not num_filled or part.start > end - num_filled:
+        return None
+    number = num_blocks_for(end - part.sequence.num_elsewhere_tokens, block_size) - 1
+    return _Begun(part.sequence.block_table[number], num_filled)
 
 
 def _rest(block_id: int, num_filled: int, layout: KvLayout) -> Ints:

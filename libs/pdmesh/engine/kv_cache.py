@@ -1,13 +1,18 @@
-"""The paged KV cache in host memory: per layer one tensor ``(num_blocks, 2, num_kv_heads, block_size, head_dim)``."""
+"""The paged KV cache in host memory: per layer one tensor ``(num_blocks, 2, num_kv_heads, block_size, head_dim)``.
+
+Of layers with a window it has frames instead of blocks, if the layout says so (`pdmesh.kv.frames`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdmesh.kv.frames import FrameMap
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import KvLayout
@@ -18,17 +23,27 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class TorchKvStore(HostKvStore):
     """The cache's memory; the engine computes on `layers`, transfers copy bytes by `gather` and `scatter`."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, memory: Tensor | None = None) -> None:
-        """``memory`` are the bytes of the cache, zeros, where others compute on it too."""
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, memory: Tensor | None = None, num_frames: int | None = None
+    ) -> None:
+        """``memory`` are the bytes of the cache, zeros, where others compute on it too.
+
+        Layers with a window have ``num_frames``; None: one for each block.
+        """
         self._layout = layout
         self._num_blocks = num_blocks
-        shape = (num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        self._frames: FrameMap | None = None
+        self._windowed = frozenset(layout.windowed_layers)
+        if self._windowed:
+            assert memory is None, "ranks hold the KV of all tokens"
+            self._frames = FrameMap.shared_out(num_blocks, num_blocks if num_frames is None else num_frames)
+        page_shape = (2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         dtype = TORCH_DTYPES[layout.dtype]
         if memory is None:
-            self.layers = [_zeros(shape, dtype) for _ in range(layout.num_layers)]
+            self.layers = [_zeros((self._num_pages(n), *page_shape), dtype) for n in range(layout.num_layers)]
         else:
-            self.layers = [layer.view(dtype).view(shape) for layer in memory.chunk(layout.num_layers)]
-        self._bytes = [layer.view(num_blocks, -1).view(torch.uint8).numpy() for layer in self.layers]
+            self.layers = [layer.view(dtype).view(num_blocks, *page_shape) for layer in memory.chunk(layout.num_layers)]
+        self._bytes = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in self.layers]
 
     @property
     def layout(self) -> KvLayout:
@@ -39,22 +54,36 @@ class TorchKvStore(HostKvStore):
         return self._num_blocks
 
     @property
-    def shared(self) -> HostCache:
+    def frames(self) -> FrameMap | None:
+        return self._frames
+
+    @property
+    def shared(self) -> HostCache | None:
+        if self._frames is not None:
+            return None  # peers do not know the frames
         return HostCache(self._layout, self._num_blocks, [layer.data_ptr() for layer in self.layers])
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         pieces = np.frombuffer(out, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)
         # "clip": other modes go through a second buffer; the index was checked
-        self._bytes[layer].take(self._index(block_ids), axis=0, out=pieces, mode="clip")
+        self._bytes[layer].take(self._index(layer, block_ids), axis=0, out=pieces, mode="clip")
 
     def scatter(self, layer: int, block_ids: Sequence[int], data: memoryview) -> None:
         pieces = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)
-        self._bytes[layer][self._index(block_ids)] = pieces
+        index = self._index(layer, block_ids)
+        if layer in self._windowed and self._frames is not None:
+            is_seen = index != self._frames.zeros  # of what nobody will see there may be some in a piece
+            index, pieces = index[is_seen], pieces[is_seen]
+        self._bytes[layer][index] = pieces
 
-    def _index(self, block_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _num_pages(self, layer: int) -> int:
+        return self._num_blocks if self._frames is None or layer not in self._windowed else self._frames.num_frames + 1
+
+    def _index(self, layer: int, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise IndexError(f"block ids {list(block_ids)} reach outside the cache's {self._num_blocks} blocks")
-        return np.asarray(block_ids, dtype=np.int64)
+        index = np.asarray(block_ids, dtype=np.int64)
+        return index if self._frames is None or layer not in self._windowed else self._frames.of_block[index]
 
 
 def num_cache_heads(cache: Tensor) -> int:

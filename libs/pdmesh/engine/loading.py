@@ -41,6 +41,7 @@ class ComputeOptions:
     ordered: bool = False
     lora: Path | None = None
     range_tokens: int = 0
+    frees_windows: bool = False
 
 
 class LoadedModel(Protocol):
@@ -59,8 +60,11 @@ class LoadedModel(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def compute(self, num_blocks: int, memory: Tensor | None = None) -> Compute:
-        """Return what computes the model over a cache of so many blocks, in ``memory`` if others compute on it too."""
+    def compute(self, num_blocks: int, memory: Tensor | None = None, num_frames: int | None = None) -> Compute:
+        """Return what computes the model over a cache of so many blocks, in ``memory`` if others compute on it too.
+
+        Layers with a window have ``num_frames``; None: one for each block.
+        """
         ...
 
 
@@ -76,7 +80,7 @@ class LoadedWeights:
     kernels: KernelChoice
     share: RankShare
 
-    def compute(self, num_blocks: int, memory: Tensor | None = None) -> Compute:
+    def compute(self, num_blocks: int, memory: Tensor | None = None, num_frames: int | None = None) -> Compute:
         options = self.options
         loaded = Loaded(
             config=self.config,
@@ -90,6 +94,7 @@ class LoadedWeights:
             kernels=self.kernels,
             share=self.share,
             range_tokens=options.range_tokens,
+            num_frames=num_frames,
             memory=memory,
         )
         return choose_compute(loaded, options.device, native=options.native)
@@ -111,7 +116,8 @@ def plan_model(checkpoint_dir: Path, options: ComputeOptions) -> ModelPlan:
         raise ConfigError(
             f"max_model_len is {asked}, but {checkpoint_dir} has a context of {config.max_model_len} tokens"
         )
-    layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size)
+    frees_windows = options.frees_windows and isinstance(config, ModelConfig)  # undescribed ones guess them
+    layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size, frees_windows=frees_windows)
     return ModelPlan(config, layout, options.max_model_len or config.max_model_len)
 
 

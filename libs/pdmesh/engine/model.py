@@ -7,7 +7,7 @@ between calls, so that a layer hook may run another step before it returns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -39,15 +39,23 @@ class StepInputs:
     num_prompt_tokens: Tensor  # (num_tokens,), of each token's sequence
     slots: Tensor  # (num_tokens,): block * block_size + offset
     rests: Tensor | None  # rows of head_dim in blocks begun and not filled: to be wiped, unless they have been
+    windowed: Places | None = None  # in layers with a window, where their KV lies in frames
 
 
-def wipe_rests(cache: Tensor, inputs: StepInputs) -> None:
+class Places(NamedTuple):
+    """What of `StepInputs` says where keys and values go."""
+
+    slots: Tensor
+    rests: Tensor | None
+
+
+def wipe_rests(cache: Tensor, places: StepInputs | Places) -> None:
     """Wipe what another sequence left behind this one's end when it begins a block: a NaN would pass the mask.
 
     (0 x NaN.) No more than that: a step that is computed again changes nothing that others may read.
     """
-    if inputs.rests is not None and len(inputs.rests):
-        cache.view(-1, cache.shape[-1]).index_fill_(0, inputs.rests, 0)
+    if places.rests is not None and len(places.rests):
+        cache.view(-1, cache.shape[-1]).index_fill_(0, places.rests, 0)
 
 
 class Carried(NamedTuple):
@@ -116,11 +124,15 @@ class Transformer:
     ) -> Carried:
         """What the last of the layers here leaves, given what the layer before the first left."""
         (hidden, delta), rotations = before, self.rotations(inputs)
+        windowed = inputs.windowed or inputs
+        rotations_of_windowed = [replace(rotation, slots=windowed.slots) for rotation in rotations]
         for number, cache in enumerate(caches):
-            wipe_rests(cache, inputs)
+            has_window = self._config.layers[number].window is not None
+            wipe_rests(cache, windowed if has_window else inputs)
             if self._cache_heads is not None:
                 cache = cache[:, :, slice(*self._cache_heads)]
-            hidden, query = self.before_attention(number, hidden, delta, rotations, cache)
+            own = rotations_of_windowed if has_window else rotations
+            hidden, query = self.before_attention(number, hidden, delta, own, cache)
             if on_layer is not None:
                 on_layer(self._first_layer + number)
             attended = self._attend(number, query, cache, attention)

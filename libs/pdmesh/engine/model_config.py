@@ -254,14 +254,20 @@ class DecoderShape:
             raise ConfigError(f"dtype is {dtype!r}: use auto, {' or '.join(DTYPES)}")
         return dtype
 
-    def kv_layout(self, *, dtype: str, block_size: int) -> KvLayout:
-        """Layout of this model's KV cache; ``dtype`` as in `compute_dtype`."""
+    def kv_layout(self, *, dtype: str, block_size: int, frees_windows: bool = False) -> KvLayout:
+        """Layout of this model's KV cache; ``dtype`` as in `compute_dtype`.
+
+        With ``frees_windows`` the KV of layers with a window is given up behind it: behind the widest, if they differ.
+        """
+        windows = {number: layer.window for number, layer in enumerate(self.layers) if layer.window and frees_windows}
         return KvLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
             dtype=self.compute_dtype(dtype),
+            window=max(windows.values(), default=0),
+            windowed_layers=tuple(windows),
         )
 
 

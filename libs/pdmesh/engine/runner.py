@@ -60,7 +60,8 @@ class TorchEngine:
     ``cpu_level`` is the highest level of compiled kernels to use, "auto" the processor's best; ``ordered`` allows only
     those that give the same bits on every processor. Raises ConfigError for a level that the processor lacks.
     ``lora`` is the directory of an adapter, which is merged into the weights. ``range_tokens``: attention is merged of
-    ranges of so many tokens (`pdmesh.engine.ranged_attention`); 0: of none.
+    ranges of so many tokens (`pdmesh.engine.ranged_attention`); 0: of none. Layers with a window hold no more blocks
+    than ``max_frames`` at once (`pdmesh.kv.frames`); None: they hold all, as on a device and with other ranks.
     ``followers`` are the other ranks, which compute with this one; ``stages`` those that compute in place of it.
     """
 
@@ -83,6 +84,7 @@ class TorchEngine:
         ordered: bool = False,
         lora: Path | None = None,
         range_tokens: int = 0,
+        max_frames: int | None = None,
         followers: Followers | None = None,
         stages: Stages | None = None,
     ) -> None:
@@ -94,6 +96,7 @@ class TorchEngine:
                 "worker.deterministic is set, but on a GPU a result depends on the batch and on the chunks that it is "
                 "computed in: set worker.device to cpu, or worker.deterministic to false"
             )
+        on_cpu = self._device.type == "cpu"
         options = ComputeOptions(
             device=self._device,
             block_size=block_size,
@@ -108,6 +111,7 @@ class TorchEngine:
             ordered=ordered,
             lora=lora,
             range_tokens=range_tokens,
+            frees_windows=max_frames is not None and followers is None and stages is None and on_cpu,
         )
         model = None
         if stages is None:
@@ -129,7 +133,8 @@ class TorchEngine:
         else:
             assert model is not None
             memory = None if followers is None else followers.open_cache(cache_bytes, num_blocks)
-            compute = model.compute(num_blocks, memory)
+            num_frames = min(num_blocks, max_frames) if max_frames is not None and layout.window else None
+            compute = model.compute(num_blocks, memory, num_frames)
             ready = Ready(compute.arithmetic, compute.name, compute.reason)
             self._kv, self._forward = compute.kv, compute.forward
             if followers is not None:

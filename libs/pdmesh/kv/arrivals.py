@@ -5,7 +5,7 @@ Part of `pdmesh.kv.mover`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio.lowlevel
 
@@ -45,6 +45,7 @@ class KvArrivals:
         num_present_blocks: int = 0,
         blocks: IndexRange | None = None,
         draws: bool = True,
+        hold: Callable[[IndexRange], bool] | None = None,
     ) -> None:
         """Take the request's KV into the first blocks of ``block_ids`` (the rest is room for its output).
 
@@ -52,6 +53,7 @@ class KvArrivals:
         ``destination`` of the transfer. The first ``num_present_blocks`` are there already, and nothing is taken into
         them. Of a context that is spread only ``blocks`` come, into ``block_ids``. What ``draws`` waits for a token to
         go on from, too. An older epoch of the request is cancelled.
+        ``hold`` is asked for room for blocks of a move in layers with a window.
         """
         receiver = KvReceiver(
             request_id,
@@ -65,6 +67,7 @@ class KvArrivals:
             blocks=blocks,
             draws=draws,
             layout=self._context.store.layout,
+            hold=hold,
             writer=self._context.writer(),
             on_placed=self._check_landed,
             on_failed=self._give_up,

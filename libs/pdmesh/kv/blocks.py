@@ -44,6 +44,7 @@ class BlockPool:
         self._quarantined: dict[int, _Release] = {}
         self._pins: Counter[int] = Counter()
         self._guards: dict[int, list[BlockGuard]] = {}
+        self.on_free: Callable[[int], object] = _ignore  # told of each block that becomes free
 
     @property
     def num_blocks(self) -> int:
@@ -146,6 +147,10 @@ class BlockPool:
                 self._give_back(block_id, release)
         release.settle()
 
+    def is_pinned(self, block_id: int) -> bool:
+        """Whether something off the event loop reads or writes a block."""
+        return block_id in self._pins
+
     @contextmanager
     def pinned(self, block_ids: Sequence[int]) -> Iterator[None]:
         """Blocks that something off the event loop reads or writes inside this block."""
@@ -233,6 +238,11 @@ class BlockPool:
             start = self._runs.pop(index - 1)[0]
         insort(self._runs, (start, end))
         self._num_free += 1
+        self.on_free(block_id)
+
+
+def _ignore(block_id: int) -> None:
+    pass
 
 
 class _Release:

@@ -80,8 +80,11 @@ class KvDepartures:
         destination: KvDestination,
         capability: int,
         on_caught_up: Callable[[], None],
+        first_held: int = 0,
     ) -> MoveSender:
         """Begin to move a running decode away. ``block_ids`` is its block table itself, which grows as it goes on.
+
+        Those before ``first_held`` are not there in layers with a window, all others stay until the move has ended.
 
         Exactly one outcome follows: `SentTransfer` or `FailedTransfer`.
         """
@@ -95,6 +98,7 @@ class KvDepartures:
             capability=capability,
             transcript=transcript,
             layout=context.store.layout,
+            first_held=first_held,
             clock=context.clock,
             on_caught_up=on_caught_up,
         )

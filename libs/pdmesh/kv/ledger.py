@@ -10,6 +10,7 @@ A page is a (layer, block), counted in the request's own numbers. Its states, an
 * COPYING: a checked piece is being copied in. READING: a page of a peer's cache is, and it means nothing before it is
   placed; so no other copy, and no chunk, may write there meanwhile.
 * WRITTEN: layers that follow may use the page, but it cannot be sent yet: a device writes later than it is told to.
+* GONE: nobody will see the page, in a layer with a window behind which it lies. It is not sent, and stays so.
 * A page that is PRESENT stays so, whichever member computes or sends it again: its bits are the same.
 * A group that lost a member may compute what is COPYING; a page whose copy is of no use then stays COMPUTING.
 """
@@ -33,6 +34,7 @@ class PageState(IntEnum):
     COPYING = 3
     READING = 4
     PRESENT = 5
+    GONE = 6
 
     @classmethod
     def of(cls, *, is_read: bool) -> PageState:
@@ -40,7 +42,7 @@ class PageState(IntEnum):
         return cls.READING if is_read else cls.COPYING
 
 
-_EMPTY, _COMPUTING, _WRITTEN, _COPYING, _READING, _PRESENT = PageState
+_EMPTY, _COMPUTING, _WRITTEN, _COPYING, _READING, _PRESENT, _GONE = PageState
 
 
 def _changes(*states: int, to: int) -> bytes:
@@ -53,8 +55,9 @@ _RESERVE = _changes(_EMPTY, to=_COMPUTING)
 _ABANDON = _changes(_COMPUTING, to=_EMPTY)
 _RELEASE = _changes(_COPYING, _READING, to=_EMPTY)
 _WRITE = _changes(_EMPTY, _COMPUTING, _COPYING, to=_WRITTEN)
+_DISCARD = _changes(_EMPTY, to=_GONE)
 
-_IS_EMPTY, _IS_ABSENT, _IS_PRESENT = marked(_EMPTY), marked(*set(PageState) - {_PRESENT}), marked(_PRESENT)
+_IS_EMPTY, _IS_ABSENT, _IS_PRESENT = marked(_EMPTY), marked(*set(PageState) - {_PRESENT, _GONE}), marked(_PRESENT)
 _IS_IN_COPY = marked(_COPYING, _READING)
 _HERE = bytes([_WRITTEN, _PRESENT])
 
@@ -148,6 +151,15 @@ class PageLedger:
             for part in self._among(blocks, _IS_IN_COPY, self._sources, marked(source + 1)):
                 self._change(part, _RELEASE)
 
+    def discard(self, blocks: Blocks) -> None:
+        """Note that nobody will see these pages: those that are not here, or on their way, are not to come."""
+        with self._lock:
+            self._change(blocks, _DISCARD)
+
+    def num_gone(self, blocks: Blocks) -> int:
+        """Return how many of these pages are not to come."""
+        return sum(states.count(_GONE) for states in self._slices(blocks))
+
     # --- pages that are here ------------------------------------------------------------------------------------------
 
     def place(self, blocks: Blocks) -> list[Blocks]:
@@ -203,11 +215,11 @@ class PageLedger:
         return sum(sources.count(source + 1) for sources in self._sources)
 
     def num_unclaimed(self, blocks: Blocks) -> int:
-        """Return how many of these pages no source has begun to send."""
+        """Return how many of these pages no source has begun to send, of those that are to come."""
         return sum(
             sources[blocks.first_block : blocks.end].count(0)
             for sources in self._sources[blocks.layer : blocks.end_layer]
-        )
+        ) - self.num_gone(blocks)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with the numbers, unless they balance."""

@@ -45,10 +45,13 @@ class MoveSender(GrantedTransfer):
         capability: int,
         transcript: bytes,
         layout: KvLayout,
+        first_held: int = 0,
         clock: Callable[[], float],
         on_caught_up: Callable[[], None],
     ) -> None:
-        """``on_caught_up`` is called whenever everything that was named has been sent."""
+        """In layers with a window blocks before ``first_held`` are not there; it holds all others until it has moved.
+
+        ``on_caught_up`` is called whenever everything that was named has been sent."""
         super().__init__(
             request_id,
             epoch,
@@ -62,6 +65,7 @@ class MoveSender(GrantedTransfer):
         self.committed = False
         self._about_transcript = replace(self._about, kind=PieceKind.TRANSCRIPT)
         self._first_block, most_blocks = destination.part.blocks
+        self._first_held = max(self._first_block, first_held) if layout.windowed_layers else 0
         self._num_tokens_taken = most_blocks * layout.block_size
         self._transcript = transcript
         self._on_caught_up = on_caught_up
@@ -99,7 +103,8 @@ class MoveSender(GrantedTransfer):
         self._work.deadline = anyio.current_time() + FREEZE_LIMIT_S
         self._name(num_blocks_for(num_kv_tokens, self._layout.block_size))
         self._tasks.start_soon(self._tell, tail, len(self._transcript))
-        self._tasks.start_soon(self._send_commit, self._commit(self._named_part, num_kv_tokens, next_token))
+        commit = replace(self._commit(self._named_part, num_kv_tokens, next_token), chunk=self._first_held)
+        self._tasks.start_soon(self._send_commit, commit)
 
     # --- called by the departures -------------------------------------------------------------------------------------
 
@@ -115,8 +120,9 @@ class MoveSender(GrantedTransfer):
         blocks = Blocks(0, 0, first, self._num_named - first, self._layout.num_layers)
         if blocks.num_pages:
             self._ledger.grow(self._num_named)
-            self._ledger.place(blocks)
-            self._lanes[0].put(Outgoing(blocks))
+            for held in blocks.held(self._layout, self._first_held):
+                self._ledger.place(held)
+                self._lanes[0].put(Outgoing(held))
 
     @property
     def _named_part(self) -> KvPart:

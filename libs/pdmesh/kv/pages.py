@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 from pdmesh.kv.piece import PieceHeader
-from pdmesh.model import IndexRange, KvPart
+from pdmesh.model import IndexRange, KvLayout, KvPart
 
 
 class Blocks(NamedTuple):
@@ -42,6 +43,19 @@ class Blocks(NamedTuple):
         blocks = IndexRange(self.first_block, self.end).common(part.blocks)
         layers = IndexRange(self.layer, self.end_layer).common(part.layers)
         return Blocks(self.chunk, layers.start, blocks.start, blocks.size, layers.size)
+
+    def held(self, layout: KvLayout, first_block: int) -> Iterator[Blocks]:
+        """Yield these without the blocks before ``first_block`` in layers with a window; nothing if none are left."""
+        if self.first_block >= first_block or not layout.windowed_layers:
+            if self.num_pages:
+                yield self
+            return
+        for is_windowed, numbers in groupby(range(self.layer, self.end_layer), layout.windowed_layers.__contains__):
+            layers = list(numbers)
+            first = min(first_block, self.end) if is_windowed else self.first_block
+            part = Blocks(self.chunk, layers[0], first, self.end - first, len(layers))
+            if part.num_pages:
+                yield part
 
     def split(self, size: int, max_blocks: int | None = None) -> tuple[Blocks, list[Blocks]]:
         """Return a first piece of at most so many pages, of whole layers if one fits, and what is left, in order.

@@ -56,7 +56,7 @@ class PieceHeader:
     source: int = 0  # which of the transfer's sources and destinations, or of a group's members, this is between
     destination: int = 0
     num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by the one that computed it
-    chunk: int = 0  # QUERY, ANSWER: the question's number
+    chunk: int = 0  # QUERY, ANSWER: the question's number; COMMIT of a move: in layers with a window, the first block
     part: KvPart = NO_PART  # KV, PEER_READ, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
     # TRANSCRIPT: ``blocks`` are bytes; QUERY: ``layers`` is the one that is asked for
     payload_bytes: int = 0

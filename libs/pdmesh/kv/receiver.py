@@ -50,12 +50,15 @@ class KvReceiver:
         blocks: IndexRange | None = None,
         draws: bool = True,
         layout: KvLayout,
+        hold: Callable[[IndexRange], bool] | None = None,
         writer: PieceWriter,
         on_placed: Callable[[KvReceiver], object],
         on_failed: Callable[[KvReceiver, str], object],
         start: StartTask,
     ) -> None:
         """``num_context_tokens`` is None for a move: as many as the blocks hold at most, which the commit tells.
+
+        Of a move, ``hold`` is asked for room for blocks that come in layers with a window; False: there is none.
 
         A request that ``draws`` needs a token to go on from. Of a context that is spread only ``blocks`` come here, and
         ``block_ids`` are theirs.
@@ -89,6 +92,7 @@ class KvReceiver:
         self._draws = draws
         self._num_context_tokens = num_context_tokens
         self._layout = layout
+        self._hold = hold
         self._part = KvPart(
             IndexRange(num_present_blocks, num_blocks),
             IndexRange(0, layout.num_layers),
@@ -114,6 +118,8 @@ class KvReceiver:
             for source, address in enumerate(source_addresses)
         ]
         self._uncommitted = set(range(len(source_addresses)))
+        if num_context_tokens is not None:
+            self._discard_before(layout.first_held_block(num_context_tokens))
 
     def lane_from(self, source: int) -> Lane | None:
         return self.lanes[source] if source < len(self.lanes) else None
@@ -124,7 +130,24 @@ class KvReceiver:
             and header.part.heads == self._part.heads
             and self._part.layers.holds(header.part.layers)
             and self._part.blocks.holds(header.part.blocks)
+            and self._has_room_for(header.part)
         )
+
+    def _has_room_for(self, part: KvPart) -> bool:
+        """Whether there is room for a part in layers with a window. A hand-over's is known before, and there."""
+        if self._hold is None or not any(number in self._layout.windowed_layers for number in range(*part.layers)):
+            return True
+        has_room = self._hold(part.blocks)
+        if not has_room:
+            self.give_up("there is no room for it in layers with a window")
+        return has_room
+
+    def _discard_before(self, first_block: int) -> None:
+        """Expect no blocks before this one in layers with a window."""
+        first, end = self._part.blocks
+        num_blocks = max(0, min(first_block, end) - first)
+        for layer in self._layout.windowed_layers:
+            self.ledger.discard(Blocks(0, layer, first, num_blocks))
 
     def take_transcript(self, header: PieceHeader, payload: memoryview) -> str | None:
         """Take the next bytes of a move's transcript, or say why they must be dropped."""
@@ -156,7 +179,8 @@ class KvReceiver:
             return reason
         if header.num_context_tokens != self._num_context_tokens:
             return f"the sender moved {header.num_context_tokens} tokens, {self._num_context_tokens} were expected"
-        num_missing = header.part.num_pages - self.ledger.num_pages_of(header.source)
+        num_gone = self.ledger.num_gone(self.ledger.everything.within(header.part))
+        num_missing = header.part.num_pages - num_gone - self.ledger.num_pages_of(header.source)
         if num_missing and not self._is_move:
             return f"{num_missing} blocks of source {header.source} are missing"
         if header.has_token:
@@ -178,19 +202,26 @@ class KvReceiver:
         part = self._part._replace(blocks=IndexRange(first, num_blocks))
         if not first < num_blocks <= end or header.part != part:
             return f"a commit of {num_tokens} tokens in {header.part}"
+        if header.chunk > max(first, self._layout.first_seen_block(num_tokens)):
+            return f"{num_tokens} tokens came without what is seen from block {header.chunk} back"
         beyond = self.ledger.everything._replace(first_block=num_blocks, num_blocks=end - num_blocks)
         if self.ledger.num_unclaimed(beyond) != beyond.num_pages:
             return "more blocks came than the commit names"
         self._part, self._num_context_tokens = part, num_tokens
+        self._discard_before(header.chunk)
         return None
 
     @property
     def complete(self) -> bool:
         return (
             not self._uncommitted
-            and self.ledger.num_present == self._part.num_pages
+            and self.ledger.num_present + self._num_gone == self._part.num_pages
             and (not self._is_move or self._has_transcript)
         )
+
+    @property
+    def _num_gone(self) -> int:
+        return self.ledger.num_gone(self.ledger.everything.within(self._part)) if self._layout.window else 0
 
     @property
     def _has_transcript(self) -> bool:

@@ -67,6 +67,7 @@ class KvSender:
         own = IndexRange(0, num_blocks) if blocks is None else blocks.common(IndexRange(0, num_blocks))
         self.part = KvPart(own, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
         self.layout = layout
+        self.first_held = layout.first_held_block(num_context_tokens)  # in layers with a window
         self.ledger = PageLedger(layout.num_layers, num_blocks)
         present = Blocks(0, 0, 0, num_present_blocks, layout.num_layers).within(self.part)
         if present.num_pages:
@@ -111,7 +112,10 @@ class KvSender:
     @property
     def has_all(self) -> bool:
         """Whether all is here that this source sends."""
-        return self.ledger.num_present == self.part.num_pages
+        if not self.first_held:
+            return self.ledger.num_present == self.part.num_pages
+        everything = self.ledger.everything.within(self.part)
+        return all(map(self.ledger.has, everything.held(self.layout, self.first_held)))
 
     def _computed(self, blocks: Blocks) -> None:
         for new in self.ledger.place(blocks):
@@ -156,10 +160,9 @@ class KvPush(GrantedTransfer):
     # --- called by the sender -----------------------------------------------------------------------------------------
 
     def add(self, blocks: Blocks) -> None:
-        """Send blocks that are here now."""
+        """Send blocks that are here now, but for those that nobody will see."""
         for lane, destination in zip(self._lanes, self.destinations, strict=True):
-            wanted = blocks.within(destination.part)
-            if wanted.num_pages:
+            for wanted in blocks.within(destination.part).held(self._layout, self.sender.first_held):
                 for some in wanted.cut(self._pages_a_piece(wanted, destination.address)):
                     lane.put(Outgoing(some), self._layers_a_piece(blocks))
         if self.sender.committed_s is not None:

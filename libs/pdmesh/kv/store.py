@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from pdmesh.kv.frames import FrameMap
 from pdmesh.kv.sharing import SharedCache
 from pdmesh.model import KvLayout
 
@@ -22,6 +23,11 @@ class KvStore(Protocol):
 
     @property
     def num_blocks(self) -> int: ...
+
+    @property
+    def frames(self) -> FrameMap | None:
+        """Where blocks lie in layers with a window; None: all layers see everything, or hold it."""
+        ...
 
     @property
     def inline_copy_bytes(self) -> int:
@@ -60,6 +66,10 @@ class KvStore(Protocol):
 
 class HostKvStore:
     """The part of a store in host memory that concerns devices: whatever was computed is there."""
+
+    @property
+    def frames(self) -> FrameMap | None:
+        return None
 
     @property
     def inline_copy_bytes(self) -> int:

@@ -351,7 +351,7 @@ async def running_instance(
             instance_id=InstanceId(instance_id or role),
             role=role,
             max_model_len=engine.max_model_len,
-            block_size=engine.kv.layout.block_size,
+            store=engine.kv,
             pool=pool,
             hasher=HASHER,
             mover=mover,

@@ -52,6 +52,7 @@ class Arrivals:
                 max_kv_tokens,
                 num_reused_granules=transfer.num_reused_granules,
                 num_elsewhere_tokens=blocks.start * self._context.block_size,
+                num_coming_tokens=num_context_tokens,
             )
         except PdmeshError as error:
             self._intake.refuse(generation, error, transfer.transfer_id)

@@ -16,6 +16,7 @@ from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, PrefixHashes
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import pack_token_ids
 from pdmesh.worker.sequences import Drawn, LocalRequest, Stage
+from pdmesh.worker.windows import Windows
 
 log = structlog.get_logger()
 
@@ -55,10 +56,13 @@ class BlockTables:
         block_size: int,
         hasher: PrefixHasher,
         report: Callable[[InstanceEvent], None],
+        windows: Windows,
         tier: OffloadTier | None = None,
     ) -> None:
         self.tier = tier
+        self._windows = windows
         self.kept = KeptGranules(pool, block_size)
+        self._block_size = block_size
         self._instance_id = instance_id
         self._pool = pool
         self._hasher = hasher
@@ -105,6 +109,26 @@ class BlockTables:
             self._pool.free(shared)
             raise
 
+    def begin_windows(self, request: LocalRequest, num_coming_tokens: int) -> None:
+        """Hold what a new request sees in layers with a window once it has what it shares, and what is to come.
+
+        Raises StalePrefix if it shares blocks of which nothing is left there, OutOfFrames without room for others.
+        """
+        block_table = request.sequence.block_table
+        num_tokens = max(request.num_shared_tokens, num_coming_tokens)
+        num_shared = request.num_shared_tokens // request.block_size
+        if not self._windows.is_seen(block_table, num_tokens, num_shared):
+            num_granules = request.num_shared_tokens // GRANULE_TOKENS
+            num_left = next(num for num in reversed(range(num_granules)) if self._can_go_on(block_table, num))
+            self.kept.drop(request.chain[num_left:num_granules])
+            raise StalePrefix(f"layers with a window have what is seen from {num_left} of {num_granules} granules on")
+        self._windows.begin(request.held, block_table, num_tokens)
+
+    def _can_go_on(self, block_table: list[int], num_granules: int) -> bool:
+        """Whether layers with a window have what a request sees that goes on behind so many granules."""
+        num_tokens = num_granules * GRANULE_TOKENS
+        return self._windows.is_seen(block_table, num_tokens, num_tokens // self._block_size)
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Return blocks for one table. Raises OutOfBlocks if too few are free, even with nothing kept.
 
@@ -114,6 +138,10 @@ class BlockTables:
             log.warning("kept KV is given up unasked: the scheduler thinks that there is room", num_blocks=num_blocks)
             self.report_kept()
         return self._pool.allocate(num_blocks)
+
+    def give_back(self, request: LocalRequest) -> None:
+        """Free the blocks of a request that is not taken after all."""
+        self._pool.free(request.sequence.block_table)
 
     def allocate_up_to(self, num_blocks: int) -> list[int]:
         """Return so many blocks for one table, or what there is, for a worker whose scheduler is gone."""

@@ -15,6 +15,7 @@ from pdmesh.worker.endings import Endings
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.replies import ToGateways
 from pdmesh.worker.sequences import Sequences
+from pdmesh.worker.windows import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class InstanceContext:
     max_model_len: int  # tokens
     block_size: int  # tokens
     tables: BlockTables
+    windows: Windows
     mover: KvMover
     sequences: Sequences
     endings: Endings

@@ -15,7 +15,7 @@ from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.ranks.share import check_divisible, check_stages
 from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes
-from pdmesh.model import KvLayout, MeasuredStep, num_blocks_for
+from pdmesh.model import GRANULE_TOKENS, KvLayout, MeasuredStep, Role, num_blocks_for
 from pdmesh.profiles import parse_latency
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -76,8 +76,11 @@ def build_engine(
 
     directory = resolve_model(config.model)
     model = load_model_config(directory)
-    layout = model.kv_layout(dtype=worker.dtype, block_size=worker.block_size)
+    layout = model.kv_layout(
+        dtype=worker.dtype, block_size=worker.block_size, frees_windows=frees_behind_windows(config)
+    )
     max_model_len = worker.max_model_len or model.max_model_len
+    max_frames = max_frames_of(config, layout, max_model_len) if layout.window else None
     if device_name(config) == "cpu":
         check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
     elif ranks is not None:
@@ -85,8 +88,14 @@ def build_engine(
     return TorchEngine(
         directory,
         num_blocks=lambda layout, free_bytes: num_blocks_of(
-            worker, layout, free_bytes=free_bytes, max_model_len=max_model_len, host_bytes=free_host_bytes()
+            worker,
+            layout,
+            free_bytes=free_bytes,
+            max_model_len=max_model_len,
+            host_bytes=free_host_bytes(),
+            max_frames=max_frames or 0,
         ),
+        max_frames=max_frames,
         device=worker.device,
         num_threads=num_threads,
         **_ranks_of(ranks, num_stages),
@@ -125,6 +134,32 @@ def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
         "ordered": worker.deterministic or worker.max_kv_tokens_per_instance > 0,
         "range_tokens": worker.max_kv_tokens_per_instance,
     }
+
+
+def frees_behind_windows(config: MeshConfig) -> bool:
+    """Whether KV of layers with a window is given up behind it, in all instances of a mesh, or it is held in all.
+
+    It is held by an instance of several ranks, on a device, and by one with an offload tier.
+    """
+    worker = config.worker
+    return (
+        worker.free_behind_windows
+        and all(config.degrees_of(role).num_ranks == 1 for role in Role)
+        and not (worker.kv_offload_host_bytes or worker.kv_offload_disk_bytes)
+        and device_name(config) == "cpu"
+    )
+
+
+def max_frames_of(config: MeshConfig, layout: KvLayout, max_model_len: int) -> int:
+    """Return how many blocks layers with a window hold at most at once.
+
+    What all requests that decode at once see, twice: once for those that are computed, sent, or may be gone on from.
+    And two of the largest chunks.
+    """
+    worker, policy, block_size = config.worker, config.policy, layout.block_size
+    num_seen = num_blocks_for(layout.window + GRANULE_TOKENS, block_size) + 2
+    chunk_tokens = min(max_model_len, max(policy.max_chunk_tokens, policy.chunk_tokens))
+    return 2 * (worker.max_num_seqs * num_seen + num_blocks_for(chunk_tokens, block_size))
 
 
 def check_ranges(config: MeshConfig) -> None:
@@ -247,25 +282,35 @@ def num_blocks_of(
     free_bytes: int | None,
     max_model_len: int,
     host_bytes: int | None = None,
+    max_frames: int = 0,
 ) -> int:
     """Return how many blocks the KV cache has, by what is configured or else by the memory that is free.
 
     ``free_bytes`` are a device's after loading the weights, ``host_bytes`` the host's. On the host there are never more
-    blocks than the requests that decode at once can fill. Raises ConfigError if there is no room for one block.
+    blocks than the requests that decode at once can fill. Layers with a window have no more than ``max_frames``, and
+    one. Raises ConfigError if there is no room for one block.
     """
     kv_cache_bytes, source = worker.kv_cache_bytes, "worker.kv_cache_bytes"
     bytes_per_block = layout.num_layers * layout.block_bytes
+    bytes_per_frame = len(layout.windowed_layers) * layout.block_bytes
+    most_blocks = worker.max_num_seqs * num_blocks_for(max_model_len, layout.block_size)
     if kv_cache_bytes is None and free_bytes is not None:
         kv_cache_bytes = int(free_bytes * worker.kv_cache_share)
         source = f"the share of the {free_bytes} bytes that the weights leave free (worker.kv_cache_share)"
     elif kv_cache_bytes is None and host_bytes is not None:
-        most_bytes = worker.max_num_seqs * num_blocks_for(max_model_len, layout.block_size) * bytes_per_block
+        most_bytes = most_blocks * bytes_per_block
         kv_cache_bytes = min(most_bytes, int(host_bytes * worker.kv_cache_host_share))
         source = f"the share of the {host_bytes} bytes that the host has free (worker.kv_cache_host_share)"
     elif kv_cache_bytes is None:
         kv_cache_bytes = HOST_KV_CACHE_BYTES
-    num_blocks = kv_cache_bytes // bytes_per_block
-    if num_blocks == 0:
+    num_blocks = (kv_cache_bytes - bytes_per_frame) // bytes_per_block
+    if num_blocks > max_frames > 0:
+        rest = kv_cache_bytes - (max_frames + 1) * bytes_per_frame
+        num_everywhere = bytes_per_block - bytes_per_frame
+        num_blocks = max(max_frames, most_blocks)
+        if num_everywhere:
+            num_blocks = min(num_blocks, rest // num_everywhere)
+    if num_blocks <= 0:
         raise ConfigError(
             f"{source} is {kv_cache_bytes}, but one block of {layout.block_size} tokens takes"
             f" {bytes_per_block} bytes in {layout.num_layers} layers: use more memory or smaller blocks"

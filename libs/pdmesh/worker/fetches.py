@@ -35,7 +35,14 @@ class KeptCopies:
             num_there = transfer.num_reused_granules
             if num_there >= len(command.chain):
                 raise ProtocolError(f"{num_there} of {len(command.chain)} granules are there, and others are to come")
-            request = self._intake.take_unknown(command, num_blocks, command.chain, num_there, Stage.RECEIVING)
+            request = self._intake.take_unknown(
+                command,
+                num_blocks,
+                command.chain,
+                num_there,
+                Stage.RECEIVING,
+                num_coming_tokens=len(command.chain) * GRANULE_TOKENS,
+            )
         except PdmeshError as error:
             self._intake.refuse(command, error, transfer.transfer_id)
             return

@@ -29,6 +29,8 @@ class PrefillGroups:
         if group is None:
             return
         self._own_number(group, message.member_addresses)
+        if self._context.windows.are_freed:
+            raise ProtocolError("KV behind windows is given up here, and a group needs all of it")
         if message.command.moves_on and not message.command.leads:
             raise ProtocolError("a transfer from a member that does not lead its group")
 

@@ -45,6 +45,7 @@ from pdmesh.kv.outcome import (
     SentTransfer,
     TransferOutcome,
 )
+from pdmesh.kv.store import KvStore
 from pdmesh.model import InstanceId, PrefixHashes, Resident, Role, TransferPurpose
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
@@ -66,6 +67,7 @@ from pdmesh.worker.replies import ToGateways, TokenSink
 from pdmesh.worker.results import Results
 from pdmesh.worker.sequences import Drawn, LocalRequest, Sequences, Stage
 from pdmesh.worker.spans import FREED
+from pdmesh.worker.windows import Windows
 
 log = structlog.get_logger()
 
@@ -82,7 +84,7 @@ class Instance:
         instance_id: InstanceId,
         role: Role,
         max_model_len: int,
-        block_size: int,
+        store: KvStore,
         pool: BlockPool,
         hasher: PrefixHasher,
         mover: KvMover,
@@ -103,13 +105,18 @@ class Instance:
         self._report = report
         self._stop = stop
         own = OwnSteps()
-        self._tables = tables = BlockTables(instance_id, pool, block_size, hasher, report, tier)
-        self._sequences = sequences = Sequences(pool, mover, keep_drawn=tables.keep_drawn, on_released=self._released)
+        block_size = store.layout.block_size
+        windows = Windows(store, pool)
+        self._tables = tables = BlockTables(instance_id, pool, block_size, hasher, report, windows, tier)
+        self._sequences = sequences = Sequences(
+            pool, mover, windows=windows, keep_drawn=tables.keep_drawn, on_released=self._released
+        )
         endings = Endings(instance_id, sequences=sequences, own=own, report=report)
         self.plans = Plans(
             instance_id,
             sequences,
             own,
+            windows=windows,
             wakeup=wakeup,
             report=report,
             drop=endings.drop,
@@ -121,6 +128,7 @@ class Instance:
             max_model_len=max_model_len,
             block_size=block_size,
             tables=tables,
+            windows=windows,
             mover=mover,
             sequences=sequences,
             endings=endings,
@@ -242,6 +250,7 @@ class Instance:
         )
         self._report(KvReleased(self.instance_id, request.request_id, request.epoch, request.received_by, *drawn))
         self._growth.blocks_freed()
+        self.plans.wake()  # one may wait for frames
 
     # --- counts -----------------------------------------------------------------------------------------------
 

@@ -135,9 +135,12 @@ class Intake:
         num_reused_granules: int,
         num_loaded_granules: int = 0,
         num_elsewhere_tokens: int = 0,
+        num_coming_tokens: int = 0,
         keeps_prefix: bool = True,
     ) -> LocalRequest:
         """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be.
+
+        The KV of its first ``num_coming_tokens`` is there, or is to come from another instance.
 
         Of the granules that are reused the last ``num_loaded_granules`` are to come from the offload tier. Other
         instances hold the first ``num_elsewhere_tokens``: then nothing is kept.
@@ -175,7 +178,7 @@ class Intake:
             num_shared_tokens=len(shared) * GRANULE_TOKENS,
             trace=trace_of(self._context.tracing, generation, self._context.instance_id),
         )
-        self._context.sequences.add(request)
+        self._begin(request, num_coming_tokens)
         log.debug(
             "request held",
             request_id=request.request_id,
@@ -194,6 +197,8 @@ class Intake:
         chain: PrefixHashes,
         num_reused_granules: int,
         stage: Stage,
+        *,
+        num_coming_tokens: int = 0,
     ) -> LocalRequest:
         """Take blocks for a transfer of KV of which no tokens are known. Raises PdmeshError if that cannot be."""
         self.check_new(command.request_id, command.epoch)
@@ -223,11 +228,20 @@ class Intake:
             max_kv_tokens=num_blocks * self._context.block_size,
             chain=chain,
             num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
+            num_shared_tokens=num_reused_granules * GRANULE_TOKENS,
             transfer=command.transfer,
             received_by=command.transfer.transfer_id,
         )
-        self._context.sequences.add(request)
+        self._begin(request, num_coming_tokens)
         return request
+
+    def _begin(self, request: LocalRequest, num_coming_tokens: int) -> None:
+        try:
+            self._context.tables.begin_windows(request, num_coming_tokens)
+        except PdmeshError:
+            self._context.tables.give_back(request)
+            raise
+        self._context.sequences.add(request)
 
     def refuse(
         self,

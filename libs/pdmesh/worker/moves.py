@@ -12,11 +12,12 @@ from pdmesh.core.commands import CancelMove, ResumeDecode
 from pdmesh.core.events import DecodeReserved, MoveFailed, MoveSent
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError, ProtocolError
+from pdmesh.kv.frames import OutOfFrames
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transcript import pack_transcript, unpack_transcript
 from pdmesh.kv.transfer import KvDestination
-from pdmesh.model import GRANULE_TOKENS, InstanceId, TransferId
+from pdmesh.model import GRANULE_TOKENS, IndexRange, InstanceId, TransferId
 from pdmesh.wire.messages import ExpectMove, Grant, pack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
@@ -57,6 +58,7 @@ class MovingDecodes:
             ),
             capability=transfer.capability,
             on_caught_up=lambda: self._caught_up(request),
+            first_held=request.held.first,
         )
         request.leaving = Leaving(transfer, sender, num_kv_tokens)
         sender.advance(num_kv_tokens)
@@ -194,10 +196,19 @@ class MovingDecodes:
             num_context_tokens=None,
             num_present_blocks=request.num_reused_tokens // request.block_size,
             source_addresses=message.source_addresses,
+            hold=lambda blocks: self._hold(request, blocks),
         )
         self._context.report(
             DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
         )
+
+    def _hold(self, request: LocalRequest, blocks: IndexRange) -> bool:
+        """Hold blocks that come in layers with a window; False if there is no room."""
+        try:
+            self._context.windows.extend(request.held, request.sequence.block_table, blocks)
+        except OutOfFrames:
+            return False
+        return True
 
     def _take(self, message: ExpectMove) -> LocalRequest:
         """Take the blocks of a request that nothing else is known of. Raises PdmeshError if that cannot be."""

@@ -17,6 +17,7 @@ import structlog
 
 from pdmesh.core.events import InstanceEvent, TransferOffered
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
+from pdmesh.kv.frames import OutOfFrames
 from pdmesh.kv.gate import Wakeup
 from pdmesh.model import NO_TRANSFER, InstanceId
 from pdmesh.plans import ChunkPlan, StepPlan
@@ -25,11 +26,15 @@ from pdmesh.worker.compiling import GrammarCompiler
 from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.replies import step_done
 from pdmesh.worker.sequences import LocalRequest, Sequences, Stage
+from pdmesh.worker.windows import Windows
 
 log = structlog.get_logger()
 
 #: Plans waiting for the engine. A scheduler keeps a few in flight; what goes beyond this is answered as dropped.
 MAX_QUEUED_PLANS = 1024
+
+#: Stages of what does not stay long, or not for ever, and needs no step of a prompt for that.
+_GIVING_BACK = (Stage.SENDING, Stage.DECODING, Stage.LEAVING)
 
 
 class Plans:
@@ -48,6 +53,7 @@ class Plans:
         sequences: Sequences,
         own: OwnSteps,
         *,
+        windows: Windows,
         wakeup: Wakeup,
         report: Callable[[InstanceEvent], None],
         drop: Callable[[LocalRequest, str], None],
@@ -57,6 +63,7 @@ class Plans:
         self._instance_id = instance_id
         self._sequences = sequences
         self._own = own
+        self._windows = windows
         self._wakeup = wakeup
         self._held_until_s: float | None = None  # set while decodes are held and nothing is planned
         self._report = report
@@ -151,7 +158,9 @@ class Plans:
         )
 
     def _must_wait(self, plan: StepPlan) -> bool:
-        """Whether it draws a token under a grammar that is being compiled."""
+        """Whether it draws a token under a grammar that is being compiled, or waits for frames."""
+        if self._waits_for_frames(plan):
+            return True
         if self.grammars.is_idle:
             return False
         requests = (self._sequences.get(part.request_id, part.epoch) for part in plan.chunks if part.is_last)
@@ -199,6 +208,37 @@ class Plans:
     def _is_ready(self, request: LocalRequest) -> bool:
         return self.grammars.is_ready(request.generation.params.grammar)
 
+    def _waits_for_frames(self, plan: StepPlan) -> bool:
+        """Whether it needs more frames than there are, while somebody has some who will give them back."""
+        requests = ((self._sequences.get(part.request_id, part.epoch), part) for part in plan.chunks)
+        num_wanted = sum(
+            self._windows.num_to_take(request.held, part.start + part.num_tokens)
+            for request, part in requests
+            if request is not None
+        )
+        return num_wanted > self._windows.num_available and any(
+            request.stage in _GIVING_BACK and request.held.places for request in self._sequences
+        )
+
+    def _take_frames(self, request: LocalRequest, num_tokens: int) -> bool:
+        """Let a request write so many tokens, at the price of prompts that have begun; if that fails, drop it."""
+        while True:
+            try:
+                self._windows.take(request.held, request.sequence.block_table, num_tokens)
+                return True
+            except OutOfFrames as error:
+                victim = self._last_begun(request)
+                self._drop(victim or request, str(error))
+                if victim is None:
+                    return False
+
+    def _last_begun(self, request: LocalRequest) -> LocalRequest | None:
+        """Return the prompt that came last, begun and in no step now, but for this one."""
+        for other in reversed(list(self._sequences)):
+            if other.stage is Stage.PREFILLING and other.held.places and not other.in_step and other is not request:
+                return other
+        return None
+
     def _batch(self, plan: StepPlan) -> Batch | None:
         """What is there to do of a plan; if that is nothing, it is done."""
         self._own.planned(plan)
@@ -223,11 +263,22 @@ class Plans:
         """Make residents part of the step that begins now."""
         begun: list[BatchDecode] = []
         for request in residents:
-            request.num_steps += 1
-            begun.append(
-                BatchDecode(request, self._drafter.draft(request) if self._drafter is not None and drafts else ())
-            )
+            decode = BatchDecode(request, self._drafter.draft(request) if self._drafter is not None and drafts else ())
+            if self._goes_on(decode):
+                request.num_steps += 1
+                begun.append(decode)
         return tuple(begun)
+
+    def _goes_on(self, decode: BatchDecode) -> bool:
+        """Let a resident's next tokens be written in layers with a window, behind which it gives up what it held.
+
+        All that it holds goes along if it is moving.
+        """
+        request = decode.request
+        num_tokens = len(request.sequence.token_ids) - 1
+        if request.leaving is None:
+            self._windows.pass_by(request.held, request.sequence.block_table, num_tokens)
+        return self._take_frames(request, num_tokens + decode.num_tokens - request.sequence.num_elsewhere_tokens)
 
     def _begin(self, part: ChunkPlan) -> BatchChunk | None:
         request = self._sequences.get(part.request_id, part.epoch)
@@ -249,6 +300,8 @@ class Plans:
                 request,
                 f"chunk {part.start}…{end} does not follow {request.num_computed_tokens} of {num_tokens} tokens",
             )
+            return None
+        if not self._take_frames(request, end):
             return None
         if request.sender is not None and request.num_chunks == 0:
             transfer_id = NO_TRANSFER if request.transfer is None else request.transfer.transfer_id

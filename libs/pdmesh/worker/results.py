@@ -113,6 +113,7 @@ class Results:
             request.exchange.add_computed(*chunk.completed_blocks(self._context.block_size))
         # A chunk is computed with all KV before it, a helper's, too.
         self._context.tables.keep_prompt(request, plan.start + plan.num_tokens)
+        self._context.windows.pass_by(request.held, request.sequence.block_table, plan.start + plan.num_tokens)
         self._context.metrics.prompt_tokens.inc(plan.num_tokens)
         if not plan.is_last:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ from pdmesh.plans import ChunkPlan, TransferPlan
 from pdmesh.policy.on_demand import is_low
 from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import RequestTrace
+from pdmesh.worker.windows import HeldBlocks, Windows
 
 
 class Stage(Enum):
@@ -101,6 +102,7 @@ class LocalRequest:
     load: KvLoad | None = None  # set while some of its KV comes from the offload tier
     leaving: Leaving | None = None  # set while it decodes, and moves to another instance
     trace: RequestTrace | None = None  # set if the request is traced
+    held: HeldBlocks = field(default_factory=HeldBlocks)  # in layers with a window
     num_reused_tokens: int = 0  # the first ones, whose KV was here
     num_shared_tokens: int = 0  # of these, in blocks that others have, too: what is behind came from the offload tier
     num_computed_tokens: int = 0  # those reused among them
@@ -208,11 +210,13 @@ class Sequences:
         pool: BlockPool,
         mover: KvMover,
         *,
+        windows: Windows,
         keep_drawn: Callable[[LocalRequest], Drawn],
         on_released: Callable[[LocalRequest, Drawn], None],
     ) -> None:
         self._pool = pool
         self._mover = mover
+        self._windows = windows
         self._keep_drawn = keep_drawn
         self._on_released = on_released
         self._requests: dict[tuple[RequestId, Epoch], LocalRequest] = {}
@@ -345,11 +349,14 @@ class Sequences:
         for request in self.decoding:
             block_id = request.sequence.block_table[(request.num_own_tokens - 1) // request.block_size]
             assert not self._pool.is_shared(block_id), f"{request.request_id} writes into shared block {block_id}"
+        everyone = [*self, *self._leaving]
+        self._windows.check_integrity((each.held, each.sequence.block_table) for each in everyone)
         if not self._leaving:
             assert tables == held, f"{tables.total()} blocks in tables, {sum(held.values())} references in the pool"
 
     def _free(self, request: LocalRequest) -> None:
         drawn = self._keep_drawn(request)
+        self._windows.end(request.held, request.sequence.block_table)
         self._pool.free(request.sequence.block_table, on_released=lambda: self._freed(request, drawn))
 
     def _freed(self, request: LocalRequest, drawn: Drawn) -> None:

@@ -71,6 +71,10 @@ class DeviceKvStore:
         return self._num_blocks
 
     @property
+    def frames(self) -> None:
+        """Nothing is freed behind windows on a device."""
+
+    @property
     def shared(self) -> CudaSharedCache | None:
         if self._memory is None:
             return None

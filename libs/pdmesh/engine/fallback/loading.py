@@ -43,7 +43,7 @@ class LoadedModules:
     transformer: ModuleTransformer
     device: torch.device
 
-    def compute(self, num_blocks: int, memory: Tensor | None = None) -> Compute:
+    def compute(self, num_blocks: int, memory: Tensor | None = None, num_frames: int | None = None) -> Compute:
         store = self.store(num_blocks, memory)
         kinds = [torch_kind(self.device, deterministic=False), f"transformers-{transformers.__version__}"]
         return Compute(

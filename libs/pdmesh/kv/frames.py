@@ -1,0 +1,149 @@
+"""Where the KV of layers with a window lies: in *frames*, of which there are fewer than blocks.
+
+A block is the same tokens in all layers. In layers that see everything its KV lies at the block's own number. In layers
+with a window it lies in a frame, as long as somebody may see it, and else nowhere. So requests, books and transfers go
+on naming blocks, and what falls behind a window gives back its frame alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+import numpy.typing as npt
+
+from pdmesh.errors import PdmeshError
+from pdmesh.kv.blocks import BlockPool
+
+
+class OutOfFrames(PdmeshError):
+    """More blocks are to be seen at once in layers with a window than there is memory for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrameMap:
+    """The frame of each block. One more frame, the last, is always zeros: it stands for blocks that have none."""
+
+    num_frames: int
+    of_block: npt.NDArray[np.int64]
+
+    @classmethod
+    def shared_out(cls, num_blocks: int, num_frames: int) -> FrameMap:
+        """Return a map in which each block has a frame, for who has no more blocks at once than there are frames."""
+        return cls(num_frames, np.arange(num_blocks, dtype=np.int64) % num_frames)
+
+    @property
+    def zeros(self) -> int:
+        """The frame of blocks that have none."""
+        return self.num_frames
+
+
+class WindowFrames:
+    """Gives blocks their frames, and takes them back. Event loop only; steps and copies read the map meanwhile.
+
+    A table *holds* the frames of blocks that it may come to see. What no table holds is free, unless the block is kept:
+    then its frame stays until another block needs it. Those that fell behind a window go first, then those in front of
+    which a request ended, or began, the longest unused first.
+    """
+
+    def __init__(self, pool: BlockPool, frames: FrameMap) -> None:
+        self._pool = pool
+        self._map = frames
+        frames.of_block.fill(frames.zeros)
+        self._free = list(reversed(range(frames.num_frames)))
+        self._holders: dict[int, int] = {}  # of blocks: in how many tables
+        self._passed: dict[int, None] = {}  # blocks with a frame that no table holds, those passed longest ago first
+        self._resumable: dict[int, None] = {}
+        pool.on_free = self._drop
+
+    @property
+    def num_frames(self) -> int:
+        return self._map.num_frames
+
+    @property
+    def num_available(self) -> int:
+        """Frames that can be given: those of blocks that nobody holds among them."""
+        return len(self._free) + len(self._passed) + len(self._resumable)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks whose frames tables hold."""
+        return len(self._holders)
+
+    def has_all(self, block_ids: Sequence[int]) -> bool:
+        """Whether all of these have a frame."""
+        return all(self._has(block_id) for block_id in block_ids)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks for one more table; those without a frame get one. Raises OutOfFrames, and changes nothing."""
+        num_missing = sum(not self._has(block_id) for block_id in block_ids)
+        victims = self._victims(num_missing - len(self._free), besides=set(block_ids))
+        if num_missing > len(self._free) + len(victims):
+            raise OutOfFrames(
+                f"{num_missing} more blocks are to be seen in layers with a window: {self.num_held} are, in "
+                f"{self.num_frames} frames"
+            )
+        for block_id in block_ids:
+            self._holders[block_id] = self._holders.get(block_id, 0) + 1
+            self._passed.pop(block_id, None)
+            self._resumable.pop(block_id, None)
+        for block_id in victims:
+            self._drop(block_id)
+        for block_id in block_ids:
+            if not self._has(block_id):
+                self._map.of_block[block_id] = self._free.pop()
+
+    def let_go(self, block_ids: Sequence[int], *, resumable: bool = False) -> None:
+        """Hold blocks for one table less. Kept ones stay seen as long as there is room, ``resumable`` ones longer."""
+        for block_id in block_ids:
+            self._holders[block_id] -= 1
+            if self._holders[block_id]:
+                continue
+            del self._holders[block_id]
+            if block_id not in self._pool.kept and not self._pool.is_pinned(block_id):
+                self._drop(block_id)
+            elif resumable:
+                self._resumable[block_id] = None
+            else:
+                self._passed[block_id] = None
+
+    def check_integrity(self, held: Collection[int]) -> None:
+        """``held + idle + free = all``, each frame is one block's, and nothing has one but what is in use."""
+        numbers = f"{self.num_held} held + {self.num_available} to be had of {self.num_frames} frames"
+        idle = self._passed.keys() | self._resumable.keys()
+        placed = {
+            block_id: frame for block_id, frame in enumerate(self._map.of_block.tolist()) if frame != self._map.zeros
+        }
+        assert self.num_held + self.num_available == self.num_frames, numbers
+        assert not self._passed.keys() & self._resumable.keys(), f"passed and resumable: {numbers}"
+        assert not idle & self._holders.keys(), f"held and idle: {numbers}"
+        assert placed.keys() == self._holders.keys() | idle, f"blocks with a frame are not those in use: {numbers}"
+        frames = [*placed.values(), *self._free]
+        assert sorted(frames) == list(range(self.num_frames)), f"frames of two, or of nobody: {numbers}"
+        assert self._holders.keys() <= self._pool.references.keys(), f"frames are held of blocks of no table: {numbers}"
+        assert self._holders.keys() == set(held), f"{len(set(held))} blocks are seen, {numbers}"
+        unused = idle - self._pool.references.keys() - self._pool.kept
+        assert all(map(self._pool.is_pinned, unused)), f"free blocks have frames: {numbers}"
+
+    def _has(self, block_id: int) -> bool:
+        return bool(self._map.of_block[block_id] != self._map.zeros)
+
+    def _victims(self, num_blocks: int, besides: Set[int]) -> list[int]:
+        """Return so many blocks whose frames can be taken, or all of them."""
+        idle = chain(self._passed, self._resumable)
+        return list(islice((each for each in idle if self._can_lose(each, besides)), max(0, num_blocks)))
+
+    def _can_lose(self, block_id: int, besides: Set[int]) -> bool:
+        return block_id not in besides and not self._pool.is_pinned(block_id)
+
+    def _drop(self, block_id: int) -> None:
+        """Take a block's frame away, if it has one."""
+        assert block_id not in self._holders, f"block {block_id} is free, and somebody sees it"
+        self._passed.pop(block_id, None)
+        self._resumable.pop(block_id, None)
+        frame = int(self._map.of_block[block_id])
+        if frame != self._map.zeros:
+            self._map.of_block[block_id] = self._map.zeros
+            self._free.append(frame)

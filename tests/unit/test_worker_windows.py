@@ -1,0 +1,299 @@
+"""KV that is given up behind windows: with frames for what is seen alone, answers are those of an engine with all KV.
+
+What a frame held is NaN once it is given up, so that whoever still read it would say so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from pdmesh.config import TransferConfig
+from pdmesh.core.events import (
+    CacheReported,
+    KvReleased,
+    RequestDropped,
+    RequestFinished,
+    StepDone,
+    TransferLanded,
+    TransferSent,
+)
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.kv.frames import WindowFrames
+from pdmesh.model import GRANULE_TOKENS, Role, SamplingParams, num_blocks_for
+from pdmesh.testing.reuse import a_generation, granules_of, output, run
+from pdmesh.testing.stepping import generate
+from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
+from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = TransferConfig(transport="memory", max_payload_bytes=1 << 16, num_send_buffers=4, num_receive_buffers=4)
+NUM_BLOCKS, BLOCK, WINDOW = 512, 16, 24
+#: Of a decode: its window, and what another request that goes on from its last granule sees.
+NUM_SEEN = num_blocks_for(WINDOW + GRANULE_TOKENS, BLOCK) + 2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "gpt_oss", "mistral"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = model_variants()[request.param][0]
+    return write_transformers_checkpoint(tmp_path_factory.mktemp(request.param), request.param, seed=1, **options)
+
+
+@pytest.fixture(autouse=True)
+def nan_in_free_frames(monkeypatch: pytest.MonkeyPatch) -> list[TorchEngine]:
+    """The engines whose frames are wiped with NaN when they are given up."""
+    engines: list[TorchEngine] = []
+    drop = WindowFrames._drop
+
+    def wiping(self: WindowFrames, block_id: int) -> None:
+        frame = int(self._map.of_block[block_id])
+        drop(self, block_id)
+        for engine in engines:
+            if engine.kv.frames is self._map and frame != self._map.zeros:
+                for layer in engine.kv.layout.windowed_layers:
+                    engine.kv.layers[layer][frame] = torch.nan
+
+    monkeypatch.setattr(WindowFrames, "_drop", wiping)
+    return engines
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(320) for _ in range(num_tokens)]
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0)
+
+
+class Answers:
+    """What an engine that holds all KV says."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._engine = TorchEngine(checkpoint, num_blocks=NUM_BLOCKS, num_threads=1)
+
+    def of(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        return generate(self._engine, prompt, max_tokens).output_ids
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Path) -> Answers:
+    return Answers(checkpoint)
+
+
+@asynccontextmanager
+async def instances(
+    checkpoint: Path, engines: list[TorchEngine], *roles: Role, max_frames: int = 64
+) -> AsyncGenerator[list[RunningInstance]]:
+    """Instances that hold ``max_frames`` blocks in layers with a window, of which everything is NaN at first."""
+    fabric = MemoryFabric()
+
+    @asynccontextmanager
+    async def instance(role: Role, number: int) -> AsyncGenerator[RunningInstance]:
+        engine = TorchEngine(checkpoint, num_blocks=NUM_BLOCKS, block_size=BLOCK, num_threads=1, max_frames=max_frames)
+        for layer in engine.kv.layers:
+            layer[:-1] = torch.nan  # what is left is always zeros
+        engines.append(engine)
+        async with (
+            MemoryTransport(CONFIG, fabric) as transport,
+            running_instance(engine, transport, role=role, config=CONFIG, instance_id=f"{role}-{number}") as running,
+        ):
+            yield running
+
+    async with instance(roles[0], 0) as first:
+        if len(roles) == 1:
+            yield [first]
+            return
+        async with instance(roles[1], 1) as second:
+            yield [first, second]
+
+
+def frames_of(instance: RunningInstance) -> WindowFrames:
+    frames = instance.instance._tables._windows._frames
+    assert frames is not None
+    return frames
+
+
+def ids(instance: RunningInstance, name: str) -> list[int]:
+    return [cast(int, token.token_id) for token in instance.tokens_of(name)]
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 100, 1000])
+async def test_answers_are_those_of_all_kv(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine], chunk_tokens: int
+) -> None:
+    prompts = [prompt_of(length, length) for length in (1, 30, 300)]
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED) as (instance,):
+        for number, prompt in enumerate(prompts):
+            generation = make_generation(str(number), prompt, params(40))
+            instance.admit(generation, kv_moves=False)
+            for chunk in chunk_plans(generation, [chunk_tokens]):
+                instance.run([chunk], with_decodes=True)
+        for number, prompt in enumerate(prompts):
+            await instance.reported(KvReleased, str(number))
+            assert ids(instance, str(number)) == answers.of(prompt, 40)
+        instance.assert_all_free()
+        assert frames_of(instance).num_held == 0
+
+
+async def test_a_decode_holds_its_window_alone(checkpoint: Path, nan_in_free_frames: list[TorchEngine]) -> None:
+    generation = make_generation("r", prompt_of(400), params(200))
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, max_frames=20) as (instance,):
+        instance.admit(generation, kv_moves=False)
+        for chunk in chunk_plans(generation, [64]):
+            instance.run([chunk])
+        for num_tokens in (1, 50, 100, 150):
+            await instance.until(lambda num=num_tokens: len(instance.tokens_of("r")) >= num)  # type: ignore[misc]
+            instance.instance.check_integrity()
+            assert WINDOW // BLOCK <= frames_of(instance).num_held <= NUM_SEEN
+        await instance.reported(KvReleased, "r")
+        instance.assert_all_free()
+
+
+@pytest.mark.parametrize("num_tokens", [20, 256, 333])
+async def test_a_hand_over_sends_what_is_still_seen(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine], num_tokens: int
+) -> None:
+    prompt = prompt_of(num_tokens)
+    generation = make_generation("r", prompt, params(40))
+    async with instances(checkpoint, nan_in_free_frames, Role.PREFILL, Role.DECODE) as (prefill, decode):
+        await hand_over(generation, prefill, decode, [100])
+        await decode.reported(RequestFinished, "r")
+        await prefill.reported(KvReleased, "r")
+        drawn = {token.index: token.token_id for each in (prefill, decode) for token in each.tokens_of("r")}
+        assert [drawn[index] for index in range(40)] == answers.of(prompt, 40)
+        layout = prefill.engine.kv.layout
+        num_blocks, num_windowed = num_blocks_for(num_tokens, BLOCK), len(layout.windowed_layers)
+        num_seen = num_blocks - max(0, num_tokens // GRANULE_TOKENS * GRANULE_TOKENS + 1 - WINDOW) // BLOCK
+        num_pages = (layout.num_layers - num_windowed) * num_blocks + num_windowed * num_seen
+        assert prefill.reports_of(TransferSent, "r")[0].num_bytes == num_pages * layout.block_bytes
+        await decode.reported(KvReleased, "r")
+        for instance in (prefill, decode):
+            instance.assert_all_free()
+
+
+async def test_a_stream_that_moves_to_and_fro_is_the_stream(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
+) -> None:
+    rng, prompt = random.Random(1), prompt_of(200)
+    generation = make_generation("r", prompt, params(200))
+    num_blocks = num_blocks_for(400, BLOCK)
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, Role.DECODE) as (one, other):
+        one.admit(generation, kv_moves=False)
+        for chunk in chunk_plans(generation, [64]):
+            one.run([chunk])
+        source, target = one, other
+        for number in range(6):
+            before = len(source.tokens_of("r"))
+            await source.until(lambda: len(source.tokens_of("r")) >= before + rng.randrange(1, 20))  # noqa: B023
+            source.move("r", target, num_blocks, number=number + 2)
+            await target.reported(TransferLanded, "r", count=number // 2 + 1)
+            await source.reported(KvReleased, "r", count=number // 2 + 1)
+            source.instance.check_integrity()
+            source, target = target, source
+        await source.reported(RequestFinished, "r")
+        drawn = {token.index: token.token_id for each in (one, other) for token in each.tokens_of("r")}
+        assert [drawn[index] for index in range(200)] == answers.of(prompt, 200)
+        await source.reported(KvReleased, "r", count=len(source.reports_of(KvReleased, "r")) or 1)
+        for instance in (one, other):
+            await instance.until(lambda: instance.pool.num_held == 0)  # noqa: B023
+            instance.assert_all_free()
+
+
+async def test_a_next_turn_goes_on_from_what_the_last_one_saw(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
+) -> None:
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED) as (instance,):
+        tokens = prompt_of(250)
+        for turn in range(4):
+            num_reused = (len(tokens) - 10) // GRANULE_TOKENS if turn else 0  # all but what was said last
+            drawn = await run(instance, a_generation(str(turn), tokens, params(50)), num_reused=num_reused)
+            assert drawn == answers.of(tokens, 50)
+            assert not instance.reports_of(RequestDropped, str(turn))
+            tokens += [*drawn, *prompt_of(10, turn)]
+        instance.instance.check_integrity()
+
+
+async def test_what_others_needed_the_frames_of_is_not_gone_on_from(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
+) -> None:
+    """A refusal says what is kept, so that the request begins where it can."""
+    first, others = prompt_of(600), [prompt_of(200, seed) for seed in range(1, 7)]
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, max_frames=24) as (instance,):
+        await run(instance, a_generation("first", first, params(5)))
+        for number, prompt in enumerate(others):
+            assert await run(instance, a_generation(str(number), prompt, params(5))) == answers.of(prompt, 5)
+        again = a_generation("again", [*first, *prompt_of(30, 9)], params(20))
+        instance.admit(again, kv_moves=False, num_reused=4)
+        await instance.reported(RequestDropped, "again")
+        await instance.reported(KvReleased, "again")
+        (said,) = [report for report in instance.reports if isinstance(report, CacheReported)][-1:]
+        granules = granules_of(first)
+        num_kept = next((n for n, granule in enumerate(granules) if granule not in said.kept), len(granules))
+        assert num_kept < 4
+        later = a_generation("later", [*first, *prompt_of(30, 9)], params(20))
+        drawn = await run(instance, later, num_reused=num_kept)
+        assert drawn == answers.of([*first, *prompt_of(30, 9)], 20)
+        assert output(instance, "later") == drawn
+        instance.instance.check_integrity()
+
+
+async def test_a_prompt_gives_way_to_one_that_lacks_frames(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
+) -> None:
+    prompts = {"one": prompt_of(240, 1), "other": prompt_of(240, 2)}
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, max_frames=20) as (instance,):
+        made = {name: make_generation(name, prompt, params(20)) for name, prompt in prompts.items()}
+        plans = {name: chunk_plans(generation, [120]) for name, generation in made.items()}
+        for name, generation in made.items():
+            instance.admit(generation, kv_moves=False)
+            await_done = instance.run([plans[name][0]])
+            await instance.until(
+                lambda plan_id=await_done: any(  # type: ignore[misc]
+                    isinstance(each, StepDone) and each.plan_id == plan_id for each in instance.reports
+                )
+            )
+        instance.run([plans["one"][1]])
+        await instance.reported(RequestFinished, "one")
+        assert ids(instance, "one") == answers.of(prompts["one"], 20)
+        await instance.reported(RequestDropped, "other")
+        await instance.until(lambda: instance.pool.num_held == 0)
+        instance.assert_all_free()
+
+
+async def test_a_plan_waits_for_frames_of_what_is_being_sent(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
+) -> None:
+    sent, waiting = prompt_of(160, 1), prompt_of(300, 2)
+    async with instances(checkpoint, nan_in_free_frames, Role.PREFILL, Role.DECODE, max_frames=20) as (prefill, decode):
+        first = make_generation("first", sent, params(10))
+        prefill.admit(first, kv_moves=True)
+        for chunk in chunk_plans(first, [160]):
+            prefill.run([chunk])
+        await prefill.until(lambda: bool(prefill.tokens_of("first")))
+        second = make_generation("second", waiting, params(10))
+        prefill.admit(second, kv_moves=False)
+        for chunk in chunk_plans(second, [300]):
+            prefill.run([chunk])
+        decode.expect(first, prefill)
+        prefill.grant(first, decode)
+        await decode.reported(RequestFinished, "first")
+        await prefill.reported(RequestFinished, "second")
+        assert not prefill.reports_of(RequestDropped, "second")
+        assert ids(prefill, "second") == answers.of(waiting, 10)
+        for instance in (prefill, decode):
+            await instance.until(lambda: instance.pool.num_held == 0)  # noqa: B023
+            instance.assert_all_free()
