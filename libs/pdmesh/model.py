@@ -6,7 +6,7 @@ bytes as the name says. ``docs/terms.md`` defines the words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, NamedTuple, NewType
 
@@ -280,6 +280,15 @@ class KvLayout:
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         return self.num_layers * self.block_bytes // self.block_size
+
+    def cache_bytes(self, num_blocks: int, num_frames: int) -> int:
+        """Bytes of a cache of so many blocks, and frames of layers with a window (`pdmesh.kv.frames`)."""
+        num_windowed = len(self.windowed_layers)
+        return ((self.num_layers - num_windowed) * num_blocks + num_windowed * (num_frames + 1)) * self.block_bytes
+
+    def with_all_held(self) -> KvLayout:
+        """Return the layout in which nothing is given up behind windows."""
+        return replace(self, window=0, windowed_layers=())
 
     def first_seen_block(self, num_tokens: int) -> int:
         """Return the first block of a sequence that the token behind ``num_tokens`` sees in layers with a window."""

@@ -64,7 +64,7 @@ def reading() -> tuple[ByteStore, PeerReads]:
 
 
 def read(peer_reads: PeerReads, peer: OwnerProcess) -> bool:
-    return peer_reads.read(peer.owner, peer.note, [Copies(LAYERS, peer.note.block_ids, OURS)])
+    return peer_reads.read(peer.owner, peer.note, [Copies(LAYERS, peer.note.pages, OURS)])
 
 
 def assert_copied(store: ByteStore) -> None:
@@ -150,7 +150,7 @@ def test_of_a_peer_that_died_after_the_copy_nothing_is_taken() -> None:
     peer_reads = PeerReads(cache, SMALL_LAYOUT, MemoryTransport(SMALL_TRANSFER, MemoryFabric()))
     with running_owner() as peer:
         cache.process = peer.process
-        copies = [Copies(IndexRange(0, 1), peer.note.block_ids, OURS)]
+        copies = [Copies(IndexRange(0, 1), peer.note.pages, OURS)]
         assert not peer_reads.read(peer.owner, peer.note, copies)
 
 
@@ -210,8 +210,9 @@ def test_a_cache_that_is_said_to_lie_beyond_all_memory_is_an_error() -> None:
     """Its owner says where its layers are, and how many blocks they have."""
     store = ByteStore(SMALL_LAYOUT, 4)
     for their_layers in ([(1 << 64) - 1] * SMALL_LAYOUT.num_layers, [8] * SMALL_LAYOUT.num_layers):
+        num_pages = [1 << 63] * SMALL_LAYOUT.num_layers
         peer = HostPeerCache(
-            os.getpid(), 1 << 63, their_layers, store.shared._layer_addresses, SMALL_LAYOUT.block_bytes
+            os.getpid(), num_pages, their_layers, store.shared._layer_addresses, SMALL_LAYOUT.block_bytes
         )
         for block_ids in ([(1 << 32) - 1, 0], [(1 << 62) + 1, 5]):
             with pytest.raises(KvTransferError, match="cannot be read"):

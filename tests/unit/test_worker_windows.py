@@ -6,8 +6,10 @@ What a frame held is NaN once it is given up, so that whoever still read it woul
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -44,6 +46,11 @@ NUM_SEEN = num_blocks_for(WINDOW + GRANULE_TOKENS, BLOCK) + 2
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["in pieces", "peer reads"])
+def peer_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", replace(CONFIG, peer_reads=request.param == "peer reads"))
 
 
 @pytest.fixture(scope="module", params=["gemma3_text", "gpt_oss", "mistral"])
@@ -163,6 +170,7 @@ async def test_a_decode_holds_its_window_alone(checkpoint: Path, nan_in_free_fra
         instance.assert_all_free()
 
 
+@pytest.mark.usefixtures("peer_reads")
 @pytest.mark.parametrize("num_tokens", [20, 256, 333])
 async def test_a_hand_over_sends_what_is_still_seen(
     checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine], num_tokens: int
@@ -180,11 +188,14 @@ async def test_a_hand_over_sends_what_is_still_seen(
         num_seen = num_blocks - max(0, num_tokens // GRANULE_TOKENS * GRANULE_TOKENS + 1 - WINDOW) // BLOCK
         num_pages = (layout.num_layers - num_windowed) * num_blocks + num_windowed * num_seen
         assert prefill.reports_of(TransferSent, "r")[0].num_bytes == num_pages * layout.block_bytes
+        num_read = decode.mover.counters().num_bytes_peer_read
+        assert num_read == (num_pages * layout.block_bytes if CONFIG.peer_reads else 0)
         await decode.reported(KvReleased, "r")
         for instance in (prefill, decode):
             instance.assert_all_free()
 
 
+@pytest.mark.usefixtures("peer_reads")
 async def test_a_stream_that_moves_to_and_fro_is_the_stream(
     checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
 ) -> None:

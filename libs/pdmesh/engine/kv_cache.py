@@ -58,10 +58,10 @@ class TorchKvStore(HostKvStore):
         return self._frames
 
     @property
-    def shared(self) -> HostCache | None:
-        if self._frames is not None:
-            return None  # peers do not know the frames
-        return HostCache(self._layout, self._num_blocks, [layer.data_ptr() for layer in self.layers])
+    def shared(self) -> HostCache:
+        num_frames = 0 if self._frames is None else self._frames.num_frames
+        addresses = [layer.data_ptr() for layer in self.layers]
+        return HostCache(self._layout, self._num_blocks, addresses, num_frames=num_frames)
 
     def gather(self, layer: int, block_ids: Sequence[int], out: memoryview) -> None:
         pieces = np.frombuffer(out, dtype=np.uint8).reshape(len(block_ids), self._layout.block_bytes)

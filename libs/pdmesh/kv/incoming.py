@@ -14,9 +14,8 @@ from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockGuard, BlockPool
 from pdmesh.kv.context import KvContext
 from pdmesh.kv.pages import Blocks
-from pdmesh.kv.peer_reads import CacheOwner, Copies, ReadNote
+from pdmesh.kv.peer_reads import CacheOwner, ReadNote
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.model import IndexRange
 from pdmesh.transport.base import ReceivedPiece
 
 log = structlog.get_logger()
@@ -137,11 +136,7 @@ class PieceReader:
         if self._peer_reads is None or owner is None:
             return UNREADABLE
         note, first_block = ReadNote.unpack(piece.payload), header.part.blocks.start
-        copies = [
-            Copies(IndexRange(part.layer, part.end_layer), note.block_ids[blocks], block_ids[blocks])
-            for part in parts
-            for blocks in [slice(part.first_block - first_block, part.end - first_block)]
-        ]
+        copies = [copy for part in parts for copy in note.copies(part, first_block, block_ids, self._store)]
         try:
             is_good = self._peer_reads.read(owner, note, copies)
         except KvTransferError as error:

@@ -66,7 +66,7 @@ class PageIntake:
         """
         is_read, blocks = header.kind is PieceKind.PEER_READ, Blocks.of(header)
         layout = self._context.store.layout
-        num_bytes = note_bytes(blocks.num_blocks) if is_read else blocks.num_pages * layout.block_bytes
+        num_bytes = note_bytes(blocks.num_blocks, layout) if is_read else blocks.num_pages * layout.block_bytes
         lane = inlet.lane_from(header.source)
         if inlet.is_over:
             self._context.drop(piece, "unknown")

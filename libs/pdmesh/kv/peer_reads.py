@@ -29,8 +29,9 @@ import secrets
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple, Unpack
 
 from pdmesh.errors import KvTransferError
@@ -38,6 +39,7 @@ from pdmesh.kv.outgoing import Means, PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.sharing import PeerCache, SharedCache
+from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvLayout
 from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.reading import FORBIDDEN, read_memory
@@ -47,7 +49,7 @@ MAX_WINDOWS = 1024
 
 _NOTE = struct.Struct("<3Q")
 _WORD_BYTES = 8
-_BLOCK_ID_BYTES = 4
+_PAGE_BYTES = 4
 
 _CARD_HEAD = struct.Struct("<4s4s16s")  # magic, kind of cache, what layout
 _CARD_MAGIC = b"pdC1"
@@ -76,10 +78,10 @@ class ReadNote(NamedTuple):
     card_address: int  # where the sender's memory describes its cache
     word_address: int
     word: int
-    block_ids: Sequence[int]  # in the sender's cache
+    pages: Sequence[int]  # of the sender's cache: blocks, then their frames if it has any (`pdmesh.kv.frames`)
 
     def pack(self) -> bytes:
-        return _NOTE.pack(*self[:3]) + array.array("I", self.block_ids).tobytes()
+        return _NOTE.pack(*self[:3]) + array.array("I", self.pages).tobytes()
 
     @classmethod
     def unpack(cls, payload: memoryview) -> ReadNote:
@@ -87,9 +89,29 @@ class ReadNote(NamedTuple):
         card_address, word_address, word = _NOTE.unpack_from(payload)
         return cls(card_address, word_address, word, array.array("I", bytes(payload[_NOTE.size :])))
 
+    def copies(self, blocks: Blocks, first_block: int, block_ids: Sequence[int], store: KvStore) -> Iterator[Copies]:
+        """Yield what is to be copied for these blocks of a note that begins with ``first_block``, as are ``block_ids``.
+
+        What nobody will see has no place here.
+        """
+        where = slice(blocks.first_block - first_block, blocks.end - first_block)
+        ours, theirs = block_ids[where], self.pages[: len(block_ids)][where]
+        windowed = store.layout.windowed_layers
+        for in_frames, numbers in groupby(range(blocks.layer, blocks.end_layer), windowed.__contains__):
+            layers = list(numbers)
+            run = IndexRange(layers[0], layers[-1] + 1)
+            if not in_frames or store.frames is None:
+                yield Copies(run, theirs, ours)
+                continue
+            frames = [int(store.frames.of_block[block_id]) for block_id in ours]
+            pairs = zip(self.pages[len(block_ids) :][where], frames, strict=True)
+            seen = [pair for pair in pairs if pair[1] != store.frames.zeros]
+            if seen:
+                yield Copies(run, *map(list, zip(*seen, strict=True)))
+
 
 class Copies(NamedTuple):
-    """Blocks of a peer's cache that are copied into ``ours``, each into the one in its place, in some layers."""
+    """Pages of a peer's cache that are copied into ``ours``, each into the one in its place, in some layers."""
 
     layers: IndexRange
     theirs: Sequence[int]
@@ -103,9 +125,14 @@ class CacheOwner(NamedTuple):
     pid: int
 
 
-def note_bytes(num_blocks: int) -> int:
+def note_bytes(num_blocks: int, layout: KvLayout | None = None) -> int:
     """Return the size in bytes of a note of so many blocks in any number of layers."""
-    return _NOTE.size + num_blocks * _BLOCK_ID_BYTES
+    return _NOTE.size + num_blocks * _bytes_a_block(layout)
+
+
+def _bytes_a_block(layout: KvLayout | None) -> int:
+    has_frames = layout is not None and bool(layout.windowed_layers)
+    return 2 * _PAGE_BYTES if has_frames else _PAGE_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -147,8 +174,8 @@ class PeerReads:
         """Note that the peer there cannot read."""
         self._declined.add(address)
 
-    def note(self, window: ReadWindow, block_ids: Sequence[int]) -> ReadNote:
-        return ReadNote(ctypes.addressof(self._card), window.word_address, window.word, block_ids)
+    def note(self, window: ReadWindow, pages: Sequence[int]) -> ReadNote:
+        return ReadNote(ctypes.addressof(self._card), window.word_address, window.word, pages)
 
     def read(self, owner: CacheOwner, note: ReadNote, copies: Sequence[Copies]) -> bool:
         """Copy what a peer's note names. Any thread.
@@ -304,7 +331,9 @@ class PeerReadWriter(PieceWriter):
         self.num_bytes -= num_counted * self._store.layout.block_bytes
 
     async def _offer(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
-        note = self._peer_reads.note(self._window, self._block_ids[blocks.first_block : blocks.end])
+        block_ids, frames = self._block_ids[blocks.first_block : blocks.end], self._store.frames
+        pages = block_ids if frames is None else [*block_ids, *frames.of_block[block_ids].tolist()]
+        note = self._peer_reads.note(self._window, pages)
         header = replace(about, kind=PieceKind.PEER_READ, chunk=blocks.chunk, part=self._part(blocks))
         self._num_offered[address] += blocks.num_pages
         await self.send_payload(address, note.pack(), header)
@@ -313,7 +342,7 @@ class PeerReadWriter(PieceWriter):
     def _blocks_a_note(self, address: bytes) -> int:
         """Raises KvTransferError."""
         limit = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
-        num_blocks = (limit - _NOTE.size) // _BLOCK_ID_BYTES
+        num_blocks = (limit - _NOTE.size) // _bytes_a_block(self._store.layout)
         if num_blocks < 1:
             raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one note")
         return num_blocks

@@ -14,14 +14,16 @@ from pdmesh.errors import KvTransferError
 from pdmesh.model import IndexRange, KvLayout
 from pdmesh.transport.reading import read_parts
 
-_NUM_BLOCKS = struct.Struct("<Q")
+_SIZES = struct.Struct("<2Q")
 
 
 class PeerCache(Protocol):
     """Another instance's cache of the same layout, opened."""
 
     def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        """Copy the cache's blocks ``theirs``, in order, into ``ours`` of this instance, in each of some layers.
+        """Copy the cache's pages ``theirs``, in order, into ``ours`` of this instance, in each of some layers.
+
+        Where a layer has frames (`pdmesh.kv.frames`), these are frames, and else blocks; it is one or the other.
 
         The pages are there when it returns. Any thread. Raises KvTransferError, and may have copied some of them by
         then.
@@ -71,36 +73,48 @@ class HostCache:
     # reads of 16 MiB, 19 to 57 in such of 64; the long one 0.23 s, 0.11 and 0.10 (2-core VM, 2026-11-23).
     max_read_bytes = 16 << 20
 
-    def __init__(self, layout: KvLayout, num_blocks: int, layer_addresses: Sequence[int]) -> None:
-        """``layer_addresses`` are the addresses of each layer's block 0; its other blocks follow."""
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, layer_addresses: Sequence[int], *, num_frames: int = 0
+    ) -> None:
+        """``layer_addresses`` are the addresses of each layer's page 0; its other pages follow.
+
+        Layers with a window have ``num_frames`` of them, if the layout gives up what is behind it.
+        """
         self._layout = layout
-        self._num_blocks = num_blocks
+        self._num_blocks, self._num_frames = num_blocks, num_frames
         self._layer_addresses = layer_addresses
         self._addresses = struct.Struct(f"<{layout.num_layers}Q")
 
     def describe(self) -> bytes:
-        return _NUM_BLOCKS.pack(self._num_blocks) + self._addresses.pack(*self._layer_addresses)
+        return _SIZES.pack(self._num_blocks, self._num_frames) + self._addresses.pack(*self._layer_addresses)
 
     def open(self, pid: int, described: bytes) -> HostPeerCache:
-        (num_blocks,) = _NUM_BLOCKS.unpack_from(described)
-        addresses = self._addresses.unpack_from(described, _NUM_BLOCKS.size)
-        return HostPeerCache(pid, num_blocks, addresses, self._layer_addresses, self._layout.block_bytes)
+        num_blocks, num_frames = _SIZES.unpack_from(described)
+        addresses = self._addresses.unpack_from(described, _SIZES.size)
+        windowed = self._layout.windowed_layers
+        num_pages = [num_frames if layer in windowed else num_blocks for layer in range(self._layout.num_layers)]
+        return HostPeerCache(pid, num_pages, addresses, self._layer_addresses, self._layout.block_bytes)
 
 
 class HostPeerCache:
     """`PeerCache` of host memory, by cross-memory attach. If the owner dies, reading raises an error."""
 
     def __init__(
-        self, pid: int, num_blocks: int, their_layers: Sequence[int], our_layers: Sequence[int], block_bytes: int
+        self,
+        pid: int,
+        num_pages: Sequence[int],
+        their_layers: Sequence[int],
+        our_layers: Sequence[int],
+        block_bytes: int,
     ) -> None:
         self._pid = pid
-        self._num_blocks = num_blocks
+        self._num_pages = num_pages  # of each layer
         self._their_layers = their_layers
         self._our_layers = our_layers
         self._block_bytes = block_bytes
 
     def read(self, layers: IndexRange, theirs: Sequence[int], ours: Sequence[int]) -> None:
-        check_blocks(theirs, self._num_blocks)
+        check_blocks(theirs, min(self._num_pages[slice(*layers)]))
         size, runs = self._block_bytes, list(common_runs(theirs, ours))
         parts = [
             (from_address + run.theirs * size, to_address + run.ours * size, run.num_blocks * size)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
@@ -23,6 +26,8 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from pdmesh.engine.ranks.group import RankGroup
     from pdmesh.engine.ranks.leading import Followers
     from pdmesh.engine.ranks.pipeline import Stages
+
+log = structlog.get_logger()
 
 #: Of the stand-in engine, unless configured.
 _FAKE_MODEL_LEN = 32_768
@@ -87,20 +92,32 @@ def build_engine(
         raise _on_a_device(worker)
     return TorchEngine(
         directory,
-        num_blocks=lambda layout, free_bytes: num_blocks_of(
-            worker,
-            layout,
-            free_bytes=free_bytes,
-            max_model_len=max_model_len,
-            host_bytes=free_host_bytes(),
-            max_frames=max_frames or 0,
-        ),
+        num_blocks=partial(_num_blocks, worker, max_model_len=max_model_len, max_frames=max_frames or 0),
         max_frames=max_frames,
         device=worker.device,
         num_threads=num_threads,
         **_ranks_of(ranks, num_stages),
         **_compute_options(worker),
     )
+
+
+def _num_blocks(
+    worker: WorkerConfig, layout: KvLayout, free_bytes: int | None, *, max_model_len: int, max_frames: int
+) -> int:
+    of = partial(
+        num_blocks_of, worker, free_bytes=free_bytes, max_model_len=max_model_len, host_bytes=free_host_bytes()
+    )
+    num_blocks = of(layout, max_frames=max_frames)
+    if layout.window:
+        log.info(
+            "KV behind windows is given up",
+            num_tokens=num_blocks * layout.block_size,
+            num_windowed_layers=len(layout.windowed_layers),
+            num_tokens_of_these=min(num_blocks, max_frames) * layout.block_size,
+            num_tokens_if_all_was_held=of(layout.with_all_held()) * layout.block_size,
+            num_cache_bytes=layout.cache_bytes(num_blocks, min(num_blocks, max_frames)),
+        )
+    return num_blocks
 
 
 def _ranks_of(ranks: Followers | Stages | None, num_stages: int) -> dict[str, Any]:
@@ -153,13 +170,13 @@ def frees_behind_windows(config: MeshConfig) -> bool:
 def max_frames_of(config: MeshConfig, layout: KvLayout, max_model_len: int) -> int:
     """Return how many blocks layers with a window hold at most at once.
 
-    What all requests that decode at once see, twice: once for those that are computed, sent, or may be gone on from.
-    And two of the largest chunks.
+    What all requests that decode at once see, half as much for those that are computed, sent, or may be gone on from,
+    and the largest chunk.
     """
     worker, policy, block_size = config.worker, config.policy, layout.block_size
     num_seen = num_blocks_for(layout.window + GRANULE_TOKENS, block_size) + 2
     chunk_tokens = min(max_model_len, max(policy.max_chunk_tokens, policy.chunk_tokens))
-    return 2 * (worker.max_num_seqs * num_seen + num_blocks_for(chunk_tokens, block_size))
+    return (3 * worker.max_num_seqs // 2 + 1) * num_seen + num_blocks_for(chunk_tokens, block_size)
 
 
 def check_ranges(config: MeshConfig) -> None:
