@@ -6,17 +6,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
+from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, PoolConfig, WorkerConfig
 from pdmesh.engine import fake
 from pdmesh.errors import ConfigError
-from pdmesh.model import KvLayout
+from pdmesh.model import GRANULE_TOKENS, KvLayout, num_blocks_for
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
 from pdmesh.profiles import parse_latency
 from pdmesh.testing.checkpoints import TINY, write_config
-from pdmesh.worker.engines import EngineFacts, build_engine, check_ranks_can_compute, engine_facts, num_blocks_of
+from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh.worker.engines import (
+    EngineFacts,
+    build_engine,
+    check_ranks_can_compute,
+    engine_facts,
+    frees_behind_windows,
+    max_frames_of,
+    num_blocks_of,
+)
 from pdmesh.worker.measuring import step_s
 
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
@@ -54,6 +64,58 @@ def test_no_room_for_a_block_is_said() -> None:
         ConfigError, match=r"of the 1000 bytes that the weights leave free \(worker.kv_cache_share\) is 850"
     ):
         num_blocks_of(WorkerConfig(), LAYOUT, free_bytes=1000, max_model_len=4096)
+
+
+WINDOWED = replace(LAYOUT, window=512, windowed_layers=tuple(n for n in range(32) if n % 6 != 5))
+
+
+@pytest.mark.parametrize("num_blocks_worth", [3, 100, 400, 5000, 50_000])
+def test_what_layers_with_a_window_leave_goes_to_the_others(num_blocks_worth: int) -> None:
+    kv_cache_bytes = num_blocks_worth * BLOCK_BYTES
+    config = MeshConfig(worker=WorkerConfig(kv_cache_bytes=kv_cache_bytes, max_num_seqs=8))
+    max_frames = max_frames_of(config, WINDOWED, 1 << 17)
+    of = partial(num_blocks_of, config.worker, free_bytes=None, max_model_len=1 << 17)
+    num_blocks = of(WINDOWED, max_frames=max_frames)
+    num_frames = min(num_blocks, max_frames)
+    assert WINDOWED.cache_bytes(num_blocks, num_frames) <= kv_cache_bytes
+    assert (num_blocks > of(LAYOUT)) == (num_frames < num_blocks)
+    assert num_blocks >= of(LAYOUT) - 1  # a frame of zeros
+    assert WINDOWED.with_all_held() == LAYOUT
+    num_seen = num_blocks_for(WINDOWED.window + GRANULE_TOKENS, WINDOWED.block_size) + 1
+    assert max_frames >= 8 * num_seen + num_blocks_for(config.policy.max_chunk_tokens, WINDOWED.block_size)
+
+
+def test_a_model_of_windows_alone_has_as_many_blocks_as_its_requests_can_fill() -> None:
+    layout = replace(LAYOUT, window=512, windowed_layers=tuple(range(32)))
+    config = MeshConfig(worker=WorkerConfig(kv_cache_bytes=2000 * BLOCK_BYTES, max_num_seqs=8))
+    max_frames = max_frames_of(config, layout, 1 << 17)
+    of = partial(num_blocks_of, config.worker, layout, free_bytes=None, max_frames=max_frames)
+    assert of(max_model_len=1 << 17) == 8 * (1 << 17) // layout.block_size
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_freed"),
+    [
+        ({}, True),
+        ({"free_behind_windows": False}, False),
+        ({"kv_offload_host_bytes": 1 << 20}, False),
+    ],
+)
+def test_kv_behind_windows_is_given_up_where_nothing_needs_it(
+    tmp_path: Path, settings: dict[str, Any], is_freed: bool
+) -> None:
+    options = {"head_dim": 16, "sliding_window": 24, "num_hidden_layers": 7}
+    checkpoint = write_transformers_checkpoint(tmp_path, "gemma3_text", **options)
+    config = MeshConfig(model=str(checkpoint), worker=WorkerConfig(device="cpu", kv_cache_bytes=16 << 20, **settings))
+    assert frees_behind_windows(config) == is_freed
+    engine = build_engine(config, 1)
+    assert engine.kv.layout.windowed_layers == ((0, 1, 2, 3, 4, 6) if is_freed else ())
+    assert (engine.kv.frames is not None) == is_freed
+
+
+def test_one_pool_of_ranks_keeps_a_mesh_from_it() -> None:
+    """KV moves between the pools, and ranks hold all of it."""
+    assert not frees_behind_windows(MeshConfig(prefill=PoolConfig(tensor_parallel_size=2)))
 
 
 TERMS = "a_s=0.006, b_s=1.5e-4, decode_a_s=0.004, decode_s=2e-4, mixed_a_s=0.006, interference_s=1e-4"
