@@ -107,7 +107,7 @@ def _num_blocks(
     of = partial(
         num_blocks_of, worker, free_bytes=free_bytes, max_model_len=max_model_len, host_bytes=free_host_bytes()
     )
-    num_blocks = of(layout, max_frames=max_frames)
+    num_blocks = of(layout, max_frames=max_frames if layout.window else 0)
     if layout.window:
         log.info(
             "KV behind windows is given up",
