@@ -17,7 +17,7 @@ from pdmesh.model import GRANULE_TOKENS, KvLayout, num_blocks_for
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
 from pdmesh.profiles import parse_latency
 from pdmesh.testing.checkpoints import TINY, write_config
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 from pdmesh.worker.engines import (
     EngineFacts,
     build_engine,
@@ -104,7 +104,7 @@ def test_a_model_of_windows_alone_has_as_many_blocks_as_its_requests_can_fill() 
 def test_kv_behind_windows_is_given_up_where_nothing_needs_it(
     tmp_path: Path, settings: dict[str, Any], is_freed: bool
 ) -> None:
-    options = {"head_dim": 16, "sliding_window": 24, "num_hidden_layers": 7}
+    (options,) = model_variants()["gemma3_text"]
     checkpoint = write_transformers_checkpoint(tmp_path, "gemma3_text", **options)
     config = MeshConfig(model=str(checkpoint), worker=WorkerConfig(device="cpu", kv_cache_bytes=16 << 20, **settings))
     assert frees_behind_windows(config) == is_freed
