@@ -104,7 +104,7 @@ def test_a_model_of_windows_alone_has_as_many_blocks_as_its_requests_can_fill() 
 def test_kv_behind_windows_is_given_up_where_nothing_needs_it(
     tmp_path: Path, settings: dict[str, Any], is_freed: bool
 ) -> None:
-    (options,) = model_variants()["gemma3_text"]
+    options = model_variants()["gemma3_text"][0]
     checkpoint = write_transformers_checkpoint(tmp_path, "gemma3_text", **options)
     config = MeshConfig(model=str(checkpoint), worker=WorkerConfig(device="cpu", kv_cache_bytes=16 << 20, **settings))
     assert frees_behind_windows(config) == is_freed
