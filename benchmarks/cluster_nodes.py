@@ -152,8 +152,10 @@ def why_no_nodes(image: str) -> str | None:
 
 
 @contextmanager
-def running_nodes(folder: Path, number: int, image: str, mounts: Sequence[Path] = ()) -> Generator[list[Node]]:
-    """Start so many nodes, each with the image; they are gone after the block.
+def running_nodes(
+    folder: Path, number: int, images: Sequence[str], mounts: Sequence[Path] = ()
+) -> Generator[list[Node]]:
+    """Start so many nodes, each with the images; they are gone after the block.
 
     They have ``folder`` as /files, and ``mounts`` where they are here.
     """
@@ -163,7 +165,7 @@ def running_nodes(folder: Path, number: int, image: str, mounts: Sequence[Path] 
     (context / "node.sh").write_text(_ENTRYPOINT)
     (context / "runc.py").write_text(_RUNC)
     run("docker", "build", "-t", IMAGE, str(context), limit_s=900)
-    run("docker", "save", "-o", str(folder / "image.tar"), image)
+    run("docker", "save", "-o", str(folder / "images.tar"), *images)
     nodes = [Node(f"pdmesh-node-{index}", index) for index in range(1, number + 1)]
     try:
         run("docker", "network", "create", "--subnet", f"{SUBNET}.0/24", NETWORK)
@@ -177,7 +179,7 @@ def running_nodes(folder: Path, number: int, image: str, mounts: Sequence[Path] 
             )
         for node in nodes:
             until(f"{node.name} is up", node.is_up)
-            node.run("docker", "load", "-i", "/files/image.tar")
+            node.run("docker", "load", "-i", "/files/images.tar")
         yield nodes
     finally:
         for node in nodes:

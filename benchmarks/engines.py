@@ -29,7 +29,7 @@ from pathlib import Path
 from cluster_nodes import Cluster, ClusterError, Event, Node, running_nodes, why_no_nodes
 from kubernetes_cluster import running_kubernetes
 from report import heading, unavailable
-from swarm import running_swarm
+from swarm import etcd_image, running_swarm
 
 from pdmesh.testing.load import Stream, StreamLoad, requests_of, running_load
 
@@ -106,10 +106,9 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        images = [options.image, *([etcd_image()] if options.engine == "swarm" else [])]
         with (
-            running_nodes(
-                folder, NUM_NODES, options.image, mounts=[options.binaries] if options.binaries else []
-            ) as nodes,
+            running_nodes(folder, NUM_NODES, images, mounts=[options.binaries] if options.binaries else []) as nodes,
             deployed(options, nodes, folder) as cluster,
         ):
             events = [each for each in cluster.events if re.search(options.only, each.name)]

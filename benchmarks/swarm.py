@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster_nodes import Cluster, ClusterError, Event, Node, until
+from cluster_nodes import Cluster, ClusterError, Event, Node, run, until
 
 STACK = Path(__file__).parents[1] / "deploy/swarm/stack.yaml"
+ETCD_IMAGE = "pdmesh-etcd"
 
 #: The network between services; `docker stack` puts the name of the stack before those of the file.
 PREFIX = "pdmesh_"
@@ -17,9 +19,12 @@ PREFIX = "pdmesh_"
 #: Swarm takes a node for lost once it has been silent for so long, and then starts its tasks elsewhere.
 HEARTBEAT_S = 20
 
+#: For the logs of a service. Docker waits for ever for those of tasks that went with a node.
+LOGS_S = 20.0
+
 
 class Swarm:
-    """A swarm whose first node manages it, and has scheduler and gateway. Made by `running_swarm`."""
+    """A swarm whose first node manages it, and has schedulers and gateway. Made by `running_swarm`."""
 
     def __init__(self, nodes: list[Node]) -> None:
         self._nodes = nodes
@@ -33,11 +38,11 @@ class Swarm:
         until("all services have their tasks, and no others", self._is_settled)
 
     def _is_settled(self) -> bool:
-        replicas = self.docker("service", "ls", "--format", "{{.Replicas}}").split("\n")
-        counts = [re.match(r"(\d+)/(\d+)", each) for each in replicas if each]
-        if not all(each is not None and each[1] == each[2] for each in counts):
+        listed = self.docker("service", "ls", "--format", "{{.Name}} {{.Replicas}}").splitlines()
+        replicas = dict(each.split()[:2] for each in listed)
+        if not all(map(self._is_whole, replicas, replicas.values())):
             return False
-        names = self.docker("service", "ls", "--format", "{{.Name}}").split()
+        names = list(replicas)
         told = self.docker(
             *("service", "ps", *names, "--filter", "desired-state=shutdown"),
             "--format",
@@ -46,6 +51,16 @@ class Swarm:
         return not [
             each for each in told.splitlines() if each.startswith("Running") and self._is_there(each.split()[-1])
         ]
+
+    def _is_whole(self, service: str, replicas: str) -> bool:
+        """Whether a service has its tasks, as far as it can: a member of etcd stays on its node."""
+        if (pinned := re.fullmatch(f"{PREFIX}etcd-(\\d)", service)) is not None:
+            node = self._nodes[int(pinned[1]) - 1].name
+            state = self.docker("node", "inspect", node, "--format", "{{.Status.State}} {{.Spec.Availability}}")
+            if state.split() != ["ready", "active"]:
+                return True
+        running, _, wanted = replicas.partition("/")
+        return running == wanted
 
     def _is_there(self, node: str) -> bool:
         return self.docker("node", "inspect", node, "--format", "{{.Status.State}}").strip() == "ready"
@@ -58,6 +73,18 @@ class Swarm:
         """Replace all tasks of services, one after the other."""
         for service in services:
             self.docker("service", "update", "--force", "--quiet", f"{PREFIX}{service}")
+        self.settled()
+
+    def leader(self) -> str:
+        """Return the name of the leading scheduler's container, which etcd has as its address."""
+        (member,) = self.docker("ps", "-q", "--filter", f"name=^{PREFIX}etcd-1\\.").split()
+        record = json.loads(
+            self.docker("exec", "-e", "ETCDCTL_API=3", member, "etcdctl", "get", "--print-value-only", "pdmesh")
+        )
+        return str(record["address"]).removesuffix(":7000")
+
+    def kill_leader(self) -> None:
+        self.docker("kill", self.leader())
         self.settled()
 
     def drain(self, node: Node) -> None:
@@ -86,7 +113,8 @@ class Swarm:
             Event("scale decode 3 -> 1", lambda: self.scale(1)),
             Event("scale decode 1 -> 2", lambda: self.scale(2)),
             Event("rolling update of all instances", lambda: self.update("decode", "prefill")),
-            Event("rolling update of the scheduler", lambda: self.update("scheduler")),
+            Event("rolling update of the schedulers", lambda: self.update("scheduler")),
+            Event("the leading scheduler killed", self.kill_leader),
             Event(f"{third.name} drained", lambda: self.drain(third)),
             Event(f"{third.name} used again", lambda: self.use_again(third)),
             Event(f"{second.name} loses power", lambda: self.kill(second)),
@@ -100,9 +128,15 @@ class Swarm:
 
     def _logs(self, service: str) -> str:
         try:
-            return self.docker("service", "logs", "--raw", service)
+            return self._manager.run("docker", "service", "logs", "--raw", service, limit_s=LOGS_S)
         except ClusterError as error:  # though some was printed
             return f"{error}\n"
+
+
+def etcd_image() -> str:
+    """Build the image of the schedulers' etcd, and return its name."""
+    run("docker", "build", "-t", ETCD_IMAGE, "-", given=(STACK.parent / "Dockerfile.etcd").read_text(), limit_s=900)
+    return ETCD_IMAGE
 
 
 @contextmanager
@@ -118,6 +152,8 @@ def running_swarm(nodes: list[Node], settings: str, api_key: str, *, encrypted: 
     swarm.docker("node", "update", "--label-add", "pdmesh=edge", manager.name)
     for node in others:
         swarm.docker("node", "update", "--label-add", "pdmesh=worker", node.name)
+    for node in nodes:  # a member of etcd on each
+        swarm.docker("node", "update", "--label-add", f"pdmesh-etcd-{node.number}=here", node.name)
     swarm.docker("secret", "create", "pdmesh.toml", "-", given=settings)
     stack = STACK.read_text()
     if not encrypted:

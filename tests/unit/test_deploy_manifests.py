@@ -34,6 +34,7 @@ pytestmark = pytest.mark.anyio
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm"
 STACK = DEPLOY / "swarm/stack.yaml"
+ETCD_IMAGE = "pdmesh-etcd"  # of Dockerfile.etcd beside it
 
 #: Current versions of Kubernetes.
 VERSIONS = ("1.36", "1.37")
@@ -145,6 +146,30 @@ def test_the_stack_is_what_docker_reads() -> None:
     read = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert read.returncode == 0, read.stderr
     assert "unsupported" not in read.stderr.lower()
+
+
+def test_the_stack_has_a_standby_and_an_etcd_that_outlives_a_node() -> None:
+    services: dict[str, Any] = msgspec.yaml.decode(STACK.read_text())["services"]
+    scheduler = services["scheduler"]
+    environ = {name: value for name, value in scheduler["environment"].items() if name != CONFIG_FILE_VARIABLE}
+    standby = load_config(None, environ, {}).standby
+    assert scheduler["deploy"]["replicas"] > 1
+    assert scheduler["deploy"]["update_config"]["order"] == "start-first", "a standby is there before a leader ends"
+    assert (standby.store, standby.address) == ("etcd", "{{.Task.Name}}:7000"), "a name of all would be any of them"
+    members = {name: each for name, each in services.items() if each["image"] == ETCD_IMAGE}
+    assert len(members) == 3
+    assert standby.etcd_endpoints == ",".join(f"http://{name}:2379" for name in members)
+    places, volumes = set[str](), set[str]()
+    for name, member in members.items():
+        settings, deploy = member["environment"], member["deploy"]
+        assert settings["ETCD_NAME"] == name
+        assert settings["ETCD_ADVERTISE_CLIENT_URLS"] == f"http://{name}:2379"
+        assert settings["ETCD_INITIAL_CLUSTER"] == ",".join(f"{each}=http://{each}:2380" for each in members)
+        assert settings["ETCD_INITIAL_ADVERTISE_PEER_URLS"] == f"http://{name}:2380"
+        assert "healthcheck" not in member, "its name would be known to the others only once it has found them"
+        places.update(deploy["placement"]["constraints"])
+        volumes.update(member["volumes"])
+    assert (len(places), len(volumes)) == (3, 3), "a member comes back to its own volume"
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
