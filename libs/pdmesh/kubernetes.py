@@ -32,6 +32,10 @@ class Missing(KubernetesError):
     """Raised if there is no object of that name."""
 
 
+class Forbidden(KubernetesError):
+    """Raised if the service account may not do that."""
+
+
 class KubernetesApi:
     """Asks the API server. Made by `open_kubernetes`."""
 
@@ -86,7 +90,7 @@ class KubernetesApi:
         except (httpx.HTTPError, OSError) as error:
             raise KubernetesError(f"{method} {path}: {str(error) or type(error).__name__}") from error
         if response.status_code >= 400:
-            kind = {404: Missing, 409: Conflict}.get(response.status_code, KubernetesError)
+            kind = {403: Forbidden, 404: Missing, 409: Conflict}.get(response.status_code, KubernetesError)
             raise kind(f"{method} {path}: {response.status_code} {_message(bytes(answer))}")
         try:
             return msgspec.json.decode(answer, type=dict[str, Any])

@@ -6,12 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import StopInstance
+from pdmesh.core.commands import PlaceDecode, RunStep, StopInstance
 from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
-from pdmesh.core.operator_events import ActuatorLost, OperationCancelled, OperationRequested, RollingRequested
+from pdmesh.core.operator_events import (
+    ActuatorLost,
+    FailedStart,
+    OperationCancelled,
+    OperationRequested,
+    RollingRequested,
+)
 from pdmesh.core.operators.records import TAKEN_BACK
 from pdmesh.core.operators.replacements import SILENCE_LIMIT_S
-from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, Role
+from pdmesh.model import InstanceId, ManagedProcess, OperationId, OperationKind, OperationState, Role
 from pdmesh.testing.core import CoreBench, a_report, bench_of, named_profile, of
 
 ROLLING = RollingRequested(operation_id=OperationId("x"), timeout_s=10.0, start_timeout_s=100.0, began_at=1000.0)
@@ -25,11 +31,15 @@ class Machine:
         self.bench = bench_of(*names)
         self.instances = dict.fromkeys(names, 0)
         self.services = dict(SERVICES)
+        self.outdated: list[str] = []  # of a container that is made from an older template
         self.did: list[str] = []
         self.report()
 
-    def report(self) -> None:
-        self.bench.feed(a_report(*self.instances, services=self.services, pids=self.instances))
+    def report(self, *failed: FailedStart) -> None:
+        report = a_report(
+            *self.instances, services=self.services, pids=self.instances, outdated=self.outdated, failed=failed
+        )
+        self.bench.feed(report)
 
     def stopped(self) -> list[str]:
         """Instances whose processes were told to end, and have not been started again."""
@@ -52,7 +62,8 @@ class Machine:
         desired = self.bench.core.desired_processes("a")
         start = [each.instance_id for each in desired.start if each.instance_id not in self.instances]
         stop = [each for each in desired.stop if each in self.instances]
-        replaced = [each.name for each in desired.replace if self.services[each.name] == each.pid]
+        processes = {**self.services, **self.instances}
+        replaced = [each.name for each in desired.replace if processes[each.name] == each.pid]
         for name in start:
             self.did.append(f"+{name}")
             self.instances[name] = 0
@@ -62,6 +73,10 @@ class Machine:
             del self.instances[name]
             self.bench.feed(InstanceLost(InstanceId(name)))
         for name in replaced:
+            if name in self.instances:
+                self.outdated.remove(name)
+                self.restart(name)
+                continue
             self.did.append(name)
             self.services[name] += 10
         self.report()
@@ -83,6 +98,41 @@ def test_all_are_replaced_in_turn_beside_another_one_where_there_is_one_of_a_kin
         *("gateway", "scheduler"),
     ]
     assert machine.bench.core.desired.rolling is None
+
+
+def test_what_would_start_again_as_it_is_is_replaced_by_its_actuator_and_not_told_to_end() -> None:
+    machine = Machine("prefill-0", "prefill-1", "decode-0")
+    machine.outdated = ["prefill-0"]
+    machine.report()
+    commands = machine.bench.arrive("a")
+    (place,), (step,) = of(PlaceDecode, commands), of(RunStep, commands)
+    assert step.instance_id == "prefill-0"
+    machine.bench.feed(ROLLING)
+    machine.bench.done("prefill-0", step.plan)
+    machine.bench.landed(place.instance_id, "a")
+    machine.bench.sent("prefill-0", "a")
+    assert machine.bench.core.desired_processes("a").replace == (), "the request has not left it"
+    machine.bench.released("prefill-0", "a")
+    assert machine.bench.core.desired_processes("a").replace == (ManagedProcess(name="prefill-0", pid=0),)
+    assert machine.stopped() == [], "it is its actuator's to end"
+    machine.outdated = []
+    machine.restart("prefill-0")
+    assert machine.bench.core.desired_processes("a").replace == ()
+    assert machine.stopped() == ["prefill-1"], "this one would start as what is wanted"
+
+
+def test_one_that_its_actuator_cannot_replace_is_used_as_before() -> None:
+    machine = Machine("prefill-0", "prefill-1", "decode-0")
+    machine.outdated = ["prefill-0"]
+    machine.report()
+    machine.bench.feed(ROLLING)
+    assert machine.bench.core.desired_processes("a").replace
+    machine.report(FailedStart(instance_id=InstanceId("prefill-0"), reason="it may not delete pods"))
+    assert machine.bench.operation("x").state is OperationState.FAILED
+    assert machine.bench.operation("x").detail == "the restart of prefill-0 was failed: it may not delete pods"
+    assert machine.bench.core.desired_processes("a").replace == ()
+    assert not [view.instance_id for view in machine.bench.core.instances if view.draining]
+    assert machine.stopped() == []
 
 
 def test_requests_leave_an_instance_before_its_process_ends() -> None:

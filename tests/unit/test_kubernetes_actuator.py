@@ -112,21 +112,94 @@ async def test_only_the_last_leaves_and_only_once_it_is_empty(tmp_path: Path) ->
         assert "other-decode-0" in cluster.pod_names
 
 
-async def test_a_pod_that_was_started_again_is_made_from_the_present_template(tmp_path: Path) -> None:
-    """`pdmesh restart --rolling` after `helm upgrade`: a process that ended empty costs no stream."""
+def uids(cluster: FakeCluster) -> dict[str, str]:
+    return {name: cluster.pod(name)["metadata"]["uid"] for name in cluster.pod_names}
+
+
+def revision(cluster: FakeCluster, name: str) -> str:
+    return str(cluster.pod(name)["metadata"]["labels"]["controller-revision-hash"])
+
+
+def change_template(cluster: FakeCluster) -> None:
+    path = next(path for path in cluster.objects if path.endswith("statefulsets/mesh-decode"))
+    cluster.objects[path]["status"]["updateRevision"] = "two"
+
+
+def crash(cluster: FakeCluster, name: str, *, is_back: bool = False) -> None:
+    ready = "True" if is_back else "False"
+    cluster.pod(name)["status"] = {
+        "containerStatuses": [{"restartCount": 1}],
+        "conditions": [{"type": "Ready", "status": ready}],
+    }
+
+
+async def test_pods_of_an_older_template_are_told_of_and_replaced_once_each_when_that_is_wanted(tmp_path: Path) -> None:
+    """`pdmesh restart --rolling` after `helm upgrade`: a process that would start again as it is starts in vain."""
     cluster = a_cluster()
     async with acting(tmp_path, cluster) as actuator:
-        path = next(path for path in cluster.objects if path.endswith("statefulsets/mesh-decode"))
-        cluster.objects[path]["status"]["updateRevision"] = "two"
+        assert actuator.report().outdated == ()
+        change_template(cluster)
         await actuator.look()
-        assert cluster.pod("mesh-decode-0")["metadata"]["labels"]["controller-revision-hash"] == "one"
-        cluster.pod("mesh-decode-0")["status"]["containerStatuses"] = [{"restartCount": 1}]
-        before = {name: cluster.pod(name)["metadata"]["uid"] for name in cluster.pod_names}
+        assert actuator.report().outdated == ("mesh-decode-0", "mesh-decode-1")
+        before = uids(cluster)
+        (process,) = (each for each in actuator.report().processes if each.name == "mesh-decode-0")
+        for _ in range(2):
+            await pursue(actuator, DesiredProcesses(replace=(process,)))
         await actuator.look()
-        await actuator.look()
-        after = {name: cluster.pod(name)["metadata"]["uid"] for name in cluster.pod_names}
+        await pursue(actuator, DesiredProcesses(replace=(process,)))
+        after = uids(cluster)
         assert {name for name in before if before[name] != after[name]} == {"mesh-decode-0"}
-        assert cluster.pod("mesh-decode-0")["metadata"]["labels"]["controller-revision-hash"] == "two"
+        assert cluster.asked.count("delete pods mesh-decode-0") == 1, "it was another process that was to go"
+        assert revision(cluster, "mesh-decode-0") == "two"
+        assert actuator.report().outdated == ("mesh-decode-1",)
+
+
+async def test_a_pod_that_may_not_be_replaced_is_told_of_once_and_tried_again_when_it_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
+    cluster = a_cluster(6)
+    async with acting(tmp_path, cluster) as actuator:
+        (process,) = (each for each in actuator.report().processes if each.name == "mesh-decode-5")
+        for _ in range(2):
+            await pursue(actuator, DesiredProcesses(replace=(process,)))
+            report = actuator.report()
+            assert [(each.instance_id, "may not delete pods" in each.reason) for each in report.failed] == [
+                ("mesh-decode-5", True)
+            ]
+        actuator.heard(report)
+        await pursue(actuator, DesiredProcesses())
+        cluster.rules = None
+        await pursue(actuator, DesiredProcesses(replace=(process,)))
+        assert actuator.report().failed == ()
+        assert cluster.asked.count("delete pods mesh-decode-5") == 2
+
+
+async def test_a_pod_is_replaced_as_soon_as_the_api_server_is_back(tmp_path: Path) -> None:
+    cluster = a_cluster()
+    async with acting(tmp_path, cluster) as actuator:
+        (process,) = (each for each in actuator.report().processes if each.name == "mesh-decode-0")
+        before = uids(cluster)
+        for cluster.is_away in (True, False):
+            await pursue(actuator, DesiredProcesses(replace=(process,)))
+            assert actuator.report().failed == ()
+            assert (uids(cluster) == before) is cluster.is_away
+
+
+async def test_a_process_that_ended_by_itself_starts_again_from_the_present_template(tmp_path: Path) -> None:
+    """An older template may be why. One that is back already serves."""
+    cluster = a_cluster()
+    async with acting(tmp_path, cluster) as actuator:
+        change_template(cluster)
+        await actuator.look()
+        assert revision(cluster, "mesh-decode-0") == "one"
+        before = uids(cluster)
+        crash(cluster, "mesh-decode-0")
+        crash(cluster, "mesh-decode-1", is_back=True)
+        await actuator.look()
+        await actuator.look()
+        after = uids(cluster)
+        assert {name for name in before if before[name] != after[name]} == {"mesh-decode-0"}
+        assert revision(cluster, "mesh-decode-0") == "two"
 
 
 async def test_pods_of_others_are_neither_told_of_nor_deleted(tmp_path: Path) -> None:
@@ -146,7 +219,7 @@ async def test_pods_of_others_are_neither_told_of_nor_deleted(tmp_path: Path) ->
         cluster.put(f"{PODS}/{name}", {"metadata": metadata, **looks_old})
     async with acting(tmp_path, cluster) as actuator:
         for name in names:
-            cluster.pod(name)["status"]["containerStatuses"] = [{"restartCount": 1}]
+            crash(cluster, name)
         await actuator.look()
         report = actuator.report()
         assert {each.name for each in report.processes} == {"mesh-decode-0", "mesh-decode-1", "mesh-prefill-0"}
@@ -157,16 +230,12 @@ async def test_pods_of_others_are_neither_told_of_nor_deleted(tmp_path: Path) ->
 async def test_a_pod_that_may_not_be_deleted_does_not_keep_the_others_from_being_looked_after(tmp_path: Path) -> None:
     cluster = a_cluster(6)
     async with acting(tmp_path, cluster) as actuator:
-        path = next(path for path in cluster.objects if path.endswith("statefulsets/mesh-decode"))
-        cluster.objects[path]["status"]["updateRevision"] = "two"
+        change_template(cluster)
         for name in ("mesh-decode-1", "mesh-decode-5"):
-            cluster.pod(name)["status"]["containerStatuses"] = [{"restartCount": 1}]
+            crash(cluster, name)
         await actuator.look()
         assert "delete pods mesh-decode-5" in cluster.asked, "the Role does not name it"
-        revisions = {
-            name: cluster.pod(name)["metadata"]["labels"]["controller-revision-hash"] for name in cluster.pod_names
-        }
-        assert [name for name, revision in revisions.items() if revision == "two"] == ["mesh-decode-1"]
+        assert [name for name in cluster.pod_names if revision(cluster, name) == "two"] == ["mesh-decode-1"]
 
 
 async def test_what_cannot_be_started_is_told_once(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 A StatefulSet gives its pods numbers, and the one with the highest leaves first. So the scheduler drains that one
 (`ActuatorReported.last_leaves_first`), and a pod that comes again has its name, and what operators asked for it. A pod
-whose process has ended, to be started again, and that was made from an older template, is deleted: then it is made from
-the present one. Pods that no StatefulSet of the release controls are left alone, whatever their names and labels.
+that was made from an older template is deleted when its instance is restarted, or when its process has ended by itself:
+then it is made from the present one. Pods that no StatefulSet of the release controls are left alone, whatever their
+names and labels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import secrets
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from pdmesh.config import MeshConfig
 from pdmesh.core.operator_events import ActuatorReported, FailedStart
 from pdmesh.core.operators.actuators import DesiredProcesses, number_of
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.kubernetes import KubernetesApi, KubernetesError, open_kubernetes
+from pdmesh.kubernetes import Forbidden, KubernetesApi, KubernetesError, open_kubernetes
 from pdmesh.model import InstanceId, ManagedProcess, Role
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.wire.admin import ask_scheduler
@@ -62,6 +64,11 @@ class Pod(NamedTuple):
     is_leaving: bool
     grace_s: float  # between SIGTERM and SIGKILL
 
+    @property
+    def pid(self) -> int:
+        """A number that no other process of this name had."""
+        return zlib.crc32(f"{self.uid}/{self.num_restarts}".encode())
+
 
 class KubernetesActuator:
     """Does what the scheduler wants with the scale of StatefulSets. Implements `pdmesh.cli.actuator.Actuator`.
@@ -79,6 +86,7 @@ class KubernetesActuator:
         self._scaling: dict[str, int] = {}  # StatefulSets whose scale is being changed, and to what
         self._deleting: set[str] = set()  # pods, by uid
         self._not_deleted: set[str] = set()  # those of which it was said that they could not be
+        self._not_replaced: set[int] = set()  # processes, by pid: their pods may not be deleted, and still have to be
         self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
         self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
         self._complaint = ""
@@ -91,15 +99,13 @@ class KubernetesActuator:
         settled = {name: pod for name, pod in self._pods.items() if pod.is_ready and not pod.is_leaving}
         return ActuatorReported(
             actuator_id=self._id,
-            processes=tuple(
-                ManagedProcess(name=name, pid=zlib.crc32(f"{pod.uid}/{pod.num_restarts}".encode()))
-                for name, pod in settled.items()
-            ),
+            processes=tuple(ManagedProcess(name=name, pid=pod.pid) for name, pod in settled.items()),
             unsettled=tuple(InstanceId(name) for name in self._pods if name not in settled),
             available_bytes=_PLENTY_BYTES,
             name_prefix=self._prefix,
             failed=tuple(self._failed),
             last_leaves_first=True,
+            outdated=tuple(InstanceId(name) for name, pod in settled.items() if self._is_outdated(name, pod)),
             grace_s=max((pod.grace_s for pod in self._pods.values()), default=0.0),
         )
 
@@ -108,7 +114,7 @@ class KubernetesActuator:
         del self._failed[: len(report.failed)]
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
-        """Begin to change the scale of StatefulSets that have more pods, or fewer, than are wanted."""
+        """Begin to change the scale of StatefulSets that have more pods, or fewer, than are wanted; delete pods."""
         starts = {member.instance_id for member in desired.start}
         self._refused &= starts
         for instance_id in starts - self._refused:
@@ -123,6 +129,12 @@ class KubernetesActuator:
                 self._scaling[name] = num_pods
                 tasks.start_soon(self._scale, name, num_pods, [InstanceId(f"{name}-{number}") for number in wanted])
 
+        self._not_replaced &= {process.pid for process in desired.replace}
+        for process in desired.replace:
+            pod = self._pods.get(process.name)
+            if pod is not None and pod.pid == process.pid and process.pid not in self._not_replaced:
+                tasks.start_soon(self._replace, process.name, pod)
+
     async def _scale(self, name: str, num_pods: int, starts: Sequence[InstanceId]) -> None:
         log.info("changing a StatefulSet's scale", name=name, replicas=num_pods)
         path = f"/apis/apps/v1/namespaces/{self._api.namespace}/statefulsets/{name}/scale"
@@ -135,6 +147,16 @@ class KubernetesActuator:
         finally:
             if self._scaling.get(name) == num_pods:
                 del self._scaling[name]
+
+    async def _replace(self, name: str, pod: Pod) -> None:
+        try:
+            await self._delete(name, pod)
+        except Forbidden as error:
+            self._not_replaced.add(pod.pid)
+            self._failed.append(FailedStart(instance_id=InstanceId(name), reason=str(error)))
+            self._note_change()
+        except KubernetesError:
+            pass  # tried again while it is wanted
 
     def _refuse(self, starts: Sequence[InstanceId], reason: str) -> None:
         self._refused.update(starts)
@@ -174,26 +196,34 @@ class KubernetesActuator:
         self._num_restarts = {pod.uid: self._num_restarts.get(pod.uid, pod.num_restarts) for pod in pods.values()}
         self._deleting &= self._num_restarts.keys()
         self._not_deleted &= self._num_restarts.keys()
-        for name, pod in pods.items():
-            is_old = pod.revision != sets[number_of(InstanceId(name))[0]].revision
-            has_ended = pod.num_restarts > self._num_restarts[pod.uid]
-            if is_old and has_ended and not pod.is_leaving and pod.uid not in self._deleting:
-                await self._delete(f"{pods_path}/{name}", pod)
         if (sets, pods) != (self._sets, self._pods):
             self._sets, self._pods = sets, pods
             self._note_change()
+        for name, pod in pods.items():
+            has_ended = pod.num_restarts > self._num_restarts[pod.uid] and not pod.is_ready
+            if has_ended and self._is_outdated(name, pod):
+                with suppress(KubernetesError):
+                    await self._delete(name, pod)
 
-    async def _delete(self, path: str, pod: Pod) -> None:
-        """Delete a pod. One that the Role does not name goes on as it is, and the others are looked after."""
+    def _is_outdated(self, name: str, pod: Pod) -> bool:
+        """Whether a pod was made from an older template than the present one."""
+        return pod.revision != self._sets[number_of(InstanceId(name))[0]].revision
+
+    async def _delete(self, name: str, pod: Pod) -> None:
+        """Delete a pod once, to be made from the present template. Raises KubernetesError."""
+        if pod.is_leaving or pod.uid in self._deleting:
+            return
+        self._deleting.add(pod.uid)
+        path = f"/api/v1/namespaces/{self._api.namespace}/pods/{name}"
         try:
             await self._api.delete(path, {"preconditions": {"uid": pod.uid}})
         except KubernetesError as error:
+            self._deleting.discard(pod.uid)
             if pod.uid not in self._not_deleted:
                 log.error("cannot delete a pod, to be made from the present template; trying again", reason=str(error))
             self._not_deleted.add(pod.uid)
-        else:
-            log.info("deleted a pod, to be made from the present template", path=path)
-            self._deleting.add(pod.uid)
+            raise
+        log.info("deleted a pod, to be made from the present template", path=path)
 
     def _note_change(self) -> None:
         self.changed.set()

@@ -114,7 +114,7 @@ class RollingRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedStart:
-    """An instance that is wanted and could not be started."""
+    """An instance that is wanted and could not be started, or whose process could not be replaced."""
 
     instance_id: InstanceId
     reason: str
@@ -135,6 +135,7 @@ class ActuatorReported:
     name_prefix: str = ""  # of the ids of its instances
     failed: tuple[FailedStart, ...] = ()  # since it was last heard
     last_leaves_first: bool = False  # of instances whose names differ by their number alone, only the last can leave
+    outdated: tuple[InstanceId, ...] = ()  # would start again as they are: it has to replace their processes itself
     grace_s: Annotated[float, SECONDS] = 0.0  # that a process which is told to end has; then it is killed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -93,6 +93,7 @@ def a_report(
     available_bytes: int = 1 << 40,
     failed: tuple[FailedStart, ...] = (),
     pids: Mapping[str, int] | None = None,
+    outdated: Iterable[str] = (),
 ) -> ActuatorReported:
     """An actuator says that it keeps these instances running, and services that are none, with their pids."""
     instances = [ManagedProcess(name=name, pid=(pids or {}).get(name, 1)) for name in names]
@@ -101,7 +102,11 @@ def a_report(
         for name, pid in (services or {}).items()
     ]
     return ActuatorReported(
-        actuator_id="a", processes=(*instances, *others), available_bytes=available_bytes, failed=failed
+        actuator_id="a",
+        processes=(*instances, *others),
+        available_bytes=available_bytes,
+        failed=failed,
+        outdated=tuple(map(InstanceId, outdated)),
     )
 
 

@@ -22,7 +22,7 @@ class DesiredProcesses:
 
     start: tuple[PoolMember, ...] = ()
     stop: tuple[InstanceId, ...] = ()  # nothing is left on them, or they are not there
-    replace: tuple[ManagedProcess, ...] = ()  # by other processes, without a gap where that can be
+    replace: tuple[ManagedProcess, ...] = ()  # by other processes, without a gap where that can be; instances are empty
 
 
 class Actuators:
@@ -114,6 +114,10 @@ class Actuators:
         """Return how long these processes may take to end by themselves, once told."""
         homes = [home for each in leaves if (home := self.home_of(each)) is not None]
         return max((home.grace_s for home in homes), default=0.0)
+
+    def replaces(self, instance_id: InstanceId) -> bool:
+        """Whether the process of an instance that is restarted is its actuator's to end."""
+        return any(instance_id in report.outdated for report in self.there)
 
     def _is_ordered(self, instance_id: InstanceId) -> bool:
         home = self.home_of(instance_id)

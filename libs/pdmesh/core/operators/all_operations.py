@@ -33,7 +33,7 @@ class AllOperations:
         self._mesh = mesh
         self.records = records = OperationRecords()
         self.actuators = actuators = Actuators(mesh)
-        self.on_instances = Operations(mesh, records, moves, judge)
+        self.on_instances = Operations(mesh, records, actuators, moves, judge)
         self._pools = Pools(mesh, records, actuators, self.on_instances)
         self._replacements = Replacements(records, actuators)
         self._rolling = RollingRestarts(mesh, records, actuators, self.on_instances, self._pools, self._replacements)
@@ -68,7 +68,7 @@ class AllOperations:
         return DesiredProcesses(
             start=tuple(each for each in starts if self.actuators.home_of(each.instance_id) is report),
             stop=self._pools.stops,
-            replace=self._replacements.replaced_by(report),
+            replace=(*self._replacements.replaced_by(report), *self.on_instances.replaced_by(report)),
         )
 
     @property
@@ -99,7 +99,8 @@ class AllOperations:
     def _reported(self, event: ActuatorReported, now_s: float) -> None:
         self.actuators.reported(event, now_s)
         for failed in event.failed:
-            self._pools.start_failed(failed, now_s)
+            if not self.on_instances.start_failed(failed, now_s):
+                self._pools.start_failed(failed, now_s)
 
     def advance(self, now_s: float) -> None:
         """Look how far everything is, after any event."""

@@ -16,7 +16,8 @@ from pdmesh.core.commands import SetRole, StopInstance
 from pdmesh.core.instances.allocations import HAVE_SEATS, MOVES_AWAY, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.operator_events import OperationRequested
+from pdmesh.core.operator_events import ActuatorReported, FailedStart, OperationRequested
+from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.judging import (
     COOL_DOWN_S,
     JUDGE_S,
@@ -32,7 +33,16 @@ from pdmesh.core.steps.placing import have_pair
 from pdmesh.core.transfers.moves import Moves
 from pdmesh.core.transfers.receivers import do_without
 from pdmesh.core.transfers.transfer import Move
-from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, RequestId, RequestKey, Role
+from pdmesh.model import (
+    InstanceId,
+    ManagedProcess,
+    OperationId,
+    OperationKind,
+    OperationState,
+    RequestId,
+    RequestKey,
+    Role,
+)
 
 #: A process that was stopped is started again by then: a large model is loaded meanwhile.
 COME_BACK_S = 600.0
@@ -49,7 +59,8 @@ _STAYS: dict[Role, Collection[AllocationKind]] = {
 class _Operation(OperationRecord):
     requested: OperationRequested
     has_moved_all: bool = False  # what was left at its time limit
-    stopped_pid: int | None = None  # of the process that was told to end
+    stopped_pid: int | None = None  # of the process that is to end
+    by_actuator: bool = False  # which ends it; else it was told to
     back_by_s: float = inf  # then the next one has joined
     moving: tuple[RequestState, Move] | None = None  # of a move
     is_taken_back: bool = False
@@ -87,9 +98,12 @@ class _Operation(OperationRecord):
 class Operations:
     """Operations on instances, at most one each. What operators want outlives instances and schedulers."""
 
-    def __init__(self, mesh: MeshState, records: OperationRecords, moves: Moves, judge: Judge) -> None:
+    def __init__(
+        self, mesh: MeshState, records: OperationRecords, actuators: Actuators, moves: Moves, judge: Judge
+    ) -> None:
         self._mesh = mesh
         self._records = records
+        self._actuators = actuators
         self._moves = moves
         self._moving: dict[OperationId, _Operation] = {}  # that move one request
         self._judge = judge
@@ -134,6 +148,17 @@ class Operations:
     def running_on(self, instance_id: InstanceId) -> OperationRecord | None:
         """The operation that runs on an instance."""
         return self._running.get(instance_id)
+
+    def replaced_by(self, report: ActuatorReported) -> tuple[ManagedProcess, ...]:
+        """Return the processes that an actuator is to replace: of empty instances that are restarted."""
+        return tuple(each for each in report.processes if self._is_replaced(InstanceId(each.name)))
+
+    def _is_replaced(self, instance_id: InstanceId) -> bool:
+        """Whether an actuator has still to end the process of an instance that is restarted."""
+        operation, instance = self._running.get(instance_id), self._mesh.instances.get(instance_id)
+        if operation is None or instance is None:
+            return False
+        return operation.by_actuator and operation.stopped_pid == instance.profile.pid
 
     # --- events ---
 
@@ -230,6 +255,15 @@ class Operations:
         operation = self._running.get(instance_id)
         if operation is not None and operation.requested.kind is OperationKind.DRAIN:
             self._drained(operation, "the instance is gone", now_s)
+
+    def start_failed(self, failed: FailedStart, now_s: float) -> bool:
+        """Whether the process could not be replaced of an instance that is restarted here: it is used as before."""
+        if not self._is_replaced(failed.instance_id):
+            return False
+        operation = self._running[failed.instance_id]
+        self._restore(operation, self._mesh.instances[failed.instance_id])
+        self._end(operation, OperationState.FAILED, failed.reason, now_s)
+        return True
 
     def advance(self, now_s: float) -> None:
         """Look what has left the instances since; after any event."""
@@ -397,7 +431,9 @@ class Operations:
 
     def _stop(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:
         instance.set_closed(True)
-        self._mesh.commands.append(StopInstance(instance_id=instance.instance_id))
+        operation.by_actuator = self._actuators.replaces(instance.instance_id)
+        if not operation.by_actuator:
+            self._mesh.commands.append(StopInstance(instance_id=instance.instance_id))
         self._stops(operation, instance.profile.pid, now_s)
 
     def _stops(self, operation: _Operation, pid: int, now_s: float) -> None:
