@@ -105,6 +105,22 @@ async def test_a_role_is_changed_and_the_operation_can_be_looked_at() -> None:
         assert await ask(mesh, CancelOperation(operation_id=OperationId("x"))) == done, "it is over"
 
 
+async def test_gateways_hear_at_once_of_a_shorter_context_when_an_instance_that_holds_ranges_is_drained() -> None:
+    spread = [replace(each, max_kv_tokens=64) for each in (PREFILLS[0], DECODE, modelled_profile("d1", Role.DECODE))]
+    async with (
+        running_scheduler(CONFIG) as mesh,
+        mesh.worker(spread[0]),
+        mesh.worker(spread[1]),
+        mesh.gateway() as g,
+        mesh.worker(spread[2]),
+    ):
+        assert (await g.expect(MeshStatus)).max_model_len == 128
+        await ask(mesh, asking(OperationKind.DRAIN, "d1"))
+        assert (await g.expect(MeshStatus)).max_model_len == 64
+        await ask(mesh, asking(OperationKind.UNDRAIN, "d1", "y"))
+        assert (await g.expect(MeshStatus)).max_model_len == 128
+
+
 async def test_who_waits_is_told_when_it_changes() -> None:
     async with running_scheduler(CONFIG) as mesh, mesh.worker(PREFILLS[0]), mesh.worker(DECODE):
         lost = asking(OperationKind.DRAIN, "nobody", "gone")

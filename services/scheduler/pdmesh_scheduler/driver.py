@@ -64,7 +64,8 @@ from pdmesh.wire.messages import (
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
-from pdmesh_scheduler.mesh_status import max_model_len, mesh_status
+from pdmesh_scheduler.longest_context import LongestContext
+from pdmesh_scheduler.mesh_status import mesh_status
 from pdmesh_scheduler.observing import Handled, Observer
 from pdmesh_scheduler.peers import Peers
 from pdmesh_scheduler.prompts import Prompts
@@ -122,7 +123,7 @@ class Driver:
         self._emptied = anyio.Event()
         self._prompts = Prompts(core)
         self._profiles: dict[InstanceId, InstanceProfile] = {}
-        self._most_decoders = 0  # instances that ever decoded at once
+        self._longest_context = LongestContext(core, clock)
         self._told_gone: dict[bytes, None] = {}  # data addresses that the others have closed, the latest
         self._loads: dict[InstanceId, LoadReported] = {}
         self._num_operation_changes = 0
@@ -229,14 +230,15 @@ class Driver:
             case InstanceJoined():
                 before = self._profiles.get(event.profile.instance_id)
                 self._profiles[event.profile.instance_id] = event.profile
-                num_decoders = sum(profile.role.can_decode for profile in self._profiles.values())
-                self._most_decoders = max(self._most_decoders, num_decoders)
+                self._longest_context.joined(event.profile.instance_id)
                 self._prompts.joined(event.profile)
                 if before is not None and before.data_address != event.profile.data_address:
                     self._tell_gone(before)
                 if event.profile.data_address in self._told_gone:
                     self._tell_closed(event.profile)
                 self._loads.pop(event.profile.instance_id, None)
+            case InstanceLost():
+                self._longest_context.is_lost(event.instance_id)
             case LoadReported():
                 self._loads[event.instance_id] = event
             case _:
@@ -396,7 +398,7 @@ class Driver:
             self._loads,
             num_gateways=len(self._gateways),
             num_coming=self._num_coming,
-            most_decoders=self._most_decoders,
+            longest=self._longest_context.num_tokens(self._profiles),
         )
 
     @property
@@ -405,7 +407,7 @@ class Driver:
 
     def _tell_readiness(self) -> None:
         """Push the state to all gateways if what they act upon has changed."""
-        longest = max_model_len(self._profiles, self._most_decoders)
+        longest = self._longest_context.num_tokens(self._profiles)
         readiness = (self._core.unready_reason, longest, self._num_coming)
         if readiness != self._readiness:
             self._readiness = readiness

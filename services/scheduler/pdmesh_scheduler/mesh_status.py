@@ -22,9 +22,12 @@ def mesh_status(
     *,
     num_gateways: int,
     num_coming: int,
-    most_decoders: int,
+    longest: int,
 ) -> MeshStatus:
-    """Return the mesh's state; ``loads`` are the instances' last reports, of those that have made one."""
+    """Return the mesh's state; ``loads`` are the instances' last reports, of those that have made one.
+
+    ``longest`` is the longest context that is served, in tokens.
+    """
     resize = core.desired.pools
     reason = core.unready_reason
     return MeshStatus(
@@ -36,7 +39,7 @@ def mesh_status(
         num_running=core.num_running,
         bundle=core.bundle,
         batching=core.batching,
-        max_model_len=max_model_len(profiles, most_decoders),
+        max_model_len=longest,
         num_gateways=num_gateways,
         num_coming=num_coming,
         num_fetched_tokens=core.num_fetched_tokens,
@@ -61,20 +64,6 @@ def mesh_status(
             for view in core.helped[:MAX_GROUPS]
         ),
     )
-
-
-def max_model_len(profiles: Mapping[InstanceId, InstanceProfile], most_decoders: int) -> int:
-    """Return the longest context that every instance serves, in tokens; 0 without instances.
-
-    Where contexts are spread, no longer than what all hold together: who computes a prompt has no part of it. All are
-    the ``most_decoders`` that ever decoded at once: one that was lost is soon there again, and waited for.
-    """
-    longest = min((profile.max_model_len for profile in profiles.values()), default=0)
-    limit = min((profile.max_kv_tokens for profile in profiles.values()), default=0)
-    if not limit:
-        return longest
-    only_mixed = all(profile.role.can_decode for profile in profiles.values() if profile.role.can_prefill)
-    return min(longest, limit * max(1, most_decoders - only_mixed))
 
 
 def _instance_statuses(
