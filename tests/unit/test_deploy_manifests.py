@@ -41,12 +41,19 @@ VERSIONS = ("1.36", "1.37")
 
 TLS = ("--set", "tls.secretName=t,tls.serverName=mesh.internal,secretName=s")
 
+AUTOSCALING = (
+    "--set-json",
+    'pools.decode.autoscaling={"minReplicas": 2, "maxReplicas": 8, "metrics": [{"type": "Pods", "pods": {"metric": '
+    '{"name": "pdmesh_kv_cache_usage_perc"}, "target": {"type": "AverageValue", "averageValue": "700m"}}}]}',
+)
+
 VALUES = [
     TLS,
     ("--set", "trustedNetwork=true"),
     (*TLS, "--set", "modelVolume.persistentVolumeClaim.claimName=models,model=/models/m,nodeSelector.gpu=h100"),
     (*TLS, "--set", "scheduler.replicas=1,actuator.enabled=false"),
     (*TLS, "--set", "scheduler.replicas=3"),
+    (*TLS, *AUTOSCALING, "--set", "actuator.enabled=false"),
     (*TLS, "--set-string", "settings.POLICY_CHUNK_TOKENS=512,pools.decode.settings.WORKER_MAX_NUM_SEQS=8"),
 ]
 
@@ -109,12 +116,51 @@ def test_the_chart_does_not_render_a_mesh_that_anybody_can_enter(helm: str) -> N
     assert "set tls.secretName" in made.stderr
 
 
+def manifests_of(made: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert made.returncode == 0, made.stderr
+    return [msgspec.yaml.decode(text) for text in re.split("^---$", made.stdout, flags=re.M) if "kind:" in text]
+
+
+@pytest.mark.slow
+def test_a_pool_is_scaled_by_the_actuator_or_by_an_autoscaler(helm: str) -> None:
+    both = rendered(helm, *TLS, *AUTOSCALING)
+    assert both.returncode
+    assert "set actuator.enabled=false" in both.stderr
+    made = manifests_of(rendered(helm, *TLS, *AUTOSCALING, "--set", "actuator.enabled=false"))
+    (scaler,) = (each for each in made if each["kind"] == "HorizontalPodAutoscaler")
+    target = scaler["spec"]["scaleTargetRef"]
+    sets = {each["metadata"]["name"]: each["spec"] for each in made if each["kind"] == "StatefulSet"}
+    assert "replicas" not in sets[target["name"]], "an upgrade leaves the scale as it is"
+    assert sets["release-prefill"]["replicas"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("values", "scheme"), [(TLS, "https"), (("--set", "trustedNetwork=true"), "http")])
+def test_probes_and_scrapers_speak_as_the_services_do_and_find_those_that_hang(
+    helm: str, values: tuple[str, ...], scheme: str
+) -> None:
+    found: list[str] = []
+    for each in manifests_of(rendered(helm, *values)):
+        template = each.get("spec", {}).get("template", {})
+        containers = template.get("spec", {}).get("containers", [])
+        if not containers or "ports" not in containers[0]:
+            continue  # of the actuator nobody asks anything
+        (container,) = containers
+        found.append(container["name"])
+        annotations, liveness = template["metadata"]["annotations"], container["livenessProbe"]["httpGet"]
+        assert annotations["prometheus.io/scheme"] == scheme
+        ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+        assert ports[liveness["port"]] == annotations["prometheus.io/port"], "both are answered by the event loop"
+        assert (liveness["path"], liveness["scheme"].lower()) == ("/live", scheme)
+        if container["name"] != "scheduler":  # they look for a model first
+            startup = container["startupProbe"]
+            assert startup["periodSeconds"] * startup["failureThreshold"] >= 900
+    assert sorted(found) == ["decode", "gateway", "prefill", "scheduler"]
+
+
 @pytest.mark.slow
 async def test_roles_allow_what_is_done_with_them_and_nothing_else(helm: str, tmp_path: Path) -> None:
-    made = rendered(helm, *TLS, "--namespace", NAMESPACE)
-    manifests: list[dict[str, Any]] = [
-        msgspec.yaml.decode(text) for text in re.split("^---$", made.stdout, flags=re.M) if "kind:" in text
-    ]
+    manifests = manifests_of(rendered(helm, *TLS, "--namespace", NAMESPACE))
     roles = {each["metadata"]["name"]: rules_of(each) for each in manifests if each["kind"] == "Role"}
     assert set(roles) == {"release-scheduler", "release-actuator"}
     (lease,) = (each for each in manifests if each["kind"] == "Lease")

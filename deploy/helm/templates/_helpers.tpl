@@ -82,6 +82,27 @@ volumeMounts:
 {{- end }}
 {{- end }}
 
+{{- define "pdmesh.scheme" -}}
+{{ empty .Values.tls.secretName | ternary "HTTP" "HTTPS" }}
+{{- end }}
+
+{{- /* Given a port: how Prometheus finds a pod's metrics, by the annotations that its usual jobs know. */}}
+{{- define "pdmesh.scrape" -}}
+{prometheus.io/scrape: "true", prometheus.io/port: {{ .port | quote }}, prometheus.io/scheme: {{ include "pdmesh.scheme" .root | lower }}}
+{{- end }}
+
+{{- /* Given a label: pods of it are on different nodes where that can be. */}}
+{{- define "pdmesh.apart" -}}
+podAntiAffinity:
+  preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 1
+      podAffinityTerm:
+        topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels: {{- include "pdmesh.labels" .root | nindent 12 }}
+            {{ .label }}: {{ .value }}
+{{- end }}
+
 {{- define "pdmesh.model" -}}
 {{- with .Values.model }}
 - {name: PDMESH_MODEL, value: {{ . | quote }}}
