@@ -121,6 +121,23 @@ def test_what_would_start_again_as_it_is_is_replaced_by_its_actuator_and_not_tol
     assert machine.stopped() == ["prefill-1"], "this one would start as what is wanted"
 
 
+def test_the_next_scheduler_leaves_the_end_of_a_process_to_its_actuator_too() -> None:
+    machine = Machine("prefill-0", "prefill-1", "decode-0")
+    machine.outdated = ["prefill-0"]
+    machine.report()
+    machine.bench.feed(ROLLING)
+    before = machine.bench
+    machine.bench = CoreBench()
+    for event in before.core.desired.events():
+        machine.bench.feed(event)
+    for name in machine.instances:
+        machine.bench.feed(InstanceJoined(replace(named_profile(name), pid=0), ()))
+    assert machine.stopped() == [], "though no actuator was heard of yet"
+    machine.report()
+    assert machine.bench.core.desired_processes("a").replace == (ManagedProcess(name="prefill-0", pid=0),)
+    assert machine.stopped() == []
+
+
 def test_one_that_its_actuator_cannot_replace_is_used_as_before() -> None:
     machine = Machine("prefill-0", "prefill-1", "decode-0")
     machine.outdated = ["prefill-0"]

@@ -39,6 +39,7 @@ class OperationRequested:
     again: bool = False
     pid: int | None = None  # of the process that a restart is to end: once another one is there, it is done
     stopped_pid: int | None = None  # of the process that a restart had stopped already
+    by_actuator: bool = False  # the same: to end that process was left to its actuator
     request_id: RequestId | None = None  # of a move
     judged: bool = False  # a change of roles that makes things worse is taken back
     role_before: Role | None = None  # of one that is asked for again: the instance may have its new role already

@@ -77,7 +77,12 @@ class _Operation(OperationRecord):
     @property
     def desired(self) -> OperationRequested:
         """What the next scheduler has to be asked for."""
-        return replace(self.requested, stopped_pid=self.stopped_pid, role_before=self.role_before)
+        return replace(
+            self.requested,
+            stopped_pid=self.stopped_pid,
+            by_actuator=self.by_actuator,
+            role_before=self.role_before,
+        )
 
     @classmethod
     def of(cls, requested: OperationRequested, now_s: float) -> _Operation:
@@ -91,6 +96,7 @@ class _Operation(OperationRecord):
             role=requested.role,
             request_id=requested.request_id,
             requested=requested,
+            by_actuator=requested.by_actuator,
             role_before=requested.role_before,
         )
 
@@ -431,7 +437,7 @@ class Operations:
 
     def _stop(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:
         instance.set_closed(True)
-        operation.by_actuator = self._actuators.replaces(instance.instance_id)
+        operation.by_actuator = operation.by_actuator or self._actuators.replaces(instance.instance_id)
         if not operation.by_actuator:
             self._mesh.commands.append(StopInstance(instance_id=instance.instance_id))
         self._stops(operation, instance.profile.pid, now_s)
