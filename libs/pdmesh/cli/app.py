@@ -396,7 +396,7 @@ def actuator(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Start and stop instances in Kubernetes for the scheduler, from a pod there (`pool resize`, `restart --rolling`)."""
+    """Start, stop and replace instances in Kubernetes for `pool resize` and `restart --rolling`, from a pod there."""
     from pdmesh.cli.kubernetes_actuator import run_actuator
 
     tree = build_config(config, settings, scheduler_address=scheduler, kubernetes__release=release)
