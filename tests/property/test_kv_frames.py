@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.frames import FrameMap, OutOfFrames
+from pdmesh.kv.frames import FrameMap, OutOfFrames, WindowFrames
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import GRANULE_TOKENS, IndexRange, KvLayout, num_blocks_for
 from pdmesh.testing.examples import examples
 from pdmesh.worker.windows import HeldBlocks, Windows
 
-BLOCK, WINDOW, NUM_BLOCKS, NUM_FRAMES = 32, 64, 40, 14
+BLOCK, WINDOW, NUM_BLOCKS, NUM_FRAMES = 32, 64, 60, 12
 LAYOUT = KvLayout(
     num_layers=3, num_kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32", window=WINDOW, windowed_layers=(0, 2)
 )
@@ -92,9 +92,9 @@ class FramesMachine(RuleBasedStateMachine):
             self.tables.append(table)
 
     @precondition(lambda self: self.kept)
-    @rule(data=st.data(), num_more=st.integers(1, 6))
-    def go_on(self, data: st.DataObject, num_more: int) -> None:
-        """From the end of a granule that is kept, if what is seen from there has not lost its frames."""
+    @rule(data=st.data(), num_more=st.integers(1, 6), comes=st.booleans())
+    def go_on(self, data: st.DataObject, num_more: int, comes: bool) -> None:
+        """From the end of a granule that is kept, or of what ``comes`` behind it, if what is seen has its frames."""
         blocks, contents = data.draw(st.sampled_from(self.kept))
         num_granules = data.draw(st.integers(1, len(blocks) * BLOCK // GRANULE_TOKENS))
         num_shared = num_granules * GRANULE_TOKENS // BLOCK
@@ -104,15 +104,23 @@ class FramesMachine(RuleBasedStateMachine):
         table = Table(
             blocks[:num_shared] + self.pool.allocate(num_more), num_shared * BLOCK, list(contents[:num_shared])
         )
-        if not self.windows.is_seen(table.blocks, table.num_tokens, num_shared):
+        end = num_shared + (num_more if comes else 0)
+        if not self.windows.is_seen(table.blocks, end * BLOCK, num_shared):
             self.pool.free(table.blocks)
             return
-        self.windows.begin(table.held, table.blocks, table.num_tokens)
         self.tables.append(table)
+        if not self.attempt(lambda: self.windows.begin(table.held, table.blocks, end * BLOCK)):
+            assert comes
+            self.end(table)
+            return
+        first = max(num_shared, LAYOUT.first_held_block(end * BLOCK))
+        table.contents += [0] * (first - num_shared)
+        self.write(table, first, end)
+        table.num_tokens = end * BLOCK
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), num_tokens=st.integers(1, 200))
-    def compute(self, data: st.DataObject, num_tokens: int) -> None:
+    @rule(data=st.data(), num_tokens=st.integers(1, 300), keeps=st.booleans())
+    def compute(self, data: st.DataObject, num_tokens: int, keeps: bool) -> None:
         table = data.draw(st.sampled_from(self.tables))
         end = min(table.num_tokens + num_tokens, len(table.blocks) * BLOCK)
         before = set(table.held.places)
@@ -122,6 +130,8 @@ class FramesMachine(RuleBasedStateMachine):
         self.check_seen(table)  # what a chunk reads is there while it is computed
         self.write(table, min(table.num_tokens // BLOCK, len(table.contents)), num_blocks_for(end, BLOCK))
         table.num_tokens = end
+        if keeps:
+            self.keep(table)
         self.windows.pass_by(table.held, table.blocks, end)
 
     @precondition(lambda self: self.tables)
@@ -142,10 +152,8 @@ class FramesMachine(RuleBasedStateMachine):
         self.write(table, first, total // BLOCK)
         table.num_tokens = total
 
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def keep(self, data: st.DataObject) -> None:
-        table = data.draw(st.sampled_from(self.tables))
+    def keep(self, table: Table) -> None:
+        """Keep the granules of a table, unless some of it came from elsewhere or is kept."""
         num_blocks = table.num_tokens // GRANULE_TOKENS * GRANULE_TOKENS // BLOCK
         blocks = table.blocks[:num_blocks]
         if num_blocks and 0 not in table.contents[:num_blocks] and self.pool.kept.isdisjoint(blocks):
@@ -203,3 +211,21 @@ class FramesMachine(RuleBasedStateMachine):
 
 FramesMachine.TestCase.settings = settings(deadline=None, max_examples=examples(100), stateful_step_count=40)
 test_frames = FramesMachine.TestCase
+
+
+def test_what_a_table_shares_does_not_lose_its_frames_to_what_comes_with_it() -> None:
+    """Of six kept blocks, in six frames, four are shared by a table that needs two more: the others give way."""
+    pool, frames = BlockPool(8), FrameMap.shared_out(8, 6)
+    windows = WindowFrames(pool, frames)
+    kept = pool.allocate(6)
+    windows.hold(kept)
+    pool.keep(kept)
+    windows.let_go(kept)
+    pool.free(kept)
+    shared, placed = kept[:4], frames.of_block[kept[:4]].tolist()
+    pool.share(shared)
+    windows.hold(shared + pool.allocate(2))
+    assert frames.of_block[shared].tolist() == placed
+    assert not windows.has_all(kept[4:5])
+    assert not windows.has_all(kept[5:])
+    windows.check_integrity({*shared, 6, 7})
