@@ -19,14 +19,31 @@ from typing import Any
 import structlog
 
 from pdmesh.engine.files import resolve_model
+from pdmesh.engine.gguf.reader import read_header
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gguf_files import write_gguf
-from pdmesh.testing.quantized_checkpoints import Format, write_quantized
+from pdmesh.testing.gguf_files import GgufType, encoded, write_gguf
+from pdmesh.testing.quantized_checkpoints import Format, write_mxfp4, write_quantized
 from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 
-FORMATS: tuple[Format, ...] = ("int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-blocks")
+FORMATS: tuple[Format, ...] = ("int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-blocks", "bnb-nested")
+GGUF_MODELS: tuple[tuple[str, GgufType, dict[str, Any]], ...] = (
+    (
+        "qwen3_moe",
+        "Q8_0",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+    ("gpt_oss", "MXFP4", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "head_dim": 16}),
+    ("gemma3_text", "Q4_0", {"head_dim": 16, "sliding_window": 24, "num_hidden_layers": 7}),
+    ("phi3", "Q8_0", {"sliding_window": None}),
+)
 HEADER_BYTES = 6000  # where most damage is done: what follows is numbers, which are any
 
 
@@ -40,6 +57,29 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
         place = rng.randrange(reach)
         changed[place] = rng.choice((rng.randrange(256), changed[place] ^ (1 << rng.randrange(8)), 0xFF, 0x30))
     return bytes(changed)
+
+
+def write_with_sentence_piece(file: Path, like: Path) -> Path:
+    """Write the model of a file with a tokenizer of SentencePiece's kind."""
+    header, data = read_header(like), like.read_bytes()
+    tensors = {
+        name: (each.shape, each.type_number, data[each.offset : each.offset + each.num_bytes])
+        for name, each in header.tensors.items()
+    }
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["<s>", "</s>", *"abcd", "ab", "cd", "abcd"]
+    pieces += [f"<unused{number}>" for number in range(len(header.metadata["tokenizer.ggml.tokens"]) - len(pieces))]
+    fields = {
+        "model": "llama",
+        "tokens": pieces,
+        "token_type": [6] * 256 + [3, 3] + [1] * (len(pieces) - 258),
+        "scores": [-float(number) for number in range(len(pieces))],
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    }
+    metadata = {key: value for key, value in header.metadata.items() if not key.startswith("tokenizer.")}
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    file.write_bytes(encoded(metadata, tensors))
+    return file
 
 
 def outcome(model: Path) -> str:
@@ -66,18 +106,17 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         source = write_checkpoint(folder / "source")
         write_gguf(source, folder / "model.gguf", "Q8_0")
-        experts: dict[str, Any] = {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "norm_topk_prob": True,
-        }
-        with_experts = write_transformers_checkpoint(folder / "experts", "qwen3_moe", head_dim=16, **experts)
-        write_gguf(with_experts, folder / "experts.gguf", "Q8_0")
-        cases = [folder / "model.gguf", folder / "experts.gguf"]
+        cases = [folder / "model.gguf"]
+        for number, (model_type, gguf_type, fields) in enumerate(GGUF_MODELS):
+            model = write_transformers_checkpoint(folder / f"model-{number}", model_type, **fields)
+            cases.append(folder / f"model-{number}.gguf")
+            write_gguf(model, cases[-1], gguf_type)
+        cases.append(write_with_sentence_piece(folder / "pieces.gguf", folder / "model.gguf"))
         for quantized_format in FORMATS:
             directory, _ = write_quantized(source, folder / quantized_format, quantized_format)
             cases += [directory / "model.safetensors", directory / "config.json"]
+        gpt_oss, _ = write_mxfp4(folder)
+        cases += [gpt_oss / "model.safetensors", gpt_oss / "config.json"]
         originals = {path: path.read_bytes() for path in cases}
         before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for number in range(options.files):

@@ -391,7 +391,7 @@ class _Reader:
 
     def _norm(self, name: str, size: int, order: Order = None) -> Norm:
         kind = self.config.norm
-        weight = self._tensor(f"{name}.weight", (size,), torch.float32 if kind.offset else None)
+        weight = self._tensor(f"{name}.weight", (size,), torch.float32 if kind.in_float32 else None)
         if kind.offset:
             weight += kind.offset
         bias = self._tensor(f"{name}.bias", (size,)) if kind.has_bias else None

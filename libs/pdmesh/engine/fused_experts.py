@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdmesh.engine.grouped import Factors, GroupedWeight
+from pdmesh.engine.grouped import GroupedWeight, of_mxfp4
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.quantized import FLOATS, Shape, Stored
 from pdmesh.engine.stored import FileTensors
@@ -24,10 +24,6 @@ _GATE_UP = "gate_up_proj"
 _NAME = re.compile(rf"(.+\.experts)\.(\d+)\.({_GATE_UP}|down_proj)\.(weight|bias)")
 _BLOCK = 32  # values that share an exponent
 _BYTES = frozenset({"U8"})
-#: Twice the values of the 4-bit codes, which are integers; of those with a sign, without it.
-_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-#: Exponents whose powers of two, halved, are normal numbers of bf16.
-_LEAST_EXPONENT, _HIGHEST_EXPONENT = 2, 254
 
 
 class _Expert(NamedTuple):
@@ -75,9 +71,10 @@ class FusedExpertTensors:
         blocks, exponents = (
             _gates_first(self.tensors.read_stored(part, of_expert)[0], expert) for part in self._stored(expert, shape)
         )
-        if int(exponents.min()) < _LEAST_EXPONENT or int(exponents.max()) > _HIGHEST_EXPONENT:
+        numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # the lower half is the first value
+        weight = of_mxfp4(numbers, exponents)
+        if not weight.is_finite:
             raise ConfigError(f"{name}: its exponents are those of no weight; download the checkpoint again")
-        weight = _mxfp4(blocks, exponents)
         return weight if rows is None else weight.rows(torch.arange(*rows))
 
     def _is_quantized(self, expert: _Expert) -> bool:
@@ -106,12 +103,3 @@ def _expert(name: str) -> _Expert | None:
 
 def _gates_first(outputs: Tensor, expert: _Expert) -> Tensor:
     return torch.cat((outputs[0::2], outputs[1::2])) if expert.projection == _GATE_UP else outputs
-
-
-def _mxfp4(blocks: Tensor, exponents: Tensor) -> GroupedWeight:
-    """Codes are twice the values, whose scales are half as large: integers of 5 bits."""
-    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # the lower half is the first value
-    doubled = torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)], dtype=torch.int8)
-    codes = doubled[numbers.int()].view(torch.uint8) & 31
-    scales = ((exponents.short() - 1) << 7).view(torch.bfloat16)  # a power of two is its exponent alone
-    return GroupedWeight(codes=codes, bits=5, is_signed=True, group_size=_BLOCK, scales=Factors(scales, 1))

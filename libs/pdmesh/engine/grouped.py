@@ -14,6 +14,9 @@ from torch.nn import functional
 CODE_BITS = (4, 5, 6, 8)
 #: Inputs of a group are one of these; larger groups are several that share a scale.
 _GROUP_SIZES = (128, 64, 32, 16)
+_MXFP4_GROUP = 32
+#: Twice the values of MXFP4's numbers, which are integers; of those with a sign, without it.
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,25 @@ def of_blocks(blocks: GroupedWeight, num_outputs: int) -> GroupedWeight:
     minima = None if blocks.minima is None else factors(blocks.minima)
     codes = blocks.codes.view(num_outputs, -1)
     return replace(blocks, codes=codes, scales=factors(blocks.scales), minima=minima)
+
+
+def of_mxfp4(numbers: Tensor, exponents: Tensor) -> GroupedWeight:
+    """A weight of 4-bit floats, by their numbers (outputs, inputs); 32 of them share an exponent, as a byte.
+
+    Codes are twice the values, whose scales are half as large: integers of 5 bits.
+    """
+    doubled = torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)], dtype=torch.int8)
+    codes = doubled[numbers.int()].view(torch.uint8) & 31
+    scales = (exponents.short() - 1) << 7  # a power of two is its exponent alone, in bf16
+    scales = torch.where(exponents > 1, scales, 0x20 << exponents.clamp(max=1).short())  # but for the smallest two
+    scales = torch.where(exponents == 255, 0x7FC0, scales)  # no number
+    return GroupedWeight(
+        codes=codes,
+        bits=5,
+        is_signed=True,
+        group_size=_MXFP4_GROUP,
+        scales=Factors(scales.short().view(torch.bfloat16), 1),
+    )
 
 
 def join_rows(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:

@@ -104,6 +104,7 @@ class NormConfig:
     epsilon: float
     kind: NormKind = NormKind.RMS
     offset: float = 0.0  # what is added to the checkpoint's weights
+    in_float32: bool = False  # hidden states are multiplied by weights before they are rounded
     has_bias: bool = False
 
 

@@ -121,7 +121,7 @@ class NativeKernels:
 
     @property
     def _norms(self) -> bool:
-        return self.kinds.norm.kind is NormKind.RMS and not self.kinds.norm.offset
+        return self.kinds.norm.kind is NormKind.RMS and not self.kinds.norm.in_float32
 
     @property
     def _activates(self) -> bool:

@@ -1,88 +1,168 @@
-"""Small GGUF files of checkpoints, made by the format's documentation: dense ones, Qwen3-MoE's, Mixtral's."""
+"""Small GGUF files of checkpoints, made by the format's documentation and llama.cpp's rules for each architecture."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 #: What matrices are stored as; vectors are in fp32.
-GgufType = Literal["F32", "F16", "Q8_0", "Q4_0"]
-_NUMBERS: dict[GgufType, int] = {"F32": 0, "F16": 1, "Q8_0": 8, "Q4_0": 2}
+GgufType = Literal["F32", "F16", "Q8_0", "Q4_0", "MXFP4"]
+_NUMBERS: dict[GgufType, int] = {"F32": 0, "F16": 1, "Q8_0": 8, "Q4_0": 2, "MXFP4": 39}
 _ALIGNMENT = 32
+_MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)  # by code
 _NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.sinks": "attn_sinks",
     "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm", "lm_head": "output", "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
+    "model.norm": "output_norm", "lm_head": "output", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate_up_proj": "ffn_up",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
+_NORMS_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "gpt_oss")  # what others call the norm before the MLP
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}
+_FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
+_ARCHITECTURES = {
+    "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "olmo3": "olmo2",
+}  # fmt: skip
+_TURNS = ("llama", "granite", "smollm3")  # whose converters put rows in the order in which neighbours are rotated
+
+
+class _Stored(NamedTuple):
+    shape: tuple[int, ...]
+    number: int  # of its type
+    data: bytes
 
 
 def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[str, Floats]:
-    """Write ``file`` from a checkpoint in fp32; return what its tensors stand for, by the checkpoint's names."""
+    """Write ``file`` from a checkpoint in fp32; return what its tensors stand for, by the checkpoint's names.
+
+    ``MXFP4`` is of experts; other matrices are in fp32 then.
+    """
     from safetensors.numpy import load_file
 
     config = json.loads((source / "config.json").read_text())
-    name = _ARCHITECTURES.get(config["model_type"], config["model_type"])
-    num_heads = config["num_attention_heads"]
-    theta = config["rope_theta"] if "rope_theta" in config else config["rope_parameters"]["rope_theta"]
-    num_experts = config.get("num_local_experts") or config.get("num_experts")
-    metadata: dict[str, Any] = {
-        "general.architecture": name,
-        f"{name}.context_length": config["max_position_embeddings"],
-        f"{name}.embedding_length": config["hidden_size"],
-        f"{name}.feed_forward_length": config["intermediate_size"],
-        f"{name}.block_count": config["num_hidden_layers"],
-        f"{name}.attention.head_count": num_heads,
-        f"{name}.attention.head_count_kv": config["num_key_value_heads"],
-        f"{name}.attention.key_length": config.get("head_dim") or config["hidden_size"] // num_heads,
-        f"{name}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        f"{name}.rope.freq_base": float(theta),
-        **_tokenizer(source, config),
-    }
-    if num_experts:
-        inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-        metadata |= {
-            f"{name}.expert_count": num_experts,
-            f"{name}.expert_used_count": config["num_experts_per_tok"],
-            f"{name}.expert_feed_forward_length": inner,
-        }
+    kind = config["model_type"]
+    name = _ARCHITECTURES.get(kind, kind)
     meanings: dict[str, Floats] = {}
-    stored: dict[str, tuple[tuple[int, ...], int, bytes]] = {}
-    experts: defaultdict[str, dict[int, tuple[bytes, tuple[int, ...]]]] = defaultdict(dict)
+    stored: dict[str, _Stored] = {}
+    experts: defaultdict[str, dict[int, _Stored]] = defaultdict(dict)
+    others: GgufType = "F32" if gguf_type == "MXFP4" else gguf_type
     for full_name, tensor in load_file(source / "model.safetensors").items():
-        kind: GgufType = gguf_type if tensor.ndim == 2 and _NAMES.get(_part(full_name)) != "ffn_gate_inp" else "F32"
-        heads = {"q_proj": num_heads, "k_proj": config["num_key_value_heads"]}.get(full_name.split(".")[-2], 0)
-        turned = _turned(tensor, heads) if heads and name == "llama" else tensor
-        data, meaning = _quantized(turned, kind)
-        meanings[full_name] = _turned_back(meaning, heads) if heads and name == "llama" else meaning
-        if expert := _EXPERT.fullmatch(full_name):
-            experts[f"blk.{expert[1]}.ffn_{_EXPERT_NAMES[expert[3]]}_exps.weight"][int(expert[2])] = (
-                data,
-                tensor.shape,
-            )
+        if fused := _FUSED.fullmatch(full_name):
+            meanings[full_name] = tensor.copy()
+            for part, rows in _parts(fused[2]).items():
+                values = tensor[..., rows]
+                own_name = f"blk.{fused[1]}.ffn_{part}_exps.{'bias' if fused[3] else 'weight'}"
+                if fused[3]:
+                    stored[own_name] = _Stored(values.shape, 0, values.astype("<f4").tobytes())
+                    continue
+                data, meaning = _quantized(np.ascontiguousarray(values.swapaxes(1, 2)), gguf_type)
+                meanings[full_name][..., rows] = meaning.swapaxes(1, 2)
+                stored[own_name] = _Stored(values.swapaxes(1, 2).shape, _NUMBERS[gguf_type], data)
+            continue
+        expert = _EXPERT.fullmatch(full_name)
+        own_name = "" if expert else _own_name(full_name, kind)
+        is_matrix = tensor.ndim == 2 and "ffn_gate_inp" not in own_name
+        stored_type: GgufType = (gguf_type if expert else others) if is_matrix else "F32"
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        turns = heads.get(full_name.split(".")[-2], 0) if name in _TURNS else 0
+        data, meaning = _quantized(_turned(tensor, turns) if turns else tensor, stored_type)
+        meanings[full_name] = _turned_back(meaning, turns) if turns else meaning
+        if name.startswith("gemma") and full_name.endswith("norm.weight"):
+            data, _ = _quantized(tensor + 1, "F32")
+        made = _Stored(tensor.shape, _NUMBERS[stored_type], data)
+        if expert:
+            experts[f"blk.{expert[1]}.ffn_{_EXPERT_NAMES[expert[3]]}_exps.weight"][int(expert[2])] = made
         else:
-            stored[_own_name(full_name)] = (tensor.shape, _NUMBERS[kind], data)
+            stored[own_name] = made
     for own_name, parts in experts.items():
-        datas, shapes = zip(*(parts[number] for number in sorted(parts)), strict=True)
-        stored[own_name] = ((len(datas), *shapes[0]), _NUMBERS[gguf_type], b"".join(datas))
-    file.write_bytes(encoded(metadata, stored))
+        each = [parts[number] for number in sorted(parts)]
+        data = b"".join(part.data for part in each)
+        stored[own_name] = _Stored((len(each), *each[0].shape), each[0].number, data)
+    for length in ("long", "short"):
+        if (factors := (config.get("rope_parameters") or {}).get(f"{length}_factor")) is not None:
+            data = np.array(factors, dtype="<f4").tobytes()
+            stored[f"rope_factors_{length}.weight"] = _Stored((len(factors),), 0, data)
+    file.write_bytes(encoded(_metadata(name, config) | _tokenizer(source, config), dict(stored)))
     return meanings
 
 
-def encoded(metadata: dict[str, Any], tensors: dict[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
+def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of its model."""
+    num_heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    num_experts = config.get("num_local_experts") or config.get("num_experts")
+    fields = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "block_count": config["num_hidden_layers"],
+        "attention.head_count": num_heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "rope.freq_base": full.get("rope_theta", config.get("rope_theta")),
+        "expert_count": num_experts,
+        "expert_used_count": config.get("num_experts_per_tok") if num_experts else None,
+        "expert_feed_forward_length": (
+            config.get("moe_intermediate_size") or config["intermediate_size"] if num_experts else None
+        ),
+        "attention.layer_norm_epsilon": config.get("norm_epsilon"),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "attention.scale": config.get("attention_multiplier"),
+        "embedding_scale": config.get("embedding_multiplier"),
+        "residual_scale": config.get("residual_multiplier"),
+        "logit_scale": config.get("logits_scaling"),
+    }
+    if name in ("gemma2", "gemma3", "olmo2", "gpt-oss", "phi3"):
+        fields["attention.sliding_window"] = config.get("sliding_window")
+    if name == "olmo2" and config.get("sliding_window"):
+        kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+        fields["attention.sliding_window_pattern"] = kinds
+    if name in ("phi3", "glm4"):
+        partial = full.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        fields["rope.dimension_count"] = int(partial * head_dim)
+        del fields["attention.key_length"]
+    match full.get("rope_type"):
+        case "longrope":
+            original = config["original_max_position_embeddings"]
+            stretch = math.log(config["max_position_embeddings"] / original)
+            fields["rope.scaling.type"] = "longrope"
+            fields["rope.scaling.original_context_length"] = original
+            fields["rope.scaling.attn_factor"] = math.sqrt(1 + stretch / math.log(original))
+        case "yarn" | "linear" as scaling:
+            fields["rope.scaling.type"] = scaling
+            fields["rope.scaling.factor"] = full["factor"]
+            fields["rope.scaling.original_context_length"] = full.get("original_max_position_embeddings")
+        case _:
+            pass
+    given = {f"{name}.{key}": value for key, value in fields.items() if value is not None}
+    return {"general.architecture": name, **given}
+
+
+def _parts(projection: str) -> dict[str, slice]:
+    """Where an expert's matrices lie among the outputs of fused ones."""
+    return {"down": slice(None)} if projection == "down_proj" else {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+
+
+def encoded(metadata: dict[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
     """A file; a tensor is its shape, its type's number, and its data."""
     out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
     for key, value in metadata.items():
@@ -115,18 +195,17 @@ def _tokenizer(source: Path, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _own_name(name: str) -> str:
-    end = name.rpartition(".")[2]
-    if not name.startswith("model.layers."):
-        return f"{_NAMES[_part(name)]}.{end}"
-    layer = name.split(".")[2]
-    return f"blk.{layer}.{_NAMES[_part(name)]}.{end}"
-
-
-def _part(name: str) -> str:
-    """A tensor's name without its layer and its end."""
-    name = name.rpartition(".")[0]
-    return name.split(".", 3)[3] if name.startswith("model.layers.") else name
+def _own_name(name: str, kind: str) -> str:
+    """What a file calls a tensor of a model of a kind."""
+    whole, _, end = name.rpartition(".")
+    if end not in ("weight", "bias"):
+        whole, end = name, "weight"
+    if not whole.startswith("model.layers."):
+        return f"{_NAMES[whole]}.{end}"
+    _, _, layer, part = whole.split(".", 3)
+    if part == "post_attention_layernorm" and kind in _NORMS_BEHIND:
+        return f"blk.{layer}.post_attention_norm.{end}"
+    return f"blk.{layer}.{_NAMES[part]}.{end}"
 
 
 def _turned(tensor: Floats, num_heads: int) -> Floats:
@@ -145,6 +224,8 @@ def _quantized(tensor: Floats, kind: GgufType) -> tuple[bytes, Floats]:
     if kind == "F16":
         return tensor.astype("<f2").tobytes(), tensor.astype(np.float16).astype(np.float32)
     blocks = tensor.reshape(-1, 32)
+    if kind == "MXFP4":
+        return _in_mxfp4(blocks, tensor.shape)
     highest = 127 if kind == "Q8_0" else 7
     scales = (np.abs(blocks).max(axis=1, keepdims=True) / highest).astype(np.float16)
     values = np.rint(blocks / scales.astype(np.float32)).clip(-highest - 1, highest).astype(np.int8)
@@ -155,6 +236,15 @@ def _quantized(tensor: Floats, kind: GgufType) -> tuple[bytes, Floats]:
         unsigned = (values + 8).astype(np.uint8)
         parts = unsigned[:, :16] | (unsigned[:, 16:] << 4)
     return np.concatenate([scales.view(np.uint8).reshape(-1, 2), parts], axis=1).tobytes(), meaning
+
+
+def _in_mxfp4(blocks: Floats, shape: tuple[int, ...]) -> tuple[bytes, Floats]:
+    """A byte of an exponent for 32 values; the first 16 of them are the lower halves of 16 bytes."""
+    exponents = np.ceil(np.log2(np.abs(blocks).max(axis=1, keepdims=True) / 6))
+    codes = np.abs(blocks[..., None] / 2 ** exponents[..., None] - _MXFP4_VALUES).argmin(-1).astype(np.uint8)
+    parts = codes[:, :16] | codes[:, 16:] << 4
+    meaning: Floats = (_MXFP4_VALUES[codes] * 2**exponents).astype(np.float32).reshape(shape)
+    return np.concatenate([(exponents + 127).astype(np.uint8), parts], axis=1).tobytes(), meaning
 
 
 def _string(text: str) -> bytes:
@@ -172,6 +262,10 @@ def _value(value: Any) -> bytes:
             return struct.pack("<If", 6, value)
         case str():
             return struct.pack("<I", 8) + _string(value)
+        case [bool(), *_]:
+            return struct.pack("<IIQ", 9, 7, len(value)) + struct.pack(f"<{len(value)}?", *value)
+        case [float(), *_]:
+            return struct.pack("<IIQ", 9, 6, len(value)) + struct.pack(f"<{len(value)}f", *value)
         case [str(), *_]:
             return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
         case _:

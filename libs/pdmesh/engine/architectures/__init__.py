@@ -15,7 +15,7 @@ from typing import Any
 
 from pdmesh.engine.architectures.base import Architecture
 from pdmesh.engine.config_fields import Fields
-from pdmesh.engine.model_config import ModelConfig, QuantizedFormat, UndescribedModel
+from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, TensorNames, UndescribedModel
 from pdmesh.engine.quantization import quantization_of
 from pdmesh.errors import ConfigError
 
@@ -50,11 +50,27 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig | Unde
     if isinstance(config, UndescribedModel):
         return config
     quantization = quantization_of(fields)
-    if quantization is not None and (quantization.format is QuantizedFormat.MXFP4) is not config.names.fuses_experts:
+    if quantization is None:
+        return config
+    if quantization.format is QuantizedFormat.GGUF:
+        config = _of_gguf(config, quantization)
+    elif (quantization.format is QuantizedFormat.MXFP4) is not config.names.fuses_experts:
         method = quantization.format.value
         raise fields.error(f"a {config.architecture} with weights in {method} is not served; MXFP4 is, of gpt-oss")
-    interleaves = config.interleaves_rotation or (quantization is not None and quantization.interleaves_rotation)
-    return replace(config, quantization=quantization, interleaves_rotation=interleaves)
+    return replace(config, quantization=quantization)
+
+
+def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
+    """How a GGUF file keeps a model: rows in their own order, whole weights of norms, experts side by side."""
+    names = config.names
+    if names.fuses_experts:
+        names = replace(names, expert_gate_up=TensorNames().expert_gate_up, fuses_experts=False)
+    return replace(
+        config,
+        interleaves_rotation=quantization.interleaves_rotation,
+        norm=replace(config.norm, offset=0.0),
+        names=names,
+    )
 
 
 def _text_part(fields: Fields) -> ModelConfig | None:

@@ -23,7 +23,7 @@ def gemma(fields: Fields, name: str, *, max_position_embeddings: int = 8192) -> 
         config,
         # ``hidden_act`` of the first checkpoints said "gelu", and was never meant
         activation=fields.choice("hidden_activation", Activation, default=Activation.GELU_TANH),
-        norm=replace(config.norm, offset=1.0),
+        norm=replace(config.norm, offset=1.0, in_float32=True),
         embedding_scale=config.hidden_size**0.5,
         qkv_bias=attention_bias,
         output_bias=attention_bias,

@@ -119,7 +119,7 @@ class TritonKernels:
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.kinds.norm.kind is not NormKind.RMS or self.kinds.norm.offset:
+        if self.kinds.norm.kind is not NormKind.RMS or self.kinds.norm.in_float32:
             return TorchKernels(self.kinds).add_norm(hidden, delta, weight, bias)
         normed = hidden.new_empty(hidden.shape)
         size = hidden.shape[-1]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pdmesh.engine.grouped import Factors, GroupedWeight
+from pdmesh.engine.grouped import Factors, GroupedWeight, of_mxfp4
 
 _PART = 32  # values of most types' groups
 
@@ -100,6 +100,10 @@ def _q6_k(data: Tensor) -> GroupedWeight:
     return GroupedWeight(codes=codes, bits=6, is_signed=True, group_size=16, scales=scales)
 
 
+def _mxfp4(data: Tensor) -> GroupedWeight:
+    return of_mxfp4(_nibbles(data[:, 1:]), data[:, :1])
+
+
 #: Blocks (n, bytes) of bytes as a weight of n outputs, by the numbers of `pdmesh.engine.gguf.reader.TYPES`.
 GROUPED: Mapping[int, Callable[[Tensor], GroupedWeight]] = {
     2: _q4_0,
@@ -110,6 +114,7 @@ GROUPED: Mapping[int, Callable[[Tensor], GroupedWeight]] = {
     12: _q4_k,
     13: _q5_k,
     14: _q6_k,
+    39: _mxfp4,
 }
 _PLAIN: Mapping[int, torch.dtype] = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 

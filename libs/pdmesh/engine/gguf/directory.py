@@ -11,33 +11,19 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pdmesh.engine.gguf.architectures import ARCHITECTURES, Experts, GgufModel
 from pdmesh.engine.gguf.reader import GgufHeader, read_header
-from pdmesh.engine.gguf.tokenizer import write_tokenizer
+from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
 from pdmesh.errors import ConfigError
 
 #: What a directory's weights are called.
 WEIGHTS = "model.gguf"
 
 #: Of what a directory has in it: another number makes it anew.
-_VERSION = 2
-
-#: GGUF's architectures: transformers' class name, and whether the pairs that are rotated lie side by side.
-_ARCHITECTURES: Mapping[str, tuple[str, bool]] = {
-    "llama": ("LlamaForCausalLM", True),
-    "qwen2": ("Qwen2ForCausalLM", False),
-    "qwen3": ("Qwen3ForCausalLM", False),
-    "qwen3moe": ("Qwen3MoeForCausalLM", False),
-}
-
-#: Where a file has experts: transformers' class name, and what its ``config.json`` calls their number.
-_WITH_EXPERTS: Mapping[str, tuple[str, str]] = {
-    "llama": ("MixtralForCausalLM", "num_local_experts"),
-    "qwen3moe": ("Qwen3MoeForCausalLM", "num_experts"),
-}
+_VERSION = 3
 
 
 def gguf_directory(file: Path) -> Path:
@@ -73,102 +59,64 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
     """The ``config.json`` that transformers would have for it."""
     fields = header.metadata
     name = fields.get("general.architecture")
-    if not isinstance(name, str) or name not in _ARCHITECTURES:
-        served = ", ".join(_ARCHITECTURES)
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        served = ", ".join(ARCHITECTURES)
         raise ConfigError(
             f"{where}: the GGUF architecture is {str(name)[:64]!r}, which is not served; served are {served}, or give "
             "the model's safetensors directory"
         )
-    class_name, interleaves = _ARCHITECTURES[name]
+    architecture, model = ARCHITECTURES[name], GgufModel(name, header, where)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{where}: there is no matrix 'token_embd.weight'")
-
-    def of(key: str) -> Any:
-        return fields.get(f"{name}.{key}")
-
-    experts: dict[str, Any] = {}
-    if of("expert_count"):
-        class_name, number = _experts_of(name, of, where)
-        experts = {
-            number: of("expert_count"),
-            "num_experts_per_tok": of("expert_used_count"),
-            "moe_intermediate_size": of("expert_feed_forward_length"),
-            "norm_topk_prob": True,
-        }
-    num_heads, context = of("attention.head_count"), of("context_length")
+    if not architecture.rotates_partly and model.of("rope.dimension_count") not in (None, model.head_dim):
+        raise ConfigError(f"{where}: a part of a head is rotated, which is not served of {name!r} from GGUF")
+    num_heads = model.of("attention.head_count")
     return {
-        "architectures": [class_name],
+        "architectures": [architecture.class_name],
         "vocab_size": embedding.shape[0],
-        "hidden_size": of("embedding_length"),
-        "intermediate_size": of("feed_forward_length"),
-        "num_hidden_layers": of("block_count"),
+        "hidden_size": model.of("embedding_length"),
+        "intermediate_size": model.of("feed_forward_length"),
+        "num_hidden_layers": model.of("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": of("attention.head_count_kv") or num_heads,
-        "head_dim": of("attention.key_length") or _head_dim(of("embedding_length"), num_heads),
-        "rms_norm_eps": of("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": context,
-        "rope_parameters": _rope(header, name, context, where),
+        "num_key_value_heads": model.of("attention.head_count_kv") or num_heads,
+        "head_dim": model.head_dim,
+        "rms_norm_eps": model.of("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": model.of("context_length"),
+        "rope_parameters": model.rope(),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": "float16" if embedding.type_number == 1 else "bfloat16",
-        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": end_tokens(fields),
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-        "quantization_config": {"quant_method": "gguf", "interleaves_rotation": interleaves},
-        **experts,
+        "quantization_config": {
+            "quant_method": "gguf",
+            "interleaves_rotation": architecture.interleaves_rotation,
+        },
+        **(model.partial_rotation() if architecture.rotates_partly else {}),
+        **_experts(model, architecture.experts),
+        **architecture.more(model),
     }
 
 
-def _experts_of(name: str, of: Callable[[str], Any], where: str) -> tuple[str, str]:
-    """The class with experts of a GGUF architecture, and its name of their number."""
-    others = [key for key in ("expert_shared_count", "expert_group_count") if of(key)]
-    if of("expert_weights_scale") not in (None, 0.0, 1.0):
+def _experts(model: GgufModel, experts: Experts | None) -> dict[str, Any]:
+    """What is said of experts."""
+    number = model.of("expert_count")
+    if not number and (experts is None or ARCHITECTURES[model.name].class_name):
+        return {}
+    others = [key for key in ("expert_shared_count", "expert_group_count") if model.of(key)]
+    if model.of("expert_weights_scale") not in (None, 0.0, 1.0):
         others.append("expert_weights_scale")
-    if name not in _WITH_EXPERTS or others:
-        what = f"experts with {', '.join(others)}" if others else f"experts of {name!r}"
-        served = ", ".join(_WITH_EXPERTS)
+    if experts is None or others:
+        what = f"experts with {', '.join(others)}" if others else f"experts of {model.name!r}"
+        served = ", ".join(name for name, each in ARCHITECTURES.items() if each.experts is not None)
         raise ConfigError(
-            f"{where}: {what} are not served from GGUF; served are plain ones of {served}, or give the model's "
+            f"{model.where}: {what} are not served from GGUF; served are plain ones of {served}, or give the model's "
             "safetensors directory"
         )
-    return _WITH_EXPERTS[name]
-
-
-def _head_dim(hidden_size: object, num_heads: object) -> int | None:
-    if not isinstance(hidden_size, int) or not isinstance(num_heads, int) or num_heads < 1:
-        return None
-    return hidden_size // num_heads
-
-
-def _rope(header: GgufHeader, name: str, context: object, where: str) -> dict[str, Any]:
-    """Llama 3.1's scaling lies in a tensor of divisors of frequencies, which the file has in fp32."""
-    theta = header.metadata.get(f"{name}.rope.freq_base", 10_000.0)
-    kind = header.metadata.get(f"{name}.rope.scaling.type", "none")
-    if kind in ("linear", "yarn"):
-        return {
-            "rope_type": kind,
-            "rope_theta": theta,
-            "factor": header.metadata.get(f"{name}.rope.scaling.factor"),
-            "original_max_position_embeddings": header.metadata.get(
-                f"{name}.rope.scaling.original_context_length", context
-            ),
-        }
-    if kind != "none":
-        raise ConfigError(
-            f"{where}: RoPE scaling {str(kind)[:64]!r} is not served from GGUF; give the safetensors directory"
-        )
-    divisors = header.tensors.get("rope_freqs.weight")
-    if divisors is None:
-        return {"rope_type": "default", "rope_theta": theta}
-    if divisors.type_number != 0 or len(divisors.shape) != 1:
-        raise ConfigError(f"{where}: 'rope_freqs.weight' is no vector in fp32")
-    import numpy as np
-
-    values = np.fromfile(where, dtype="<f4", count=divisors.shape[0], offset=divisors.offset).tolist()
     return {
-        "rope_type": "longrope",  # of which this is a case: the same divisors for every length
-        "rope_theta": theta,
-        "short_factor": values,
-        "long_factor": values,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": context,
+        "architectures": [experts.class_name],
+        experts.number: number,
+        "num_experts_per_tok": model.of("expert_used_count"),
+        "moe_intermediate_size": model.of("expert_feed_forward_length"),
+        "norm_topk_prob": experts.normalizes,
     }

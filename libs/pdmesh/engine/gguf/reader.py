@@ -32,9 +32,11 @@ class StoredType(NamedTuple):
     num_bytes: int
 
 
+#: The number of what vectors are stored as.
+F32 = 0
 #: By the file's number. What is not among them is refused by its number.
 TYPES: Mapping[int, StoredType] = {
-    0: StoredType("F32", 1, 4),
+    F32: StoredType("F32", 1, 4),
     1: StoredType("F16", 1, 2),
     2: StoredType("Q4_0", 32, 18),
     3: StoredType("Q4_1", 32, 20),
@@ -45,6 +47,7 @@ TYPES: Mapping[int, StoredType] = {
     13: StoredType("Q5_K", 256, 176),
     14: StoredType("Q6_K", 256, 210),
     30: StoredType("BF16", 1, 2),
+    39: StoredType("MXFP4", 32, 17),
 }
 
 

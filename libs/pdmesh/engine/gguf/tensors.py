@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdmesh.engine.gguf.architectures import ARCHITECTURES
 from pdmesh.engine.gguf.blocks import GROUPED, values_of
-from pdmesh.engine.gguf.reader import TYPES, StoredTensor, read_header
+from pdmesh.engine.gguf.reader import F32, TYPES, StoredTensor, read_header
 from pdmesh.engine.grouped import GroupedWeight, of_blocks
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
@@ -29,11 +30,12 @@ _LAYER_NAMES: Mapping[str, str] = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
-#: An expert's matrices are parts of one tensor of all experts: (experts, outputs, inputs).
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+#: An expert's matrices are parts of one tensor of all experts: (experts, outputs, inputs); so are its biases.
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _EXPERT_NAMES: Mapping[str, str] = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
@@ -47,12 +49,15 @@ _PANEL_VALUES = 1 << 22
 
 
 class GgufTensors:
-    """Implements `pdmesh.engine.tensors.Tensors`, in ``dtype``."""
+    """Implements `pdmesh.engine.tensors.Tensors`, in ``dtype`` where values are not in fp32."""
 
     def __init__(self, file: Path, dtype: torch.dtype) -> None:
         self._file = file
         self._dtype = dtype
-        self._tensors = read_header(file).tensors
+        header = read_header(file)
+        self._tensors = header.tensors
+        architecture = ARCHITECTURES.get(str(header.metadata.get("general.architecture")))
+        self._layer_names = {**_LAYER_NAMES, **(architecture.names if architecture is not None else {})}
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._find(name)
@@ -61,7 +66,8 @@ class GgufTensors:
 
     def read(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> Tensor:
         type_number, data = self._blocks(name, shape, rows)
-        out = torch.empty(len(data), TYPES[type_number].num_values, dtype=self._dtype)
+        dtype = torch.float32 if type_number == F32 else self._dtype
+        out = torch.empty(len(data), TYPES[type_number].num_values, dtype=dtype)
         panel = _PANEL_VALUES // TYPES[type_number].num_values
         for begin in range(0, len(data), panel):
             blocks = slice(begin, begin + panel)
@@ -91,8 +97,8 @@ class GgufTensors:
 
     def _find(self, name: str) -> StoredTensor:
         if (expert := _EXPERT.fullmatch(name)) is not None and expert[3] in _EXPERT_NAMES:
-            return self._find_expert(f"blk.{expert[1]}.{_EXPERT_NAMES[expert[3]]}.weight", int(expert[2]))
-        own_name = _own_name(name)
+            return self._find_expert(f"blk.{expert[1]}.{_EXPERT_NAMES[expert[3]]}.{expert[4]}", int(expert[2]))
+        own_name = self._own_name(name)
         if own_name is None or own_name not in self._tensors:
             raise ConfigError(f"{self._file} holds no tensor {own_name or name!r}")
         return self._tensors[own_name]
@@ -102,16 +108,17 @@ class GgufTensors:
         if stacked is None:
             raise ConfigError(f"{self._file} holds no tensor {own_name!r}, which has all experts of a layer")
         num_experts, *shape = stacked.shape
-        if len(shape) != 2 or number >= num_experts:
+        if not shape or number >= num_experts:
             raise ConfigError(f"{self._file}: tensor {own_name!r} has shape {stacked.shape}, without expert {number}")
         num_bytes = stacked.num_bytes // num_experts
         return StoredTensor(tuple(shape), stacked.type_number, stacked.offset + number * num_bytes, num_bytes)
 
-
-def _own_name(name: str) -> str | None:
-    """What the file calls a tensor."""
-    name, _, end = name.rpartition(".")
-    if name in _NAMES:
-        return f"{_NAMES[name]}.{end}"
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_LAYER_NAMES[part]}.{end}" if part in _LAYER_NAMES else None
+    def _own_name(self, name: str) -> str | None:
+        """What the file calls a tensor."""
+        whole, _, end = name.rpartition(".")
+        if end not in ("weight", "bias"):
+            whole, end = name, "weight"
+        if whole in _NAMES:
+            return f"{_NAMES[whole]}.{end}"
+        layer, _, part = whole.removeprefix("model.layers.").partition(".")
+        return f"blk.{layer}.{self._layer_names[part]}.{end}" if part in self._layer_names else None

@@ -12,21 +12,54 @@ from tokenizers.models import BPE
 
 from pdmesh.errors import ConfigError
 
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+#: Words in which capitals come first.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT4O = (
+    _TEKKEN.replace(f"{_LOWER}+|", f"{_LOWER}+{_CONTRACTIONS}?|")
+    .replace(f"{_LOWER}*|", f"{_LOWER}*{_CONTRACTIONS}?|")
+    .replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 )
 #: How a text is split before it is tokenized, by GGUF's names of it. None: as GPT-2 did.
 _SPLITS: Mapping[str, str | None] = {
     "llama-bpe": _LLAMA3,
-    "qwen2": _LLAMA3.replace("{1,3}", ""),
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "dbrx": _LLAMA3,
+    "glm4": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "gpt-4o": _GPT4O,
+    "tekken": _TEKKEN,
     "gpt-2": None,
+    "olmo": None,
     "default": None,
     "smollm": None,
+    "starcoder": None,
+    "refact": None,
 }
-_DIGITS_APART = ("smollm",)
-_COMPOSED = ("qwen2",)  # NFC first
-_BEGINS = ("llama-bpe",)  # texts begin with a token of their own, unless the file says otherwise
+_DIGITS_APART = ("smollm", "starcoder", "refact")
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # NFC first
+_BEGINS = ("llama-bpe", "falcon3", "pixtral", "tekken")  # texts begin with a token, unless the file says otherwise
+_KEEPS_WORDS = (*_BEGINS, "glm4")  # a word that is a token is not made by merging
+#: What ends an answer is known by its text: a file names one token only.
+_ENDS = frozenset(
+    {
+        "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|return|>",
+        "<|call|>", "<end_of_turn>", "<eos>", "</s>", "<|observation|>",
+    }
+)  # fmt: skip
+#: Tokens of Phi-3 that keep the spaces behind them; others with a purpose do not.
+_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _UNMERGED = (_CONTROL, _USER_DEFINED, _BYTE)  # what text is not merged into
 _MAX_TOKEN = 1024  # characters: each place where a token may be cut is tried
@@ -83,9 +116,11 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
         raise
     except Exception as error:  # tokenizers has no class of its own for it
         raise ConfigError(f"{where}: its tokenizer is damaged: {error}; download it again") from error
+    drops_spaces = metadata.get("general.architecture") == "phi3" and kind == "llama"
     for token, token_type in zip(fields.tokens, fields.types, strict=True):
         if token_type == _CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            rstrip = drops_spaces and token not in _KEEPS_SPACES
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False, rstrip=rstrip)])
         elif token_type == _USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, normalized=False)])
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -99,6 +134,22 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
+def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    """Tokens that end an answer."""
+    numbers = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, list):
+        ends = {
+            token: number
+            for number, (token, token_type) in enumerate(zip(tokens, types, strict=False))
+            if token_type in (_CONTROL, _USER_DEFINED) and token in _ENDS
+        }
+        if "<|return|>" in ends:  # of gpt-oss: there, it ends a message of several
+            ends.pop("<|end|>", None)
+        numbers += ends.values()
+    return list(dict.fromkeys(number for number in numbers if isinstance(number, int)))
+
+
 def _byte_level(fields: _Fields, split: str) -> Tokenizer:
     """BPE of bytes, as GPT-2 had it."""
     merges = fields.of("merges")
@@ -108,7 +159,7 @@ def _byte_level(fields: _Fields, split: str) -> Tokenizer:
     model = BPE(
         vocab={token: number for number, token in enumerate(fields.tokens)},
         merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2],
-        ignore_merges=split in _BEGINS,
+        ignore_merges=split in _KEEPS_WORDS,
     )
     tokenizer = Tokenizer(model)
     pattern = _SPLITS[split]
