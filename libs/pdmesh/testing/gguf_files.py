@@ -15,6 +15,41 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
+#: Of each architecture, by transformers' name: options of its configuration that a file tells of.
+MODELS: dict[str, list[dict[str, Any]]] = {
+    "qwen3_moe": [{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+                   "head_dim": 24}],
+    "mixtral": [{"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}],
+    "olmoe": [{"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": False}],
+    "gpt_oss": [
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24, "head_dim": 16},
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24, "head_dim": 16, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 256}},
+    ],
+    "gemma": [{"head_dim": 16}],
+    "gemma2": [{"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24, "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": 5.0}],
+    "gemma3_text": [{"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24, "num_hidden_layers": 7,
+                     "rope_parameters": {
+                         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}],
+    "phi3": [
+        {"sliding_window": 24, "num_key_value_heads": 4},
+        {"rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+            "long_factor": [1.5 + 0.7 * pair for pair in range(6)], "original_max_position_embeddings": 80,
+            "partial_rotary_factor": 0.75},
+         "original_max_position_embeddings": 80, "max_position_embeddings": 320},
+    ],
+    "olmo2": [{}],
+    "olmo3": [{"sliding_window": 24}],
+    "granite": [{"embedding_multiplier": 1.7, "logits_scaling": 0.8, "residual_multiplier": 0.6,
+                 "attention_multiplier": 0.2, "attention_bias": True, "mlp_bias": True}],
+    "glm4": [{"head_dim": 16, "attention_bias": True}],
+    "smollm3": [{}],
+    "starcoder2": [{"sliding_window": None, "tie_word_embeddings": True}],
+}  # fmt: skip
 #: What matrices are stored as; vectors are in fp32.
 GgufType = Literal["F32", "F16", "Q8_0", "Q4_0", "MXFP4"]
 _NUMBERS: dict[GgufType, int] = {"F32": 0, "F16": 1, "Q8_0": 8, "Q4_0": 2, "MXFP4": 39}
