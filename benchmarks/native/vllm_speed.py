@@ -1,7 +1,8 @@
 """vLLM's speed, for `peers.py`, which runs this with the python of a venv that has vLLM for CPU.
 
-A decode step is the median of those after a batch's first. ``avx2`` as the argument hides AVX-512 from vLLM,
-oneDNN and torch.
+A decode step is the median of those after a batch's first. ``avx2`` among the arguments hides AVX-512 from vLLM,
+oneDNN and torch; one of `FORMATS` names how weights are quantised, which are bf16 else. Of int8, vLLM 0.32 for CPU
+takes weights with activations in int8 (W8A8) only: "Failed to find a kernel that can implement the WNA16 linear layer".
 """
 
 from __future__ import annotations
@@ -22,12 +23,36 @@ IN_PROCESS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 DECODE_STEPS = 12
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+#: By our names: weights and activations of compressed-tensors.
+FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "int8": (
+        {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+        {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+    ),
+    "int4 groups of 128": ({**_INT4, "group_size": 128}, None),
+    "int4 groups of 32": ({**_INT4, "group_size": 32}, None),
+}
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
-def write_config(folder: Path, shape: dict[str, Any]) -> None:
-    """A Qwen2 with tied embeddings."""
+def quantized(name: str) -> dict[str, Any]:
+    """What ``config.json`` says of a format's layers; embeddings stay in bf16."""
+    weights, activations = FORMATS[name]
+    group = {"weights": weights, "input_activations": activations, "targets": ["Linear"]}
+    kind = "pack-quantized" if activations is None else "int-quantized"
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def write_config(folder: Path, shape: dict[str, Any], name: str | None) -> None:
+    """A Qwen2 with tied embeddings, in a format."""
     config = {
+        **({} if name is None else {"quantization_config": quantized(name)}),
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "torch_dtype": "bfloat16",
@@ -48,7 +73,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
     shape = json.loads(sys.stdin.readline())
-    hides_avx512 = len(sys.argv) > 1 and sys.argv[1] == "avx2"
+    hides_avx512 = "avx2" in sys.argv[1:]
+    quantized_format = next((name for name in sys.argv[1:] if name in FORMATS), None)
+    kind = (quantized_format or "bf16").upper()
     num_threads = shape["threads"]
     os.environ.update(IN_PROCESS | {"OMP_NUM_THREADS": str(num_threads)} | (AVX2 if hides_avx512 else {}))
     import torch  # what is in the environment counts from here on
@@ -59,7 +86,7 @@ def main() -> None:
 
     clock = time.process_time if num_threads == 1 else time.perf_counter
     with tempfile.TemporaryDirectory() as name:
-        write_config(Path(name), shape)
+        write_config(Path(name), shape, quantized_format)
         engine = vllm.LLM(
             model=name,
             dtype="bfloat16",
@@ -88,9 +115,9 @@ def main() -> None:
         title = f"vLLM {vllm.__version__} ({torch.backends.cpu.get_cpu_capability()})"
         print(json.dumps(title), file=answers, flush=True)
         for _ in sys.stdin:
-            answer = {f"BF16 prefill {size}": sum(steps_s(1, size, 1)) for size in shape["prefills"]}
+            answer = {f"{kind} prefill {size}": sum(steps_s(1, size, 1)) for size in shape["prefills"]}
             for batch in shape["decodes"]:
-                answer[f"BF16 decode {batch}"] = statistics.median(steps_s(batch, shape["context"], DECODE_STEPS)[2:])
+                answer[f"{kind} decode {batch}"] = statistics.median(steps_s(batch, shape["context"], DECODE_STEPS)[2:])
             print(json.dumps(answer), file=answers, flush=True)
 
 

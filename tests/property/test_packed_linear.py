@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdmesh.engine.gguf.blocks import GROUPED, values_of
 from pdmesh.engine.gguf.reader import TYPES
-from pdmesh.engine.grouped import CODE_BITS, Factors, GroupedWeight, join_rows, of_blocks
+from pdmesh.engine.grouped import CODE_BITS, CodeKind, Factors, GroupedWeight, join_rows, of_blocks
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import CpuLevel, KernelLibrary, load_library
 from pdmesh.engine.linear import WeightMemory
@@ -33,7 +33,11 @@ def draw_factors(
     generator: torch.Generator, shape: tuple[int, int], groups_per_base: int, dtype: torch.dtype, *, multiplied: bool
 ) -> Factors:
     num_outputs, num_groups = shape
-    bases = torch.rand(num_outputs, -(-num_groups // groups_per_base), generator=generator).to(dtype)
+    shape_of_bases = (num_outputs, -(-num_groups // groups_per_base))
+    if dtype == torch.uint8:
+        bases = torch.randint(100, 130, shape_of_bases, generator=generator).to(dtype)  # exponents
+    else:
+        bases = torch.rand(shape_of_bases, generator=generator).to(dtype)
     multipliers = torch.randint(-128, 128, shape, generator=generator).to(torch.int8) if multiplied else None
     return Factors(bases, groups_per_base, multipliers)
 
@@ -49,15 +53,16 @@ def weights(draw: Any) -> GroupedWeight:
             generator,
             shape,
             draw(st.sampled_from([1, 2, 8, 1000])),
-            draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
+            draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.uint8])),
             multiplied=draw(st.booleans()),
         )
         for _ in range(2)
     ]
+    kinds = {4: list(CodeKind), 8: [CodeKind.SIGNED]}.get(bits, [CodeKind.UNSIGNED, CodeKind.SIGNED])
     return GroupedWeight(
         codes=torch.randint(0, 1 << bits, (num_outputs, num_inputs), generator=generator, dtype=torch.uint8),
         bits=bits,
-        is_signed=bits == 8 or draw(st.booleans()),
+        kind=draw(st.sampled_from(kinds)),
         group_size=group_size,
         scales=factors[0],
         minima=factors[1] if draw(st.booleans()) else None,
@@ -68,7 +73,11 @@ def weights(draw: Any) -> GroupedWeight:
 def codes_of(weight: GroupedWeight) -> torch.Tensor:
     """As numbers, in fp32."""
     codes, half = weight.codes.int(), 1 << (weight.bits - 1)
-    return torch.where(codes >= half, codes - 2 * half, codes).float() if weight.is_signed else codes.float()
+    if weight.kind is CodeKind.FLOAT:
+        mantissas, exponents = (codes % 2).float(), codes % 8 // 2
+        sizes = torch.where(exponents == 0, mantissas, (1 + mantissas / 2) * 2.0**exponents)
+        return torch.where(codes >= half, -sizes, sizes)
+    return torch.where(codes >= half, codes - 2 * half, codes).float() if weight.kind else codes.float()
 
 
 def sums_of(rows: torch.Tensor) -> npt.NDArray[Any]:

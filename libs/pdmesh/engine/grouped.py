@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -15,26 +16,44 @@ CODE_BITS = (4, 5, 6, 8)
 #: Inputs of a group are one of these; larger groups are several that share a scale.
 _GROUP_SIZES = (128, 64, 32, 16)
 _MXFP4_GROUP = 32
-#: Twice the values of MXFP4's numbers, which are integers; of those with a sign, without it.
+#: Twice the values of E2M1's numbers, which are integers; of those with a sign, without it.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+_NO_EXPONENT = 255
+
+
+class CodeKind(IntEnum):
+    """What codes are; numbers are those of ``csrc/packed.h``."""
+
+    UNSIGNED = 0
+    SIGNED = 1  # two's complement
+    FLOAT = 2  # of 4 bits: twice the values of a sign, two bits of exponent and one of mantissa (E2M1)
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
     """A number for each output and group: a base, times a multiplier if there are any."""
 
-    bases: Tensor  # (outputs, bases), bf16, float16 or fp32
+    #: (outputs, bases), bf16, float16, fp32, or uint8: exponents of powers of two, of which 128 is 1 and 255 no number.
+    bases: Tensor
     groups_per_base: int
     multipliers: Tensor | None = None  # (outputs, groups), int8
 
     def by_group(self, num_groups: int) -> Tensor:
         """(outputs, groups), fp32."""
-        factors = self.bases.float().repeat_interleave(self.groups_per_base, dim=1)[:, :num_groups]
+        bases = _powers_of_two(self.bases) if self.bases.dtype == torch.uint8 else self.bases.float()
+        factors = bases.repeat_interleave(self.groups_per_base, dim=1)[:, :num_groups]
         return factors if self.multipliers is None else factors * self.multipliers
 
     def rows(self, rows: Tensor) -> Factors:
         multipliers = None if self.multipliers is None else self.multipliers[rows]
         return Factors(self.bases[rows], self.groups_per_base, multipliers)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all are numbers."""
+        if self.bases.dtype == torch.uint8:
+            return bool((self.bases != _NO_EXPONENT).all())
+        return bool(self.bases.isfinite().all())
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -46,9 +65,9 @@ class Factors:
 class GroupedWeight:
     """code * scale - minimum, of a matrix (outputs, inputs); scales and minima are those of groups of inputs."""
 
-    codes: Tensor  # (outputs, inputs), uint8; the lower bits, two's complement if signed
+    codes: Tensor  # (outputs, inputs), uint8; the lower bits
     bits: int
-    is_signed: bool  # always with 8 bits
+    kind: CodeKind  # signed, of 8 bits
     group_size: int
     scales: Factors
     minima: Factors | None = None
@@ -61,7 +80,7 @@ class GroupedWeight:
     @property
     def is_finite(self) -> bool:
         """Whether all factors are numbers."""
-        return all(bool(each.bases.isfinite().all()) for each in (self.scales, self.minima) if each is not None)
+        return all(each.is_finite for each in (self.scales, self.minima) if each is not None)
 
     def rows(self, rows: Tensor) -> GroupedWeight:
         """Some outputs."""
@@ -70,10 +89,18 @@ class GroupedWeight:
 
     def values(self) -> Tensor:
         """What the codes stand for, in the codes' order of inputs; fp32."""
-        half = 1 << (self.bits - 1)
-        codes = ((self.codes.short() ^ half) - half if self.is_signed else self.codes).float()
-        values = codes * self._by_input(self.scales)
+        values = self._numbers() * self._by_input(self.scales)
         return values if self.minima is None else values - self._by_input(self.minima)
+
+    def _numbers(self) -> Tensor:
+        match self.kind:
+            case CodeKind.UNSIGNED:
+                return self.codes.float()
+            case CodeKind.SIGNED:
+                half = 1 << (self.bits - 1)
+                return ((self.codes.short() ^ half) - half).float()
+            case CodeKind.FLOAT:
+                return torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)]).float()[self.codes.int()]
 
     def _by_input(self, factors: Factors) -> Tensor:
         each = factors.by_group(self.num_groups)
@@ -93,22 +120,17 @@ def of_blocks(blocks: GroupedWeight, num_outputs: int) -> GroupedWeight:
 
 
 def of_mxfp4(numbers: Tensor, exponents: Tensor) -> GroupedWeight:
-    """A weight of 4-bit floats, by their numbers (outputs, inputs); 32 of them share an exponent, as a byte.
-
-    Codes are twice the values, whose scales are half as large: integers of 5 bits.
-    """
-    doubled = torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)], dtype=torch.int8)
-    codes = doubled[numbers.int()].view(torch.uint8) & 31
-    scales = (exponents.short() - 1) << 7  # a power of two is its exponent alone, in bf16
-    scales = torch.where(exponents > 1, scales, 0x20 << exponents.clamp(max=1).short())  # but for the smallest two
-    scales = torch.where(exponents == 255, 0x7FC0, scales)  # no number
+    """A weight of 4-bit floats (outputs, inputs); 32 of them share an exponent, as a byte, of which 127 is 1."""
     return GroupedWeight(
-        codes=codes,
-        bits=5,
-        is_signed=True,
-        group_size=_MXFP4_GROUP,
-        scales=Factors(scales.short().view(torch.bfloat16), 1),
+        codes=numbers, bits=4, kind=CodeKind.FLOAT, group_size=_MXFP4_GROUP, scales=Factors(exponents.contiguous(), 1)
     )
+
+
+def _powers_of_two(exponents: Tensor) -> Tensor:
+    """2^(exponent - 128), in fp32."""
+    bits = (exponents.int() - 1) << 23
+    bits = torch.where(exponents > 1, bits, 0x200000 << exponents.clamp(max=1).int())  # the smallest two are subnormal
+    return torch.where(exponents == _NO_EXPONENT, 0x7FC00000, bits).view(torch.float32)
 
 
 def join_rows(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
@@ -124,7 +146,7 @@ def join_rows(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
 
 def _form(weight: GroupedWeight) -> tuple[object, ...]:
     minima = None if weight.minima is None else weight.minima.form
-    return weight.bits, weight.is_signed, weight.group_size, weight.order is None, weight.scales.form, minima
+    return weight.bits, weight.kind, weight.group_size, weight.order is None, weight.scales.form, minima
 
 
 def _joined(first: GroupedWeight, second: GroupedWeight) -> GroupedWeight:
@@ -163,7 +185,7 @@ def grouped(
     return GroupedWeight(
         codes=codes if order is None else codes[:, order],
         bits=code_bits,
-        is_signed=True,
+        kind=CodeKind.SIGNED,
         group_size=group_size,
         scales=bases,
         minima=minima,

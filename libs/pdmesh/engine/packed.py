@@ -19,7 +19,7 @@ from pdmesh.engine.linear import TILE_SIZE, Linear, WeightMemory, check_token_id
 #: whenever a change of the kernels changes a bit of any result.
 PACKED_KIND = "packed-1"
 
-_BASE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_BASE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.uint8: 3}
 
 
 class _Factors(ctypes.Structure):
@@ -39,7 +39,7 @@ class _PackedWeight(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p),
         ("bits", ctypes.c_int64),
-        ("is_signed", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
         ("group_size", ctypes.c_int64),
         ("scales", _Factors),
         ("minima", _Factors),
@@ -125,7 +125,7 @@ def packed_linear(
     if bias is not None:
         bias = functional.pad(bias, (0, outputs - num_outputs))
     struct = _PackedWeight(
-        packed.data_ptr(), weight.bits, weight.is_signed, weight.group_size, factors(weight.scales),
+        packed.data_ptr(), weight.bits, weight.kind, weight.group_size, factors(weight.scales),
         factors(weight.minima),
     )  # fmt: skip
     return PackedLinear(library, struct, tuple(kept), bias, weight.order, num_outputs, num_inputs)

@@ -5,7 +5,9 @@
 //
 //   total = total + scale * sum(input * code) - minimum * sum(input), group after group
 //
-// Codes are signed (two's complement) or not; of 8 bits, they are signed. For each panel of 32 outputs and each step of
+// Codes are integers with a sign (two's complement) or without, or of 4 bits, numbers with a sign, two bits of exponent
+// and one of mantissa (E2M1), which stand for twice their value, so that all are integers. Of 8 bits, they are signed. For
+// each panel of 32 outputs and each step of
 // 32 inputs there are 128 bytes for each bit, in two tiles of 16 outputs, each output a lane of 32 bits:
 //
 //   4 bits: a line for each 8 inputs: input 2k + p at bit 4k + 16p
@@ -28,18 +30,20 @@ namespace pdmesh {
 constexpr int kCodeTile = 16, kCodeStep = 32, kCodePanel = 32;
 constexpr int kCodeLine = 64;  // bytes
 
+enum CodeKind : int64_t { kUnsigned = 0, kSigned = 1, kFloat = 2 };
+
 // Scales or minima of all groups and outputs: bases, times multipliers if there are any. Bases are for so many groups;
 // for each panel, and each base or group, there are 32 values side by side.
 struct Factors {
     const void* bases;  // null: there are none
-    int64_t base_type;  // 0: bf16, 1: float16, 2: fp32
+    int64_t base_type;  // 0: bf16, 1: float16, 2: fp32, 3: a power of two by its exponent, a byte, of which 128 is 1
     int64_t groups_per_base;
     const int8_t* multipliers;  // or null
 };
 
 struct PackedWeight {
     const uint8_t* codes;
-    int64_t bits, is_signed;
+    int64_t bits, kind;
     int64_t group_size;  // inputs
     Factors scales, minima;
 };
@@ -62,6 +66,11 @@ inline float widen_half(uint16_t half) {
     return half & 0x8000 ? -magnitude : magnitude;
 }
 
+// 2^(exponent - 128); the two smallest ones are subnormal.
+inline float power_of_two(uint8_t exponent) {
+    return float_of(exponent < 2 ? 0x00200000u << exponent : static_cast<uint32_t>(exponent - 1) << 23);
+}
+
 // A panel's, of finite values: the same bits either way.
 inline void widen_halves(const uint16_t* from, float* to) {
 #if defined(__AVX512F__)
@@ -79,6 +88,7 @@ inline float base(const Factors& factors, int64_t index) {
     switch (factors.base_type) {
         case 0: return float_of(static_cast<uint32_t>(static_cast<const uint16_t*>(factors.bases)[index]) << 16);
         case 1: return widen_half(static_cast<const uint16_t*>(factors.bases)[index]);
+        case 3: return power_of_two(static_cast<const uint8_t*>(factors.bases)[index]);
         default: return static_cast<const float*>(factors.bases)[index];
     }
 }
@@ -95,6 +105,9 @@ inline void expand_factors(
         } else if (factors.base_type == 1) {
             const uint16_t* from = static_cast<const uint16_t*>(factors.bases) + at;
             widen_halves(from, to);
+        } else if (factors.base_type == 3) {
+            const uint8_t* from = static_cast<const uint8_t*>(factors.bases) + at;
+            for (int i = 0; i < kCodePanel; ++i) to[i] = power_of_two(from[i]);
         } else {
             std::memcpy(to, static_cast<const float*>(factors.bases) + at, kCodePanel * sizeof(float));
         }
@@ -149,14 +162,21 @@ inline void pack_codes(const uint8_t* codes, uint8_t* packed, int bits, int64_t 
                 }
 }
 
-// One code, of a step's begin.
-inline int code_at(const uint8_t* step, int bits, bool is_signed, int output, int input) {
+// What a code stands for.
+inline int number_of(uint32_t code, int bits, int64_t kind) {
+    constexpr int kDoubled[] = {0, 1, 2, 3, 4, 6, 8, 12};
+    if (kind == kFloat) return code & 8 ? -kDoubled[code & 7] : kDoubled[code & 7];
+    const int half = 1 << (bits - 1);
+    return kind == kSigned ? static_cast<int>(code ^ half) - half : static_cast<int>(code);
+}
+
+// One code's number, of a step's begin.
+inline int number_at(const uint8_t* step, int bits, int64_t kind, int output, int input) {
     const CodePlace place = code_place(bits, output, input);
     if (bits == 8) return static_cast<int8_t>(step[place.low]);
     uint32_t code = word_at(step + place.low) >> place.low_shift & 15;
     if (bits > 4) code |= (word_at(step + place.high) >> place.high_shift & ((1u << (bits - 4)) - 1)) << 4;
-    const int half = 1 << (bits - 1);
-    return is_signed ? static_cast<int>(code ^ half) - half : static_cast<int>(code);
+    return number_of(code, bits, kind);
 }
 
 // output (num_rows x num_inputs): rows `ids` of a weight.
@@ -180,9 +200,8 @@ inline void unpack_codes(
             const float minimum = has_minimum ? factor(weight.minima, panel, first / weight.group_size, lane) : 0.0f;
             const int64_t end = std::min(first + weight.group_size, num_inputs);
             for (int64_t i = first; i < end; ++i) {
-                const int code = code_at(
-                    codes + i / kCodeStep * step_bytes(bits), bits, weight.is_signed != 0, lane,
-                    static_cast<int>(i % kCodeStep));
+                const int code = number_at(
+                    codes + i / kCodeStep * step_bytes(bits), bits, weight.kind, lane, static_cast<int>(i % kCodeStep));
                 output[row * num_inputs + i] = scale * static_cast<float>(code) - minimum;
             }
         }

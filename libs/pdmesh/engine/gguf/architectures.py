@@ -117,7 +117,7 @@ def _are_positive(*values: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertFields:
     """How a model with experts is told of in ``config.json``."""
 
     class_name: str
@@ -133,7 +133,7 @@ class GgufArchitecture:
     interleaves_rotation: bool = False  # rows were put in an order in which neighbours are rotated
     rotates_partly: bool = False
     more: Callable[[GgufModel], dict[str, Any]] = lambda _: {}  # what is said beyond a Llama's fields
-    experts: Experts | None = None
+    experts: ExpertFields | None = None
     names: Mapping[str, str] = field(default_factory=dict[str, str])  # the file's, where they are not a Llama's
 
 
@@ -221,17 +221,17 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": GgufArchitecture(
         class_name="LlamaForCausalLM",
         interleaves_rotation=True,
-        experts=Experts(class_name="MixtralForCausalLM", number="num_local_experts"),
+        experts=ExpertFields(class_name="MixtralForCausalLM", number="num_local_experts"),
     ),
     "qwen2": GgufArchitecture(class_name="Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture(class_name="Qwen3ForCausalLM"),
-    "qwen3moe": GgufArchitecture(experts=Experts(class_name="Qwen3MoeForCausalLM")),
+    "qwen3moe": GgufArchitecture(experts=ExpertFields(class_name="Qwen3MoeForCausalLM")),
     "gpt-oss": GgufArchitecture(
         more=_gpt_oss,
-        experts=Experts(class_name="GptOssForCausalLM", number="num_local_experts"),
+        experts=ExpertFields(class_name="GptOssForCausalLM", number="num_local_experts"),
         names={"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     ),
-    "olmoe": GgufArchitecture(experts=Experts(class_name="OlmoeForCausalLM", normalizes=False)),
+    "olmoe": GgufArchitecture(experts=ExpertFields(class_name="OlmoeForCausalLM", normalizes=False)),
     "gemma": GgufArchitecture(class_name="GemmaForCausalLM"),
     "gemma2": GgufArchitecture(class_name="Gemma2ForCausalLM", more=_gemma2, names=_NORMS_AROUND),
     "gemma3": GgufArchitecture(class_name="Gemma3ForCausalLM", more=_gemma3, names=_NORMS_AROUND),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pdmesh.engine.grouped import Factors, GroupedWeight, of_mxfp4
+from pdmesh.engine.grouped import CodeKind, Factors, GroupedWeight, of_mxfp4
 
 _PART = 32  # values of most types' groups
 
@@ -30,13 +30,18 @@ def _fifth_bits(data: Tensor) -> Tensor:
 def _signed(codes: Tensor, bits: int, scales: Tensor) -> GroupedWeight:
     """Values from which half of their range is taken away."""
     codes = codes ^ (1 << (bits - 1))
-    return GroupedWeight(codes=codes, bits=bits, is_signed=True, group_size=_PART, scales=Factors(scales, 1))
+    return GroupedWeight(codes=codes, bits=bits, kind=CodeKind.SIGNED, group_size=_PART, scales=Factors(scales, 1))
 
 
 def _shifted(codes: Tensor, bits: int, scales: Tensor, added: Tensor) -> GroupedWeight:
     """Values that something is added to."""
     return GroupedWeight(
-        codes=codes, bits=bits, is_signed=False, group_size=_PART, scales=Factors(scales, 1), minima=Factors(-added, 1)
+        codes=codes,
+        bits=bits,
+        kind=CodeKind.UNSIGNED,
+        group_size=_PART,
+        scales=Factors(scales, 1),
+        minima=Factors(-added, 1),
     )
 
 
@@ -58,7 +63,7 @@ def _q5_1(data: Tensor) -> GroupedWeight:
 
 def _q8_0(data: Tensor) -> GroupedWeight:
     scales = Factors(_halves(data, 0), 1)
-    return GroupedWeight(codes=data[:, 2:].contiguous(), bits=8, is_signed=True, group_size=_PART, scales=scales)
+    return GroupedWeight(codes=data[:, 2:].contiguous(), bits=8, kind=CodeKind.SIGNED, group_size=_PART, scales=scales)
 
 
 def _with_parts(data: Tensor, codes: Tensor, bits: int) -> GroupedWeight:
@@ -69,7 +74,7 @@ def _with_parts(data: Tensor, codes: Tensor, bits: int) -> GroupedWeight:
     return GroupedWeight(
         codes=codes.flatten(1),
         bits=bits,
-        is_signed=False,
+        kind=CodeKind.UNSIGNED,
         group_size=_PART,
         scales=Factors(_halves(data, 0), 8, scales),
         minima=Factors(_halves(data, 2), 8, minima),
@@ -97,7 +102,7 @@ def _q6_k(data: Tensor) -> GroupedWeight:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[None, None, :, None]
     codes = (lower | (((high >> shifts) & 3) << 4)).flatten(1) ^ 32
     scales = Factors(_halves(data, 208), 16, data[:, 192:208].contiguous().view(torch.int8))
-    return GroupedWeight(codes=codes, bits=6, is_signed=True, group_size=16, scales=scales)
+    return GroupedWeight(codes=codes, bits=6, kind=CodeKind.SIGNED, group_size=16, scales=scales)
 
 
 def _mxfp4(data: Tensor) -> GroupedWeight:

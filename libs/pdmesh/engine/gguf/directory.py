@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pdmesh.engine.gguf.architectures import ARCHITECTURES, Experts, GgufModel
+from pdmesh.engine.gguf.architectures import ARCHITECTURES, ExpertFields, GgufModel
 from pdmesh.engine.gguf.reader import GgufHeader, read_header
 from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
 from pdmesh.errors import ConfigError
@@ -98,7 +98,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
     }
 
 
-def _experts(model: GgufModel, experts: Experts | None) -> dict[str, Any]:
+def _experts(model: GgufModel, experts: ExpertFields | None) -> dict[str, Any]:
     """What is said of experts."""
     number = model.of("expert_count")
     if not number and (experts is None or ARCHITECTURES[model.name].class_name):

@@ -30,12 +30,11 @@ inline Words words_at(const uint8_t* from) { return (Words)_mm512_loadu_si512(fr
 struct Table {
     __m512i lower, upper;
 
-    Table(int bits, bool is_signed) {
+    Table(int bits, int64_t kind) {
         alignas(64) bf16 values[64];
-        const int size = 1 << std::min(bits, 6), half = size / 2;
+        const int used = std::min(bits, 6);
         for (int i = 0; i < 64; ++i) {
-            const int code = i % size;
-            const float value = static_cast<float>(is_signed ? (code ^ half) - half : code);
+            const float value = static_cast<float>(number_of(static_cast<uint32_t>(i % (1 << used)), used, kind));
             uint32_t word;
             std::memcpy(&word, &value, sizeof(word));
             values[i] = static_cast<bf16>(word >> 16);
@@ -288,7 +287,7 @@ void pdmesh_linear_packed(
     const auto sums = buffer<float>(static_cast<size_t>(padded * groups));
     const Codes kind = codes_of(weight.bits);
     const bool is_narrow = num_rows <= kRows;
-    const Table table(static_cast<int>(weight.bits), weight.is_signed != 0);
+    const Table table(static_cast<int>(weight.bits), weight.kind);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         alignas(64) float total[kBlockRows * kPanel];

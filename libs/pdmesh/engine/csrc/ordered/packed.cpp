@@ -33,8 +33,27 @@ inline Words words_at(const uint8_t* from) {
     return words;
 }
 
+// Numbers of codes that are at the top of words, of a kind.
+template <int Bits, CodeKind Kind>
+inline Floats numbers_of(Words codes) {
+    if constexpr (Kind == kFloat) {
+#if defined(__AVX512F__)
+        const Floats table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+        return _mm512_permutexvar_ps((__m512i)(codes >> 28), table);
+#else
+        // 0 to 4 as they are; from 5 on, steps are 2; from 7 on, 4.
+        const Floats size = __builtin_convertvector((Ints)(codes << 1 >> 29), Floats), none = {};
+        const Floats magnitude = size + max(size - splat(4.0f), none) + splat(2.0f) * max(size - splat(6.0f), none);
+        return (Floats)((Words)magnitude | (codes & 0x80000000));
+#endif
+    } else {
+        return __builtin_convertvector(
+            Kind == kSigned ? (Ints)codes >> (32 - Bits) : (Ints)(codes >> (32 - Bits)), Floats);
+    }
+}
+
 // Of the 8 inputs of a quarter of a step, a code of each: input i, for kLanes outputs from `output` on.
-template <int Bits, bool Signed>
+template <int Bits, CodeKind Kind>
 inline Floats codes_of(const uint8_t* step, int quarter, int output, int i) {
     const int tile = output / kCodeTile, lane = output % kCodeTile, part = i % 2;
     Words bits;  // the code at the top
@@ -53,7 +72,7 @@ inline Floats codes_of(const uint8_t* step, int quarter, int output, int i) {
             bits = (high << (30 - i / 2 * 2 - part * 16) & 0xc0000000) | (bits >> 2 & 0x3c000000);
         }
     }
-    return __builtin_convertvector(Signed ? (Ints)bits >> (32 - Bits) : (Ints)(bits >> (32 - Bits)), Floats);
+    return numbers_of<Bits, Kind>(bits);
 }
 
 // Asks for what follows a quarter of a step.
@@ -65,14 +84,14 @@ inline void fetch(const uint8_t* step, int quarter) {
 }
 
 // to (32 inputs x kPanel): a step's codes, widened.
-template <int Bits, bool Signed>
+template <int Bits, CodeKind Kind>
 void widen_step(const uint8_t* step, float* to) {
     for (int quarter = 0; quarter < 4; ++quarter, to += 8 * kPanel) {
         fetch<Bits>(step, quarter);
         for (int output = 0; output < kPanel; output += kLanes)
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i)
-                store(to + i * kPanel + output, codes_of<Bits, Signed>(step, quarter, output, i));
+                store(to + i * kPanel + output, codes_of<Bits, Kind>(step, quarter, output, i));
     }
 }
 
@@ -156,14 +175,14 @@ inline void multiply_chunk(const Rows& rows, const Chunk& chunk, const Codes& co
 }
 
 // Codes are widened in registers.
-template <int Bits, bool Signed>
+template <int Bits, CodeKind Kind>
 void multiply_narrow(const Rows& rows, int num_rows, const Chunk& chunk) {
     with_rows<kNarrow>(num_rows, [&](auto count) {
         constexpr int kMost = count == 1 ? 4 : 2, V = std::min(kPanel / kLanes, kMost);
         multiply_chunk<count, V, kLanes == 16 && count == 1 ? 2 : 1>(
             rows, chunk,
             [&](int quarter, int output, int i) {
-                return codes_of<Bits, Signed>(chunk.packed + quarter / 4 * step_bytes(Bits), quarter % 4, output, i);
+                return codes_of<Bits, Kind>(chunk.packed + quarter / 4 * step_bytes(Bits), quarter % 4, output, i);
             },
             [&](int quarter) { fetch<Bits>(chunk.packed + quarter / 4 * step_bytes(Bits), quarter % 4); });
     });
@@ -195,20 +214,22 @@ void sum_groups(const float* inputs, int64_t num_inputs, int64_t group_size, flo
 }
 
 // How codes of one kind are computed with.
-struct Kind {
+struct Kernels {
     void (*widen_step)(const uint8_t*, float*);
     void (*narrow)(const Rows&, int, const Chunk&);
 };
 
-template <int Bits, bool Signed>
-constexpr Kind kKind = {widen_step<Bits, Signed>, multiply_narrow<Bits, Signed>};
+template <int Bits, CodeKind Kind>
+constexpr Kernels kKernels = {widen_step<Bits, Kind>, multiply_narrow<Bits, Kind>};
 
-Kind kind_of(const PackedWeight& weight) {
+Kernels kernels_of(const PackedWeight& weight) {
     switch (weight.bits) {
-        case 4: return weight.is_signed ? kKind<4, true> : kKind<4, false>;
-        case 5: return weight.is_signed ? kKind<5, true> : kKind<5, false>;
-        case 6: return weight.is_signed ? kKind<6, true> : kKind<6, false>;
-        default: return kKind<8, true>;
+        case 4:
+            if (weight.kind == kFloat) return kKernels<4, kFloat>;
+            return weight.kind == kSigned ? kKernels<4, kSigned> : kKernels<4, kUnsigned>;
+        case 5: return weight.kind == kSigned ? kKernels<5, kSigned> : kKernels<5, kUnsigned>;
+        case 6: return weight.kind == kSigned ? kKernels<6, kSigned> : kKernels<6, kUnsigned>;
+        default: return kKernels<8, kSigned>;
     }
 }
 
@@ -220,7 +241,7 @@ void linear(
     const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
     const int64_t block_rows = (num_rows + num_blocks - 1) / num_blocks;
     const int64_t panel_bytes = num_inputs / kCodeStep * step_bytes(weight.bits);
-    const Kind kind = kind_of(weight);
+    const Kernels kernels = kernels_of(weight);
     const bool is_narrow = num_rows <= kNarrow;
     const auto inputs = buffer<float>(static_cast<size_t>(block_rows * num_chunks * kStride));
     const auto sums = buffer<float>(static_cast<size_t>(block_rows * groups));
@@ -252,12 +273,12 @@ void linear(
                     const int64_t num = (chunk.num_inputs + weight.group_size - 1) / weight.group_size;
                     chunk.packed = codes;
                     for (int step = 0; step < chunk.num_inputs; step += kCodeStep, codes += step_bytes(weight.bits))
-                        if (!is_narrow) kind.widen_step(codes, chunk.codes + step * kPanel);
+                        if (!is_narrow) kernels.widen_step(codes, chunk.codes + step * kPanel);
                     expand_factors(weight.scales, panel, groups, group, num, chunk.scales);
                     if (chunk.has_minima) expand_factors(weight.minima, panel, groups, group, num, chunk.minima);
                     const Rows here = {
                         inputs.get() + first / kChunk * count * kStride, sums.get() + group, groups, total.get()};
-                    (is_narrow ? kind.narrow : multiply_wide)(here, count, chunk);
+                    (is_narrow ? kernels.narrow : multiply_wide)(here, count, chunk);
                 }
                 for (int row = 0; row < count; ++row)
                     for (int i = 0; i < kPanel; i += kLanes) {
