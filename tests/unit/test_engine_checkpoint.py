@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from pdmesh.engine.files import load_model_config, load_model_info, resolve_mode
 from pdmesh.engine.model_config import ModelConfig, QkNorm, RopeConfig
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint, write_safetensors
+from pdmesh.testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint, write_safetensors
 from pdmesh.testing.stepping import generate
 
 PROMPT = list(range(20))
@@ -243,3 +244,31 @@ def test_bfloat16_is_rounded_to_nearest_even(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], torch.from_numpy(values).bfloat16())
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from pdmesh.engine.runner import TorchEngine
+
+def private_bytes():
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+TorchEngine(Path(sys.argv[1]), num_blocks=1, num_threads=1)
+before_bytes = private_bytes()
+engine = TorchEngine(Path(sys.argv[2]), num_blocks=1, num_threads=1, dtype="bfloat16")
+print(private_bytes() - before_bytes)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc of glibc alone is told to give memory back")
+def test_a_loaded_model_takes_the_memory_of_its_weights(tmp_path: Path) -> None:
+    shape = CheckpointShape(hidden_size=512, intermediate_size=3072, num_layers=8, num_heads=8, head_dim=64)
+    checkpoint = write_checkpoint(tmp_path / "model", shape=shape, dtype="bfloat16")
+    other = write_checkpoint(tmp_path / "other")
+    answer = subprocess.run(
+        [sys.executable, "-c", LOAD, str(other), str(checkpoint)], stdout=subprocess.PIPE, check=True, text=True
+    ).stdout
+    weight_bytes = (checkpoint / "model.safetensors").stat().st_size
+    assert int(answer.splitlines()[-1]) < 1.05 * weight_bytes
