@@ -174,8 +174,13 @@ inline void multiply_chunk(const Rows& rows, const Chunk& chunk, const Right& ri
     const int whole = chunk.num_eighths / chunk.group_eighths;
     const int groups = (chunk.num_eighths + chunk.group_eighths - 1) / chunk.group_eighths;
     int group = 0;
-    if (chunk.group_eighths > 2)
+    if (chunk.group_eighths > 2) {
         for (; group + kAtOnce <= whole; group += kAtOnce) multiply_groups<R, kAtOnce>(rows, chunk, group, right, fetch);
+        if constexpr (R == 1) {  // of 128 inputs, a chunk has three
+            if (whole - group == 3) multiply_groups<R, 3>(rows, chunk, group, right, fetch), group += 3;
+            if (whole - group == 2) multiply_groups<R, 2>(rows, chunk, group, right, fetch), group += 2;
+        }
+    }
     for (; group < groups; ++group) multiply_groups<R, 1>(rows, chunk, group, right, fetch);
 }
 
