@@ -19,7 +19,7 @@ constexpr int kChunkSteps = 12;  // of a panel: a whole number of groups; they s
 constexpr int kChunkInputs = kChunkSteps * kStep;
 constexpr int kLeastGroup = 16;
 constexpr int kBlockRows = 256;
-constexpr int kAheadSteps = 12;  // between a code's request and its use
+constexpr int kAheadBytes = 12288;  // between a code's request and its use
 constexpr int kEighth = 8;         // pairs of the least group
 
 using Words = uint16_t __attribute__((vector_size(64)));
@@ -74,7 +74,7 @@ inline __m512i codes_of(const uint8_t* step, int half, int tile, int pair, const
 // Asks for what follows a half of a step.
 template <int Bits>
 inline void fetch(const uint8_t* step, int half) {
-    const uint8_t* ahead = step + half * step_bytes(Bits) / 2 + kAheadSteps * step_bytes(Bits);
+    const uint8_t* ahead = step + half * step_bytes(Bits) / 2 + kAheadBytes;
 #pragma GCC unroll 8
     for (int line = 0; line < step_bytes(Bits) / 2; line += kCodeLine) _mm_prefetch(ahead + line, _MM_HINT_T0);
 }
