@@ -343,8 +343,9 @@ class WorkerConfig:
     max_kv_tokens_per_instance: Annotated[
         int,
         Range(0, 1 << 31),
-        "most tokens of a prompt that an instance holds while the request decodes; a longer one is spread over several "
-        "instances, which read it at the same time. A multiple of block_size; on CPUs alone. 0: no limit",
+        "most tokens of a context that an instance holds while the request decodes; a longer one is spread over "
+        "several instances, also as it grows, and they read it at the same time. A multiple of block_size; on CPUs "
+        "alone. 0: no limit",
     ] = 0
     max_num_seqs: Annotated[int, COUNT, "most requests that an instance decodes at once"] = 64
     tensor_parallel_size: Annotated[

@@ -363,6 +363,7 @@ class TransferPurpose(StrEnum):
     HAND_OVER = "hand_over"  # of a prompt, from where it is computed to where it decodes
     MOVE = "move"  # of a request that decodes, and goes on elsewhere
     FETCH = "fetch"  # of granules that are kept, to be kept elsewhere, too
+    PART = "part"  # of a range of a context that is spread, to who holds it next; it decodes where it did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 import pytest
@@ -19,6 +20,7 @@ LIMIT = 64
 #: Of one instance alone, of as much as one may hold, and of two to four.
 PROMPT_LENGTHS = [5, 63, 64, 65, 100, 129, 160, 190]
 MAX_TOKENS = 60
+NUM_REQUESTS = 12
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,12 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Generator[Served]:
     prompts = random_prompts(PROMPT_LENGTHS, TINY.vocab_size, seed=2)
     references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
     settings = {"WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(LIMIT), "POLICY_CHUNK_TOKENS": "48"}
@@ -56,9 +62,53 @@ async def test_a_context_that_is_spread_answers_as_the_reference(served: Served)
         assert await mismatches(client, mesh.model, served.references, concurrency=1) == []
         # Each prompt's members answer in each layer of each step but the first, whose token comes with the prompt.
         num_parts = sum((length - 1) // LIMIT for length in PROMPT_LENGTHS)
-        assert sum(answers(mesh).values()) == num_parts * TINY.num_layers * (MAX_TOKENS - 1)
+        num_answers = sum(answers(mesh).values())
+        assert num_answers >= num_parts * TINY.num_layers * (MAX_TOKENS - 1)
+        # And a range more once one is full where a context decodes, which takes a while.
+        most_parts = sum((length + drawn - 1) // LIMIT for length in PROMPT_LENGTHS for drawn in range(1, MAX_TOKENS))
+        assert num_answers <= most_parts * TINY.num_layers
         assert await mismatches(client, mesh.model, served.references * 2, concurrency=8) == []
     await anyio.to_thread.run_sync(mesh.wait_until_idle)
+
+
+async def test_what_a_context_draws_is_spread_too(served: Served, checkpoint: Path) -> None:
+    """The first is in one instance as it begins, and over four at the end, three of which hold a range each."""
+    mesh = served.mesh
+    prompts = random_prompts([5, 40, 70], TINY.vocab_size, seed=5)
+    references = [reference(checkpoint, prompt, 4 * LIMIT - len(prompt)) for prompt in prompts]
+    before, num_moved = answers(mesh), mesh.total("kv_part_moves")
+    async with mesh.client() as client:
+        assert await mismatches(client, mesh.model, references[:1], concurrency=1) == []
+        assert mesh.total("kv_part_moves") - num_moved == 3
+        assert len(since(before, answers(mesh))) == 3
+        assert await mismatches(client, mesh.model, references * 2, concurrency=6) == []
+    await anyio.to_thread.run_sync(mesh.wait_until_idle)
+    assert mesh.total("request_restarts") == 0
+
+
+async def test_an_instance_that_stops_hands_its_ranges_to_others(served: Served, checkpoint: Path) -> None:
+    mesh = served.mesh
+    (prompt,) = random_prompts([2 * LIMIT + 2], TINY.vocab_size, seed=6)
+    expected = reference(checkpoint, prompt, 4 * LIMIT - len(prompt))
+    before, num_moved = answers(mesh), mesh.total("kv_part_moves")
+    rows = {str(row.instance_id): row.pid for row in mesh.status().instances}
+    found: list[str] = []
+
+    async def ask() -> None:
+        async with mesh.client() as client:
+            found.extend(await mismatches(client, mesh.model, [expected] * NUM_REQUESTS, concurrency=4))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        with anyio.fail_after(60):
+            while not (members := since(before, answers(mesh))):  # noqa: ASYNC110  # of other processes
+                await anyio.sleep(0.005)
+        os.kill(rows[members[0]], signal.SIGTERM)
+    assert found == []
+    await anyio.to_thread.run_sync(lambda: mesh.wait_until_replaced(members[0], rows[members[0]]))
+    assert mesh.total("kv_part_moves") - num_moved > NUM_REQUESTS  # of each the third range, as it is full
+    assert mesh.total("request_restarts") == 0
+    await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from pdmesh.core.commands import ForgetRequest, PlaceDecode, Reject, Restart
+from pdmesh.core.commands import ForgetRequest, PlaceDecode, Reject, Restart, SetMembers
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
     DrainRequested,
@@ -32,6 +32,7 @@ from pdmesh.testing.modelled import ModelledInstance, modelled_profile
 from pdmesh.testing.modelled_mesh import ModelledMesh
 
 BLOCK_SIZE, LIMIT = 4, 16
+MOST_TOKENS = 4 * LIMIT  # of a context: in each mesh there are four instances for it beside the one that computes it
 MESHES = {
     "two prefill, four decode": [Role.PREFILL] * 2 + [Role.DECODE] * 4,
     "five mixed": [Role.MIXED] * 5,
@@ -57,6 +58,7 @@ class Driver:
         self.running: dict[RequestId, Request] = {}  # in their current epochs
         self.resumes: list[Request] = []
         self.most_members = 0
+        self.num_part_moves = self.num_restarts = 0
         self.num_requests = 0
         self.feed(GatewayJoined(GATEWAY, ()))
         for profile in profiles:
@@ -73,7 +75,12 @@ class Driver:
                 case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.HAND_OVER:
                     self.most_members = max(self.most_members, len(transfer.destinations) - 1)
                     self.check(command)
+                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.PART:
+                    self.num_part_moves += 1
+                case SetMembers():
+                    self.most_members = max(self.most_members, len(command.members))
                 case Restart():
+                    self.num_restarts += 1
                     request = self.running[command.request_id]
                     drawn = self.rng.randint(0, request.max_tokens - 1)
                     self.resumes.append(
@@ -107,7 +114,8 @@ class Driver:
         assert 0 < prompt - begin * BLOCK_SIZE <= LIMIT
 
     def arrive(self) -> None:
-        prompt, output = self.rng.randint(1, 3 * LIMIT + 8), self.rng.randint(1, 8)
+        prompt = self.rng.randint(1, 3 * LIMIT + 8)
+        output = self.rng.randint(1, self.rng.choice([8, MOST_TOKENS - prompt]))
         self.submit(a_request(f"r{self.num_requests}", prompt, output, arrival_s=self.now_s))
         self.num_requests += 1
 
@@ -121,14 +129,43 @@ class Driver:
         """One thing that goes on by itself; False if there is nothing."""
         able: list[Callable[[], object]] = [call for each in self.instances for call in self.calls(each)]
         able += [partial(self.mesh.land, *each) for each in self.mesh.transfers() if each[0].held[each[2]].is_computed]
+        able += [partial(self.mesh.land_part, *each) for each in self.mesh.part_moves()]
         if self.resumes:
             able.append(lambda: self.submit(self.resumes.pop()))
         if not able:
             return False
         self.rng.choice(able)()
+        self.check_books()
         return True
 
-    def calls(self, instance: ModelledInstance) -> list[Callable[[], object]]:
+    def settle(self) -> None:
+        """All that goes on by itself, but for decode steps."""
+        while able := [call for each in self.instances for call in self.calls(each, decodes=False)]:
+            able[0]()
+            for each in self.mesh.transfers():
+                if each[0].held[each[2]].is_computed:
+                    self.mesh.land(*each)
+            for each in self.mesh.part_moves():
+                self.mesh.land_part(*each)
+        self.check_books()
+
+    def step(self) -> None:
+        """All that goes on by itself, and then a decode step."""
+        self.settle()
+        for instance in self.instances:
+            if instance.can_decode:
+                instance.decode(1)
+
+    def check_books(self) -> None:
+        """The core's books have what instances have, once nothing is on its way."""
+        if any(instance.commands or instance.events for instance in self.instances):
+            return
+        for instance in self.instances:
+            allocations = self.core._mesh.instances[InstanceId(instance.instance_id)].allocations
+            booked = {key: allocation.num_blocks for key, allocation in allocations.items()}
+            assert booked == {key: held.num_blocks for key, held in instance.held.items()}
+
+    def calls(self, instance: ModelledInstance, *, decodes: bool = True) -> list[Callable[[], object]]:
         able: list[Callable[[], object]] = []
         if instance.commands:
             able.append(instance.take_command)
@@ -138,14 +175,14 @@ class Driver:
             able.append(instance.begin_step)
         if instance.running and instance.can_end:
             able.append(instance.end_step)
-        if instance.can_decode:
+        if instance.can_decode and decodes:
             able.append(lambda: instance.decode(self.rng.randint(1, 3)))
         return able
 
     def disturb(self) -> None:
         """One thing that goes wrong, or that somebody asks for."""
         instance = self.rng.choice(self.instances)
-        match self.rng.randrange(6):
+        match self.rng.randrange(8):
             case 0 if self.running:
                 request = self.rng.choice(list(self.running.values()))
                 self.resumes = [each for each in self.resumes if each.request_id != request.request_id]
@@ -160,13 +197,19 @@ class Driver:
                 self.lose(instance)
             case 3:
                 gateways = dict.fromkeys(instance.held, GATEWAY)
-                for key in [key for key, held in instance.held.items() if held.num_elsewhere_blocks]:
+                for key in [key for key, held in instance.held.items() if held.member_ids]:
                     instance.untimed.drop(instance.held[key], "its context is spread")
                 self.feed(instance.rejoin(gateways))
             case 4 if transfers := self.mesh.transfers():
                 sender, receiver, key = self.rng.choice(transfers)
                 self.mesh.fail(self.rng.choice([sender, receiver]), key)
-            case 5:
+            case 5 if parts := self.mesh.part_moves():
+                source, target, key = self.rng.choice(parts)
+                if self.rng.random() < 0.5:
+                    self.mesh.fail(target, key)
+                else:
+                    self.mesh.fail_part(source, key)
+            case 6:
                 self.feed(DrainRequested(instance.instance_id, enabled=self.rng.random() < 0.3))
             case _:
                 self.feed(Tick())
@@ -240,3 +283,24 @@ def test_a_context_that_may_need_more_instances_than_there_are_waits_for_one(com
     else:
         (rejected,) = [each for each in core.handle(Tick(), 1000.0) if isinstance(each, Reject)]
         assert rejected.request_id == "long"
+
+
+@pytest.mark.parametrize("reservation", [*KvReservation])
+def test_a_context_of_one_range_grows_onto_others_and_leaves_one_that_stops(reservation: KvReservation) -> None:
+    driver = Driver("two prefill, four decode", "fcfs", reservation, random.Random(2))
+    driver.submit(a_request("r", 5, MOST_TOKENS - 5))
+    while driver.most_members < 2:
+        driver.step()
+    driver.settle()
+    first = next(each for each in driver.instances for held in each.held.values() if held.is_part)
+    driver.feed(DrainRequested(first.instance_id))
+    driver.settle()
+    assert not first.held
+    assert driver.running, "it ended before its range was elsewhere"
+    driver.feed(DrainRequested(first.instance_id, enabled=False))
+    while driver.running:
+        driver.step()
+    driver.end()
+    assert driver.most_members == 3
+    assert driver.num_part_moves == 4
+    assert driver.num_restarts == 0

@@ -23,7 +23,7 @@ from pdmesh.model import (
     TransferId,
     TransferPurpose,
 )
-from pdmesh.plans import KvShard, PrefillGroup, StepPlan, TransferPlan
+from pdmesh.plans import KvShard, PartMember, PrefillGroup, StepPlan, TransferPlan
 
 
 def _reused(num_granules: int, num_loaded_granules: int = 0) -> str:
@@ -265,9 +265,27 @@ class ResumeDecode(ToInstanceOfRequest, frozen=True, kw_only=True):
         return RecordLine("decodes on", "its move is over", self.instance_id)
 
 
+class SetMembers(ToInstanceOfRequest, frozen=True, kw_only=True):
+    """Tell where a context decodes who holds its first ranges, one each, in their order; answered by MembersSet.
+
+    Absolute, and idempotent. What the instance held itself of these ranges it gives back, between two steps.
+    """
+
+    members: tuple[PartMember, ...]
+
+    @property
+    def member_ids(self) -> tuple[InstanceId, ...]:
+        return tuple([member.instance_id for member in self.members])
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("spread", f"its first ranges are on {', '.join(self.member_ids)}", self.instance_id)
+
+
 class GrowKv(ToInstance, frozen=True, kw_only=True, omit_defaults=True):
     """Let a request hold ``num_blocks`` on the instance in all. Idempotent: it never takes any away.
 
+    Others hold ``num_elsewhere_blocks`` of its context: if they are more by now, it holds so many fewer.
     ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
 
     Of the instance's memory, not of the request's life: it comes every few tokens.
@@ -276,6 +294,7 @@ class GrowKv(ToInstance, frozen=True, kw_only=True, omit_defaults=True):
     request_id: RequestId
     epoch: Epoch
     num_blocks: int
+    num_elsewhere_blocks: int = 0
     drop: PrefixHashes = ()
     offload: PrefixHashes = ()
     evict: PrefixHashes = ()
@@ -390,6 +409,8 @@ PlainInstanceCommand = (
     | SetRole
     | StopInstance
 )
-InstanceCommand = AdmitPrefill | SetGroup | PlaceDecode | GrantTransfer | FetchKept | SendKept | PlainInstanceCommand
+InstanceCommand = (
+    AdmitPrefill | SetGroup | PlaceDecode | GrantTransfer | FetchKept | SendKept | SetMembers | PlainInstanceCommand
+)
 
 Command = InstanceCommand | GatewayCommand | WakeAt

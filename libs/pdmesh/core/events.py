@@ -315,6 +315,13 @@ class MoveFailed(RequestReport):
 
 
 @dataclass(frozen=True, slots=True)
+class MembersSet(RequestReport):
+    """Where a context decodes, these others are asked for its first ranges from now on, and none before them."""
+
+    member_ids: tuple[InstanceId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestDropped(RequestReport):
     """An instance does not take a request, or gives it up: it stops, has no room, or was told what cannot be.
 
@@ -372,7 +379,10 @@ class KvReleased(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class KvLow:
-    """Requests that decode on an instance have room for few tokens more, or for none and wait."""
+    """Requests that decode on an instance have room for few tokens more, or for none and wait.
+
+    Or they hold more than a whole range there, where contexts are spread.
+    """
 
     instance_id: InstanceId
     residents: tuple[ResidentContext, ...]
@@ -452,6 +462,7 @@ InstanceEvent = (
     | TransferFailed
     | MoveSent
     | MoveFailed
+    | MembersSet
     | RequestDropped
     | RequestFinished
     | KvReleased

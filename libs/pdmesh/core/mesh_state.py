@@ -468,6 +468,9 @@ class MeshState:
         if state.move is not None:
             held_by += (state.move.target_id,)
             self.end_move(state)
+        if state.part_move is not None:
+            held_by += (state.part_move.target_id,)
+            self.broker.withdraw(state.part_move.transfer)
         for instance_id in dict.fromkeys(held_by):
             if instance_id not in spare:
                 self.free(instance_id, key)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from pdmesh.core.transfers.transfer import Move, Transfer
+from pdmesh.core.transfers.transfer import Move, PartMove, Transfer
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, Request, RequestId, RequestKey
-from pdmesh.plans import KvShard, PrefillGroup
+from pdmesh.plans import KvShard, PartMember, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
 
@@ -51,6 +51,9 @@ TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
     "begin_move": ((Phase.DECODING,), (Phase.MOVING,)),
     "end_move": ((Phase.MOVING,), (Phase.DECODING,)),
     "land_move": ((Phase.MOVING,), (Phase.DECODING,)),
+    "begin_part_move": ((Phase.DECODING,), (Phase.DECODING,)),
+    "land_part": ((Phase.DECODING,), (Phase.DECODING,)),
+    "end_part_move": ((Phase.DECODING,), (Phase.DECODING,)),
 }
 
 
@@ -62,16 +65,17 @@ class Facts(NamedTuple):
     has_transfer: bool | None
     has_group: bool | None
     moves: bool
+    moves_part: bool | None  # of its context
     is_planned: bool | None  # its whole prompt
 
 
 FACTS: dict[Phase, Facts] = {
-    Phase.WAITING: Facts(False, False, False, False, False, False),
-    Phase.PREFILLING: Facts(True, None, None, None, False, None),
-    Phase.AWAITING_DECODE: Facts(True, False, False, False, False, True),
-    Phase.TRANSFERRING: Facts(True, True, True, False, False, True),
-    Phase.DECODING: Facts(True, True, None, False, False, True),
-    Phase.MOVING: Facts(True, True, None, False, True, True),
+    Phase.WAITING: Facts(False, False, False, False, False, False, False),
+    Phase.PREFILLING: Facts(True, None, None, None, False, False, None),
+    Phase.AWAITING_DECODE: Facts(True, False, False, False, False, False, True),
+    Phase.TRANSFERRING: Facts(True, True, True, False, False, False, True),
+    Phase.DECODING: Facts(True, True, None, False, False, None, True),
+    Phase.MOVING: Facts(True, True, None, False, True, False, True),
 }
 
 
@@ -179,7 +183,9 @@ class RequestState:
     rank_of_offer: int | None = None  # of its KV that has no receiver
     num_lost_receivers: int = 0
     move: Move | None = None  # while it decodes: its way to another instance
-    num_failed_moves: int = 0
+    num_failed_moves: int = 0  # of it, or of parts of it
+    members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context while it decodes, in their order
+    part_move: PartMove | None = None  # of one of these ranges, or the next one, to another instance
     rebalanced_s: float = -inf  # when it last began to move because of where it was
     placed_s: float | None = None
     first_token_s: float | None = None  # as its last chunk's step was reported
@@ -381,6 +387,12 @@ class RequestState:
         """Give the request room where it decodes, and a transfer of its KV."""
         self._go("receive", Phase.TRANSFERRING if self.is_computed else Phase.PREFILLING)
         self.transfer, self.decode_shards = transfer, transfer.plan.destinations
+        self.members = tuple(
+            [
+                PartMember(instance_id=instance_id, capability=transfer.plan.capability)
+                for instance_id in transfer.destination_ids[1:]
+            ]
+        )
         self._give(self.decode_shards)
 
     def lose_receiver(self) -> None:
@@ -389,7 +401,7 @@ class RequestState:
         self._go("lose_receiver", Phase.AWAITING_DECODE if self.is_computed else Phase.PREFILLING)
         self.rank_of_offer = self.transfer.rank
         self.num_lost_receivers += 1
-        self.transfer, self.decode_shards = None, ()
+        self.transfer, self.decode_shards, self.members = None, (), ()
 
     def keep(self, shard: KvShard) -> None:
         """Let the request decode where its prompt is computed, with this room."""
@@ -431,6 +443,41 @@ class RequestState:
         self.transfer, self.move = self.move.transfer, None
         self.prefill_shards, self.decode_shards = self.transfer.plan.sources, self.transfer.plan.destinations
 
+    # --- its context is spread ---
+
+    def begin_part_move(self, transfer: Transfer, number: int) -> PartMove:
+        """Begin to take a range of its context on to another instance."""
+        self._go("begin_part_move", Phase.DECODING)
+        (shard,) = transfer.plan.destinations
+        member = PartMember(instance_id=shard.instance_id, capability=transfer.plan.capability)
+        self.part_move = PartMove(transfer, number, member)
+        self._give((shard,))
+        return self.part_move
+
+    @property
+    def next_members(self) -> tuple[PartMember, ...]:
+        """All members as they are once the range that is on its way has its next holder."""
+        move, members = self.part_move, self.members
+        return members if move is None else (*members[: move.number], move.member, *members[move.number + 1 :])
+
+    def land_part(self) -> None:
+        """The range is where it goes: the instance where it decodes is told."""
+        self._go("land_part", Phase.DECODING)
+        assert self.part_move is not None, f"{self.key} has no part on its way"
+        self.part_move.has_landed = True
+
+    def end_part_move(self, home: KvShard | None) -> None:
+        """End it: the range has another holder, and ``home`` is what there is now where it decodes. Or it failed."""
+        self._go("end_part_move", Phase.DECODING)
+        move, members = self.part_move, self.next_members
+        assert move is not None, f"{self.key} has no part on its way"
+        self.part_move = None
+        self.num_failed_moves += home is None
+        if home is not None:
+            number, (_, *shards) = move.number, self.decode_shards
+            self.members = members
+            self.decode_shards = (home, *shards[:number], *move.transfer.plan.destinations, *shards[number + 1 :])
+
     def _give(self, shards: tuple[KvShard, ...]) -> None:
         for shard in shards:
             if shard.instance_id not in self.given_ids:
@@ -453,9 +500,11 @@ class RequestState:
             has_transfer=self.transfer is not None,
             has_group=self.group is not None,
             moves=self.move is not None,
+            moves_part=self.part_move is not None,
             is_planned=self.is_planned,
         )
         for name, wanted, value in zip(Facts._fields, FACTS[self.phase], found, strict=True):
             assert wanted is None or wanted == value, f"{self.key} is {self.phase}, and {name} is {value}"
+        assert self.decode_ids[1:] == tuple([member.instance_id for member in self.members]), f"{self.key} has others"
         if self.phase is Phase.PREFILLING and self.transfer is None and self.decode_shards:
             assert self.decode_shards == self.prefill_shards, f"{self.key} decodes elsewhere, and has no transfer"

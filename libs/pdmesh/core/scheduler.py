@@ -37,6 +37,7 @@ from pdmesh.core.events import (
     KvLow,
     KvReleased,
     LoadReported,
+    MembersSet,
     MoveFailed,
     MoveSent,
     OffloadedLost,
@@ -54,7 +55,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.handlers import Handlers
-from pdmesh.core.instances.allocations import HAVE_SEATS
+from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.on_demand import OnDemandKv
 from pdmesh.core.integrity import check_integrity
@@ -78,6 +79,7 @@ from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.transfers.link_rates import LinkRate
 from pdmesh.core.transfers.moves import Moves
+from pdmesh.core.transfers.parts import Parts
 from pdmesh.core.transfers.rebalancing import Rebalancer
 from pdmesh.core.transfers.receivers import do_without
 from pdmesh.core.transfers.reports import TransferReports
@@ -100,7 +102,8 @@ class SchedulerCore:
         self._mesh = MeshState(rng, growth, config.max_lost_receivers, config.cut_memory_s)
         self._choice = BundleChoice(self._mesh, config, bundle)
         self._fetches = Fetches(self._mesh)
-        self._transfers = TransferReports(self._mesh, self._fetches)
+        self._parts = Parts(self._mesh)
+        self._transfers = TransferReports(self._mesh, self._fetches, self._parts)
         self._reconciler = Reconciler(self._mesh, config.orphan_grace_s)
         self._moves = Moves(self._mesh)
         self._rebalancer = Rebalancer(self._mesh, self._moves)
@@ -261,6 +264,11 @@ class SchedulerCore:
         state = self._mesh.find(key)
         return () if state is None else state.request.chain
 
+    def decode_id_of(self, key: RequestKey) -> InstanceId | None:
+        """Return the instance where a request decodes."""
+        state = self._mesh.find(key)
+        return None if state is None else state.decode_id
+
     def may_change_receiver(self, key: RequestKey) -> bool:
         """Whether its KV has not landed, so that it may go to another instance yet."""
         state = self._mesh.find(key)
@@ -289,6 +297,9 @@ class SchedulerCore:
             self._moves.evacuate(self._operations.on_instances.leaving, bundle.decode_placement)
             if bundle.rebalancing is not None:
                 self._rebalancer.speed_up(bundle.rebalancing, now_s)
+        if self._mesh.spreads_contexts:
+            leaving = self._operations.on_instances.leaving if self._config.evacuates else ()
+            self._parts.serve(self._moves.leaving(leaving), bundle.decode_placement)
         self._on_demand.serve(bundle, self._choice.learner.model, now_s, moves=self._config.evacuates)
         self._packer.pack(bundle, now_s)
         self._admission.note(commands)
@@ -306,6 +317,7 @@ class SchedulerCore:
             self._reconciler,
             self._on_demand,
             self._moves,
+            self._parts,
             self._rebalancer,
             self._operations.on_instances,
         )
@@ -336,6 +348,7 @@ class SchedulerCore:
         handlers.on_timed(TransferFailed, transfers.failed)
         handlers.on_timed(MoveSent, self._move_sent)
         handlers.on_timed(MoveFailed, self._moves.failed)
+        handlers.on(MembersSet, self._members_set)
         handlers.on(KvReleased, self._released)
         handlers.on(KvLow, self._kv_low)
         self._operations.register(handlers)
@@ -381,6 +394,11 @@ class SchedulerCore:
     def _kv_low(self, event: KvLow) -> None:
         if instance := self._mesh.instance_of(event):
             self._on_demand.is_low(instance, event.residents)
+            self._parts.grew(instance, event.residents)
+
+    def _members_set(self, event: MembersSet) -> None:
+        if (state := self._parts.set(event)) is not None:
+            self._on_demand.handed_on(self._mesh.instances[event.instance_id], state.key)
 
     def _cache_reported(self, event: CacheReported) -> None:
         if instance := self._mesh.instance_of(event):
@@ -419,6 +437,9 @@ class SchedulerCore:
         spare = (event.instance_id, *(state.prefill_ids if state.decodes and state.transfer else ()))
         if state.move is not None:  # perhaps back to where it came from
             spare = tuple([name for name in spare if name != state.move.target_id])
+        if state.members or state.part_move is not None:
+            holders = [*state.decode_ids[1:], *([state.part_move.target_id] if state.part_move else [])]
+            spare = tuple([name for name in spare if name not in holders])
         self._mesh.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
 
     def _dropped(self, event: RequestDropped) -> None:
@@ -426,8 +447,9 @@ class SchedulerCore:
         if state is not None and state.needs(event.instance_id):
             reason = f"instance {event.instance_id} does not serve it: {event.reason}"
             do_without(self._mesh, state, event.instance_id, reason, blame=SHARED_BLAME)
-        elif (state is None or state.move is None or state.move.target_id != event.instance_id) and (
-            not self._fetches.failed((event.request_id, event.epoch))
+        elif (state is None or state.move is None or state.move.target_id != event.instance_id) and not (
+            self._fetches.failed((event.request_id, event.epoch))
+            or self._parts.failed((event.request_id, event.epoch), event.instance_id)
         ):
             self._mesh.ignore("RequestDropped")
 
@@ -444,6 +466,8 @@ class SchedulerCore:
             self._modes.released(instance, self._choice.bundle, self._choice.learner.estimate(instance.device_class))
         self._reconciler.released(event.instance_id, key)
         self._moves.released(event.instance_id, key)
+        if allocation.kind is AllocationKind.PART:
+            self._parts.released(event.instance_id, key)
         state = self._mesh.find(key)
         # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
         # that nobody asked for leaves a request without its KV.
@@ -482,6 +506,7 @@ class SchedulerCore:
         check_integrity(self._mesh)
         self._operations.check_integrity()
         self._moves.check_integrity()
+        self._parts.check_integrity()
         self._fetches.check_integrity()
         for instance in self._mesh.instances.values():
             num_plans, limit = instance.num_regular_plans, self._config.plans_in_flight + instance.num_stages - 1

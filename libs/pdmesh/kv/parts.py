@@ -17,7 +17,7 @@ import anyio
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.context import KvContext, mismatch
+from pdmesh.kv.context import KvContext, TransferSide, mismatch
 from pdmesh.kv.elsewhere import KvElsewhereLost
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.outgoing import PieceWriter
@@ -34,6 +34,13 @@ AttendPart = Callable[[int, Sequence[int], bytes], bytes]
 MAX_QUESTIONS = 4096
 
 
+class Member(NamedTuple):
+    """An instance that holds a range."""
+
+    address: bytes
+    capability: int  # for questions about it
+
+
 class SpreadKv:
     """A home's side of one context. Implements `pdmesh.kv.elsewhere.KvElsewhere`."""
 
@@ -42,8 +49,7 @@ class SpreadKv:
         request_id: RequestId,
         epoch: Epoch,
         *,
-        capability: int,
-        addresses: Sequence[bytes],
+        members: Sequence[Member],
         num_tokens: int,
         limit_s: float,
         wakeup: Wakeup,
@@ -53,8 +59,7 @@ class SpreadKv:
         self.request_id = request_id
         self.epoch = epoch
         self.key = request_key(request_id)
-        self.capability = capability
-        self.addresses = tuple(addresses)
+        self.members = tuple(members)
         self._num_tokens = num_tokens
         self._limit_s = limit_s
         self._wakeup = wakeup
@@ -74,19 +79,23 @@ class SpreadKv:
 
     def answers(self) -> list[bytes]:
         def is_over() -> bool:
-            return self._failure is not None or len(self._answers) == len(self.addresses)
+            return self._failure is not None or len(self._answers) == len(self.members)
 
         if not self._wakeup.wait_for(is_over, self._limit_s):
             self._failure = f"no answer within {self._limit_s:g} s from {self._missing()}"
         if self._failure is not None:
             raise KvElsewhereLost(self, self._failure)
-        return [self._answers[number] for number in range(len(self.addresses))]
+        return [self._answers[number] for number in range(len(self.members))]
+
+    def set_members(self, members: Sequence[Member], num_tokens: int) -> None:
+        """Ask these from now on, who hold so many tokens. Between two steps."""
+        self.members, self._num_tokens = tuple(members), num_tokens
 
     # --- on the event loop --------------------------------------------------------------------------------------------
 
     def take(self, number: int, member: int, answer: bytes) -> bool:
         """Take an answer. False if it is to no question that waits."""
-        if number != self._number or not 0 <= member < len(self.addresses):
+        if number != self._number or not 0 <= member < len(self.members):
             return False
         self._answers[member] = answer
         self._wakeup.ring()
@@ -98,9 +107,22 @@ class SpreadKv:
             self._failure = reason
         self._wakeup.ring()
 
+    def side_of(self, member: int) -> TransferSide | None:
+        """What an answer of this member is to fit; None if there is no such member."""
+        if not 0 <= member < len(self.members):
+            return None
+        return _Side(self.request_id, self.epoch, self.key, self.members[member].capability)
+
     def _missing(self) -> str:
-        names = [str(number) for number in range(len(self.addresses)) if number not in self._answers]
-        return f"members {', '.join(names)} of {len(self.addresses)}"
+        names = [str(number) for number in range(len(self.members)) if number not in self._answers]
+        return f"members {', '.join(names)} of {len(self.members)}"
+
+
+class _Side(NamedTuple):
+    request_id: RequestId
+    epoch: Epoch
+    key: bytes
+    capability: int
 
 
 class _Question(NamedTuple):
@@ -160,18 +182,22 @@ class KvParts:
 
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
-    def open(
-        self, request_id: RequestId, epoch: Epoch, *, capability: int, addresses: Sequence[bytes], num_tokens: int
-    ) -> SpreadKv:
-        """Begin to be the home of a context, whose first tokens the members at these addresses hold, in their order."""
-        for address in addresses:
-            self._context.admit(address)
+    def open(self, request_id: RequestId, epoch: Epoch, *, members: Sequence[Member], num_tokens: int) -> SpreadKv:
+        """Be the home of a context, whose first tokens these members hold, in their order.
+
+        Of one that is open already it asks these from now on: between two steps.
+        """
+        for member in members:
+            self._context.admit(member.address)
+        before = self._homes.get(request_key(request_id))
+        if before is not None and before.epoch == epoch:
+            before.set_members(members, num_tokens)
+            return before
         call_soon = self._context.call_soon
         spread = SpreadKv(
             request_id,
             epoch,
-            capability=capability,
-            addresses=addresses,
+            members=members,
             num_tokens=num_tokens,
             limit_s=self._context.config.group_no_progress_s,
             wakeup=self._wakeup,
@@ -217,8 +243,9 @@ class KvParts:
     def forget(self, address: bytes) -> None:
         """Note that a peer is gone: nobody waits for its answers."""
         for spread in self._homes.values():
-            if address in spread.addresses:
-                spread.fail(f"member {spread.addresses.index(address)} of its KV is gone")
+            for number, member in enumerate(spread.members):
+                if member.address == address:
+                    spread.fail(f"member {number} of its KV is gone")
 
     def abort(self, reason: str) -> None:
         """End what the engine's thread waits for."""
@@ -229,10 +256,16 @@ class KvParts:
 
     def take(self, header: PieceHeader, piece: ReceivedPiece) -> None:
         """Take a question or an answer."""
-        side = (self._held if header.kind is PieceKind.QUERY else self._homes).get(header.request_key)
-        if side is None:
+        side: HeldPart | SpreadKv | None
+        held: TransferSide | None
+        if header.kind is PieceKind.QUERY:
+            held = side = self._held.get(header.request_key)
+        else:
+            side = self._homes.get(header.request_key)
+            held = None if side is None else side.side_of(header.source)
+        if side is None or held is None:
             self._context.drop(piece, "unknown")
-        elif reason := mismatch(side, header):
+        elif reason := mismatch(held, header):
             self._context.drop(piece, reason)
         elif not piece.load() or not self._context.key.opens_payload(piece.payload, header.check):
             self._context.drop(piece, "checksum")  # nobody asks again: the home's limit ends the step
@@ -264,12 +297,12 @@ class KvParts:
                     kind=PieceKind.QUERY,
                     request_key=spread.key,
                     epoch=spread.epoch,
-                    capability=spread.capability,
+                    capability=0,
                     chunk=number,
                     part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
                 )
-                for member, address in enumerate(spread.addresses):
-                    header = replace(about, destination=member)
+                for index, (address, capability) in enumerate(spread.members):
+                    header = replace(about, destination=index, capability=capability)
                     self._context.tasks.start_soon(self._send_query, spread, address, query, header)
 
     async def _send_query(self, spread: SpreadKv, address: bytes, query: bytes, about: PieceHeader) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdmesh.model import NO_TRANSFER, PrefixHash, PrefixHashes, RequestKey, TransferId
+from pdmesh.model import NO_TRANSFER, InstanceId, PrefixHash, PrefixHashes, RequestKey, TransferId
 from pdmesh.plans import PrefillGroup, TransferPlan
 from pdmesh.sim.residents import Length
 
@@ -35,7 +35,9 @@ class Held:
     is_granted: bool = False
 
     is_part: bool = False  # a range of a context that decodes elsewhere, or the room for it
-    num_elsewhere_blocks: int = 0  # of its context, that others hold
+    member_ids: tuple[InstanceId, ...] = ()  # that hold the first ranges of its context, if it decodes here
+    handing: TransferPlan | None = None  # takes a range that is here on to another instance
+    next_member_ids: tuple[InstanceId, ...] | None = None  # between two steps
 
     is_decoding: bool = False  # as a resident, between steps
     has_ended: bool = False  # its generation, here

@@ -62,11 +62,17 @@ class Holding:
     def _grow(self, held: Held, command: GrowKv | KeepKv) -> bool:
         """Let a request hold so many blocks in all. False if it has as many."""
         num_more = command.num_blocks - held.num_blocks
+        if isinstance(command, GrowKv):
+            num_more += command.num_elsewhere_blocks - self._num_elsewhere_blocks(held)
         if num_more <= 0:
             return False
         held.num_blocks += num_more
         self._take_blocks(held, num_more)
         return True
+
+    def _num_elsewhere_blocks(self, held: Held) -> int:
+        """Return the blocks of a context that others hold."""
+        return len(held.member_ids) * self.profile.max_kv_tokens // self.profile.kv_layout.block_size
 
     def _free(self, key: RequestKey, transfer_id: TransferId) -> None:
         """Let go of a request: now, or before the next step if steps may be computing it."""

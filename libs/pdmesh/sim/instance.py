@@ -37,6 +37,7 @@ from pdmesh.sim.held import Held
 from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.loads import SimulatedLoads
 from pdmesh.sim.moves import SimulatedMoves
+from pdmesh.sim.parts import SimulatedParts
 from pdmesh.sim.planned_step import PlannedStep
 from pdmesh.sim.residents import Length
 from pdmesh.sim.result import RequestRun, StepSpan
@@ -92,6 +93,7 @@ class SimInstance:
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
         self._moves = SimulatedMoves(flows, context.runs)
         self._fetches = SimulatedFetches(flows)
+        self._parts = SimulatedParts(flows)
         self._num_turns = 0
         self._busy = False
         self._step: PlannedStep | None = None
@@ -107,6 +109,7 @@ class SimInstance:
         """End the instance with all that it has; it does and reports nothing from now on."""
         self._is_dead = self._busy = True
         self._moves.end()
+        self._parts.end()
         for key in self._untimed.residents.staying():
             if (run := self._runs.get(key)) is not None:  # else what it drew was taken from it
                 run.token_times_s = self._drawn_s(key, run, bisect_left(self._running_s, self._agenda.now_s))
@@ -154,6 +157,8 @@ class SimInstance:
     def sends(self, held: Held) -> None:
         if held.leaving is not None:
             self._moves.send(held, held.leaving)
+        elif held.handing is not None:
+            self._parts.send(held, held.handing)
         elif held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
             self._fetches.send(held, held.transfer)
         elif held.transfer is not None:
@@ -162,11 +167,14 @@ class SimInstance:
     def stops_sending(self, held: Held) -> None:
         if held.leaving is not None:
             self._moves.stop(held.key)
+        elif held.handing is not None:
+            self._parts.stop(held.key)
         elif held.transfer is not None:
             self._departures.stop(held, held.transfer)
 
     def forgets(self, held: Held) -> None:
         self._moves.stop(held.key)
+        self._parts.stop(held.key)
         self._fetches.stop(held.key)
         self._loads.forget(held.key)
         if self._departures.forget(held.key) is not None:
@@ -266,12 +274,17 @@ class SimInstance:
         return PlannedStep(running, now_s, duration_s, now_s + duration_s)
 
     def _step_s(self, shape: StepShape) -> float:
-        """How long a step takes: ranges that are here of contexts that decode elsewhere are read beside it."""
+        """How long a step takes: ranges that are here of contexts that decode elsewhere are read beside it.
+
+        One that decodes a context of which others hold ranges takes no less time than they take for one.
+        """
+        exchanges = shape.num_decodes > 0 and self._untimed.residents.num_spread > 0
+        if exchanges and shape.num_decode_context_tokens < self.profile.max_kv_tokens:
+            shape = shape._replace(num_decode_context_tokens=self.profile.max_kv_tokens)
         held = self._untimed.held.values() if self.profile.max_kv_tokens else ()
         num_part_tokens = sum([self.profile.max_kv_tokens for each in held if each.is_part and each.num_tokens])
         if num_part_tokens:
             shape = shape._replace(num_decode_context_tokens=shape.num_decode_context_tokens + num_part_tokens)
-        exchanges = shape.num_decodes > 0 and self._untimed.residents.num_spread > 0
         return self.model.step_s(shape) + (self._part_exchange_s if exchanges else 0.0)
 
     def _plan_interruption(self) -> None:
@@ -399,6 +412,8 @@ class SimInstance:
             self._moves.drained(key)
         elif key in self._fetches:
             self._fetches.drained(key)
+        elif key in self._parts:
+            self._parts.drained(key)
         else:
             self._departures.drained(key)
 

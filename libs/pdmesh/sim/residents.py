@@ -38,13 +38,14 @@ class _Resident:
     num_entries: int = 0  # in the heap, of which the last one counts
     low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
     out_at_blocks: int = 0  # and for nothing more
+    full_at_tokens: int = 0  # from so many on its first range here is full; 0: that was said, or there are none
 
 
 class Told(NamedTuple):
     """What steps led to."""
 
     finished: list[RequestKey]
-    low: tuple[ResidentContext, ...]  # need more room soon, or at once
+    low: tuple[ResidentContext, ...]  # need more room soon, or at once, or hold more than a range
 
 
 class Shares:
@@ -122,15 +123,33 @@ class Residents:
         return self._due[0][0] - self._num_steps
 
     def join(
-        self, key: RequestKey, length: Length, num_tokens: int, num_blocks: int, *, num_saved_tokens: int = 0
+        self,
+        key: RequestKey,
+        length: Length,
+        num_tokens: int,
+        num_blocks: int,
+        *,
+        num_saved_tokens: int = 0,
+        full_at_tokens: int = 0,
     ) -> None:
         """Add a request whose KV is here, in so many blocks; it decodes from the next step on.
 
-        Others hold some of it, and read it at the same time, if there are ``num_saved_tokens``.
+        Others hold some of it, and read it at the same time, if there are ``num_saved_tokens``. It is said when it has
+        ``full_at_tokens``.
         """
         assert num_tokens <= length.num_total_tokens, f"{key} has been drawn twice"
-        resident = _Resident(key, length, num_blocks, num_tokens, num_saved_tokens)
+        resident = _Resident(key, length, num_blocks, num_tokens, num_saved_tokens, full_at_tokens=full_at_tokens)
         self._all[key] = self._joining[key] = resident
+
+    def spread(self, key: RequestKey, num_saved_tokens: int, full_at_tokens: int) -> None:
+        """Note that others hold more of a resident's context, or otherwise than before."""
+        resident = self._all[key]
+        if resident.joined_step is not None:
+            self.num_context_tokens += resident.num_saved_tokens - num_saved_tokens
+            self.num_spread += (num_saved_tokens > 0) - (resident.num_saved_tokens > 0)
+        resident.num_saved_tokens, resident.full_at_tokens = num_saved_tokens, full_at_tokens
+        if resident.joined_step is not None:
+            self._expect(resident)
 
     def grow(self, key: RequestKey, num_blocks: int) -> bool:
         """Set a resident's number of blocks. Whether it can go on now, and could not before."""
@@ -217,17 +236,25 @@ class Residents:
             self._leaving.pop(key, None)
             told.finished.append(key)
             return told
-        is_out = num_tokens > resident.num_blocks * self._block_size
-        if is_out:
+        room = resident.num_blocks * self._block_size - num_tokens
+        is_full = 0 < resident.full_at_tokens <= num_tokens
+        resident.full_at_tokens *= not is_full
+        is_news = False
+        if room < 0:
             self._stand(resident)
             is_news, resident.out_at_blocks = resident.out_at_blocks != resident.num_blocks, resident.num_blocks
         else:
-            is_news, resident.low_at_blocks = resident.low_at_blocks != resident.num_blocks, resident.num_blocks
+            if not is_full or self._is_low(resident, room):
+                is_news, resident.low_at_blocks = resident.low_at_blocks != resident.num_blocks, resident.num_blocks
             self._expect(resident)
+        is_news |= is_full
         if not is_news:
             return told
         context = ResidentContext(request_id=key[0], epoch=key[1], num_tokens=num_tokens)
         return told._replace(low=(*told.low, context))
+
+    def _is_low(self, resident: _Resident, room: int) -> bool:
+        return room < LOW_TOKENS and resident.num_blocks * self._block_size < resident.length.max_total_tokens
 
     def _num_made(self, resident: _Resident) -> int:
         """Steps since it joined."""
@@ -256,6 +283,8 @@ class Residents:
             num_left = min(num_left, room + 1)
             if resident.low_at_blocks != resident.num_blocks:
                 num_left = min(num_left, max(room - LOW_TOKENS + 1, self._num_made(resident) + 1))
+        if resident.full_at_tokens:
+            num_left = min(num_left, max(resident.full_at_tokens - resident.num_tokens, self._num_made(resident) + 1))
         resident.num_entries += 1
         self._num_entries += 1
         heappush(self._due, (joined_step + num_left, self._num_entries, resident.num_entries, resident))

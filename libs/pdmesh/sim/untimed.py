@@ -35,6 +35,7 @@ from pdmesh.core.commands import (
     RunStep,
     SendKept,
     SetGroup,
+    SetMembers,
     SetRole,
     StopInstance,
     WithdrawTransfer,
@@ -46,6 +47,7 @@ from pdmesh.core.events import (
     HelperJoined,
     InstanceEvent,
     KvLow,
+    MembersSet,
     MoveFailed,
     MoveSent,
     RequestFinished,
@@ -61,6 +63,7 @@ from pdmesh.model import (
     GRANULE_TOKENS,
     NO_TRANSFER,
     FinishReason,
+    InstanceId,
     InstanceProfile,
     RequestKey,
     TransferPurpose,
@@ -72,7 +75,17 @@ from pdmesh.sim.residents import Length, Shares
 from pdmesh.sim.surroundings import Surroundings
 
 #: Commands for a request that is here.
-_OfHeld = SetGroup | GrantTransfer | PauseTransfer | WithdrawTransfer | KeepKv | GrowKv | CancelMove | ResumeDecode
+_OfHeld = (
+    SetGroup
+    | SetMembers
+    | GrantTransfer
+    | PauseTransfer
+    | WithdrawTransfer
+    | KeepKv
+    | GrowKv
+    | CancelMove
+    | ResumeDecode
+)
 
 _UNWANTED = "it is not wanted any more"
 
@@ -117,17 +130,17 @@ class UntimedInstance(Holding):
                 self._admit(command)
             case PlaceDecode(transfer=transfer):
                 key = (command.request_id, command.epoch)
-                is_part, home = transfer.destination_ids[0] != self.instance_id, transfer.destinations[0]
-                is_spread = len(transfer.destinations) > 1
+                member_ids = transfer.destination_ids[1:]
+                is_part = self.instance_id in member_ids or transfer.purpose is TransferPurpose.PART
                 receiver = Held(
                     key,
                     command.num_blocks,
                     None,
                     leads=not is_part,
                     transfer=transfer,
-                    chain=() if is_spread else self._length_of(key).chain,
+                    chain=() if member_ids or is_part else self._length_of(key).chain,
                     is_part=is_part,
-                    num_elsewhere_blocks=home.part.blocks.start if is_spread and not is_part else 0,
+                    member_ids=() if is_part else member_ids,
                 )
                 if self._take(receiver, command, transfer.num_reused_granules):
                     self._report(DecodeReserved(self.instance_id, *key, transfer.transfer_id))
@@ -164,6 +177,14 @@ class UntimedInstance(Holding):
                 assert held.leaving is None, f"{command} of one that moves already"
                 held.leaving = transfer
                 self._surroundings.sends(held)
+            case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.PART:
+                assert held.is_decoding or held.is_part, f"{command}, which holds none here"
+                assert held.handing is None, f"{command} of one that hands another on"
+                held.handing = transfer
+                self._surroundings.sends(held)
+            case SetMembers():
+                held.next_member_ids = command.member_ids
+                self._surroundings.stirs()
             case GrantTransfer(transfer=transfer):
                 assert held.is_offered, f"{command} without an offer"
                 assert not held.is_granted, f"{command} twice"
@@ -178,6 +199,12 @@ class UntimedInstance(Holding):
                 self._report(TransferPaused(self.instance_id, *held.key, command.transfer_id))
             case PauseTransfer():
                 pass
+            case WithdrawTransfer() if held.handing is not None:
+                if held.handing.transfer_id == command.transfer_id:
+                    self._surroundings.stops_sending(held)
+                    held.handing = None
+            case WithdrawTransfer() if held.is_decoding or held.is_part:
+                pass  # all of the range had been sent
             case WithdrawTransfer():
                 if held.transfer is not None:
                     assert held.transfer.transfer_id == command.transfer_id, f"{command} of another transfer"
@@ -191,7 +218,7 @@ class UntimedInstance(Holding):
                 if held.is_computed:
                     self._decode(held)
             case GrowKv():
-                if self._grow(held, command) and self.residents.grow(held.key, _num_context_blocks(held)):
+                if self._grow(held, command) and self.residents.grow(held.key, self._num_context_blocks(held)):
                     self._surroundings.stirs()
             case CancelMove():
                 if held.is_leaving_by(command.transfer_id):
@@ -267,6 +294,9 @@ class UntimedInstance(Holding):
         for held in list(self.held.values()):
             if held.leaving is not None and not held.is_committed:
                 self._stay(held)
+            if held.handing is not None:
+                self._surroundings.stops_sending(held)
+            held.handing = held.next_member_ids = None
             if not held.is_decoding:
                 self._surroundings.forgets(held)
                 self._let_go(held)
@@ -278,6 +308,9 @@ class UntimedInstance(Holding):
         frozen: list[Held] = []
         if self.running and not self.shares.is_between_rounds:
             return frozen  # some have their token of the round already
+        for held in list(self.held.values()) if self.profile.max_kv_tokens else ():
+            if held.next_member_ids is not None:
+                self._set_members(held, held.next_member_ids)
         for key, num_tokens in self.residents.seat():
             held = self.held[key]
             held.is_decoding, held.num_tokens = False, num_tokens
@@ -457,18 +490,54 @@ class UntimedInstance(Holding):
         """Decode a request from the next step on."""
         assert held.length is not None
         held.is_decoding = True
-        num_elsewhere = held.num_elsewhere_blocks * self.profile.kv_layout.block_size
-        # Whoever holds most of it reads longest: a range, where others hold some.
-        num_saved = held.num_tokens - max(held.num_tokens - num_elsewhere, self.profile.max_kv_tokens)
         self.residents.join(
             held.key,
             held.length,
             held.num_tokens,
-            _num_context_blocks(held),
-            num_saved_tokens=num_saved if num_elsewhere else 0,
+            self._num_context_blocks(held),
+            num_saved_tokens=len(held.member_ids) * self.profile.max_kv_tokens,
+            full_at_tokens=self._full_at_tokens(held),
         )
         self._surroundings.began_to_decode(held)
         self._surroundings.stirs()
+
+    # --- contexts that are spread ---
+
+    def _num_context_blocks(self, held: Held) -> int:
+        """Return the blocks that a context has, here and elsewhere."""
+        return held.num_blocks + self._num_elsewhere_blocks(held)
+
+    def _full_at_tokens(self, held: Held) -> int:
+        """Return with how many tokens more than a range of them has its KV here; 0: never. The last one has none."""
+        limit = self.profile.max_kv_tokens
+        return (len(held.member_ids) + 1) * limit + 2 if limit else 0
+
+    def _set_members(self, held: Held, member_ids: tuple[InstanceId, ...]) -> None:
+        """Ask others for the first ranges of a context, and give back what was here of these."""
+        num_more, held.next_member_ids = len(member_ids) - len(held.member_ids), None
+        held.member_ids = member_ids
+        if num_more:
+            num_blocks = num_more * self.profile.max_kv_tokens // self.profile.kv_layout.block_size
+            held.num_blocks -= num_blocks
+            self._num_own_blocks -= num_blocks - self.kept.end(held, ())
+            held.chain = ()
+        if held.key in self.residents:
+            num_saved_tokens = len(member_ids) * self.profile.max_kv_tokens
+            self.residents.spread(held.key, num_saved_tokens, self._full_at_tokens(held))
+        self._report(MembersSet(self.instance_id, *held.key, member_ids))
+
+    def hand_on(self, held: Held, num_bytes: int, duration_s: float) -> None:
+        """A range that was here is where it goes, too."""
+        assert held.handing is not None, f"{held.key} hands nothing on"
+        transfer_id, held.handing = held.handing.transfer_id, None
+        self._report(TransferSent(self.instance_id, *held.key, transfer_id, num_bytes, duration_s, 0.0))
+
+    def fail_to_hand_on(self, held: Held, reason: str) -> None:
+        """Give up sending a range."""
+        assert held.handing is not None, f"{held.key} hands nothing on"
+        self._surroundings.stops_sending(held)
+        transfer_id, held.handing = held.handing.transfer_id, None
+        self._report(TransferFailed(self.instance_id, *held.key, transfer_id, reason))
 
     # --- KV that moves on when the prompt is computed, and KV that comes ---
 
@@ -566,11 +635,6 @@ class UntimedInstance(Holding):
             self._decode(held)
         else:
             self.residents.stay(held.key)
-
-
-def _num_context_blocks(held: Held) -> int:
-    """Return the blocks that a context has, here and elsewhere."""
-    return held.num_blocks + held.num_elsewhere_blocks
 
 
 def _has_chunk(plan: StepPlan, key: RequestKey) -> bool:

@@ -36,7 +36,7 @@ class ModelledMesh:
             for key, held in sender.held.items():
                 if held.is_granted and (receiver := self._expecting(key, held.transfer)) is not None:
                     found.append((sender, receiver, key))
-        moves = self.moves()
+        moves = [*self.moves(), *self.part_moves()]
         for receiver in self.instances.values():
             num_transfers = sum(to is receiver for _, to, _ in (*found, *moves))
             assert num_transfers <= receiver.profile.num_transfer_backends, f"{receiver.instance_id}: no backend"
@@ -104,6 +104,26 @@ class ModelledMesh:
             for key, held in source.held.items()
             if key in source.landed and not held.is_given_up
         ]
+
+    def part_moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
+        """Ranges of contexts on their way, as (source, target that expects it, request)."""
+        return [
+            (source, target, key)
+            for source in self.instances.values()
+            for key, held in source.held.items()
+            if held.handing is not None and (target := self._expecting(key, held.handing)) is not None
+        ]
+
+    @staticmethod
+    def land_part(source: ModelledInstance, target: ModelledInstance, key: RequestKey) -> None:
+        """A range is where it goes, and its source has the acknowledgement."""
+        target.untimed.land(target.held[key], 1, 1, 0.0)
+        source.untimed.hand_on(source.held[key], 1, 0.0)
+
+    @staticmethod
+    def fail_part(source: ModelledInstance, key: RequestKey) -> None:
+        """A range is not sent."""
+        source.untimed.fail_to_hand_on(source.held[key], "modelled")
 
     @staticmethod
     def fail(at: ModelledInstance, key: RequestKey) -> None:

@@ -7,6 +7,7 @@ import array
 from pdmesh.core.events import DecodeReserved, TransferLanded
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import LandedTransfer
+from pdmesh.kv.parts import Member
 from pdmesh.model import GRANULE_TOKENS, TransferId
 from pdmesh.wire.messages import ExpectKv, unpack_token_ids
 from pdmesh.worker.context import InstanceContext
@@ -15,14 +16,24 @@ from pdmesh.worker.intake import Intake, transcript
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.sequences import LocalRequest, Stage
 from pdmesh.worker.spans import trace_of
+from pdmesh.worker.spread import SpreadContexts
 
 
 class Arrivals:
     """What an instance receives."""
 
-    def __init__(self, context: InstanceContext, *, intake: Intake, moves: MovingDecodes, growth: RoomGrowth) -> None:
+    def __init__(
+        self,
+        context: InstanceContext,
+        *,
+        intake: Intake,
+        moves: MovingDecodes,
+        growth: RoomGrowth,
+        spread: SpreadContexts,
+    ) -> None:
         self._context = context
         self._intake = intake
+        self._spread = spread
         self._moves = moves
         self._growth = growth
 
@@ -33,7 +44,7 @@ class Arrivals:
         self._context.tables.make_room(message.command)
         place = transfer.destination_ids.index(self._context.instance_id)
         if place > 0:
-            self._expect_part(message, place)
+            self._spread.expect_hand_over(message, place)
             return
         blocks = transfer.destinations[0].part.blocks
         try:
@@ -63,8 +74,7 @@ class Arrivals:
             request.sequence.elsewhere = self._context.mover.parts.open(
                 request.request_id,
                 request.epoch,
-                capability=transfer.capability,
-                addresses=message.destination_addresses[1:],
+                members=[Member(address, transfer.capability) for address in message.destination_addresses[1:]],
                 num_tokens=blocks.start * request.block_size,
             )
         self._context.mover.arrivals.expect(
@@ -76,35 +86,6 @@ class Arrivals:
             num_present_blocks=request.num_reused_tokens // request.block_size,
             blocks=blocks if blocks.start else None,
             source_addresses=message.source_addresses,
-        )
-        self._reserved(request, transfer.transfer_id)
-
-    def _expect_part(self, message: ExpectKv, place: int) -> None:
-        """Make room for a range of a context that is spread."""
-        command, transfer = message.command, message.command.transfer
-        try:
-            request = self._intake.take_unknown(command, command.num_blocks, (), 0, Stage.HOLDING)
-        except PdmeshError as error:
-            self._intake.refuse(command, error, transfer.transfer_id)
-            return
-        self._context.mover.parts.hold(
-            request.request_id,
-            request.epoch,
-            capability=transfer.capability,
-            block_ids=request.sequence.block_table,
-            home_address=message.destination_addresses[0],
-            member=place - 1,
-        )
-        self._context.mover.arrivals.expect(
-            request.request_id,
-            request.epoch,
-            capability=transfer.capability,
-            block_ids=request.sequence.block_table,
-            num_context_tokens=message.num_context_tokens,
-            blocks=transfer.destinations[place].part.blocks,
-            source_addresses=message.source_addresses,
-            destination=place,
-            draws=False,
         )
         self._reserved(request, transfer.transfer_id)
 

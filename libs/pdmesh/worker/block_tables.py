@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
@@ -147,6 +147,10 @@ class BlockTables:
         """Return so many blocks for one table, or what there is, for a worker whose scheduler is gone."""
         self.kept.make_room(num_blocks)
         return self._pool.allocate(min(num_blocks, self._pool.num_free))
+
+    def give_back(self, block_ids: Sequence[int], on_free: Callable[[], None]) -> None:
+        """Take blocks out of one table; ``on_free`` is called once they are free, or kept."""
+        self._pool.free(block_ids, on_released=on_free)
 
     # --- blocks for others --------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class InstanceContext:
     instance_id: InstanceId
     max_model_len: int  # tokens
     block_size: int  # tokens
+    range_tokens: int  # that an instance holds of a context that is spread, beside its home; 0: none is
     tables: BlockTables
     windows: Windows
     mover: KvMover

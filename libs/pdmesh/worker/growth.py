@@ -53,10 +53,14 @@ class RoomGrowth:
         """Take what the scheduler grants."""
         self._context.tables.make_room(command)
         request = self._context.sequences.get(command.request_id, command.epoch)
-        if request is None or command.num_blocks <= len(request.sequence.block_table):
-            return  # it ended meanwhile, or was granted more already
+        if request is None:
+            return  # it ended meanwhile
+        num_elsewhere_blocks = request.sequence.num_elsewhere_tokens // request.block_size
+        num_blocks = command.num_blocks + command.num_elsewhere_blocks - num_elsewhere_blocks
+        if num_blocks <= len(request.sequence.block_table):
+            return  # it was granted more already
         try:
-            self.extend(request, command.num_blocks)
+            self.extend(request, num_blocks)
         except OutOfBlocks as error:  # the scheduler's count is wrong
             self._context.endings.drop(request, str(error))
             return
@@ -78,7 +82,7 @@ class RoomGrowth:
                     request_id=request.request_id, epoch=request.epoch, num_tokens=len(request.sequence.token_ids)
                 )
                 for request in requests
-                if request.growth_is_news()
+                if request.growth_is_news(self._context.range_tokens)
             ]
         )
         if low:

@@ -7,6 +7,7 @@ decide: it *refuses* whatever it cannot take (`RequestDropped`), and the schedul
 * `intake`: requests are taken or refused. `groups`: prompts that several instances compute.
 * `plans`, `results`: what the engine computes next, and what came of it. `growth`: room for what is generated.
 * `departures`, `arrivals`: KV that moves on after its prefill, at its source and at its destination.
+* `spread`: contexts of which others hold ranges, on both sides.
 * `moves`: decodes that move while they run, on both sides. `fetches`: kept granules that are copied, on both sides.
 * `sequences`: the table of what is held. `endings`: how requests end. `context`: what these share.
 """
@@ -49,7 +50,18 @@ from pdmesh.kv.store import KvStore
 from pdmesh.model import InstanceId, PrefixHashes, Resident, Role, TransferPurpose
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import Admit, ExpectKept, ExpectKv, ExpectMove, Grant, GrantKept, PeerGone, Regroup
+from pdmesh.wire.messages import (
+    Admit,
+    ExpectKept,
+    ExpectKv,
+    ExpectMove,
+    ExpectPart,
+    Grant,
+    GrantKept,
+    PeerGone,
+    Regroup,
+    Respread,
+)
 from pdmesh.worker.arrivals import Arrivals
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.context import InstanceContext
@@ -67,12 +79,25 @@ from pdmesh.worker.replies import ToGateways, TokenSink
 from pdmesh.worker.results import Results
 from pdmesh.worker.sequences import Drawn, LocalRequest, Sequences, Stage
 from pdmesh.worker.spans import FREED
+from pdmesh.worker.spread import SpreadContexts
 from pdmesh.worker.windows import Windows
 
 log = structlog.get_logger()
 
 #: What the scheduler tells an instance: core commands, some of them with what only the services know.
-Instruction = PlainInstanceCommand | Admit | Regroup | ExpectKv | ExpectMove | ExpectKept | GrantKept | Grant | PeerGone
+Instruction = (
+    PlainInstanceCommand
+    | Admit
+    | Regroup
+    | ExpectKv
+    | ExpectMove
+    | ExpectPart
+    | Respread
+    | ExpectKept
+    | GrantKept
+    | Grant
+    | PeerGone
+)
 
 
 class Instance:
@@ -97,6 +122,7 @@ class Instance:
         drafter: Drafter | None = None,
         tier: OffloadTier | None = None,
         num_stages: int = 1,
+        range_tokens: int = 0,
     ) -> None:
         self.role = role
         self.instance_id = instance_id
@@ -127,6 +153,7 @@ class Instance:
             instance_id=instance_id,
             max_model_len=max_model_len,
             block_size=block_size,
+            range_tokens=range_tokens,
             tables=tables,
             windows=windows,
             mover=mover,
@@ -146,8 +173,9 @@ class Instance:
         self._departures = Departures(context, growth=growth)
         self._moves = moves = MovingDecodes(context, intake=intake)
         self._fetches = KeptCopies(context, intake=intake)
-        self._arrivals = Arrivals(context, intake=intake, moves=moves, growth=growth)
-        self.results = Results(context, own=own, groups=groups, moves=moves, growth=growth)
+        self._spread = spread = SpreadContexts(context, intake=intake, growth=growth)
+        self._arrivals = Arrivals(context, intake=intake, moves=moves, growth=growth, spread=spread)
+        self.results = Results(context, own=own, groups=groups, moves=moves, growth=growth, spread=spread)
 
     # --- what it is told ------------------------------------------------------------------------------------
 
@@ -170,6 +198,12 @@ class Instance:
                 self._fetches.send(message)
             case Grant() if message.command.transfer.purpose is TransferPurpose.MOVE:
                 self._moves.grant(message)
+            case ExpectPart():
+                self._spread.expect(message)
+            case Respread():
+                self._spread.respread(message)
+            case Grant() if message.command.transfer.purpose is TransferPurpose.PART:
+                self._spread.grant(message)
             case Grant():
                 self._departures.grant(message)
             case CancelMove():
@@ -179,7 +213,8 @@ class Instance:
             case PauseTransfer(request_id=request_id, epoch=epoch):
                 self._mover.departures.pause(request_id, epoch)
             case WithdrawTransfer():
-                self._departures.withdraw(message)
+                if not self._spread.withdraw(message):
+                    self._departures.withdraw(message)
             case KeepKv():
                 self._departures.keep(message)
             case GrowKv():
@@ -202,6 +237,12 @@ class Instance:
             return
         if isinstance(outcome, FailedExchange):
             self._endings.drop(request, outcome.reason)
+            return
+        if request.handing is not None and isinstance(outcome, SentTransfer):
+            self._spread.sent(request, outcome)
+            return
+        if request.handing is not None and isinstance(outcome, FailedTransfer) and outcome.sending:
+            self._spread.failed(request, outcome.reason)
             return
         transfer = request.transfer if request.leaving is None else request.leaving.transfer
         if transfer is None:
@@ -293,6 +334,7 @@ class Instance:
         self._growth.end_alone()
         self.plans.clear()
         self._moves.stay_all()
+        self._spread.stay_all()
         for request in self._sequences:
             if request.stage is not Stage.DECODING or request.sequence.elsewhere is not None:
                 self._sequences.release(request)

@@ -18,6 +18,7 @@ from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.replies import embedding_out, error_out, prompt_logprobs, step_done, token_out
 from pdmesh.worker.sequences import LocalRequest, Stage
+from pdmesh.worker.spread import SpreadContexts
 from pdmesh.worker.times import StepTime
 
 log = structlog.get_logger()
@@ -34,12 +35,14 @@ class Results:
         groups: PrefillGroups,
         moves: MovingDecodes,
         growth: RoomGrowth,
+        spread: SpreadContexts,
     ) -> None:
         self._context = context
         self._own = own
         self._groups = groups
         self._moves = moves
         self._growth = growth
+        self._spread = spread
 
     def hand_out(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> bool:
         """Take the batch's results, None for what was abandoned. Return whether a stream waits for KV to leave.
@@ -70,6 +73,7 @@ class Results:
                 continue
             if result is not None:
                 self._deliver(decode.request, result)
+                self._spread.between_steps(decode.request)
             else:
                 self._context.endings.drop(decode.request, "another instance that holds KV of it does not answer")
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:

@@ -200,6 +200,7 @@ async def serve_instance(
             drafter=drafter,
             tier=tier,
             num_stages=engine.num_stages,
+            range_tokens=range_tokens,
         )
         scheduler = WorkerSession(
             channel,

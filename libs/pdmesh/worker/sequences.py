@@ -33,7 +33,7 @@ from pdmesh.model import (
 )
 from pdmesh.plans import ChunkPlan, TransferPlan
 from pdmesh.policy.on_demand import is_low
-from pdmesh.wire.messages import Generation
+from pdmesh.wire.messages import Generation, Respread
 from pdmesh.worker.spans import RequestTrace
 from pdmesh.worker.windows import HeldBlocks, Windows
 
@@ -101,6 +101,8 @@ class LocalRequest:
     exchange: KvExchange | None = None  # set if a group computes its prompt
     load: KvLoad | None = None  # set while some of its KV comes from the offload tier
     leaving: Leaving | None = None  # set while it decodes, and moves to another instance
+    handing: TransferPlan | None = None  # set while a range that is here goes to another instance, too
+    respread: Respread | None = None  # set until its members are these, between two steps
     trace: RequestTrace | None = None  # set if the request is traced
     held: HeldBlocks = field(default_factory=HeldBlocks)  # in layers with a window
     num_reused_tokens: int = 0  # the first ones, whose KV was here
@@ -110,6 +112,7 @@ class LocalRequest:
     num_accepted_tokens: int = 0  # of these
     num_chunks: int = 0  # begun
     num_begun_tokens: int = 0  # up to the end of the last chunk that was begun
+    full_at_tokens: int = 0  # elsewhere, when it was last said that a range is full here, and one more
     low_at_blocks: int = 0  # with how many blocks it was last said to have room for little more
     out_at_blocks: int = 0  # and for nothing more
     num_steps: int = 0  # that it is in: one, or of several stages some, each with a chunk of it
@@ -168,8 +171,16 @@ class LocalRequest:
             return False
         return is_low(self.num_own_tokens, num_blocks, self.block_size)
 
-    def growth_is_news(self) -> bool:
-        """Whether it is low, or out of room, and that was not said yet."""
+    def growth_is_news(self, range_tokens: int) -> bool:
+        """Whether it is low, or out of room, or holds more than a range of so many tokens, and that was not said yet.
+
+        The last token has no KV yet.
+        """
+        num_elsewhere_tokens = self.sequence.num_elsewhere_tokens
+        if range_tokens and self.num_own_tokens - 1 > range_tokens and not self.doomed:
+            is_news, self.full_at_tokens = self.full_at_tokens <= num_elsewhere_tokens, num_elsewhere_tokens + 1
+            if is_news:
+                return True
         if not self.is_low:
             return False
         num_blocks = len(self.sequence.block_table)

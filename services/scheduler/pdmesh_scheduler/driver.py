@@ -26,6 +26,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     SendKept,
     SetGroup,
+    SetMembers,
     SetRole,
     ToGateway,
     ToInstance,
@@ -54,6 +55,7 @@ from pdmesh.wire.messages import (
     ExpectKept,
     ExpectKv,
     ExpectMove,
+    ExpectPart,
     GatewayDown,
     Generation,
     Grant,
@@ -61,6 +63,7 @@ from pdmesh.wire.messages import (
     MeshStatus,
     PeerGone,
     Regroup,
+    Respread,
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
@@ -296,6 +299,17 @@ class Driver:
                 chain = self._core.chain_of((command.request_id, command.epoch))
                 expect = ExpectMove(command=command, chain=chain, source_addresses=addresses)
                 self._workers.post(command.instance_id, expect)
+            case PlaceDecode() if command.transfer.purpose is TransferPurpose.PART:
+                home_id = self._core.decode_id_of((command.request_id, command.epoch))
+                expect_part = ExpectPart(
+                    command=command,
+                    source_addresses=self._addresses(command.transfer.source_ids),
+                    home_address=b"" if home_id is None else self._profiles[home_id].data_address,
+                )
+                self._workers.post(command.instance_id, expect_part)
+            case SetMembers():
+                addresses = self._addresses(command.member_ids)
+                self._workers.post(command.instance_id, Respread(command=command, member_addresses=addresses))
             case PlaceDecode():
                 prompt = self._prompts.expected(command)
                 addresses = self._addresses(command.transfer.source_ids)

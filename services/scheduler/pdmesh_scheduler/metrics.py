@@ -14,6 +14,7 @@ from pdmesh.core.events import (
     InstanceJoined,
     InstanceLost,
     InstanceSuspected,
+    MembersSet,
     RequestFinished,
     StepDone,
     TransferFailed,
@@ -107,6 +108,11 @@ class SchedulerMetrics:
             registry=registry,
             buckets=_SECONDS,
         )
+        self._part_moves = Counter(
+            "pdmesh:kv_part_moves",
+            "Ranges of contexts that went to another instance while their requests decoded",
+            registry=registry,
+        )
         self._failed = Counter(
             "pdmesh:num_transfer_failed_reqs", "Transfers that failed at either end", registry=registry
         )
@@ -166,6 +172,8 @@ class SchedulerMetrics:
                 self._success.labels(event.reason).inc()
                 self._generation_tokens.inc(max(0, event.num_output_tokens))
                 self._own_steps(event.instance_id, event.own_steps)
+            case MembersSet():
+                self._part_moves.inc()
             case StepDone():
                 self._own_steps(event.instance_id, event.own_steps)
                 num_tokens = sum(chunk.num_tokens + (chunk.is_last and chunk.num_tokens > 0) for chunk in event.chunks)

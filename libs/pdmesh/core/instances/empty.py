@@ -62,8 +62,17 @@ class EmptyInstance:
 
     def num_decode_blocks(self, request: Request) -> int:
         """Return the blocks that a request may come to hold where it decodes."""
-        num_blocks = num_blocks_for(request.max_total_tokens, self.block_size)
-        return num_blocks - self.num_parts(request) * self.part_blocks
+        return self.num_home_blocks(request, self.num_parts(request))
+
+    def num_home_blocks(self, request: Request, num_parts: int) -> int:
+        """Return the same of a context whose first ranges others hold, so many.
+
+        On demand no more than there are, if these are two ranges: one that is full is handed on as the next one grows.
+        """
+        num_blocks = num_blocks_for(request.max_total_tokens, self.block_size) - num_parts * self.part_blocks
+        if self.part_blocks and self._growth.on_demand:
+            return min(num_blocks, max(self.num_blocks, 2 * self.part_blocks))
+        return num_blocks
 
     def could_prefill(self, request: Request) -> bool:
         """Whether the prompt fits this instance when it is empty."""

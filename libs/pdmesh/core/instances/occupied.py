@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pdmesh.core.instances.allocations import MOVES_AWAY, READ_BY_STEPS, Allocation, AllocationKind, AllocationSums
 from pdmesh.core.instances.empty import EmptyInstance
-from pdmesh.core.instances.kept import KeptHere
+from pdmesh.core.instances.kept import NOTHING, KeptHere
 from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth, GrowthSums
 from pdmesh.core.instances.offloaded import RoomMade
@@ -117,6 +117,20 @@ class OccupiedInstance(EmptyInstance):
         allocation = self.allocations[key]
         self._count(allocation, -1)
         allocation.num_blocks = num_blocks
+        self._count(allocation, 1)
+
+    def hand_on(self, key: RequestKey, max_blocks: int) -> None:
+        """Let another instance hold the first range of what a resident has here.
+
+        What is kept of its prompt is in that range, and this request's no longer.
+        """
+        allocation = self.allocations[key]
+        self._count(allocation, -1)
+        self.kept.end(allocation.granules)
+        allocation.granules = NOTHING
+        allocation.num_blocks -= self.part_blocks
+        allocation.max_blocks = max(allocation.num_blocks, max_blocks)
+        allocation.num_elsewhere_tokens += self.max_kv_tokens
         self._count(allocation, 1)
 
     def keep(self, key: RequestKey, num_blocks: int, max_blocks: int) -> None:

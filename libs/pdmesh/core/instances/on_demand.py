@@ -11,15 +11,14 @@ when somebody asks in vain, long before that cannot go on (`pdmesh.core.transfer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from pdmesh.core.commands import GrowKv
-from pdmesh.core.instances.allocations import Allocation, AllocationKind
+from pdmesh.core.instances.allocations import READ_BY_STEPS, Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
-from pdmesh.core.steps.placing import could_place
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.transfers.parts import can_resume
 from pdmesh.core.transfers.rebalancing import Rebalancer
 from pdmesh.model import InstanceId, RequestId, RequestKey
 from pdmesh.plans import ResidentContext
@@ -68,6 +67,10 @@ class OnDemandKv:
             self._note(instance, key, allocation)
         if has_news:
             self._tell_growth()
+
+    def handed_on(self, instance: InstanceState, key: RequestKey) -> None:
+        """A resident has less room, for the rest of its context."""
+        self._note(instance, key, instance.allocations[key])
 
     def _note(self, instance: InstanceState, key: RequestKey, allocation: Allocation) -> None:
         if self._wants(instance, allocation):
@@ -120,7 +123,7 @@ class OnDemandKv:
                     now_s,
                 )
             if stuck:
-                self._make_room(instance, stuck, bundle, latency)
+                self._make_room(instance, stuck, latency)
 
     def _grant_all(self, instance: InstanceState) -> list[RequestKey]:
         """Grant blocks, and return residents that cannot go on and got nothing; the oldest first."""
@@ -156,6 +159,7 @@ class OnDemandKv:
                 request_id=key[0],
                 epoch=key[1],
                 num_blocks=num_blocks,
+                num_elsewhere_blocks=instance.allocations[key].num_elsewhere_tokens // instance.block_size,
                 drop=room.drop,
                 offload=room.offload,
                 evict=room.evict,
@@ -169,32 +173,36 @@ class OnDemandKv:
 
     # --- retracting ---
 
-    def _make_room(
-        self, instance: InstanceState, stuck: Iterable[RequestKey], bundle: Bundle, latency: LatencyModel
-    ) -> None:
+    def _make_room(self, instance: InstanceState, stuck: Iterable[RequestKey], latency: LatencyModel) -> None:
         """A block for each of ``stuck``, the oldest first, from what is being freed or from somebody younger."""
         freeing = [allocation for allocation in instance.allocations.values() if allocation.freeing]
         coming = sum([instance.num_freed_blocks(allocation) for allocation in freeing])
         coming += self._rebalancer.num_leaving_blocks(instance)
         for key in stuck:
             if not coming:
-                victim = self._victim(instance, self._age(key), bundle, latency)
+                victim = self._victim(instance, self._age(key), latency)
                 if victim is None:
                     return
                 self._mesh.restart(victim.state, f"instance {instance.instance_id} is short of memory", retracted=True)
                 coming = victim.num_blocks
             coming -= 1
 
-    def _victim(self, instance: InstanceState, age: _Age, bundle: Bundle, latency: LatencyModel) -> _Victim | None:
+    def _victim(self, instance: InstanceState, age: _Age, latency: LatencyModel) -> _Victim | None:
         """Return the younger resident that is cheapest to retract for each block."""
         found: list[_Victim] = []
         for key, allocation in instance.allocations.items():
             state = self._mesh.find(key)
-            if state is None or allocation.freeing or allocation.kind is not AllocationKind.RESIDENT or state.move:
+            if state is None or allocation.freeing or allocation.kind not in READ_BY_STEPS or state.move:
                 continue
+            home, resident = instance, allocation
+            if allocation.kind is AllocationKind.PART:  # of one that decodes elsewhere, or will
+                if state.phase is not Phase.DECODING or state.decode_id is None:
+                    continue
+                home = self._mesh.instances[state.decode_id]
+                resident = home.allocations[key]
             num_freed = instance.num_freed_blocks(allocation)
-            if num_freed and _age_of(state) > age and self._can_resume(instance, state, allocation, bundle):
-                cost_s = self._cost_s(instance, state, allocation, latency) / num_freed
+            if num_freed and _age_of(state) > age and self._can_resume(home, state, resident):
+                cost_s = self._cost_s(home, state, resident, latency) / num_freed
                 found.append(_Victim(cost_s, -state.request.arrival_s, key[0], state, num_freed))
         return min(found, default=None, key=lambda victim: victim[:3])
 
@@ -212,17 +220,10 @@ class OnDemandKv:
         again_s = latency.step_s(StepShape((ChunkShape(num_tokens - num_kept, num_kept),), 0, 0))
         return again_s + num_left * latency.step_s(StepShape((), 1, num_tokens))
 
-    def _can_resume(self, instance: InstanceState, state: RequestState, allocation: Allocation, bundle: Bundle) -> bool:
+    def _can_resume(self, instance: InstanceState, state: RequestState, allocation: Allocation) -> bool:
         """Whether there is an instance that computes all that it holds as a prompt."""
         num_held = allocation.num_blocks * instance.block_size + allocation.num_elsewhere_tokens
-        num_tokens = min(state.request.max_total_tokens, num_held)
-        num_more = max(0, num_tokens - state.request.num_prompt_tokens)
-        resumed = replace(
-            state.request,
-            num_prompt_tokens=state.request.num_prompt_tokens + num_more,
-            max_tokens=state.request.max_tokens - num_more,
-        )
-        return could_place(resumed, self._mesh.kinds)
+        return can_resume(self._mesh, state, num_held)
 
 
 def _age_of(state: RequestState) -> _Age:

@@ -10,6 +10,7 @@ from pdmesh.core.operators.operations import Operations
 from pdmesh.core.recovery.failure_detection import go_on_without, receive_elsewhere, start_elsewhere
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.transfers.moves import Moves
+from pdmesh.core.transfers.parts import Parts
 from pdmesh.core.transfers.rebalancing import Rebalancer
 
 
@@ -23,6 +24,7 @@ class Membership:
         reconciler: Reconciler,
         on_demand_kv: OnDemandKv,
         moves: Moves,
+        parts: Parts,
         rebalancer: Rebalancer,
         operations: Operations,
     ) -> None:
@@ -31,6 +33,7 @@ class Membership:
         self._reconciler = reconciler
         self._on_demand = on_demand_kv
         self._moves = moves
+        self._parts = parts
         self._rebalancer = rebalancer
         self._operations = operations
 
@@ -55,6 +58,7 @@ class Membership:
         self._on_demand.joined(self._mesh.instances[instance_id])
         self._choice.joined(event.profile)
         self._moves.joined(instance_id, stopping=event.stopping, is_another=is_another)
+        self._parts.joined(self._mesh.instances[instance_id])
         self._operations.joined(instance_id, now_s)
         start_elsewhere(self._mesh, self._choice.bundle)
 
@@ -79,6 +83,7 @@ class Membership:
         self._reconciler.instance_lost(event.instance_id, now_s)
         self._mesh.cut.forget(event.instance_id)
         self._moves.lost(event.instance_id)
+        self._parts.lost(event.instance_id)
         self._rebalancer.lost(event.instance_id)
         self._operations.lost(event.instance_id, now_s)
 

@@ -45,7 +45,7 @@ class Moves:
             return f"is on its way to {state.move.target_id} already"
         if state.phase is not Phase.DECODING:
             return f"is {state.phase.replace('_', ' ')}, and only what decodes can move"
-        if len(state.decode_shards) > 1:
+        if state.members or state.part_move is not None:
             return "has a context that is spread over several instances, and stays"
         source, allocation = self._where(state)
         if source is target:
@@ -245,9 +245,13 @@ class Moves:
         if stopping:
             self._stopping[instance_id] = None
 
+    def leaving(self, leaving: Sequence[InstanceId]) -> Sequence[InstanceId]:
+        """Return the instances that stop, and those that operators want to leave."""
+        return list(dict.fromkeys((*self._stopping, *leaving)))
+
     def evacuate(self, leaving: Sequence[InstanceId], placement: DecodePlacement) -> None:
         """Move what decodes on the instances that stop, and on these, to others that have room; after any event."""
-        for instance_id in dict.fromkeys((*self._stopping, *leaving)):
+        for instance_id in self.leaving(leaving):
             instance = self._mesh.instances.get(instance_id)
             if (
                 instance is not None

@@ -14,6 +14,7 @@ from pdmesh.core.events import (
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.transfers.fetches import Fetches
+from pdmesh.core.transfers.parts import Parts
 from pdmesh.core.transfers.receivers import has_all_kv, lose_receiver
 from pdmesh.core.transfers.transfer import Side, Transfer, TransferState
 from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER
@@ -22,9 +23,10 @@ from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER
 class TransferReports:
     """Takes note of them; what does not fit the mesh state is counted, and changes nothing."""
 
-    def __init__(self, mesh: MeshState, fetches: Fetches) -> None:
+    def __init__(self, mesh: MeshState, fetches: Fetches, parts: Parts) -> None:
         self._mesh = mesh
         self._fetches = fetches
+        self._parts = parts
 
     def reserved(self, event: DecodeReserved) -> None:
         if transfer := self._find(event, Side.DESTINATION):
@@ -68,6 +70,8 @@ class TransferReports:
             state = self._mesh.requests[event.request_id]
             if state.move is not None and state.move.transfer is transfer:
                 self._mesh.land_move(state)
+            elif transfer.is_part:
+                self._parts.landed(state)
             elif transfer.state is TransferState.LANDED and transfer.is_hand_over:
                 self._mesh.land(state)
 
@@ -83,7 +87,7 @@ class TransferReports:
                 for destination_id in (event.instance_id,) if is_receiver else transfer.destination_ids:
                     self._mesh.cut.note(source_id, destination_id, now_s)
         key = (event.request_id, event.epoch)
-        if self._fetches.failed(key):
+        if self._fetches.failed(key) or self._parts.failed(key, event.instance_id, event.transfer_id):
             return
         state = self._mesh.find(key)
         if state is None or not state.needs(event.instance_id):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from pdmesh.model import InstanceId, PrefixHashes, RequestKey, TransferPurpose
-from pdmesh.plans import TransferPlan
+from pdmesh.plans import PartMember, TransferPlan
 
 
 class TransferState(Enum):
@@ -89,6 +89,11 @@ class Transfer:
         return self.plan.purpose is TransferPurpose.HAND_OVER
 
     @property
+    def is_part(self) -> bool:
+        """Whether it takes a range of a context on that decodes, to another member."""
+        return self.plan.purpose is TransferPurpose.PART
+
+    @property
     def is_fetch(self) -> bool:
         return self.plan.purpose is TransferPurpose.FETCH
 
@@ -159,6 +164,24 @@ class Move:
     transfer: Transfer
     given_up: bool = False  # its target is told to free it, or is gone
     committed: bool | None = None  # as its source said once it sent no more: whether the target may have begun
+
+    @property
+    def source_id(self) -> InstanceId:
+        return self.transfer.source_ids[0]
+
+    @property
+    def target_id(self) -> InstanceId:
+        return self.transfer.destination_ids[0]
+
+
+@dataclass(slots=True, eq=False)
+class PartMove:
+    """A range of a context that decodes, on its way to the instance that holds it next."""
+
+    transfer: Transfer
+    number: int  # the range's, from the first on
+    member: PartMember  # who holds it then
+    has_landed: bool = False  # and the instance where it decodes is told
 
     @property
     def source_id(self) -> InstanceId:

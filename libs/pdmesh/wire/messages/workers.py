@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, GrantTransfer, PlaceDecode, SendKept, SetGroup
+from pdmesh.core.commands import AdmitPrefill, FetchKept, GrantTransfer, PlaceDecode, SendKept, SetGroup, SetMembers
 from pdmesh.model import (
     GatewayId,
     InstanceId,
@@ -103,6 +103,21 @@ class ExpectMove(Message, frozen=True, kw_only=True):
     source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
 
 
+class ExpectPart(Message, frozen=True, kw_only=True):
+    """A `PlaceDecode` of a range of a context that decodes elsewhere."""
+
+    command: PlaceDecode
+    source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
+    home_address: bytes  # where it decodes
+
+
+class Respread(Message, frozen=True, kw_only=True):
+    """A `SetMembers` with the data addresses of the members, in their order."""
+
+    command: SetMembers
+    member_addresses: tuple[bytes, ...]
+
+
 class Grant(Message, frozen=True, kw_only=True):
     """A `GrantTransfer` with the data addresses of the transfer's destinations."""
 
@@ -151,6 +166,8 @@ WorkerDown = (
     | Regroup
     | ExpectKv
     | ExpectMove
+    | ExpectPart
+    | Respread
     | ExpectKept
     | GrantKept
     | Grant

@@ -1,0 +1,296 @@
+"""Contexts that are spread over several instances change their holders while they decode.
+
+Where a context decodes, a range that is full is handed on to a further instance; and what an instance that stops holds
+of others' contexts goes to instances that stay. The range is copied while the request decodes on. Once it has landed,
+the instance where it decodes is told of its members; when it says that it asks these from now on, the one that held the
+range before has it no longer. Until it is told, all goes on as it was if the copy comes to nothing. What becomes of
+those that are lost after that is what becomes of members: their requests start again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pdmesh.core.commands import PlaceDecode, SetMembers, WithdrawTransfer
+from pdmesh.core.events import MembersSet
+from pdmesh.core.instances.allocations import Allocation, AllocationKind
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.steps.placing import could_place
+from pdmesh.core.transfers.moves import MAX_AT_ONCE, MAX_FAILED
+from pdmesh.core.transfers.transfer import PartMove
+from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
+from pdmesh.plans import ResidentContext
+from pdmesh.policy.seams import DecodePlacement
+
+
+class Parts:
+    """Ranges on their way, and those that are to be."""
+
+    def __init__(self, mesh: MeshState) -> None:
+        self._mesh = mesh
+        self._full: dict[RequestKey, None] = {}  # hold more than a range where they decode
+        self._moving: dict[RequestKey, RequestState] = {}  # a range of theirs
+
+    # --- who holds too much ---
+
+    def grew(self, instance: InstanceState, residents: Iterable[ResidentContext]) -> None:
+        """Requests that decode on an instance have become longer, as it said."""
+        if instance.max_kv_tokens:
+            for resident in residents:
+                self._note(instance, (resident.request_id, resident.epoch))
+
+    def _note(self, instance: InstanceState, key: RequestKey) -> None:
+        allocation = instance.allocations.get(key)
+        if allocation is not None and _is_full(instance, allocation):
+            self._full[key] = None
+
+    def serve(self, leaving: Sequence[InstanceId], placement: DecodePlacement) -> None:
+        """Hand on what is full, and what instances that stop hold of others' contexts; after any event."""
+        for key in list(self._full):
+            self._serve_full(key, placement)
+        for instance_id in leaving:
+            source = self._mesh.instances.get(instance_id)
+            if source is not None and source.allocated.num_part_blocks and source.reachable and not source.suspected:
+                self._empty(source, placement)
+
+    def _serve_full(self, key: RequestKey, placement: DecodePlacement) -> None:
+        state = self._mesh.find(key)
+        home = None if state is None or state.decode_id is None else self._mesh.instances.get(state.decode_id)
+        allocation = None if home is None else home.allocations.get(key)
+        if state is None or home is None or allocation is None or not _is_full(home, allocation):
+            del self._full[key]
+        elif self._may_move(state) and not self._begin(state, home, len(state.members), placement):
+            self._give_up(state, home, allocation)
+
+    def _give_up(self, state: RequestState, home: InstanceState, allocation: Allocation) -> None:
+        """Let a request start again that cannot go on: it has all of its instance, and nobody takes its full range.
+
+        Then it waits for as many instances with room as it needs.
+        """
+        most_blocks = min(allocation.max_blocks, home.num_blocks - home.num_quarantined_blocks)
+        is_stuck = allocation.num_own_tokens > allocation.num_blocks * home.block_size
+        has_all = allocation.num_blocks >= most_blocks and not allocation.freeing
+        if is_stuck and has_all and can_resume(self._mesh, state, allocation.num_tokens):
+            reason = f"instance {home.instance_id} is full, and no other has room for a range of the context"
+            self._mesh.restart(state, reason, retracted=True)
+
+    def _empty(self, source: InstanceState, placement: DecodePlacement) -> None:
+        for key, allocation in list(source.allocations.items()):
+            state = self._mesh.find(key)
+            if (
+                allocation.kind is AllocationKind.PART
+                and state is not None
+                and source.instance_id in state.decode_ids[1:]
+                and self._may_move(state)
+            ):
+                self._begin(state, source, state.decode_ids.index(source.instance_id) - 1, placement)
+
+    @staticmethod
+    def _may_move(state: RequestState) -> bool:
+        return state.phase is Phase.DECODING and state.part_move is None and state.num_failed_moves < MAX_FAILED
+
+    # --- a range begins to move ---
+
+    def _begin(self, state: RequestState, source: InstanceState, number: int, placement: DecodePlacement) -> bool:
+        """Hand a range on to another instance with room. False if there is none."""
+        home_id = state.decode_id
+        under_way = self._under_way
+        if sum(move.source_id == source.instance_id for move in under_way) >= MAX_AT_ONCE:
+            return True  # it waits for its turn
+        num_coming = Counter(move.target_id for move in under_way)
+        able = [
+            each
+            for each in self._mesh.instances.values()
+            if each is not source
+            and each.instance_id != home_id
+            and num_coming[each.instance_id] < MAX_AT_ONCE
+            and state.key not in each.allocations
+            and each.exact_group == source.exact_group
+            and each.takes_new
+            and each.role_decodes
+            and source.part_blocks <= each.room.bounded
+        ]
+        cut = self._mesh.cut.of(source.instance_id) | self._mesh.cut.of(home_id or source.instance_id)
+        slow = self._mesh.slow_from(source, source.part_blocks, [each.instance_id for each in able])
+        target = min(
+            able,
+            default=None,
+            key=lambda each: (
+                each.instance_id in cut,
+                each.instance_id in slow,
+                placement.key(each.view),
+                each.instance_id,
+            ),
+        )
+        if target is None:
+            return False
+        self._hand_on(state, source, target, number)
+        return True
+
+    @property
+    def _under_way(self) -> list[PartMove]:
+        moves = [state.part_move for state in self._moving.values()]
+        return [move for move in moves if move is not None and not move.has_landed]
+
+    def _hand_on(self, state: RequestState, source: InstanceState, target: InstanceState, number: int) -> None:
+        mesh, (request_id, epoch), size = self._mesh, state.key, source.part_blocks
+        transfer = mesh.broker.open(
+            state.key,
+            TransferPurpose.PART,
+            (source.shard(size, number * size),),
+            (target.shard(size, number * size),),
+        )
+        state.begin_part_move(transfer, number)
+        self._moving[state.key] = state
+        target.take(state.key, size, AllocationKind.PART, transfer_id=transfer.plan.transfer_id)
+        room = target.make_room()
+        mesh.commands.append(
+            PlaceDecode(
+                instance_id=target.instance_id,
+                request_id=request_id,
+                epoch=epoch,
+                transfer=transfer.plan,
+                drop=room.drop,
+                offload=room.offload,
+                evict=room.evict,
+            )
+        )
+        mesh.grant(mesh.broker.offer(transfer))
+
+    # --- what instances say of it ---
+
+    def landed(self, state: RequestState) -> None:
+        """The range is where it goes: its request asks for it there from now on."""
+        assert state.decode_id is not None
+        state.land_part()
+        self._tell(state, state.decode_id)
+
+    def _tell(self, state: RequestState, home_id: InstanceId) -> None:
+        request_id, epoch = state.key
+        self._mesh.commands.append(
+            SetMembers(instance_id=home_id, request_id=request_id, epoch=epoch, members=state.next_members)
+        )
+
+    def set(self, event: MembersSet) -> RequestState | None:
+        """The instance where it decodes has done so. Return the request, if that was waited for."""
+        state = self._mesh.find((event.request_id, event.epoch))
+        move = None if state is None else state.part_move
+        if (
+            state is None
+            or move is None
+            or not move.has_landed
+            or state.decode_id != event.instance_id
+            or move.number >= len(event.member_ids)
+            or event.member_ids[move.number] != move.target_id
+        ):
+            self._mesh.ignore("MembersSet")
+            return None
+        home = self._mesh.instances[event.instance_id]
+        allocation = home.allocations[state.key]
+        if move.source_id == event.instance_id:
+            home.hand_on(state.key, home.num_home_blocks(state.request, len(event.member_ids)))
+        else:
+            self._mesh.free(move.source_id, state.key)
+        first_block = allocation.num_elsewhere_tokens // home.block_size
+        state.end_part_move(home.shard(allocation.num_blocks, first_block))
+        self._moving.pop(state.key, None)
+        self._note(home, state.key)
+        return state
+
+    def failed(self, key: RequestKey, instance_id: InstanceId, transfer_id: TransferId | None = None) -> bool:
+        """One side of a range's way has given it up, or an instance its room. False if it has no part in one."""
+        state = self._mesh.find(key)
+        move = None if state is None else state.part_move
+        if state is None or move is None or instance_id not in (move.source_id, move.target_id):
+            return False
+        if transfer_id is not None and move.transfer.plan.transfer_id != transfer_id:
+            return False
+        if instance_id == move.target_id:
+            self._lose_target(state, move)
+        elif not move.has_landed:  # else it missed the acknowledgement
+            self._over(state, move, tells_source=False)
+        return True
+
+    def released(self, instance_id: InstanceId, key: RequestKey) -> None:
+        """An instance has given back a range, or its room for one: perhaps that was on its way there."""
+        state = self._mesh.find(key)
+        if state is not None and state.part_move is not None and state.part_move.target_id == instance_id:
+            self._lose_target(state, state.part_move)
+
+    def _lose_target(self, state: RequestState, move: PartMove) -> None:
+        """Go on as before; or start again, if perhaps the target is asked by now."""
+        if move.has_landed:
+            self._mesh.restart(state, f"instance {move.target_id} dropped a part of its KV")
+        else:
+            self._over(state, move)
+
+    def _over(self, state: RequestState, move: PartMove, *, tells_source: bool = True) -> None:
+        """End the way of a range that has not landed."""
+        mesh, (request_id, epoch) = self._mesh, state.key
+        mesh.broker.withdraw(move.transfer)
+        if tells_source and move.source_id in mesh.instances:
+            mesh.commands.append(
+                WithdrawTransfer(
+                    instance_id=move.source_id,
+                    request_id=request_id,
+                    epoch=epoch,
+                    transfer_id=move.transfer.plan.transfer_id,
+                )
+            )
+        mesh.free(move.target_id, state.key)
+        state.end_part_move(None)
+        self._moving.pop(state.key, None)
+
+    # --- instances come and go ---
+
+    def lost(self, instance_id: InstanceId) -> None:
+        """An instance is gone, or has begun anew: what was on its way there, or from there, is not."""
+        for key, state in list(self._moving.items()):
+            move = state.part_move
+            if self._mesh.find(key) is not state or move is None:
+                del self._moving[key]
+            elif move.target_id == instance_id:
+                self._lose_target(state, move)
+            elif move.source_id == instance_id and not move.has_landed:
+                self._over(state, move)
+
+    def joined(self, instance: InstanceState) -> None:
+        """An instance registered, perhaps again: it may not have heard of its requests' members."""
+        self.lost(instance.instance_id)
+        for state in self._moving.values():
+            if state.decode_id == instance.instance_id and state.part_move is not None and state.part_move.has_landed:
+                self._tell(state, instance.instance_id)
+        if instance.max_kv_tokens:
+            for key in instance.allocations:
+                self._note(instance, key)
+
+    def check_integrity(self) -> None:
+        """AssertionError names what does not balance."""
+        for state in self._mesh.requests.values():
+            move = state.part_move
+            assert move is None or self._moving.get(state.key) is state, f"{state.key} moves a part, unrecorded"
+            if move is not None:
+                held = self._mesh.allocation_of(move.target_id, state.key)
+                assert held is not None, f"{state.key} has no room on {move.target_id}, where a part of it goes"
+                assert held.kind is AllocationKind.PART, f"{state.key} has {held.kind} on {move.target_id}"
+
+
+def _is_full(instance: InstanceState, allocation: Allocation) -> bool:
+    """Whether a range of a context is complete where it decodes, and the next one has begun; the last has no KV yet."""
+    return allocation.kind is AllocationKind.RESIDENT and allocation.num_own_tokens - 1 > instance.max_kv_tokens > 0
+
+
+def can_resume(mesh: MeshState, state: RequestState, num_held_tokens: int) -> bool:
+    """Whether there are instances that compute so many tokens that it holds as a prompt, and decode on."""
+    num_tokens = min(state.request.max_total_tokens, num_held_tokens)
+    num_more = max(0, num_tokens - state.request.num_prompt_tokens)
+    resumed = replace(
+        state.request,
+        num_prompt_tokens=state.request.num_prompt_tokens + num_more,
+        max_tokens=state.request.max_tokens - num_more,
+    )
+    return could_place(resumed, mesh.kinds)

@@ -1,0 +1,223 @@
+"""Contexts that are spread over several instances, on both sides: where they decode, and where others hold ranges.
+
+Where one decodes, its members change between two steps, and what it held itself of the first ranges is given back then.
+A range that others are to hold is copied before, while the request decodes on (`pdmesh.core.transfers.parts`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import structlog
+
+from pdmesh.core.commands import PlaceDecode, WithdrawTransfer
+from pdmesh.core.events import DecodeReserved, MembersSet, TransferFailed, TransferSent
+from pdmesh.errors import PdmeshError
+from pdmesh.kv.outcome import SentTransfer
+from pdmesh.kv.parts import Member
+from pdmesh.kv.receiver import NO_BLOCK
+from pdmesh.kv.transfer import KvDestination
+from pdmesh.model import IndexRange, TransferId
+from pdmesh.wire.messages import ExpectKv, ExpectPart, Grant, Respread
+from pdmesh.worker.context import InstanceContext
+from pdmesh.worker.departures import part_to_send
+from pdmesh.worker.growth import RoomGrowth
+from pdmesh.worker.intake import Intake
+from pdmesh.worker.sequences import LocalRequest, Stage
+
+log = structlog.get_logger()
+
+
+class SpreadContexts:
+    """What an instance has of them."""
+
+    def __init__(self, context: InstanceContext, *, intake: Intake, growth: RoomGrowth) -> None:
+        self._context = context
+        self._intake = intake
+        self._growth = growth
+
+    # --- ranges that come here ---
+
+    def expect_hand_over(self, message: ExpectKv, place: int) -> None:
+        """Make room for a range of a context that begins to decode elsewhere; its number comes before ``place``."""
+        addresses = message.destination_addresses
+        self._expect(message.command, place, message.source_addresses, addresses[0], message.num_context_tokens)
+
+    def expect(self, message: ExpectPart) -> None:
+        """Make room for a range of a context that decodes."""
+        command = message.command
+        self._context.tables.make_room(command)
+        stop = command.transfer.destinations[0].part.blocks.stop
+        num_tokens = stop * self._context.block_size
+        self._expect(command, 0, message.source_addresses, message.home_address, num_tokens)
+
+    def _expect(
+        self,
+        command: PlaceDecode,
+        place: int,
+        source_addresses: tuple[bytes, ...],
+        home_address: bytes,
+        num_context_tokens: int,
+    ) -> None:
+        transfer = command.transfer
+        blocks = transfer.destinations[place].part.blocks
+        try:
+            request = self._intake.take_unknown(command, command.num_blocks, (), 0, Stage.HOLDING)
+        except PdmeshError as error:
+            self._intake.refuse(command, error, transfer.transfer_id)
+            return
+        self._context.mover.parts.hold(
+            request.request_id,
+            request.epoch,
+            capability=transfer.capability,
+            block_ids=request.sequence.block_table,
+            home_address=home_address,
+            member=blocks.start // blocks.size,
+        )
+        self._context.mover.arrivals.expect(
+            request.request_id,
+            request.epoch,
+            capability=transfer.capability,
+            block_ids=request.sequence.block_table,
+            num_context_tokens=num_context_tokens,
+            blocks=blocks,
+            source_addresses=source_addresses,
+            destination=place,
+            draws=False,
+        )
+        self._context.report(
+            DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
+        )
+
+    # --- ranges that go elsewhere ---
+
+    def grant(self, message: Grant) -> None:
+        """Begin to send a range that is here. The request decodes on."""
+        command, transfer = message.command, message.command.transfer
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is None:
+            return  # it ended meanwhile
+        blocks, table = transfer.sources[0].part.blocks, request.sequence.block_table
+        if not self._has(request, blocks) or len(message.destination_addresses) != 1:
+            self._failed(request, transfer.transfer_id, "the range is not here")
+            return
+        request.handing = transfer
+        departures = self._context.mover.departures
+        sender = departures.offer(
+            request.request_id,
+            request.epoch,
+            block_ids=[*[NO_BLOCK] * blocks.start, *table[: blocks.size]],
+            num_context_tokens=blocks.stop * request.block_size,
+            blocks=blocks,
+            num_present_blocks=blocks.stop,
+        )
+        sender.commit(None)
+        part = part_to_send(transfer, 0, request.block_size)
+        departures.grant(
+            request.request_id,
+            request.epoch,
+            destinations=[KvDestination(message.destination_addresses[0], part)],
+            capability=transfer.capability,
+        )
+
+    @staticmethod
+    def _has(request: LocalRequest, blocks: IndexRange) -> bool:
+        """Whether the first blocks here are these of the context, and have their KV."""
+        if request.handing is not None or blocks.size > len(request.sequence.block_table):
+            return False
+        if request.stage is Stage.HOLDING:
+            return True
+        num_elsewhere_blocks = request.sequence.num_elsewhere_tokens // request.block_size
+        has_kv = blocks.size * request.block_size <= request.num_own_tokens - 1
+        return request.stage is Stage.DECODING and has_kv and blocks.start == num_elsewhere_blocks
+
+    def withdraw(self, command: WithdrawTransfer) -> bool:
+        """Send a range no further. False if this is no range's way."""
+        request = self._context.sequences.get(command.request_id, command.epoch)
+        if request is None or request.handing is None or request.handing.transfer_id != command.transfer_id:
+            return False
+        self._stop(request)
+        return True
+
+    def stay_all(self) -> None:
+        """Forget what members are to be, and what is on its way to them: the scheduler that said so is gone."""
+        for request in self._context.sequences:
+            request.respread = None
+            if request.handing is not None:
+                self._stop(request)
+
+    def sent(self, request: LocalRequest, outcome: SentTransfer) -> None:
+        """Report that a range was acknowledged where it went."""
+        assert request.handing is not None
+        transfer, request.handing = request.handing, None
+        self._context.metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
+        self._context.report(
+            TransferSent(
+                self._context.instance_id,
+                request.request_id,
+                request.epoch,
+                transfer.transfer_id,
+                outcome.num_bytes,
+                outcome.duration_s,
+                0.0,  # nobody waited for it
+                outcome.sent_s,
+                transfer.destination_ids[0],
+            )
+        )
+
+    def failed(self, request: LocalRequest, reason: str) -> None:
+        """Report that a range could not be sent. It is here as before."""
+        assert request.handing is not None
+        self._context.metrics.failed_transfers.labels("out").inc()
+        transfer_id = request.handing.transfer_id
+        self._stop(request)
+        self._failed(request, transfer_id, reason)
+
+    def _failed(self, request: LocalRequest, transfer_id: TransferId, reason: str) -> None:
+        log.info("a range was not sent", request_id=request.request_id, epoch=request.epoch, reason=reason)
+        self._context.report(
+            TransferFailed(self._context.instance_id, request.request_id, request.epoch, transfer_id, reason)
+        )
+
+    def _stop(self, request: LocalRequest) -> None:
+        request.handing = None
+        self._context.mover.departures.cancel(request.request_id, request.epoch)
+
+    # --- whom a home asks ---
+
+    def respread(self, message: Respread) -> None:
+        """Let a context have these members, as soon as no step computes it."""
+        request = self._context.sequences.get(message.command.request_id, message.command.epoch)
+        if request is not None and request.stage is Stage.DECODING:
+            request.respread = message
+            self.between_steps(request)
+
+    def between_steps(self, request: LocalRequest) -> None:
+        """Let a context have the members that the scheduler named, if it named any and no step computes it."""
+        message = request.respread
+        if message is None or request.in_step or request.doomed:
+            return
+        request.respread = None
+        command, range_tokens = message.command, self._context.range_tokens
+        members = [
+            Member(address, member.capability)
+            for address, member in zip(message.member_addresses, command.members, strict=False)
+        ]
+        num_tokens = len(members) * range_tokens
+        num_more = num_tokens - request.sequence.num_elsewhere_tokens
+        if num_more < 0 or num_more > request.num_own_tokens - 1 or not members:
+            reason = f"{len(members)} others are to hold what they cannot of {len(request.sequence.token_ids)} tokens"
+            self._context.endings.drop(request, reason)
+            return
+        request.sequence.elsewhere = self._context.mover.parts.open(
+            request.request_id, request.epoch, members=members, num_tokens=num_tokens
+        )
+        table, num_blocks = request.sequence.block_table, num_more // request.block_size
+        given_back = table[:num_blocks]
+        del table[:num_blocks]
+        request.chain = ()  # all of it was in what is given back
+        request.low_at_blocks = request.out_at_blocks = 0
+        done = MembersSet(self._context.instance_id, request.request_id, request.epoch, command.member_ids)
+        self._context.tables.give_back(given_back, partial(self._context.report, done))
+        self._growth.tell([request])
+        self._context.wake()

@@ -1,0 +1,76 @@
+"""Contexts that are spread over several instances as they grow, in the time that copies and steps take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.config import KvReservation
+from pdmesh.model import KvLayout, Role
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.sim.mesh import MeshShape, study_core
+from pdmesh.sim.simulator import SimConfig, Simulator
+from pdmesh.sim.workload import Arrival
+
+LIMIT = 1024
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
+#: A step takes a millisecond, and a microsecond for each token that is read.
+MODEL = LinearLatencyModel(a_s=1e-3, b_s=1e-6, c_s=0, d_s=0, decode_a_s=1e-3, decode_context_s=1e-6)
+
+
+def simulator(
+    arrivals: list[Arrival],
+    *,
+    limit: int,
+    reservation: KvReservation = KvReservation.ON_DEMAND,
+    num_kv_tokens: int = 8 * LIMIT,
+) -> Simulator:
+    """Four instances that decode, with so much memory each, and one that computes prompts."""
+    mesh = MeshShape(num_prefill=1, num_decode=4, num_mixed=0, kv_layout=LAYOUT, num_kv_tokens=8 * LIMIT)
+    instances = [
+        (
+            replace(
+                profile,
+                max_kv_tokens=limit,
+                num_blocks=(num_kv_tokens if profile.role is Role.DECODE else 8 * LIMIT) // LAYOUT.block_size,
+            ),
+            model,
+        )
+        for profile, model in mesh.instances(MODEL)
+    ]
+    core = study_core("pdmesh", PolicyConfig(latency=MODEL), 0, kv_reservation=reservation)
+    return Simulator(core, instances, arrivals, SimConfig(events_between_checks=1))
+
+
+def test_a_context_that_grows_is_read_by_ever_more_instances() -> None:
+    arrival = Arrival(arrival_s=0.0, num_prompt_tokens=100, num_output_tokens=4 * LIMIT - 100)
+    (alone,) = simulator([arrival], limit=0).run().requests
+    (spread,) = simulator([arrival], limit=LIMIT).run().requests
+    assert len(spread.token_times_s) == len(alone.token_times_s) == arrival.num_output_tokens
+
+    def tpot_s(times_s: Sequence[float], at: int) -> float:
+        return (times_s[at] - times_s[at - 100]) / 100
+
+    # Within a range they are alike; at the end each of four reads a quarter.
+    assert tpot_s(spread.token_times_s, 500) == pytest.approx(tpot_s(alone.token_times_s, 500), rel=1e-3)
+    last = arrival.num_output_tokens - 1
+    assert tpot_s(alone.token_times_s, last) == pytest.approx(5e-3, rel=0.05)
+    assert tpot_s(spread.token_times_s, last) == pytest.approx(2e-3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("reservation", "num_kv_tokens"),
+    [(KvReservation.FULL, 4 * LIMIT), (KvReservation.ON_DEMAND, 4 * LIMIT), (KvReservation.ON_DEMAND, 2 * LIMIT)],
+)
+def test_contexts_that_grow_beside_each_other_all_end(reservation: KvReservation, num_kv_tokens: int) -> None:
+    """On demand they come to need more than there is, and those that wait for each other's room are retracted."""
+    arrivals = [
+        Arrival(arrival_s=0.01 * number, num_prompt_tokens=200 + 100 * number, num_output_tokens=2500)
+        for number in range(12)
+    ]
+    found = simulator(arrivals, limit=LIMIT, reservation=reservation, num_kv_tokens=num_kv_tokens).run().requests
+    assert [len(run.token_times_s) for run in found] == [2500] * 12
+    assert any(run.num_restarts for run in found) == (reservation is KvReservation.ON_DEMAND)
