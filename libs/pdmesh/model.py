@@ -431,6 +431,14 @@ class InstanceProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartMember:
+    """An instance that holds a range of a context that decodes elsewhere; ``capability`` is for questions about it."""
+
+    instance_id: InstanceId
+    capability: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resident:
     """A request whose KV an instance holds, as reported when it (re)joins.
 
@@ -446,6 +454,8 @@ class Resident:
     max_total_tokens: Annotated[int, ANY_COUNT] = 0  # whose KV may exist at once; 0: those that it has room for
     transfer_id: TransferId = NO_TRANSFER  # that is to bring its KV, or brought it
     granules: PrefixHashes = ()  # of its blocks, in order: those that the instance keeps for others, too
+    members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context, if it decodes here
+    part: NumTokens | None = None  # the number of the range that is here, if it decodes elsewhere
 
 
 #: An instance reports its own decode steps after so many without another report that would have told of them.

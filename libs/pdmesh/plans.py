@@ -27,13 +27,6 @@ class KvShard(Struct, frozen=True, kw_only=True):
         return self.part.blocks.size
 
 
-class PartMember(Struct, frozen=True, kw_only=True):
-    """An instance that holds a range of a context that decodes elsewhere; ``capability`` is for questions about it."""
-
-    instance_id: InstanceId
-    capability: int
-
-
 #: A group has no more members than this: workers keep a bit for each.
 MAX_GROUP_MEMBERS = 64
 

@@ -111,6 +111,39 @@ async def test_an_instance_that_stops_hands_its_ranges_to_others(served: Served,
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
 
 
+async def test_contexts_outlive_a_scheduler_and_leave_each_instance_that_is_restarted(
+    served: Served, checkpoint: Path
+) -> None:
+    """Homes go on elsewhere with their members, members' ranges too, and another scheduler finds them all."""
+    mesh = served.mesh
+    prompts = random_prompts([70, 130], TINY.vocab_size, seed=7)
+    references = [reference(checkpoint, prompt, 3 * LIMIT - len(prompt)) for prompt in prompts]
+    before, pids = answers(mesh), mesh.pids()
+    decoding = [name for name in pids if name.startswith("decode-")]
+    found: list[str] = []
+    is_done = anyio.Event()
+
+    async def ask() -> None:
+        async with mesh.client() as client:
+            while not is_done.is_set():
+                found.extend(await mismatches(client, mesh.model, references * 4, concurrency=8))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        with anyio.fail_after(60):
+            while not since(before, answers(mesh)):  # noqa: ASYNC110  # of other processes
+                await anyio.sleep(0.005)
+        os.kill(pids["scheduler"], signal.SIGKILL)
+        await anyio.to_thread.run_sync(lambda: mesh.wait_until_replaced("scheduler", pids["scheduler"]))
+        for name in decoding:
+            await anyio.to_thread.run_sync(mesh.pdmesh, "restart", name)
+        is_done.set()
+    assert found == []
+    assert mesh.total("kv_part_moves") > 0
+    assert mesh.total("request_restarts") == 0
+    await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_lost_member_costs_no_stream(served: Served, number: signal.Signals) -> None:
     mesh = served.mesh

@@ -22,6 +22,7 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.core.instances.allocations import AllocationKind
+from pdmesh.core.requests import Phase
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, Role, TransferPurpose
 from pdmesh.policy.bundles import make_bundle
@@ -47,7 +48,8 @@ class Driver:
         self.rng = rng
         policy = PolicyConfig(chunk_tokens=16)
         config = CoreConfig(policy=policy, kv_reservation=reservation)
-        self.core = SchedulerCore(config, make_bundle(bundle, policy), random.Random(0))
+        self.new_core = lambda: SchedulerCore(config, make_bundle(bundle, policy), random.Random(0))
+        self.core = self.new_core()
         profiles = [
             modelled_profile(f"i{index}", role, num_blocks=24, block_size=BLOCK_SIZE, max_kv_tokens=LIMIT)
             for index, role in enumerate(MESHES[shape])
@@ -58,7 +60,7 @@ class Driver:
         self.running: dict[RequestId, Request] = {}  # in their current epochs
         self.resumes: list[Request] = []
         self.most_members = 0
-        self.num_part_moves = self.num_restarts = 0
+        self.num_part_moves = self.num_moves = self.num_restarts = 0
         self.num_requests = 0
         self.feed(GatewayJoined(GATEWAY, ()))
         for profile in profiles:
@@ -77,6 +79,8 @@ class Driver:
                     self.check(command)
                 case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.PART:
                     self.num_part_moves += 1
+                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
+                    self.num_moves += len(command.members) > 0
                 case SetMembers():
                     self.most_members = max(self.most_members, len(command.members))
                 case Restart():
@@ -130,6 +134,8 @@ class Driver:
         able: list[Callable[[], object]] = [call for each in self.instances for call in self.calls(each)]
         able += [partial(self.mesh.land, *each) for each in self.mesh.transfers() if each[0].held[each[2]].is_computed]
         able += [partial(self.mesh.land_part, *each) for each in self.mesh.part_moves()]
+        able += [partial(self.mesh.land_move, *each) for each in self.mesh.moves()]
+        able += [partial(self.mesh.acknowledge_move, *each) for each in self.mesh.landed_moves()]
         if self.resumes:
             able.append(lambda: self.submit(self.resumes.pop()))
         if not able:
@@ -147,6 +153,10 @@ class Driver:
                     self.mesh.land(*each)
             for each in self.mesh.part_moves():
                 self.mesh.land_part(*each)
+            for each in self.mesh.moves():
+                self.mesh.land_move(*each)
+            for moved in self.mesh.landed_moves():
+                self.mesh.acknowledge_move(*moved)
         self.check_books()
 
     def step(self) -> None:
@@ -197,8 +207,6 @@ class Driver:
                 self.lose(instance)
             case 3:
                 gateways = dict.fromkeys(instance.held, GATEWAY)
-                for key in [key for key, held in instance.held.items() if held.member_ids]:
-                    instance.untimed.drop(instance.held[key], "its context is spread")
                 self.feed(instance.rejoin(gateways))
             case 4 if transfers := self.mesh.transfers():
                 sender, receiver, key = self.rng.choice(transfers)
@@ -209,10 +217,35 @@ class Driver:
                     self.mesh.fail(target, key)
                 else:
                     self.mesh.fail_part(source, key)
+            case 6 if moves := self.mesh.moves():
+                source, target, key = self.rng.choice(moves)
+                match self.rng.randrange(3):
+                    case 0:
+                        self.mesh.fail(target, key)
+                    case 1:
+                        source.untimed.fail_move(source.held[key], "modelled")
+                    case _:
+                        self.mesh.commit_move(source, key)
             case 6:
                 self.feed(DrainRequested(instance.instance_id, enabled=self.rng.random() < 0.3))
+            case 7 if self.rng.random() < 0.3:
+                self.restart_scheduler()
             case _:
                 self.feed(Tick())
+
+    def restart_scheduler(self) -> None:
+        """Another scheduler takes its place, with which all register in any order."""
+        self.core = self.new_core()
+        starting = {each.request_id for each in self.resumes}
+        waiting = [(each.request_id, each.epoch) for each in self.running.values() if each.request_id not in starting]
+        gateways = {key: GATEWAY for each in self.instances for key in each.held}
+        joins: list[Callable[[], Event]] = [partial(each.rejoin, gateways) for each in self.instances]
+        joins.append(lambda: GatewayJoined(GATEWAY, tuple(waiting)))
+        self.rng.shuffle(joins)
+        for instance in self.instances:
+            instance.commands.clear()
+        for join in joins:
+            self.feed(join())
 
     def lose(self, instance: ModelledInstance) -> None:
         """Its process ends, and another takes its place."""
@@ -304,3 +337,39 @@ def test_a_context_of_one_range_grows_onto_others_and_leaves_one_that_stops(rese
     assert driver.most_members == 3
     assert driver.num_part_moves == 4
     assert driver.num_restarts == 0
+
+
+def test_a_scheduler_finds_contexts_that_are_spread() -> None:
+    """Also one that had just handed a range on, of which the scheduler before had not heard."""
+    for seed in range(examples(40)):
+        rng = random.Random(seed)
+        driver = Driver("two prefill, four decode", "fcfs", rng.choice([*KvReservation]), rng)
+        driver.submit(a_request("r", 2 * LIMIT + 1, MOST_TOKENS - 2 * LIMIT - 1))
+        while not any(instance.decoding for instance in driver.instances):
+            assert driver.advance()
+        for _ in range(rng.randint(0, 30)):
+            driver.advance()
+        is_over = not driver.running
+        driver.restart_scheduler()
+        assert is_over or [state.phase for state in driver.core._mesh.requests.values()] == [Phase.DECODING]
+        driver.end()
+        assert driver.num_restarts == 0
+
+
+def test_a_home_that_stops_leaves_with_its_seat_while_others_hold_their_ranges() -> None:
+    driver = Driver("two prefill, four decode", "fcfs", KvReservation.ON_DEMAND, random.Random(3))
+    driver.submit(a_request("r", LIMIT + 2, LIMIT - 4))
+    while not any(instance.decoding for instance in driver.instances):
+        driver.step()
+    driver.settle()
+    home = next(instance for instance in driver.instances if instance.decoding)
+    (member,) = [instance for instance in driver.instances if instance.held and instance is not home]
+    driver.feed(DrainRequested(home.instance_id))
+    driver.settle()
+    assert not home.held
+    assert member.held
+    assert driver.running
+    while driver.running:
+        driver.step()
+    driver.end()
+    assert (driver.num_moves, driver.num_part_moves, driver.num_restarts) == (1, 0, 0)

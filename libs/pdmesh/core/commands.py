@@ -16,6 +16,7 @@ from pdmesh.model import (
     Epoch,
     GatewayId,
     InstanceId,
+    PartMember,
     PrefixHashes,
     RejectReason,
     RequestId,
@@ -23,7 +24,7 @@ from pdmesh.model import (
     TransferId,
     TransferPurpose,
 )
-from pdmesh.plans import KvShard, PartMember, PrefillGroup, StepPlan, TransferPlan
+from pdmesh.plans import KvShard, PrefillGroup, StepPlan, TransferPlan
 
 
 def _reused(num_granules: int, num_loaded_granules: int = 0) -> str:
@@ -148,11 +149,13 @@ class RunStep(ToInstance, frozen=True, kw_only=True):
 class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     """Reserve blocks on a destination of ``transfer``, and expect the request's KV there, but for what is reused.
 
-    Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws.
+    Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws. ``members`` hold the
+    first ranges of its context, if it is spread.
     ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
     """
 
     transfer: TransferPlan
+    members: tuple[PartMember, ...] = ()
     drop: PrefixHashes = ()
     offload: PrefixHashes = ()
     evict: PrefixHashes = ()
@@ -263,6 +266,12 @@ class ResumeDecode(ToInstanceOfRequest, frozen=True, kw_only=True):
     @property
     def record_line(self) -> RecordLine | None:
         return RecordLine("decodes on", "its move is over", self.instance_id)
+
+
+class SetHome(ToInstanceOfRequest, frozen=True, kw_only=True):
+    """Tell who holds a range of a context that it may decode on ``home_id`` soon: answer questions from there, too."""
+
+    home_id: InstanceId
 
 
 class SetMembers(ToInstanceOfRequest, frozen=True, kw_only=True):
@@ -410,7 +419,15 @@ PlainInstanceCommand = (
     | StopInstance
 )
 InstanceCommand = (
-    AdmitPrefill | SetGroup | PlaceDecode | GrantTransfer | FetchKept | SendKept | SetMembers | PlainInstanceCommand
+    AdmitPrefill
+    | SetGroup
+    | PlaceDecode
+    | GrantTransfer
+    | FetchKept
+    | SendKept
+    | SetHome
+    | SetMembers
+    | PlainInstanceCommand
 )
 
 Command = InstanceCommand | GatewayCommand | WakeAt

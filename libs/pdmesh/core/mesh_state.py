@@ -203,7 +203,14 @@ class MeshState:
         allocation = instance.allocations[state.key]
         allocation.tenant, allocation.share = state.request.tenant, state.request.share
         instance.kept.claim(allocation.granules, state.request.tenant, state.request.share)
-        state.adopt(instance.shard(allocation.num_blocks))
+        size = instance.part_blocks
+        parts = [
+            self.instances[member.instance_id].shard(size, number * size)
+            for number, member in enumerate(allocation.members)
+        ]
+        shard = instance.shard(allocation.num_blocks, len(parts) * size)
+        state.adopt(shard, tuple(parts), allocation.members)
+        allocation.members = ()
 
     # --- it is placed ---
 
@@ -545,3 +552,5 @@ class MeshState:
             self.commands.append(
                 FreeKv(instance_id=instance_id, request_id=key[0], epoch=key[1], transfer_id=allocation.transfer_id)
             )
+            for member in allocation.members:
+                self.free(member.instance_id, key)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from msgspec import structs
 
 from pdmesh.core.transfers.transfer import Move, PartMove, Transfer
-from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, Request, RequestId, RequestKey
-from pdmesh.plans import KvShard, PartMember, PrefillGroup
+from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, PrefixHash, Request, RequestId, RequestKey
+from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
 
@@ -329,10 +329,10 @@ class RequestState:
         if stays:
             self.decode_shards = self.prefill_shards
 
-    def adopt(self, decode: KvShard) -> None:
-        """Take over a request that turns out to be decoding already."""
+    def adopt(self, decode: KvShard, parts: tuple[KvShard, ...] = (), members: tuple[PartMember, ...] = ()) -> None:
+        """Take over a request that turns out to be decoding already, with ``members`` that hold ``parts``."""
         self._go("adopt", Phase.DECODING)
-        self.prefill_shards = self.decode_shards = (decode,)
+        self.prefill_shards, self.decode_shards, self.members = (decode,), (decode, *parts), members
         self._give(self.decode_shards)
         self.num_planned_tokens = self.request.num_prompt_tokens
 
@@ -441,7 +441,8 @@ class RequestState:
         self._go("land_move", Phase.DECODING)
         assert self.move is not None, f"{self.key} lands without a move"
         self.transfer, self.move = self.move.transfer, None
-        self.prefill_shards, self.decode_shards = self.transfer.plan.sources, self.transfer.plan.destinations
+        self.prefill_shards = self.transfer.plan.sources
+        self.decode_shards = (*self.transfer.plan.destinations, *self.decode_shards[1:])
 
     # --- its context is spread ---
 

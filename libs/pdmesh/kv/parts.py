@@ -142,7 +142,6 @@ class HeldPart:
     epoch: Epoch
     capability: int
     block_ids: tuple[int, ...]
-    home_address: bytes
     member: int  # its place among them
     has_landed: bool = False
     waiting: list[tuple[PieceHeader, bytes]] = field(default_factory=list[tuple[PieceHeader, bytes]])
@@ -218,8 +217,14 @@ class KvParts:
     ) -> None:
         """Begin to be a member. Questions wait until `landed`."""
         self._context.admit(home_address)
-        part = HeldPart(request_id, epoch, capability, tuple(block_ids), home_address, member)
+        part = HeldPart(request_id, epoch, capability, tuple(block_ids), member)
         self._held[part.key] = part
+
+    def rehome(self, request_id: RequestId, epoch: Epoch, address: bytes) -> None:
+        """Answer questions that come from this address, too."""
+        part = self._held.get(request_key(request_id))
+        if part is not None and part.epoch == epoch:
+            self._context.admit(address)
 
     def landed(self, request_id: RequestId, epoch: Epoch) -> None:
         """Answer from now on: a range is here."""
@@ -229,6 +234,11 @@ class KvParts:
             for question in part.waiting:
                 self._context.tasks.start_soon(self._answer, part, *question)
             part.waiting.clear()
+
+    def holds(self, request_id: RequestId, epoch: Epoch) -> bool:
+        """Whether a range is here, whole."""
+        part = self._held.get(request_key(request_id))
+        return part is not None and part.epoch == epoch and part.has_landed
 
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
         """Have no part in this epoch of a request, nor in older ones. Idempotent."""
@@ -301,9 +311,11 @@ class KvParts:
                     chunk=number,
                     part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
                 )
+                home = self._context.transport.address
+                asked = len(home).to_bytes(2, "little") + home + query  # a home moves: each question says where it is
                 for index, (address, capability) in enumerate(spread.members):
                     header = replace(about, destination=index, capability=capability)
-                    self._context.tasks.start_soon(self._send_query, spread, address, query, header)
+                    self._context.tasks.start_soon(self._send_query, spread, address, asked, header)
 
     async def _send_query(self, spread: SpreadKv, address: bytes, query: bytes, about: PieceHeader) -> None:
         try:
@@ -318,6 +330,8 @@ class KvParts:
         assert self._attend is not None, "a part is held where nothing attends to it"
         if part is not self._held.get(part.key) or not 0 <= layer < self._context.store.layout.num_layers:
             return
+        end = 2 + int.from_bytes(query[:2], "little")
+        home_address, query = query[2:end], query[end:]
         try:
             with self._pool.pinned(part.block_ids):
                 answer = await self._threads.run(partial(self._attend, layer, part.block_ids, query))
@@ -326,7 +340,7 @@ class KvParts:
             return
         about = replace(header, kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART)
         try:
-            await self._writer.send_payload(part.home_address, answer, about)
+            await self._writer.send_payload(home_address, answer, about)
             self.num_answers += 1
         except KvTransferError as error:
             self._context.failed(part, str(error), sending=False)

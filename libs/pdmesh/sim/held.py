@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdmesh.model import NO_TRANSFER, InstanceId, PrefixHash, PrefixHashes, RequestKey, TransferId
+from pdmesh.model import NO_TRANSFER, PartMember, PrefixHash, PrefixHashes, RequestKey, TransferId
 from pdmesh.plans import PrefillGroup, TransferPlan
 from pdmesh.sim.residents import Length
 
@@ -34,10 +34,12 @@ class Held:
     is_offered: bool = False
     is_granted: bool = False
 
-    is_part: bool = False  # a range of a context that decodes elsewhere, or the room for it
-    member_ids: tuple[InstanceId, ...] = ()  # that hold the first ranges of its context, if it decodes here
+    part: int | None = (
+        None  # the number of the range of a context that this is, or the room for it; it decodes elsewhere
+    )
+    members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context, if it decodes here
     handing: TransferPlan | None = None  # takes a range that is here on to another instance
-    next_member_ids: tuple[InstanceId, ...] | None = None  # between two steps
+    next_members: tuple[PartMember, ...] | None = None  # between two steps
 
     is_decoding: bool = False  # as a resident, between steps
     has_ended: bool = False  # its generation, here
@@ -48,6 +50,10 @@ class Held:
     is_frozen: bool = False  # it draws no more here, unless it stays after all
     is_committed: bool = False  # nobody goes on here before the scheduler says so
     is_given_up: bool = False  # no acknowledgement is waited for
+
+    @property
+    def is_part(self) -> bool:
+        return self.part is not None
 
     @property
     def received_by(self) -> TransferId:

@@ -72,7 +72,7 @@ class Holding:
 
     def _num_elsewhere_blocks(self, held: Held) -> int:
         """Return the blocks of a context that others hold."""
-        return len(held.member_ids) * self.profile.max_kv_tokens // self.profile.kv_layout.block_size
+        return len(held.members) * self.profile.max_kv_tokens // self.profile.kv_layout.block_size
 
     def _free(self, key: RequestKey, transfer_id: TransferId) -> None:
         """Let go of a request: now, or before the next step if steps may be computing it."""

@@ -35,6 +35,7 @@ from pdmesh.core.commands import (
     RunStep,
     SendKept,
     SetGroup,
+    SetHome,
     SetMembers,
     SetRole,
     StopInstance,
@@ -65,10 +66,11 @@ from pdmesh.model import (
     FinishReason,
     InstanceId,
     InstanceProfile,
+    PartMember,
     RequestKey,
     TransferPurpose,
 )
-from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
+from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan, TransferPlan
 from pdmesh.sim.held import Held
 from pdmesh.sim.holding import Holding
 from pdmesh.sim.residents import Length, Shares
@@ -130,17 +132,16 @@ class UntimedInstance(Holding):
                 self._admit(command)
             case PlaceDecode(transfer=transfer):
                 key = (command.request_id, command.epoch)
-                member_ids = transfer.destination_ids[1:]
-                is_part = self.instance_id in member_ids or transfer.purpose is TransferPurpose.PART
+                part, members = _part_of(transfer, self.instance_id), command.members or _members_of(transfer)
                 receiver = Held(
                     key,
                     command.num_blocks,
                     None,
-                    leads=not is_part,
+                    leads=part is None,
                     transfer=transfer,
-                    chain=() if member_ids or is_part else self._length_of(key).chain,
-                    is_part=is_part,
-                    member_ids=() if is_part else member_ids,
+                    chain=() if members or part is not None else self._length_of(key).chain,
+                    part=part,
+                    members=members if part is None else (),
                 )
                 if self._take(receiver, command, transfer.num_reused_granules):
                     self._report(DecodeReserved(self.instance_id, *key, transfer.transfer_id))
@@ -153,6 +154,8 @@ class UntimedInstance(Holding):
                 else:
                     self.plans.append(plan)
                 self._surroundings.planned(plan)
+            case SetHome():
+                pass
             case FreeKv():
                 self._free((command.request_id, command.epoch), command.transfer_id)
             case SetRole(role=role):
@@ -183,7 +186,7 @@ class UntimedInstance(Holding):
                 held.handing = transfer
                 self._surroundings.sends(held)
             case SetMembers():
-                held.next_member_ids = command.member_ids
+                held.next_members = command.members
                 self._surroundings.stirs()
             case GrantTransfer(transfer=transfer):
                 assert held.is_offered, f"{command} without an offer"
@@ -296,8 +299,8 @@ class UntimedInstance(Holding):
                 self._stay(held)
             if held.handing is not None:
                 self._surroundings.stops_sending(held)
-            held.handing = held.next_member_ids = None
-            if not held.is_decoding:
+            held.handing = held.next_members = None
+            if not held.is_decoding and not (held.is_part and held.num_tokens):
                 self._surroundings.forgets(held)
                 self._let_go(held)
 
@@ -309,8 +312,8 @@ class UntimedInstance(Holding):
         if self.running and not self.shares.is_between_rounds:
             return frozen  # some have their token of the round already
         for held in list(self.held.values()) if self.profile.max_kv_tokens else ():
-            if held.next_member_ids is not None:
-                self._set_members(held, held.next_member_ids)
+            if held.next_members is not None:
+                self._set_members(held, held.next_members)
         for key, num_tokens in self.residents.seat():
             held = self.held[key]
             held.is_decoding, held.num_tokens = False, num_tokens
@@ -495,7 +498,7 @@ class UntimedInstance(Holding):
             held.length,
             held.num_tokens,
             self._num_context_blocks(held),
-            num_saved_tokens=len(held.member_ids) * self.profile.max_kv_tokens,
+            num_saved_tokens=len(held.members) * self.profile.max_kv_tokens,
             full_at_tokens=self._full_at_tokens(held),
         )
         self._surroundings.began_to_decode(held)
@@ -510,21 +513,21 @@ class UntimedInstance(Holding):
     def _full_at_tokens(self, held: Held) -> int:
         """Return with how many tokens more than a range of them has its KV here; 0: never. The last one has none."""
         limit = self.profile.max_kv_tokens
-        return (len(held.member_ids) + 1) * limit + 2 if limit else 0
+        return (len(held.members) + 1) * limit + 2 if limit else 0
 
-    def _set_members(self, held: Held, member_ids: tuple[InstanceId, ...]) -> None:
+    def _set_members(self, held: Held, members: tuple[PartMember, ...]) -> None:
         """Ask others for the first ranges of a context, and give back what was here of these."""
-        num_more, held.next_member_ids = len(member_ids) - len(held.member_ids), None
-        held.member_ids = member_ids
+        num_more, held.next_members = len(members) - len(held.members), None
+        held.members = members
         if num_more:
             num_blocks = num_more * self.profile.max_kv_tokens // self.profile.kv_layout.block_size
             held.num_blocks -= num_blocks
             self._num_own_blocks -= num_blocks - self.kept.end(held, ())
             held.chain = ()
         if held.key in self.residents:
-            num_saved_tokens = len(member_ids) * self.profile.max_kv_tokens
+            num_saved_tokens = len(members) * self.profile.max_kv_tokens
             self.residents.spread(held.key, num_saved_tokens, self._full_at_tokens(held))
-        self._report(MembersSet(self.instance_id, *held.key, member_ids))
+        self._report(MembersSet(self.instance_id, *held.key, tuple([each.instance_id for each in members])))
 
     def hand_on(self, held: Held, num_bytes: int, duration_s: float) -> None:
         """A range that was here is where it goes, too."""
@@ -635,6 +638,21 @@ class UntimedInstance(Holding):
             self._decode(held)
         else:
             self.residents.stay(held.key)
+
+
+def _part_of(transfer: TransferPlan, instance_id: InstanceId) -> int | None:
+    """Return the number of the range that a transfer brings to an instance; None where it decodes."""
+    if transfer.purpose is TransferPurpose.PART:
+        blocks = transfer.destinations[0].part.blocks
+        return blocks.start // blocks.size
+    place = transfer.destination_ids.index(instance_id)
+    return place - 1 if place else None
+
+
+def _members_of(transfer: TransferPlan) -> tuple[PartMember, ...]:
+    """Return those to which a hand-over brings the first ranges."""
+    others = transfer.destination_ids[1:]
+    return tuple([PartMember(instance_id=each, capability=transfer.capability) for each in others])
 
 
 def _has_chunk(plan: StepPlan, key: RequestKey) -> bool:

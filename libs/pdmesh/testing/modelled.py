@@ -200,11 +200,13 @@ class ModelledInstance:
                 epoch=key[1],
                 gateway_id=gateway_of[key],
                 num_blocks=held.num_blocks,
-                num_context_tokens=self.num_tokens(key),
-                decoding=True,
+                num_context_tokens=self.num_tokens(key) if held.is_decoding else held.num_tokens,
+                decoding=held.is_decoding,
                 max_total_tokens=0 if held.length is None else held.length.max_total_tokens,
                 transfer_id=held.received_by,
                 granules=tuple(held.kept),
+                members=held.members,
+                part=held.part,
             )
             for key, held in self.held.items()
         )

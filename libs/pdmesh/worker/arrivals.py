@@ -8,7 +8,7 @@ from pdmesh.core.events import DecodeReserved, TransferLanded
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.parts import Member
-from pdmesh.model import GRANULE_TOKENS, TransferId
+from pdmesh.model import GRANULE_TOKENS, PartMember, TransferId
 from pdmesh.wire.messages import ExpectKv, unpack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
@@ -71,6 +71,12 @@ class Arrivals:
         request.stage = Stage.RECEIVING
         request.transfer, request.received_by = transfer, transfer.transfer_id
         if blocks.start:
+            request.members = tuple(
+                [
+                    PartMember(instance_id=instance_id, capability=transfer.capability)
+                    for instance_id in transfer.destination_ids[1:]
+                ]
+            )
             request.sequence.elsewhere = self._context.mover.parts.open(
                 request.request_id,
                 request.epoch,

@@ -60,6 +60,7 @@ from pdmesh.wire.messages import (
     GrantKept,
     PeerGone,
     Regroup,
+    Rehome,
     Respread,
 )
 from pdmesh.worker.arrivals import Arrivals
@@ -92,6 +93,7 @@ Instruction = (
     | ExpectKv
     | ExpectMove
     | ExpectPart
+    | Rehome
     | Respread
     | ExpectKept
     | GrantKept
@@ -200,6 +202,8 @@ class Instance:
                 self._moves.grant(message)
             case ExpectPart():
                 self._spread.expect(message)
+            case Rehome():
+                self._spread.rehome(message)
             case Respread():
                 self._spread.respread(message)
             case Grant() if message.command.transfer.purpose is TransferPurpose.PART:
@@ -327,7 +331,7 @@ class Instance:
         return () if tier is None else tier.hashes
 
     async def drop_all_but_decoding(self) -> None:
-        """Forget all plans and all requests that do not decode here alone, and wait until their blocks are free.
+        """Forget all plans and all requests that do not decode, here or with a range here, and wait until all is free.
 
         A scheduler that this instance registers with knows nothing of them; gateways start them again.
         """
@@ -336,7 +340,8 @@ class Instance:
         self._moves.stay_all()
         self._spread.stay_all()
         for request in self._sequences:
-            if request.stage is not Stage.DECODING or request.sequence.elsewhere is not None:
+            is_part = request.stage is Stage.HOLDING and self._mover.parts.holds(request.request_id, request.epoch)
+            if request.stage is not Stage.DECODING and not is_part:
                 self._sequences.release(request)
         await self._sequences.settled()
 

@@ -24,6 +24,7 @@ from pdmesh.worker.departures import part_to_send
 from pdmesh.worker.intake import Intake, check_request
 from pdmesh.worker.sequences import Leaving, LocalRequest, Stage
 from pdmesh.worker.spans import DONE
+from pdmesh.worker.spread import members_at
 
 log = structlog.get_logger()
 
@@ -51,7 +52,7 @@ class MovingDecodes:
         sender = self._context.mover.departures.move(
             request.request_id,
             request.epoch,
-            block_ids=request.sequence.block_table,
+            block_ids=request.context_table,
             transcript=pack_transcript(request.generation, request.sequence.token_ids[:num_kv_tokens]),
             destination=KvDestination(
                 message.destination_addresses[0], part_to_send(transfer, 0, self._context.block_size)
@@ -188,6 +189,15 @@ class MovingDecodes:
         except PdmeshError as error:
             self._intake.refuse(message.command, error, transfer.transfer_id)
             return
+        blocks = transfer.destinations[0].part.blocks
+        if blocks.start:
+            request.members = message.command.members
+            request.sequence.elsewhere = self._context.mover.parts.open(
+                request.request_id,
+                request.epoch,
+                members=members_at(message.command.members, message.member_addresses),
+                num_tokens=blocks.start * request.block_size,
+            )
         self._context.mover.arrivals.expect(
             request.request_id,
             request.epoch,
@@ -195,6 +205,7 @@ class MovingDecodes:
             block_ids=request.sequence.block_table,
             num_context_tokens=None,
             num_present_blocks=request.num_reused_tokens // request.block_size,
+            blocks=blocks if blocks.start else None,
             source_addresses=message.source_addresses,
             hold=lambda blocks: self._hold(request, blocks),
         )
@@ -228,7 +239,7 @@ class MovingDecodes:
         check_request(
             generation,
             len(token_ids),
-            num_blocks=len(request.sequence.block_table),
+            num_blocks=len(request.context_table),
             max_kv_tokens=max_kv_tokens,
             block_size=self._context.block_size,
             max_model_len=self._context.max_model_len,
@@ -243,4 +254,5 @@ class MovingDecodes:
             token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
             block_table=request.sequence.block_table,
+            elsewhere=request.sequence.elsewhere,
         )

@@ -7,10 +7,10 @@ the scheduler is told. While a step uses the blocks, or a copy still touches the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import anyio
 
@@ -20,11 +20,13 @@ from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.offload.copies import KvLoad
+from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import (
     NO_TRANSFER,
     Epoch,
     InstanceId,
+    PartMember,
     PrefixHashes,
     RequestId,
     Resident,
@@ -85,6 +87,28 @@ class Drawn(NamedTuple):
     num_known: int = 0
 
 
+class ContextTable(Sequence[int]):
+    """A sequence's blocks by their place in its context, those that others hold among them: they are nowhere here."""
+
+    def __init__(self, sequence: EngineSequence, block_size: int) -> None:
+        self._table = sequence.block_table
+        self._first = sequence.num_elsewhere_tokens // block_size
+
+    def __len__(self) -> int:
+        return self._first + len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, int):
+            return self._table[index - self._first] if index >= self._first else NO_BLOCK
+        start, stop, _ = index.indices(len(self))
+        elsewhere = [NO_BLOCK] * (min(stop, self._first) - start)
+        return elsewhere + self._table[max(0, start - self._first) : max(0, stop - self._first)]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class LocalRequest:
     """One request of one epoch on this instance."""
@@ -101,6 +125,8 @@ class LocalRequest:
     exchange: KvExchange | None = None  # set if a group computes its prompt
     load: KvLoad | None = None  # set while some of its KV comes from the offload tier
     leaving: Leaving | None = None  # set while it decodes, and moves to another instance
+    members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context, if it decodes here
+    part: int | None = None  # the number of the range that is here, if it decodes elsewhere
     handing: TransferPlan | None = None  # set while a range that is here goes to another instance, too
     respread: Respread | None = None  # set until its members are these, between two steps
     trace: RequestTrace | None = None  # set if the request is traced
@@ -159,6 +185,11 @@ class LocalRequest:
         return len(self.sequence.token_ids) - self.sequence.num_elsewhere_tokens
 
     @property
+    def context_table(self) -> ContextTable:
+        """The blocks of its whole context, of which others may hold the first; as it grows."""
+        return ContextTable(self.sequence, self.block_size)
+
+    @property
     def has_room(self) -> bool:
         """Whether there is room for the KV that the next decode step writes."""
         return self.num_own_tokens <= len(self.sequence.block_table) * self.block_size
@@ -207,6 +238,8 @@ class LocalRequest:
             max_total_tokens=self.max_kv_tokens,
             transfer_id=self.received_by,
             granules=granules,
+            members=self.members,
+            part=self.part,
         )
 
 

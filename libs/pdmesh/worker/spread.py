@@ -6,6 +6,7 @@ A range that others are to hold is copied before, while the request decodes on (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import structlog
@@ -17,8 +18,8 @@ from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.parts import Member
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.transfer import KvDestination
-from pdmesh.model import IndexRange, TransferId
-from pdmesh.wire.messages import ExpectKv, ExpectPart, Grant, Respread
+from pdmesh.model import IndexRange, PartMember, TransferId
+from pdmesh.wire.messages import ExpectKv, ExpectPart, Grant, Rehome, Respread
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
 from pdmesh.worker.growth import RoomGrowth
@@ -66,13 +67,14 @@ class SpreadContexts:
         except PdmeshError as error:
             self._intake.refuse(command, error, transfer.transfer_id)
             return
+        request.part = blocks.start // blocks.size
         self._context.mover.parts.hold(
             request.request_id,
             request.epoch,
             capability=transfer.capability,
             block_ids=request.sequence.block_table,
             home_address=home_address,
-            member=blocks.start // blocks.size,
+            member=request.part,
         )
         self._context.mover.arrivals.expect(
             request.request_id,
@@ -88,6 +90,10 @@ class SpreadContexts:
         self._context.report(
             DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
         )
+
+    def rehome(self, message: Rehome) -> None:
+        """Answer questions about a range from another instance, too."""
+        self._context.mover.parts.rehome(message.command.request_id, message.command.epoch, message.home_address)
 
     # --- ranges that go elsewhere ---
 
@@ -106,7 +112,7 @@ class SpreadContexts:
         sender = departures.offer(
             request.request_id,
             request.epoch,
-            block_ids=[*[NO_BLOCK] * blocks.start, *table[: blocks.size]],
+            block_ids=[*[NO_BLOCK] * blocks.start, *table[: blocks.size]],  # of a member, its own alone
             num_context_tokens=blocks.stop * request.block_size,
             blocks=blocks,
             num_present_blocks=blocks.stop,
@@ -199,16 +205,14 @@ class SpreadContexts:
             return
         request.respread = None
         command, range_tokens = message.command, self._context.range_tokens
-        members = [
-            Member(address, member.capability)
-            for address, member in zip(message.member_addresses, command.members, strict=False)
-        ]
+        members = members_at(command.members, message.member_addresses)
         num_tokens = len(members) * range_tokens
         num_more = num_tokens - request.sequence.num_elsewhere_tokens
         if num_more < 0 or num_more > request.num_own_tokens - 1 or not members:
             reason = f"{len(members)} others are to hold what they cannot of {len(request.sequence.token_ids)} tokens"
             self._context.endings.drop(request, reason)
             return
+        request.members = command.members
         request.sequence.elsewhere = self._context.mover.parts.open(
             request.request_id, request.epoch, members=members, num_tokens=num_tokens
         )
@@ -221,3 +225,8 @@ class SpreadContexts:
         self._context.tables.give_back(given_back, partial(self._context.report, done))
         self._growth.tell([request])
         self._context.wake()
+
+
+def members_at(members: Sequence[PartMember], addresses: Sequence[bytes]) -> list[Member]:
+    """Return where to ask these, in their order."""
+    return [Member(address, member.capability) for address, member in zip(addresses, members, strict=False)]

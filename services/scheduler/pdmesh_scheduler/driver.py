@@ -26,6 +26,7 @@ from pdmesh.core.commands import (
     PlaceDecode,
     SendKept,
     SetGroup,
+    SetHome,
     SetMembers,
     SetRole,
     ToGateway,
@@ -63,6 +64,7 @@ from pdmesh.wire.messages import (
     MeshStatus,
     PeerGone,
     Regroup,
+    Rehome,
     Respread,
     WorkerDown,
 )
@@ -296,8 +298,9 @@ class Driver:
                 self._workers.post(command.instance_id, Regroup(command=command, member_addresses=addresses))
             case PlaceDecode() if command.transfer.purpose is TransferPurpose.MOVE:
                 addresses = self._addresses(command.transfer.source_ids)
-                chain = self._core.chain_of((command.request_id, command.epoch))
-                expect = ExpectMove(command=command, chain=chain, source_addresses=addresses)
+                chain = () if command.members else self._core.chain_of((command.request_id, command.epoch))
+                members = self._addresses(member.instance_id for member in command.members)
+                expect = ExpectMove(command=command, chain=chain, source_addresses=addresses, member_addresses=members)
                 self._workers.post(command.instance_id, expect)
             case PlaceDecode() if command.transfer.purpose is TransferPurpose.PART:
                 home_id = self._core.decode_id_of((command.request_id, command.epoch))
@@ -307,6 +310,9 @@ class Driver:
                     home_address=b"" if home_id is None else self._profiles[home_id].data_address,
                 )
                 self._workers.post(command.instance_id, expect_part)
+            case SetHome():
+                (address,) = self._addresses([command.home_id])
+                self._workers.post(command.instance_id, Rehome(command=command, home_address=address))
             case SetMembers():
                 addresses = self._addresses(command.member_ids)
                 self._workers.post(command.instance_id, Respread(command=command, member_addresses=addresses))

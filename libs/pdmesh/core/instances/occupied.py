@@ -21,6 +21,7 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     KvPart,
+    PartMember,
     PrefixHash,
     Request,
     RequestKey,
@@ -89,6 +90,7 @@ class OccupiedInstance(EmptyInstance):
         tenant: str | None = None,
         share: int = 1,
         num_elsewhere_tokens: int = 0,
+        members: tuple[PartMember, ...] = (),
     ) -> None:
         """``max_blocks``: that it may be granted in all, if that is more.
 
@@ -108,6 +110,7 @@ class OccupiedInstance(EmptyInstance):
             tenant=tenant,
             share=share,
             num_elsewhere_tokens=num_elsewhere_tokens,
+            members=members,
         )
         self.allocations[key] = allocation
         self._count(allocation, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from math import inf
 from typing import Generic, TypeVar
 
@@ -33,6 +34,9 @@ class Orphans(Generic[OwnerT]):
 
     def __len__(self) -> int:
         return len(self._orphans)
+
+    def __iter__(self) -> Iterator[Orphan[OwnerT]]:
+        return iter(self._orphans.values())
 
     def add(self, key: RequestKey, owner: OwnerT, gateway_id: GatewayId, deadline_s: float) -> None:
         if key[0] in self._orphans:

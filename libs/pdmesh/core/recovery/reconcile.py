@@ -13,6 +13,7 @@ from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.recovery.orphans import Orphans
+from pdmesh.core.recovery.spread import SpreadResidents
 from pdmesh.core.recovery.suspects import Deaths
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.transfers.receivers import do_without
@@ -36,19 +37,21 @@ class Reconciler:
         self._mesh = mesh
         self._grace_s = grace_s
         self._deaths = Deaths()
+        self._spread = SpreadResidents(mesh)
         self._unclaimed: Orphans[InstanceId] = Orphans()  # residents that no gateway waits for, so far
         self._unfound: Orphans[GatewayId] = Orphans()  # waited for, and on no instance, so far
 
     @property
     def next_deadline_s(self) -> float:
         """Infinite if there is none."""
-        return min(self._unclaimed.next_deadline_s, self._unfound.next_deadline_s)
+        return min(self._unclaimed.next_deadline_s, self._unfound.next_deadline_s, self._spread.next_deadline_s)
 
     def expire(self, now_s: float) -> None:
         for unfound in self._unfound.pop_due(now_s):
             self._mesh.ask_to_resume(unfound.owner, unfound.key, "its KV is on no instance")
         for unclaimed in self._unclaimed.pop_due(now_s):
             self._mesh.free(unclaimed.owner, unclaimed.key)
+        self._spread.expire(now_s)
 
     # --- single requests ---
 
@@ -139,7 +142,8 @@ class Reconciler:
             draining=stopping,
         )
         mesh.add_instance(instance)
-        self._unclaimed.drop_owner(instance_id)
+        self._drop_unclaimed(instance_id, old)
+        self._spread.lost(instance_id)
         mesh.broker.join(instance_id, profile.num_transfer_backends)
         for resident in residents:
             key = (resident.request_id, resident.epoch)
@@ -147,12 +151,17 @@ class Reconciler:
                 mesh.ignore("resident")
                 continue
             known = mesh.find(key)
+            num_elsewhere_tokens = len(resident.members) * instance.max_kv_tokens
             instance.take(
                 key,
                 resident.num_blocks,
-                AllocationKind.RESIDENT,
-                max_blocks=num_blocks_for(resident.max_total_tokens, instance.block_size),
+                AllocationKind.RESIDENT if resident.part is None else AllocationKind.PART,
+                max_blocks=num_blocks_for(
+                    max(0, resident.max_total_tokens - num_elsewhere_tokens), instance.block_size
+                ),
                 num_tokens=resident.num_context_tokens,
+                num_elsewhere_tokens=num_elsewhere_tokens,
+                members=resident.members,
                 transfer_id=resident.transfer_id,
                 chain=resident.granules,
                 num_reused=len(resident.granules),
@@ -162,8 +171,13 @@ class Reconciler:
             being_freed = old is not None and key in old.allocations and old.allocations[key].freeing
             if resident.decoding and known is not None and known.move and known.move.target_id == instance_id:
                 mesh.land_move(known)  # unheard of until now
-            if being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
+            if not being_freed and (resident.members or resident.part is not None):
+                self._spread.joined(instance_id, resident, now_s + self._grace_s)
+            elif being_freed or not resident.decoding or not self._keep_resident(instance_id, resident, now_s):
                 mesh.free(instance_id, key)
+        for home_id, resident in self._spread.pop_complete():
+            if not self._keep_resident(home_id, resident, now_s):
+                mesh.free(home_id, (resident.request_id, resident.epoch))
         if kept or offloaded:
             instance.replace_kept(kept, offloaded)
         if old is not None:
@@ -182,9 +196,25 @@ class Reconciler:
         self._mesh.numbers.give_back(instance.number)
         self._mesh.changed[instance_id] = None
         self._mesh.broker.leave(instance_id)
-        self._unclaimed.drop_owner(instance_id)
+        self._drop_unclaimed(instance_id, instance)
+        self._spread.lost(instance_id)
         self._restart_without(instance_id, instance.allocations, f"instance {instance_id} was lost", blames)
         self._mesh.drop_plans(instance)
+
+    def _drop_unclaimed(self, instance_id: InstanceId, old: InstanceState | None) -> None:
+        """Forget residents that an instance had, and those of which it held a range; the others give up theirs."""
+        mesh = self._mesh
+        for orphan in list(self._unclaimed) if mesh.spreads_contexts else ():
+            is_own = orphan.owner == instance_id
+            allocation = mesh.allocation_of(orphan.owner, orphan.key)
+            if is_own:
+                allocation = None if old is None else old.allocations.get(orphan.key)
+            members = () if allocation is None else allocation.members
+            if is_own or instance_id in [member.instance_id for member in members]:
+                self._unclaimed.pop(orphan.key[0], orphan.gateway_id)
+                for other_id in (orphan.owner, *[member.instance_id for member in members]):
+                    mesh.free(other_id, orphan.key)
+        self._unclaimed.drop_owner(instance_id)
 
     def _died(self, instance: InstanceState, now_s: float) -> Mapping[RequestKey, float]:
         """Blame the requests that an instance computed; no one where it had said that it stops."""
@@ -250,7 +280,9 @@ class Reconciler:
             epoch=key[1],
             gateway_id=gateway_id,
             num_prompt_tokens=num_tokens,
-            max_tokens=max(1, allocation.max_blocks * instance.block_size - num_tokens + 1),
+            max_tokens=max(
+                1, allocation.max_blocks * instance.block_size + allocation.num_elsewhere_tokens - num_tokens + 1
+            ),
             arrival_s=now_s,
         )
         return self._mesh.open(request, Rank())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode
+from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode, SetHome
 from pdmesh.core.events import MoveFailed, MoveSent
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -45,13 +45,15 @@ class Moves:
             return f"is on its way to {state.move.target_id} already"
         if state.phase is not Phase.DECODING:
             return f"is {state.phase.replace('_', ' ')}, and only what decodes can move"
-        if state.members or state.part_move is not None:
-            return "has a context that is spread over several instances, and stays"
+        if state.part_move is not None:
+            return "has a context of which a range is on its way"
         source, allocation = self._where(state)
         if source is target:
             return f"decodes on {target.instance_id} already"
         if source.kv_group != target.kv_group:
             return f"has KV of another model or layout than {target.instance_id}"
+        if state.members and source.exact_group != target.exact_group:
+            return f"has a context that is spread over instances of another arithmetic than {target.instance_id}"
         if allocation.kind is not AllocationKind.RESIDENT or allocation.freeing:
             return "is about to end"
         request = state.request
@@ -69,12 +71,14 @@ class Moves:
         source, allocation = self._where(state)
         num_blocks = self._num_blocks(source, allocation)
         mesh, (request_id, epoch) = self._mesh, state.key
-        num_reused = target.num_kept_granules(state.request)
+        chain = () if state.members else state.request.chain
+        num_reused = target.num_kept_granules(state.request) if chain else 0
+        first_block = allocation.num_elsewhere_tokens // source.block_size
         transfer = mesh.broker.open(
             state.key,
             TransferPurpose.MOVE,
-            (source.shard(allocation.num_blocks),),
-            (target.shard(num_blocks),),
+            (source.shard(allocation.num_blocks, first_block),),
+            (target.shard(num_blocks, first_block),),
             num_reused_granules=num_reused,
         )
         move = state.begin_move(transfer)
@@ -88,11 +92,16 @@ class Moves:
             long_tokens=allocation.long_tokens,
             slo_tpot_s=allocation.slo_tpot_s,
             transfer_id=transfer.plan.transfer_id,
-            chain=state.request.chain,
+            chain=chain,
             num_reused=num_reused,
             tenant=state.request.tenant,
             share=state.request.share,
+            num_elsewhere_tokens=allocation.num_elsewhere_tokens,
         )
+        for member in state.members:
+            mesh.commands.append(
+                SetHome(instance_id=member.instance_id, request_id=request_id, epoch=epoch, home_id=target.instance_id)
+            )
         room = target.make_room()
         mesh.commands.append(
             PlaceDecode(
@@ -100,6 +109,7 @@ class Moves:
                 request_id=request_id,
                 epoch=epoch,
                 transfer=transfer.plan,
+                members=state.members,
                 drop=room.drop,
                 offload=room.offload,
                 evict=room.evict,

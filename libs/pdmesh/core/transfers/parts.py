@@ -190,16 +190,21 @@ class Parts:
             self._mesh.ignore("MembersSet")
             return None
         home = self._mesh.instances[event.instance_id]
-        allocation = home.allocations[state.key]
         if move.source_id == event.instance_id:
             home.hand_on(state.key, home.num_home_blocks(state.request, len(event.member_ids)))
-        else:
+        self._end(state, move, home)
+        return state
+
+    def _end(self, state: RequestState, move: PartMove, home: InstanceState) -> None:
+        """The range has its next holder, and the instance where it decodes knows."""
+        if move.source_id != home.instance_id:
             self._mesh.free(move.source_id, state.key)
+        allocation = home.allocations[state.key]
         first_block = allocation.num_elsewhere_tokens // home.block_size
         state.end_part_move(home.shard(allocation.num_blocks, first_block))
+        allocation.members = ()
         self._moving.pop(state.key, None)
         self._note(home, state.key)
-        return state
 
     def failed(self, key: RequestKey, instance_id: InstanceId, transfer_id: TransferId | None = None) -> bool:
         """One side of a range's way has given it up, or an instance its room. False if it has no part in one."""
@@ -259,11 +264,20 @@ class Parts:
                 self._over(state, move)
 
     def joined(self, instance: InstanceState) -> None:
-        """An instance registered, perhaps again: it may not have heard of its requests' members."""
-        self.lost(instance.instance_id)
-        for state in self._moving.values():
-            if state.decode_id == instance.instance_id and state.part_move is not None and state.part_move.has_landed:
-                self._tell(state, instance.instance_id)
+        """An instance registered, perhaps again: it may not have heard of its requests' members, or we not of that."""
+        for state in list(self._moving.values()):
+            move = state.part_move
+            if self._mesh.find(state.key) is not state or move is None:
+                del self._moving[state.key]
+            elif not move.has_landed and instance.instance_id in (move.source_id, move.target_id):
+                self._over(state, move)
+            elif move.target_id == instance.instance_id and state.key not in instance.allocations:
+                self._lose_target(state, move)
+            elif move.has_landed and state.decode_id == instance.instance_id:
+                if instance.allocations[state.key].members == state.next_members:
+                    self._end(state, move, instance)
+                else:
+                    self._tell(state, instance.instance_id)
         if instance.max_kv_tokens:
             for key in instance.allocations:
                 self._note(instance, key)

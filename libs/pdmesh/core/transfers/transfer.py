@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from pdmesh.model import InstanceId, PrefixHashes, RequestKey, TransferPurpose
-from pdmesh.plans import PartMember, TransferPlan
+from pdmesh.model import InstanceId, PartMember, PrefixHashes, RequestKey, TransferPurpose
+from pdmesh.plans import TransferPlan
 
 
 class TransferState(Enum):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, GrantTransfer, PlaceDecode, SendKept, SetGroup, SetMembers
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    FetchKept,
+    GrantTransfer,
+    PlaceDecode,
+    SendKept,
+    SetGroup,
+    SetHome,
+    SetMembers,
+)
 from pdmesh.model import (
     GatewayId,
     InstanceId,
@@ -101,6 +110,7 @@ class ExpectMove(Message, frozen=True, kw_only=True):
     command: PlaceDecode
     chain: PrefixHashes = ()
     source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
+    member_addresses: tuple[bytes, ...] = ()  # of those that hold the first ranges of its context, in their order
 
 
 class ExpectPart(Message, frozen=True, kw_only=True):
@@ -109,6 +119,13 @@ class ExpectPart(Message, frozen=True, kw_only=True):
     command: PlaceDecode
     source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
     home_address: bytes  # where it decodes
+
+
+class Rehome(Message, frozen=True, kw_only=True):
+    """A `SetHome` with that instance's data address."""
+
+    command: SetHome
+    home_address: bytes
 
 
 class Respread(Message, frozen=True, kw_only=True):
@@ -167,6 +184,7 @@ WorkerDown = (
     | ExpectKv
     | ExpectMove
     | ExpectPart
+    | Rehome
     | Respread
     | ExpectKept
     | GrantKept
