@@ -114,6 +114,7 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
         (["--slo-ttft", "-1"], 2, "--slo-ttft is -1.0: must be a number of seconds above 0"),
         (["--slo-tpot", "nan"], 2, "--slo-tpot is nan: must be a number of seconds above 0"),
         (["--host-gbytes-per-s", "1"], 2, "--host-gbytes-per-s: needs --hosts 2 or more"),
+        (["--max-kv-tokens", "100"], 2, "--max-kv-tokens is 100: must be a multiple of 16, a block"),
         (["--rate", "nan"], 2, "--rate is nan: must be a number above 0"),
         (["--prefill", "0"], 2, "no instance could prefill: --prefill or --mixed must be at least 1"),
         (["--batching", "best"], 2, "no batching mode is called 'best': use one of mb, eb, ebplus"),
@@ -160,6 +161,15 @@ def test_memory_by_credit_has_many_more_at_once_where_answers_are_shorter_than_a
         assert record["bundles"]["pdmesh"]["all"]["num_finished"] == 60
     makespan_s = {how: record["bundles"]["pdmesh"]["makespan_s"] for how, record in records.items()}
     assert makespan_s["on_demand"] < 0.7 * makespan_s["full"]
+
+
+def test_long_contexts_that_are_spread_are_read_faster() -> None:
+    arguments = ("simulate", "--decode", "4", "--bundle", "pdmesh", "--limit", "12", "--rate", "0.02", "-o", "json")
+    load = ("--long-share", "1", "--long-range", "400000,500000", "--kv-tokens", "1000000")
+    runs = [pdmesh_here(*arguments, *load, "--max-kv-tokens", limit) for limit in ("0", "128000")]
+    whole, spread = (json.loads(done.stdout)["bundles"]["pdmesh"]["all"] for done in runs)
+    assert whole["num_finished"] == spread["num_finished"] == 12
+    assert spread["tpot_s"]["p50"] < 0.5 * whole["tpot_s"]["p50"]
 
 
 def test_a_bad_row_is_named(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ from pdmesh.traces import read_trace
 
 SYNTHETIC = "synthetic"
 
+#: Tokens of KV in a block of simulated instances.
+BLOCK_SIZE = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyOptions:
@@ -38,6 +41,8 @@ class StudyOptions:
     profile: str
     chunk_tokens: int | None
     kv_tokens: int
+    max_kv_tokens: int = 0
+    part_exchange_us: float = 0.0
     offload_tokens: int = 0
     load_gbytes_per_s: float = 10.0
     transfer_backends: int
@@ -80,6 +85,8 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
     ):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option} is {value}: must be a number above 0")
+    if options.max_kv_tokens % BLOCK_SIZE:
+        raise ConfigError(f"--max-kv-tokens is {options.max_kv_tokens}: must be a multiple of {BLOCK_SIZE}, a block")
     if options.host_gbytes_per_s is not None and options.num_hosts < 2:
         raise ConfigError("--host-gbytes-per-s: needs --hosts 2 or more, between which it is the rate")
     long_range = _long_range(options.long_range)
@@ -96,6 +103,7 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
             port_bytes_per_s=options.port_gbytes_per_s * 1e9,
             host_link_bytes_per_s=_host_links(options),
             control_delay_s=options.control_delay_ms / 1e3,
+            part_exchange_s=options.part_exchange_us / 1e6,
         ),
         instances=MeshShape(
             num_prefill=0,
@@ -105,10 +113,11 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
                 num_layers=profile.subject.num_layers,
                 num_kv_heads=profile.subject.num_kv_heads,
                 head_dim=profile.subject.head_dim,
-                block_size=16,
+                block_size=BLOCK_SIZE,
                 dtype=profile.subject.dtype or "bfloat16",
             ),
             num_kv_tokens=options.kv_tokens,
+            max_kv_tokens=options.max_kv_tokens,
             num_offload_tokens=options.offload_tokens,
             load_bytes_per_s=options.load_gbytes_per_s * 1e9,
             num_transfer_backends=options.transfer_backends,

@@ -42,6 +42,13 @@ LongRange = Annotated[
 InstanceProfile = Annotated[str, typer.Option(help="Latency model of an instance; an unknown name lists them.")]
 ChunkTokens = Annotated[int | None, typer.Option(min=1, help="Prompt tokens in a step, with static packing.")]
 KvTokens = Annotated[int, typer.Option(min=16, help="Size of an instance's KV cache, in tokens.")]
+MaxKvTokens = Annotated[
+    int,
+    typer.Option(min=0, help="Most tokens of a context on an instance: longer ones are spread over several. 0: all."),
+]
+PartExchange = Annotated[
+    float, typer.Option(min=0, help="What a layer takes longer where a context is spread, in microseconds.")
+]
 OffloadTokens = Annotated[
     int, typer.Option(min=0, help="Size of the offload tier behind an instance's KV cache, in tokens. 0: none.")
 ]
@@ -114,6 +121,8 @@ def simulate(
     ] = KvReservation.FULL,
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
+    max_kv_tokens: MaxKvTokens = 0,
+    part_exchange_us: PartExchange = 0.0,
     offload_tokens: OffloadTokens = 0,
     load_gbytes_per_s: LoadSpeed = 10.0,
     transfer_backends: TransferBackends = 4,
@@ -173,6 +182,8 @@ def simulate(
         kv_reservation=kv_reservation,
         chunk_tokens=chunk_tokens,
         kv_tokens=kv_tokens,
+        max_kv_tokens=max_kv_tokens,
+        part_exchange_us=part_exchange_us,
         offload_tokens=offload_tokens,
         load_gbytes_per_s=load_gbytes_per_s,
         transfer_backends=transfer_backends,

@@ -27,6 +27,7 @@ class MeshShape:
     num_kv_tokens: int  # of one instance
     max_num_seqs: int = 256
     num_transfer_backends: int = 4
+    max_kv_tokens: int = 0  # of a context that one instance holds while it decodes; 0: all
     num_offload_tokens: int = 0  # that the tier of one instance has room for
     load_bytes_per_s: float = 10e9  # from there
     num_hosts: int = 0  # that instances of each role are dealt out to; 0: each is a host of its own
@@ -46,7 +47,9 @@ class MeshShape:
             model="simulated",
             kv_layout=self.kv_layout,
             num_blocks=self.num_kv_tokens // self.kv_layout.block_size,
-            max_model_len=self.num_kv_tokens,
+            # What is spread may become longer than one instance holds.
+            max_model_len=max(self.num_kv_tokens, self.max_kv_tokens * (self.num_decode + self.num_mixed)),
+            max_kv_tokens=self.max_kv_tokens,
             max_num_seqs=self.max_num_seqs,
             num_transfer_backends=self.num_transfer_backends,
             data_address=b"",
