@@ -327,8 +327,12 @@ async def running_instance(
     instance_id: str | None = None,
     drafter: Drafter | None = None,
     tier: TierOf | None = None,
+    range_tokens: int = 0,
 ) -> AsyncGenerator[RunningInstance]:
-    """The runtime of one instance on an open ``transport``; integrity is checked when the block is left."""
+    """The runtime of one instance on an open ``transport``; integrity is checked when the block is left.
+
+    Its engine divides contexts into ranges of ``range_tokens``, if there are any.
+    """
     pool = BlockPool(engine.kv.num_blocks)
 
     def on_outcome(outcome: TransferOutcome) -> None:
@@ -342,7 +346,13 @@ async def running_instance(
         EngineThread() as thread,
         nullcontext() if tier is None else tier(engine.kv, pool, thread.wakeup, on_lost) as offloads,
         KvMover(
-            transport=transport, store=engine.kv, pool=pool, config=config or TransferConfig(), on_outcome=on_outcome
+            transport=transport,
+            store=engine.kv,
+            pool=pool,
+            config=config or TransferConfig(),
+            on_outcome=on_outcome,
+            attend_part=engine.attend_part if range_tokens else None,
+            wakeup=thread.wakeup,
         ) as mover,
         anyio.create_task_group() as tasks,
     ):
@@ -364,6 +374,7 @@ async def running_instance(
             drafter=drafter,
             tier=offloads,
             num_stages=engine.num_stages,
+            range_tokens=range_tokens,
         )
 
         async def step() -> None:

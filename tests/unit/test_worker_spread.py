@@ -1,0 +1,270 @@
+"""A context's ranges go to other instances while it decodes, and so does its home: workers without a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pdmesh.config import TransferConfig
+from pdmesh.core.commands import GrantTransfer, GrowKv, PlaceDecode, SetHome, SetMembers, WithdrawTransfer
+from pdmesh.core.events import (
+    DecodeReserved,
+    KvLow,
+    KvReleased,
+    MembersSet,
+    MoveSent,
+    RequestDropped,
+    RequestFinished,
+    TransferFailed,
+    TransferLanded,
+    TransferSent,
+)
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.model import (
+    Epoch,
+    IndexRange,
+    InstanceId,
+    KvPart,
+    PartMember,
+    RequestId,
+    SamplingParams,
+    TransferId,
+    TransferPurpose,
+    num_blocks_for,
+)
+from pdmesh.plans import KvShard, TransferPlan
+from pdmesh.testing.checkpoints import TINY, write_checkpoint
+from pdmesh.testing.exactness import random_prompts
+from pdmesh.testing.worker import CAPABILITY, RunningInstance, chunk_plans, make_generation, running_instance
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh.wire.messages import ExpectMove, ExpectPart, Grant, Rehome, Respread
+
+pytestmark = pytest.mark.anyio
+
+RANGE, BLOCK = 32, 16
+CONFIG = TransferConfig(max_payload_bytes=1 << 16, num_send_buffers=4, num_receive_buffers=4)
+KEY = RequestId("r"), Epoch(0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
+
+
+@pytest.fixture
+async def instances(checkpoint: Path) -> AsyncIterator[list[RunningInstance]]:
+    fabric = MemoryFabric()
+    async with AsyncExitStack() as stack:
+        found: list[RunningInstance] = []
+        for number in range(4):
+            engine = TorchEngine(checkpoint, num_blocks=40, num_threads=1, block_size=BLOCK, range_tokens=RANGE)
+            transport = await stack.enter_async_context(MemoryTransport(CONFIG, fabric))
+            running = running_instance(engine, transport, config=CONFIG, instance_id=f"i{number}", range_tokens=RANGE)
+            found.append(await stack.enter_async_context(running))
+        yield found
+
+
+def name_of(instance: RunningInstance) -> InstanceId:
+    return instance.instance.instance_id
+
+
+def start(home: RunningInstance, prompt: Sequence[int], max_tokens: int, *, num_blocks: int | None = None) -> None:
+    generation = make_generation(KEY[0], prompt, SamplingParams(max_tokens=max_tokens, temperature=0))
+    home.admit(generation, kv_moves=False, num_blocks=num_blocks)
+    for chunk in chunk_plans(generation, [64]):
+        home.run([chunk])
+
+
+def plan(
+    source: RunningInstance, target: RunningInstance, blocks: IndexRange, purpose: TransferPurpose, number: int
+) -> TransferPlan:
+    layout = source.engine.kv.layout
+    part = KvPart(blocks, IndexRange(0, layout.num_layers), IndexRange(0, layout.num_kv_heads))
+    return TransferPlan(
+        transfer_id=TransferId(number),
+        purpose=purpose,
+        sources=(KvShard(instance_id=name_of(source), part=part),),
+        destinations=(KvShard(instance_id=name_of(target), part=part),),
+        capability=CAPABILITY + number,
+    )
+
+
+class Scheduler:
+    """Says what a scheduler would."""
+
+    def __init__(self, home: RunningInstance) -> None:
+        self.home = home
+        self.members: list[tuple[RunningInstance, int]] = []  # each with its capability
+        self.num_transfers = 0
+
+    @property
+    def part_members(self) -> tuple[PartMember, ...]:
+        return tuple(PartMember(instance_id=name_of(each), capability=number) for each, number in self.members)
+
+    def begin_part(self, source: RunningInstance, target: RunningInstance, number: int) -> TransferPlan:
+        self.num_transfers += 1
+        size = RANGE // BLOCK
+        blocks = IndexRange(number * size, (number + 1) * size)
+        transfer = plan(source, target, blocks, TransferPurpose.PART, self.num_transfers)
+        place = PlaceDecode(instance_id=name_of(target), request_id=KEY[0], epoch=KEY[1], transfer=transfer)
+        target.instance.handle(
+            ExpectPart(command=place, source_addresses=(source.address,), home_address=self.home.address)
+        )
+        self.grant(source, target, transfer)
+        return transfer
+
+    @staticmethod
+    def grant(source: RunningInstance, target: RunningInstance, transfer: TransferPlan) -> None:
+        grant = GrantTransfer(instance_id=name_of(source), request_id=KEY[0], epoch=KEY[1], transfer=transfer)
+        source.instance.handle(Grant(command=grant, destination_addresses=(target.address,)))
+
+    def set_members(self) -> None:
+        command = SetMembers(instance_id=name_of(self.home), request_id=KEY[0], epoch=KEY[1], members=self.part_members)
+        addresses = tuple(member.address for member, _ in self.members)
+        self.home.instance.handle(Respread(command=command, member_addresses=addresses))
+
+    async def hand_on(self, source: RunningInstance, target: RunningInstance, number: int) -> None:
+        """A range goes from one to another, and the home asks the next holder; the one before has it no longer."""
+        count = len(self.home.reports_of(MembersSet, KEY[0])) + 1
+        transfer = self.begin_part(source, target, number)
+        for side, kind in ((target, TransferLanded), (source, TransferSent)):
+            await side.until(partial(was_said, side, kind, transfer.transfer_id))
+        self.members[number : number + 1] = [(target, transfer.capability)]
+        self.set_members()
+        done = await self.home.reported(MembersSet, KEY[0], count=count)
+        assert done.member_ids == tuple(name_of(member) for member, _ in self.members)
+        if source is not self.home:
+            source.free(KEY[0])
+            await source.reported(KvReleased, KEY[0])
+
+    async def move_home(self, target: RunningInstance, num_blocks: int) -> None:
+        self.num_transfers += 1
+        source, first = self.home, len(self.members) * RANGE // BLOCK
+        blocks = IndexRange(first, first + num_blocks)
+        transfer = plan(source, target, blocks, TransferPurpose.MOVE, self.num_transfers)
+        for member, _ in self.members:
+            home = SetHome(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], home_id=name_of(target))
+            member.instance.handle(Rehome(command=home, home_address=target.address))
+        place = PlaceDecode(
+            instance_id=name_of(target),
+            request_id=KEY[0],
+            epoch=KEY[1],
+            transfer=transfer,
+            members=self.part_members,
+        )
+        target.instance.handle(
+            ExpectMove(
+                command=place,
+                source_addresses=(source.address,),
+                member_addresses=tuple(member.address for member, _ in self.members),
+            )
+        )
+        await target.reported(DecodeReserved, KEY[0])
+        self.grant(source, target, transfer)
+        await source.reported(MoveSent, KEY[0])
+        self.home = target
+
+
+def was_said(
+    instance: RunningInstance, kind: type[TransferLanded] | type[TransferSent], transfer_id: TransferId
+) -> bool:
+    """Whether an instance has reported so of a transfer."""
+    return transfer_id in [each.transfer_id for each in instance.reports_of(kind, KEY[0])]
+
+
+def is_empty(instance: RunningInstance) -> bool:
+    return instance.pool.num_held == 0
+
+
+def tokens(*homes: RunningInstance) -> list[int]:
+    """What was drawn, wherever; nothing twice."""
+    said = {token.index: token.token_id for home in homes for token in home.tokens_of(KEY[0])}
+    assert sum(len(home.tokens_of(KEY[0])) for home in homes) == len(said)
+    return [token_id for index in range(len(said)) if (token_id := said[index]) is not None]
+
+
+async def alone(home: RunningInstance, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    start(home, prompt, max_tokens)
+    await home.reported(RequestFinished, KEY[0])
+    return tokens(home)
+
+
+async def test_ranges_and_homes_go_elsewhere_and_nothing_is_drawn_otherwise(instances: list[RunningInstance]) -> None:
+    one, two, three, four = instances
+    (prompt,) = random_prompts([20], TINY.vocab_size, seed=1)
+    max_tokens = 300
+    start(one, prompt, max_tokens)
+    low = await one.reported(KvLow, "")
+    while low.residents[0].num_tokens - 1 <= RANGE:
+        low = await one.reported(KvLow, "", count=len(one.reports_of(KvLow, "")) + 1)
+    scheduler = Scheduler(one)
+    await scheduler.hand_on(one, two, 0)
+    await one.until(lambda: len(one.tokens_of(KEY[0])) > 2 * RANGE)
+    await scheduler.hand_on(one, three, 1)
+    await scheduler.hand_on(two, four, 0)
+    num_blocks = num_blocks_for(len(prompt) + max_tokens, BLOCK)
+    await scheduler.move_home(two, num_blocks - 2 * RANGE // BLOCK)
+    await two.reported(RequestFinished, KEY[0])
+    for member in (three, four):
+        assert member.mover.parts.num_answers > 0
+        member.free(KEY[0])
+        await member.reported(KvReleased, KEY[0])
+    drawn = tokens(one, two)
+    for instance in instances:
+        await instance.until(partial(is_empty, instance))
+        instance.assert_all_free()
+        instance.tokens.clear()
+        instance._tokens.clear()
+        instance._reports.clear()
+    assert drawn == await alone(one, prompt, max_tokens)
+
+
+async def test_what_is_granted_as_a_range_leaves_is_of_the_whole_context(instances: list[RunningInstance]) -> None:
+    """A grant that crosses the change of members gives no more than was meant."""
+    one, two, *_ = instances
+    (prompt,) = random_prompts([20], TINY.vocab_size, seed=1)
+    start(one, prompt, 300, num_blocks=3)  # it stands still with 48 tokens of KV
+    await one.until(lambda: len(prompt) + len(one.tokens_of(KEY[0])) == 3 * BLOCK + 1)
+    await Scheduler(one).hand_on(one, two, 0)
+    assert one.pool.num_held == 1
+    one.instance.handle(GrowKv(instance_id=name_of(one), request_id=KEY[0], epoch=KEY[1], num_blocks=5))
+    assert one.pool.num_held == 3
+    grown = GrowKv(
+        instance_id=name_of(one), request_id=KEY[0], epoch=KEY[1], num_blocks=4, num_elsewhere_blocks=RANGE // BLOCK
+    )
+    one.instance.handle(grown)
+    assert one.pool.num_held == 4
+    for instance in (one, two):
+        instance.free(KEY[0])
+        await instance.reported(KvReleased, KEY[0])
+
+
+async def test_a_range_that_is_not_there_or_not_wanted_is_not_sent(instances: list[RunningInstance]) -> None:
+    one, two, *_ = instances
+    (prompt,) = random_prompts([20], TINY.vocab_size, seed=1)
+    start(one, prompt, 300, num_blocks=2)
+    await one.until(lambda: len(prompt) + len(one.tokens_of(KEY[0])) == 2 * BLOCK + 1)
+    scheduler = Scheduler(one)
+    transfer = scheduler.begin_part(one, two, 1)  # which begins behind what is there
+    assert (await one.reported(TransferFailed, KEY[0])).transfer_id == transfer.transfer_id
+    two.free(KEY[0])
+    await two.reported(KvReleased, KEY[0])
+    transfer = scheduler.begin_part(one, two, 0)
+    withdraw = WithdrawTransfer(
+        instance_id=name_of(one), request_id=KEY[0], epoch=KEY[1], transfer_id=transfer.transfer_id
+    )
+    one.instance.handle(withdraw)
+    two.free(KEY[0])
+    await two.reported(KvReleased, KEY[0], count=2)
+    await scheduler.hand_on(one, two, 0)  # another time
+    scheduler.members.append((two, 0))
+    scheduler.set_members()  # of a range that has not been computed
+    assert "cannot" in (await one.reported(RequestDropped, KEY[0])).reason
+    two.free(KEY[0])
+    await two.reported(KvReleased, KEY[0], count=3)
+    for instance in (one, two):
+        instance.assert_all_free()
