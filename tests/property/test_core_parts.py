@@ -227,7 +227,7 @@ class Driver:
                     case _:
                         self.mesh.commit_move(source, key)
             case 6:
-                self.feed(DrainRequested(instance.instance_id, enabled=self.rng.random() < 0.3))
+                self.feed(DrainRequested(instance.instance_id, enabled=self.rng.random() < 0.6))
             case 7 if self.rng.random() < 0.3:
                 self.restart_scheduler()
             case _:
