@@ -20,7 +20,6 @@ LIMIT = 64
 #: Of one instance alone, of as much as one may hold, and of two to four.
 PROMPT_LENGTHS = [5, 63, 64, 65, 100, 129, 160, 190]
 MAX_TOKENS = 60
-NUM_REQUESTS = 12
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,14 @@ async def test_what_a_context_draws_is_spread_too(served: Served, checkpoint: Pa
 async def test_an_instance_that_stops_hands_its_ranges_to_others(served: Served, checkpoint: Path) -> None:
     mesh = served.mesh
     (prompt,) = random_prompts([2 * LIMIT + 2], TINY.vocab_size, seed=6)
-    expected = reference(checkpoint, prompt, 4 * LIMIT - len(prompt))
+    expected = reference(checkpoint, prompt, 3 * LIMIT - len(prompt))  # and does not grow
     before, num_moved = answers(mesh), mesh.total("kv_part_moves")
     rows = {str(row.instance_id): row.pid for row in mesh.status().instances}
     found: list[str] = []
 
     async def ask() -> None:
         async with mesh.client() as client:
-            found.extend(await mismatches(client, mesh.model, [expected] * NUM_REQUESTS, concurrency=4))
+            found.extend(await mismatches(client, mesh.model, [expected] * 16, concurrency=16))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
@@ -106,7 +105,7 @@ async def test_an_instance_that_stops_hands_its_ranges_to_others(served: Served,
         os.kill(rows[members[0]], signal.SIGTERM)
     assert found == []
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_replaced(members[0], rows[members[0]]))
-    assert mesh.total("kv_part_moves") - num_moved > NUM_REQUESTS  # of each the third range, as it is full
+    assert mesh.total("kv_part_moves") > num_moved
     assert mesh.total("request_restarts") == 0
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
 

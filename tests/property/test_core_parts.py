@@ -41,6 +41,10 @@ MESHES = {
 }
 
 
+def new_core(config: CoreConfig, bundle: str) -> SchedulerCore:
+    return SchedulerCore(config, make_bundle(bundle, config.policy), random.Random(0))
+
+
 class Driver:
     """A core over modelled instances; what happens next is drawn."""
 
@@ -48,7 +52,7 @@ class Driver:
         self.rng = rng
         policy = PolicyConfig(chunk_tokens=16)
         config = CoreConfig(policy=policy, kv_reservation=reservation)
-        self.new_core = lambda: SchedulerCore(config, make_bundle(bundle, policy), random.Random(0))
+        self.new_core = partial(new_core, config, bundle)
         self.core = self.new_core()
         profiles = [
             modelled_profile(f"i{index}", role, num_blocks=24, block_size=BLOCK_SIZE, max_kv_tokens=LIMIT)

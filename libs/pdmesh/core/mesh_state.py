@@ -206,11 +206,11 @@ class MeshState:
         size = instance.part_blocks
         parts = [
             self.instances[member.instance_id].shard(size, number * size)
-            for number, member in enumerate(allocation.members)
+            for number, member in enumerate(allocation.told_members)
         ]
         shard = instance.shard(allocation.num_blocks, len(parts) * size)
-        state.adopt(shard, tuple(parts), allocation.members)
-        allocation.members = ()
+        state.adopt(shard, tuple(parts), allocation.told_members)
+        allocation.told_members = ()
 
     # --- it is placed ---
 
@@ -552,5 +552,5 @@ class MeshState:
             self.commands.append(
                 FreeKv(instance_id=instance_id, request_id=key[0], epoch=key[1], transfer_id=allocation.transfer_id)
             )
-            for member in allocation.members:
+            for member in allocation.told_members:
                 self.free(member.instance_id, key)

@@ -469,7 +469,7 @@ class SchedulerCore:
         if allocation.kind is AllocationKind.PART:
             self._parts.released(event.instance_id, key)
         state = self._mesh.find(key)
-        for member in allocation.members if state is None else ():
+        for member in allocation.told_members if state is None else ():
             self._mesh.free(member.instance_id, key)
         # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
         # that nobody asked for leaves a request without its KV.

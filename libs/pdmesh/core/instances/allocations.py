@@ -67,7 +67,7 @@ class Allocation:
         self.granules = granules  # of its prompt, that are kept for others as they are computed
         self.tenant, self.share = tenant, share  # whose it is, once it is known
         self.num_elsewhere_tokens = num_elsewhere_tokens  # of its context, whose KV others hold
-        self.members = members  # that hold it, where an instance told of it
+        self.told_members = members  # that hold it, where an instance told of it
         self.is_open = False  # it may grow by more than requests do in the mean
         self.freeing = False  # FreeKv was sent
         self.waits = False  # to move away: it is computed, or has no room promised where it is to go

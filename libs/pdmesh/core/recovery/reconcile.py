@@ -209,7 +209,7 @@ class Reconciler:
             allocation = mesh.allocation_of(orphan.owner, orphan.key)
             if is_own:
                 allocation = None if old is None else old.allocations.get(orphan.key)
-            members = () if allocation is None else allocation.members
+            members = () if allocation is None else allocation.told_members
             if is_own or instance_id in [member.instance_id for member in members]:
                 self._unclaimed.pop(orphan.key[0], orphan.gateway_id)
                 for other_id in (orphan.owner, *[member.instance_id for member in members]):

@@ -202,7 +202,7 @@ class Parts:
         allocation = home.allocations[state.key]
         first_block = allocation.num_elsewhere_tokens // home.block_size
         state.end_part_move(home.shard(allocation.num_blocks, first_block))
-        allocation.members = ()
+        allocation.told_members = ()
         self._moving.pop(state.key, None)
         self._note(home, state.key)
 
@@ -274,7 +274,7 @@ class Parts:
             elif move.target_id == instance.instance_id and state.key not in instance.allocations:
                 self._lose_target(state, move)
             elif move.has_landed and state.decode_id == instance.instance_id:
-                if instance.allocations[state.key].members == state.next_members:
+                if instance.allocations[state.key].told_members == state.next_members:
                     self._end(state, move, instance)
                 else:
                     self._tell(state, instance.instance_id)
