@@ -148,7 +148,7 @@ class BlockTables:
         self.kept.make_room(num_blocks)
         return self._pool.allocate(min(num_blocks, self._pool.num_free))
 
-    def give_back(self, block_ids: Sequence[int], on_free: Callable[[], None]) -> None:
+    def take_out(self, block_ids: Sequence[int], on_free: Callable[[], None]) -> None:
         """Take blocks out of one table; ``on_free`` is called once they are free, or kept."""
         self._pool.free(block_ids, on_released=on_free)
 

@@ -222,7 +222,7 @@ class SpreadContexts:
         request.chain = ()  # all of it was in what is given back
         request.low_at_blocks = request.out_at_blocks = 0
         done = MembersSet(self._context.instance_id, request.request_id, request.epoch, command.member_ids)
-        self._context.tables.give_back(given_back, partial(self._context.report, done))
+        self._context.tables.take_out(given_back, partial(self._context.report, done))
         self._growth.tell([request])
         self._context.wake()
 
