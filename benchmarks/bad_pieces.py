@@ -48,19 +48,25 @@ def install(name: str) -> None:
             file.write(what + "\n")
 
     def read_badly(pid: int, address: int, num_bytes: int, out_address: int) -> None:
-        from pdmesh.transport.prefix import HEAD_BYTES
+        from pdmesh.transport.prefix import HEAD_BYTES, find_piece
 
         watch_reader()
         read_memory(pid, address, num_bytes, out_address)
-        payload = out_address + HEAD_BYTES
-        if payload in waiting:
+        for payload in [payload for payload in waiting if out_address <= payload < out_address + num_bytes]:
             waiting.discard(payload)
             tell(UNREAD)
-        if num_bytes <= HEAD_BYTES or not (folder / "on").exists():
+        message = memoryview((ctypes.c_ubyte * num_bytes).from_address(out_address))
+        found, pieces = find_piece(message), []
+        while found is not None:
+            pieces += [found] if found.payload_bytes else []
+            found = find_piece(message, found.end)
+        if not pieces or not (folder / "on").exists():
             return
         drawn = rng.random()
         if drawn < DAMAGED_SHARE:
-            at = payload + rng.randrange(num_bytes - HEAD_BYTES)
+            piece = rng.choice(pieces)
+            payload = out_address + piece.start + HEAD_BYTES
+            at = payload + rng.randrange(piece.payload_bytes)
             ctypes.c_ubyte.from_address(at).value ^= 1 << rng.randrange(8)
             waiting.add(payload)
             tell(DAMAGED)

@@ -83,10 +83,9 @@ def _pages_go_over(cls: Any) -> None:
     send = cls.send
 
     @functools.wraps(send)
-    async def sending(self: Any, address: bytes, blocks: Any, about: Any) -> int:
-        num_pieces: int = await send(self, address, blocks, about)
+    async def sending(self: Any, address: bytes, blocks: Any) -> None:
+        await send(self, address, blocks)
         at("source: pages go over")
-        return num_pieces
 
     cls.send = sending
 

@@ -15,7 +15,7 @@ import pytest
 from pdmesh.errors import KvTransferError
 from pdmesh.testing.kv import SMALL_TRANSFER, TransportMaker
 from pdmesh.transport.base import KvTransport, ReceivedPiece
-from pdmesh.transport.buffers import HEADER_BYTES
+from pdmesh.transport.buffers import HEADER_BYTES, MAX_PIECES, MESSAGE_BYTES
 
 pytestmark = pytest.mark.anyio
 
@@ -49,6 +49,43 @@ async def test_a_piece_arrives_as_it_was_sent(maker: TransportMaker, size: int) 
     async with maker.open() as a, maker.open() as b, anyio.create_task_group() as tasks:
         tasks.start_soon(send, a, b.address, b"head", payload)
         assert await take(aiter(b.receive())) == (b"head", payload)
+
+
+@pytest.mark.parametrize("sizes", [[0, 0], [1, 4096, 0, 127], [MESSAGE_BYTES // MAX_PIECES] * MAX_PIECES])
+async def test_pieces_of_one_message_arrive_as_if_each_was_sent_alone(maker: TransportMaker, sizes: list[int]) -> None:
+    """The buffer is used again once each of them was released, in any order, and another message once it is sent."""
+    payloads = [os.urandom(size) for size in sizes]
+    config = replace(SMALL_TRANSFER, max_payload_bytes=max(*sizes, 100), num_send_buffers=1)
+    async with maker.open(config) as a, maker.open(config) as b, anyio.create_task_group() as tasks:
+
+        async def send_all() -> None:
+            async with a.lend() as buffer:
+                for number, payload in enumerate(payloads):
+                    if number:
+                        buffer.end_piece(len(payloads[number - 1]))
+                    buffer.header[:] = (b"%d" % number).ljust(HEADER_BYTES, b"\0")
+                    buffer.payload[: len(payload)] = payload
+                await a.send(b.address, buffer, len(payloads[-1]))
+
+        for turn in range(3):
+            pieces, held = aiter(b.receive()), list[ReceivedPiece]()
+            tasks.start_soon(send_all)
+            for number, payload in enumerate(payloads):
+                with anyio.fail_after(20):
+                    piece = await anext(pieces)
+                assert piece.load()
+                assert bytes(piece.header).rstrip(b"\0") == b"%d" % number
+                assert bytes(piece.payload) == payload
+                b.check_integrity()
+                held.append(piece)
+                if len(held) == 3:  # all receive buffers, where each piece takes one
+                    held.pop(turn).release()
+            for piece in held:
+                piece.release()
+                piece.release()
+            b.check_integrity()
+        tasks.start_soon(send, a, b.address, b"alone", b"payload")
+        assert await take(pieces) == (b"alone", b"payload")
 
 
 async def test_a_notice_arrives_in_its_turn(maker: TransportMaker) -> None:

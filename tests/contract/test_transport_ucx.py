@@ -118,6 +118,26 @@ async def test_there_and_back(tls: str | None, size: int) -> None:
         transport.check_integrity()
 
 
+@BOTH
+async def test_several_pieces_there_in_one_message(tls: str | None) -> None:
+    payloads = [os.urandom(size) for size in (0, 4096, 1, 3000, 0, 4000)]
+    async with open_peer(tls) as peer, UcxTransport(replace(CONFIG, ucx_tls=tls)) as transport:
+        peer.echo(transport)
+        pieces = aiter(transport.receive())
+        for _ in range(3):
+            async with transport.lend() as buffer:
+                for number, payload in enumerate(payloads):
+                    if number:
+                        buffer.end_piece(len(payloads[number - 1]))
+                    buffer.header[:] = (b"%d" % number).ljust(HEADER_BYTES, b"\0")
+                    buffer.payload[: len(payload)] = payload
+                await transport.send(peer.address, buffer, len(payloads[-1]))
+            assert [await take(pieces) for _ in payloads] == [
+                (b"%d" % number, payload) for number, payload in enumerate(payloads)
+            ]
+        transport.check_integrity()
+
+
 async def test_a_notice_to_another_host_does_not_wait_for_its_receiver() -> None:
     """Its peer takes it later, into a buffer, as any message."""
     config = replace(CONFIG, ucx_tls="tcp")
@@ -360,7 +380,7 @@ async def test_an_offer_that_leads_nowhere_is_dropped(monkeypatch: pytest.Monkey
 
 
 async def test_a_piece_larger_than_the_buffers_is_dropped_and_counted() -> None:
-    async with open_peer(max_payload_bytes=8192) as large, open_peer() as peer, UcxTransport(CONFIG) as transport:
+    async with open_peer(max_payload_bytes=1 << 20) as large, open_peer() as peer, UcxTransport(CONFIG) as transport:
         large.flood(transport, 3)
         peer.echo(transport)
         pieces = aiter(transport.receive())

@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from math import ceil
 
 import anyio
 import anyio.lowlevel
@@ -35,6 +36,7 @@ from pdmesh.testing.transfers import (
     open_side,
 )
 from pdmesh.transport.base import SendBuffer
+from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES
 from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 
@@ -315,6 +317,29 @@ async def test_blocks_freed_during_a_copy_stay_quarantined_until_it_ends(memory:
         await released.wait()
         pair.a.mover.cancel(REQUEST, EPOCH)
         pair.a.pool.free(pair.a_blocks)
+
+
+@pytest.mark.parametrize("name", ["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
+async def test_small_pieces_that_wait_travel_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each still counts, and is checked, as if it had come alone."""
+    config = replace(SMALL_TRANSFER, max_payload_bytes=SMALL_LAYOUT.block_bytes, peer_reads=False)
+    async with open_pair(TransportMaker(name), config=config) as pair:
+        sent, num_sends = pair.a.transport.send, 0
+
+        async def send(address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
+            nonlocal num_sends
+            num_sends += 1
+            await sent(address, buffer, payload_bytes, is_notice=is_notice)
+
+        monkeypatch.setattr(pair.a.transport, "send", send)
+        hand_over(pair)
+        assert isinstance(await pair.b.outcome(), LandedTransfer)
+        assert isinstance(await pair.a.outcome(), SentTransfer)
+        pair.check_moved()
+        num_pieces = pair.total_bytes // SMALL_LAYOUT.block_bytes
+        assert pair.a.mover.counters().num_pieces_sent == pair.b.mover.counters().num_pieces_received == num_pieces
+        assert num_sends == 1 + ceil(num_pieces / min(MAX_PIECES, MESSAGE_BYTES // SMALL_LAYOUT.block_bytes))
+        pair.free_all()
 
 
 def damaged_at_first() -> MemoryFaults:

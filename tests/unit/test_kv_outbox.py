@@ -8,14 +8,15 @@ import pytest
 from pdmesh.kv.outbox import Outbox, Outgoing
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceKind
+from pdmesh.transport.buffers import MAX_PIECES
 
 pytestmark = pytest.mark.anyio
 
 NUM_LAYERS = 8
 
 
-def an_outbox(max_pages: int = 1000) -> Outbox:
-    return Outbox(num_layers=NUM_LAYERS, max_pages=lambda: max_pages)
+def an_outbox(max_pages: int = 1000, pages_a_message: int = 0) -> Outbox:
+    return Outbox(num_layers=NUM_LAYERS, max_pages=lambda: max_pages, pages_a_message=lambda: pages_a_message)
 
 
 def put(outbox: Outbox, layer: int, first: int = 0, *, chunk: int = 0, num_members: int = 2, together: int = 4) -> None:
@@ -28,8 +29,8 @@ async def take_all(outbox: Outbox) -> list[Outgoing]:
     async with anyio.create_task_group() as tasks:
 
         async def take() -> None:
-            while (item := await outbox.take()) is not None:
-                taken.append(item)
+            while items := await outbox.take():
+                taken.extend(items)
 
         tasks.start_soon(take)
         await anyio.wait_all_tasks_blocked()
@@ -83,7 +84,7 @@ async def test_pages_are_paused_and_words_are_not() -> None:
     assert await take_all(outbox) == [said, page]
     outbox.put(page)
     outbox.close()
-    assert await outbox.take() is None
+    assert await outbox.take() == []
 
 
 async def test_what_was_sent_to_more_members_does_not_join() -> None:
@@ -113,7 +114,7 @@ async def test_what_is_more_than_a_piece_leaves_in_pieces_and_what_comes_first_g
     asked = Outgoing(Blocks(0, 7, 50, 5), 2, PieceKind.AGAIN)
     outbox.put(Outgoing(Blocks(0, 0, 0, 20, 2), 2))
     put(outbox, 0, 20, chunk=1)
-    assert await outbox.take() == Outgoing(Blocks(0, 0, 0, 14), 2)
+    assert await outbox.take() == [Outgoing(Blocks(0, 0, 0, 14), 2)]
     outbox.put_first(asked)
     assert await take_all(outbox) == [
         asked,
@@ -137,9 +138,7 @@ async def test_whoever_waits_is_woken_while_another_is_busy() -> None:
     taken: list[Outgoing] = []
 
     async def take() -> None:
-        item = await outbox.take()  # then it is busy for good
-        assert item is not None
-        taken.append(item)
+        taken.extend(await outbox.take())  # then it is busy for good
 
     async with anyio.create_task_group() as tasks:
         for _ in range(2):
@@ -152,11 +151,37 @@ async def test_whoever_waits_is_woken_while_another_is_busy() -> None:
     assert taken == [Outgoing(Blocks(0, layer, 0, 5), 2) for layer in (0, 1)]
 
 
+async def test_what_is_due_leaves_together_as_far_as_it_fits_into_a_message() -> None:
+    outbox = an_outbox(max_pages=6, pages_a_message=16)
+    said = Outgoing(Blocks(0, 3, 5, 5), 2, PieceKind.AGAIN)
+    for first in (0, 10, 20):
+        outbox.put(Outgoing(Blocks(0, 0, first, 5), first))
+    outbox.put(Outgoing(Blocks(0, 1, 0, 8), 2))
+    outbox.say(said)
+    assert await outbox.take() == [said]
+    assert await outbox.take() == [Outgoing(Blocks(0, 0, first, 5), first) for first in (0, 10, 20)]
+    assert await outbox.take() == [Outgoing(Blocks(0, 1, *pages), 2) for pages in ((0, 6), (6, 2))]
+
+
+async def test_a_piece_that_fills_a_message_leaves_alone() -> None:
+    outbox = an_outbox(max_pages=10, pages_a_message=4)
+    for first in (0, 10):
+        put(outbox, 7, first)
+    put(outbox, 7, 20)
+    assert [await outbox.take() for _ in range(3)] == [[Outgoing(Blocks(0, 7, first, 5), 2)] for first in (0, 10, 20)]
+
+
+async def test_a_message_holds_no_more_pieces_than_its_receiver_takes() -> None:
+    outbox = an_outbox(max_pages=1, pages_a_message=1000)
+    outbox.put(Outgoing(Blocks(0, 0, 0, 2 * MAX_PIECES + 1), 2))
+    assert [len(await outbox.take()) for _ in range(3)] == [MAX_PIECES, MAX_PIECES, 1]
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_each_page_leaves_once_and_in_pieces_that_fit(seed: int) -> None:
     rng = random.Random(seed)
     max_pages = rng.choice([1, 4, 10, 1000])
-    outbox = an_outbox(max_pages)
+    outbox = an_outbox(max_pages, rng.choice([0, 7, 50]))
     given: list[tuple[int, int]] = []
     taken: list[Outgoing] = []
     for chunk in range(10):

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from pdmesh.transport.buffers import allocate_buffers
-from pdmesh.transport.prefix import PREFIX_BYTES, number_piece
+from pdmesh.transport.buffers import MAX_PIECES, allocate_buffers
+from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES, Found, number_piece
 from pdmesh.transport.ring import STALL_S, ReceiveRing
 from pdmesh.transport.ucx_api import UcxApi
 
@@ -37,7 +37,7 @@ class FakeWorker:
 
     def complete(self, number: int) -> None:
         request = self.receives[number]
-        number_piece(request.memory, 8, 0)
+        number_piece(request.memory, Found(0, 8, 0, 0))
         request.completed = True
 
 
@@ -117,6 +117,33 @@ def test_a_busy_ring_posts_no_more_than_it_was_told() -> None:
             ring.fire()
         ring.drive()
         assert sum(not request.completed for request in ring.worker.receives) == 1
+
+
+@pytest.mark.parametrize("what", ["garbage", "too long", "another length", "too many"])
+def test_pieces_before_what_is_none_are_taken_and_the_rest_is_counted(what: str) -> None:
+    ring = Ring(2)
+    (request,) = ring.worker.receives
+    num_sound = MAX_PIECES if what == "too many" else 2
+    total = (num_sound + 1) * (HEAD_BYTES + 8)
+    for number in range(num_sound + 1):
+        end = (number + 1) * (HEAD_BYTES + 8)
+        number_piece(request.memory, Found(end - HEAD_BYTES - 8, 8, total - end, 0))
+    last = num_sound * (HEAD_BYTES + 8)
+    if what == "garbage":
+        request.memory[last : last + HEAD_BYTES] = bytes(HEAD_BYTES)
+    elif what != "too many":
+        number_piece(request.memory, Found(last, 2**31 if what == "too long" else 7, 0, 0))
+    request.completed = True
+    ring.drive()
+    assert ring.ring.num_malformed == 1
+    pieces = [ring.take() for _ in range(num_sound)]
+    assert [piece.payload.nbytes for piece in pieces] == [8] * num_sound
+    assert not ring.ring._arrived
+    for piece in pieces:
+        assert ring.ring._num_held == 1
+        piece.release()
+    ring.drive()
+    assert ring.ring._num_held == 0
 
 
 def test_what_is_held_for_good_is_bounded_by_the_buffers() -> None:

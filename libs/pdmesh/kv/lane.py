@@ -64,7 +64,11 @@ class Lane:
         self._max_in_flight = max_in_flight
         self._about = about
         self._writer = writer
-        self._outbox = Outbox(num_layers=num_layers, max_pages=lambda: writer.pages_a_piece(address))
+        self._outbox = Outbox(
+            num_layers=num_layers,
+            max_pages=lambda: writer.pages_a_piece(address),
+            pages_a_message=lambda: writer.pages_a_message(address),
+        )
         self._start = start
         self._on_taken = on_taken
         self._on_failed = on_failed
@@ -143,24 +147,30 @@ class Lane:
             self._start = None
 
     async def _send(self) -> None:
-        while (item := await self._outbox.take()) is not None:
+        while items := await self._outbox.take():
             if not self.num_under_way:
                 self._since_s = anyio.current_time()
             self.num_under_way += 1
-            about = self._about
-            if (item.kind, item.num_members) != (about.kind, about.num_members):
-                about = replace(about, kind=item.kind, num_members=item.num_members)
+            first = items[0]
             try:
-                if item.kind is PieceKind.KV:
-                    self._sent.add_sound(await self._writer.send(self.address, item.blocks, about))
-                    self._num_left -= 0 if item.is_again else item.blocks.num_pages
+                if first.kind is PieceKind.KV:
+                    self._sent.add_sound(len(items))  # the peer may ask for one again before all have been taken
+                    await self._writer.send(self.address, [(item.blocks, self._about_item(item)) for item in items])
+                    self._num_left -= sum(0 if item.is_again else item.blocks.num_pages for item in items)
                 else:
-                    await self._writer.ask(self.address, item.blocks, about)
+                    await self._writer.ask(self.address, first.blocks, self._about_item(first))
             except KvTransferError as error:
-                if item.blocks.num_pages and not self._outbox.is_closed:  # else it took no greeting, or is cut off
+                if first.blocks.num_pages and not self._outbox.is_closed:  # else it took no greeting, or is cut off
                     self.cut_off()
                     self._on_failed(str(error))
             self.num_under_way -= 1
             if not self.num_under_way:
                 self.sent_s += anyio.current_time() - self._since_s
             self._on_taken()
+
+    def _about_item(self, item: Outgoing) -> PieceHeader:
+        """What the header of an item says beside its blocks."""
+        about = self._about
+        if (item.kind, item.num_members) == (about.kind, about.num_members):
+            return about
+        return replace(about, kind=item.kind, num_members=item.num_members)

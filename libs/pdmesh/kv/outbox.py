@@ -10,6 +10,7 @@ import anyio
 
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceKind
+from pdmesh.transport.buffers import MAX_PIECES
 
 NO_BLOCKS = Blocks(0, 0, 0, 0, 0)
 
@@ -32,10 +33,13 @@ class Outbox:
     once. Event loop only.
     """
 
-    def __init__(self, *, num_layers: int, max_pages: Callable[[], int]) -> None:
-        """``max_pages`` is the most that a piece holds now."""
+    def __init__(
+        self, *, num_layers: int, max_pages: Callable[[], int], pages_a_message: Callable[[], int] = lambda: 0
+    ) -> None:
+        """``max_pages`` is the most that a piece holds now; up to ``pages_a_message``, pieces leave together."""
         self._num_layers = num_layers
         self._max_pages = max_pages
+        self._pages_a_message = pages_a_message
         self._said: deque[Outgoing] = deque()
         self._due: deque[Outgoing] = deque()
         self._held: dict[int, Outgoing] = {}  # by their first block
@@ -92,20 +96,34 @@ class Outbox:
         self.is_closed = True
         self._wake()
 
-    async def take(self) -> Outgoing | None:
-        """Return the next blocks or header to send, cut to what fits into a piece. Several tasks may wait for it."""
+    async def take(self) -> list[Outgoing]:
+        """Return what is to be sent next: a header, or blocks, cut to what fits into a piece; nothing once closed.
+
+        Blocks that are due are returned together, as far as their pages fit into a message: nothing waits for more of
+        them, but more of them are there the longer the last send took. Several tasks may wait.
+        """
         while not self.is_closed:
             if self._said:
-                return self._said.popleft()
+                return [self._said.popleft()]
             if self._due and not self._is_paused:
-                return self._piece(self._due.popleft())
+                return self._take_due()
             await self._news.wait()
-        return None
+        return []
 
-    def _piece(self, item: Outgoing) -> Outgoing:
-        piece, left = item.blocks.split(self._max_pages())
-        self._due.extendleft(item._replace(blocks=blocks) for blocks in reversed(left))
-        return item._replace(blocks=piece)
+    def _take_due(self) -> list[Outgoing]:
+        taken, max_pages, num_left = list[Outgoing](), self._max_pages(), self._pages_a_message()
+        while self._due and len(taken) < MAX_PIECES:
+            item = self._due.popleft()
+            piece, left = item.blocks.split(max_pages)
+            num_left -= piece.num_pages
+            if taken and num_left < 0:
+                self._due.appendleft(item)
+                break
+            if left:
+                self._due.extendleft(item._replace(blocks=blocks) for blocks in reversed(left))
+                item = item._replace(blocks=piece)
+            taken.append(item)
+        return taken
 
     def _follows(self, held: Outgoing, item: Outgoing) -> bool:
         last, blocks = held.blocks, item.blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypedDict, Unpack
@@ -16,7 +16,11 @@ from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.threads import CallThreads
 from pdmesh.transport.base import KvTransport, SendBuffer
+from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES
 from pdmesh.transport.seal import MeshKey
+
+#: Blocks to send, and what the headers of their pieces say.
+BlocksAbout = tuple[Blocks, PieceHeader]
 
 
 class Means(TypedDict):
@@ -57,6 +61,10 @@ class PieceWriter:
         except KvTransferError:
             return self.max_pages
 
+    def pages_a_message(self, address: bytes) -> int:
+        """Return the number of pages up to which pieces to this address travel together."""
+        return MESSAGE_BYTES // self._store.layout.block_bytes
+
     def refused(self, address: bytes, num_pages: int) -> bool:
         """Note that the peer refused to read so many pages, which go as bytes then. False if fewer were offered."""
         return False
@@ -64,14 +72,13 @@ class PieceWriter:
     def close(self) -> None:
         """Let peers read nothing any more: what they have not copied by now does not count. Idempotent."""
 
-    async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> int:
-        """Send blocks in pieces whose headers say ``about``, and return how many pieces. Raises KvTransferError."""
-        num_pieces = 0
-        for piece in blocks.cut(self._pages_taken(address)):
+    async def send(self, address: bytes, blocks: Sequence[BlocksAbout]) -> None:
+        """Send blocks in pieces, as many in a message as fit. Raises KvTransferError."""
+        limit = self._pages_taken(address)
+        pieces = [(piece, about) for some, about in blocks for piece in some.cut(limit)]
+        for message in self._messages(pieces):
             async with self._transport.lend() as buffer:
-                await self._send_piece(address, piece, about, buffer)
-            num_pieces += 1
-        return num_pieces
+                await self._send_message(address, message, buffer)
 
     async def send_bytes(self, address: bytes, start: int, data: bytes, about: PieceHeader) -> None:
         """Send bytes that are not KV, from number ``start`` on, one piece after the other. Raises KvTransferError."""
@@ -130,20 +137,43 @@ class PieceWriter:
             raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
         return limit // self._store.layout.block_bytes
 
-    async def _send_piece(self, address: bytes, blocks: Blocks, about: PieceHeader, buffer: SendBuffer) -> None:
-        payload_bytes = blocks.num_pages * self._store.layout.block_bytes
-        if payload_bytes <= self._store.inline_copy_bytes:
-            self._fill(blocks, about, buffer, payload_bytes)
+    def _messages(self, pieces: Sequence[BlocksAbout]) -> Iterator[list[BlocksAbout]]:
+        """Divide pieces into messages."""
+        message, num_left, block_bytes = list[BlocksAbout](), MESSAGE_BYTES, self._store.layout.block_bytes
+        for piece in pieces:
+            num_bytes = piece[0].num_pages * block_bytes
+            if message and (num_left < num_bytes or len(message) == MAX_PIECES):
+                yield message
+                message, num_left = [], MESSAGE_BYTES
+            message.append(piece)
+            num_left -= num_bytes
+        if message:
+            yield message
+
+    async def _send_message(self, address: bytes, pieces: Sequence[BlocksAbout], buffer: SendBuffer) -> None:
+        num_bytes = sum(blocks.num_pages for blocks, _ in pieces) * self._store.layout.block_bytes
+        if num_bytes <= self._store.inline_copy_bytes:
+            payload_bytes = self._fill(pieces, buffer)
         else:
-            await self._copies.run(partial(self._fill, blocks, about, buffer, payload_bytes))
+            payload_bytes = await self._copies.run(partial(self._fill, pieces, buffer))
             # The request may have been freed, and its blocks used again, while the thread copied them.
             await anyio.lowlevel.checkpoint_if_cancelled()
         await self._transport.send(address, buffer, payload_bytes)
-        self.num_pieces += 1
-        self.num_bytes += payload_bytes
-        self.num_pushed_bytes += payload_bytes
+        self.num_pieces += len(pieces)
+        self.num_bytes += num_bytes
+        self.num_pushed_bytes += num_bytes
 
-    def _fill(self, blocks: Blocks, about: PieceHeader, buffer: SendBuffer, payload_bytes: int) -> None:
+    def _fill(self, pieces: Sequence[BlocksAbout], buffer: SendBuffer) -> int:
+        """Write pieces into a buffer; the payload bytes of the last one."""
+        payload_bytes = 0
+        for number, (blocks, about) in enumerate(pieces):
+            if number:
+                buffer.end_piece(payload_bytes)
+            payload_bytes = blocks.num_pages * self._store.layout.block_bytes
+            self._fill_piece(blocks, about, buffer, payload_bytes)
+        return payload_bytes
+
+    def _fill_piece(self, blocks: Blocks, about: PieceHeader, buffer: SendBuffer, payload_bytes: int) -> None:
         payload = buffer.payload[:payload_bytes]
         block_ids, layer_bytes = self._block_ids[blocks.first_block : blocks.end], payload_bytes // blocks.num_layers
         for index in range(blocks.num_layers):

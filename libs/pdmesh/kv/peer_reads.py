@@ -35,7 +35,7 @@ from itertools import groupby
 from typing import NamedTuple, Unpack
 
 from pdmesh.errors import KvTransferError
-from pdmesh.kv.outgoing import Means, PieceWriter
+from pdmesh.kv.outgoing import BlocksAbout, Means, PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.sharing import PeerCache, SharedCache
@@ -302,17 +302,18 @@ class PeerReadWriter(PieceWriter):
     def pages_a_piece(self, address: bytes) -> int:
         return self._peer_reads.max_pages if self.may_read(address) else super().pages_a_piece(address)
 
-    async def send(self, address: bytes, blocks: Blocks, about: PieceHeader) -> int:
+    def pages_a_message(self, address: bytes) -> int:
+        return 0 if self.may_read(address) else super().pages_a_message(address)
+
+    async def send(self, address: bytes, blocks: Sequence[BlocksAbout]) -> None:
         if not self.may_read(address):
-            return await super().send(address, blocks, about)
-        num_pieces = 0
-        for piece in blocks.cut(self._peer_reads.max_pages, self._blocks_a_note(address)):
+            return await super().send(address, blocks)
+        limits = self._peer_reads.max_pages, self._blocks_a_note(address)
+        for piece, about in [(piece, about) for some, about in blocks for piece in some.cut(*limits)]:
             if self.may_read(address):
                 await self._offer(address, piece, about)
-                num_pieces += 1
             else:  # it has said so meanwhile
-                num_pieces += await super().send(address, piece, about)
-        return num_pieces
+                await super().send(address, [(piece, about)])
 
     def refused(self, address: bytes, num_pages: int) -> bool:
         if num_pages > self._num_offered[address]:
@@ -324,9 +325,10 @@ class PeerReadWriter(PieceWriter):
     def close(self) -> None:
         self._window.end()
 
-    async def _send_piece(self, address: bytes, blocks: Blocks, about: PieceHeader, buffer: SendBuffer) -> None:
-        await super()._send_piece(address, blocks, about, buffer)
-        num_counted = min(blocks.num_pages, self._num_refused[address])  # when they were offered
+    async def _send_message(self, address: bytes, pieces: Sequence[BlocksAbout], buffer: SendBuffer) -> None:
+        await super()._send_message(address, pieces, buffer)
+        num_pages = sum(blocks.num_pages for blocks, _ in pieces)
+        num_counted = min(num_pages, self._num_refused[address])  # when they were offered
         self._num_refused[address] -= num_counted
         self.num_bytes -= num_counted * self._store.layout.block_bytes
 

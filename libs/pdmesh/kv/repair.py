@@ -17,9 +17,8 @@ SOUND_PIECES_EACH = 4
 class DamageLimit:
     """Tolerates occasional damage on the way; gives up on a peer whose memory is broken, or that asks for ever.
 
-    The receiver of pieces counts, and gives up beyond the limit. The sender counts too, and answers no more beyond it;
-    it allows twice as many at first, because it may learn later that a piece was taken than that the next one was
-    damaged.
+    The receiver of pieces counts, and gives up beyond the limit. The sender counts too, from when it sends them, and
+    answers no more beyond it; it allows twice as many at first.
     """
 
     def __init__(self, *, sends: bool) -> None:

@@ -25,7 +25,7 @@ from pdmesh.errors import KvTransferError
 _FRAME = struct.Struct("<4sB8sII16sQQIH")
 _CHECK = struct.Struct("<Q")
 _MAGIC = b"pdKV"
-_VERSION = 3
+_VERSION = 4
 
 
 class WorkerAddress(NamedTuple):

@@ -13,7 +13,11 @@ from typing import Protocol
 
 
 class SendBuffer(Protocol):
-    """A registered buffer lent by the transport: room for a header and a payload, one after the other."""
+    """A registered buffer lent by the transport: room for a header and a payload, one after the other.
+
+    Small pieces may travel in one message, as many as `pdmesh.transport.buffers` says. They arrive as if each had been
+    sent alone.
+    """
 
     @property
     def header(self) -> memoryview: ...
@@ -21,6 +25,10 @@ class SendBuffer(Protocol):
     @property
     def payload(self) -> memoryview:
         """Room for ``max_payload_bytes``; `KvTransport.send` is told how much of it to send."""
+        ...
+
+    def end_piece(self, payload_bytes: int) -> None:
+        """End this piece, of so many payload bytes: ``header`` and ``payload`` are those of another one behind it."""
         ...
 
 
@@ -88,7 +96,9 @@ class KvTransport(Protocol):
         ...
 
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
-        """Send the header and the first ``payload_bytes``; return when the buffer may be reused.
+        """Send the header and the first ``payload_bytes``, behind the pieces that were ended before.
+
+        Return when the buffer may be reused.
 
         That is when the peer has taken the piece. A *notice*, which has no payload, may end when it has left, so it
         takes one message where a piece takes four. Its receiver may have no buffer for it yet, so there may be only as

@@ -13,17 +13,57 @@ import anyio
 HEADER_BYTES = 320
 
 
-class PieceBuffer:
-    """Room for one message: a transport's own prefix, a header and a payload, one after the other."""
+#: Small pieces may travel in one message, with so many bytes of payloads and so many pieces at most, because a message
+#: costs tens of µs of Python on each side whatever its size. Every buffer has room for it.
+MESSAGE_BYTES, MAX_PIECES = 1 << 19, 64
 
-    __slots__ = ("address", "header", "memory", "number", "payload")
+
+class PieceBuffer:
+    """Room for one message of one piece, or of several small ones.
+
+    Each is a transport's own prefix, a header and a payload, one after the other.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_payload_bytes",
+        "_prefix_bytes",
+        "_start",
+        "address",
+        "header",
+        "memory",
+        "number",
+        "payload",
+    )
 
     def __init__(self, number: int, memory: memoryview, payload_bytes: int, prefix_bytes: int) -> None:
         self.number = number  # its place among those allocated with it, one after the other
         self.memory = memory
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))  # where it begins
-        self.header = memory[prefix_bytes : prefix_bytes + HEADER_BYTES]
-        self.payload = memory[prefix_bytes + HEADER_BYTES : prefix_bytes + HEADER_BYTES + payload_bytes]
+        self._payload_bytes = payload_bytes  # of a piece, at most
+        self._prefix_bytes = prefix_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a message with its first piece."""
+        self._ended: list[tuple[int, int]] = []
+        self._begin(0)
+
+    def end_piece(self, payload_bytes: int) -> None:
+        """End the piece that ``header`` and ``payload`` were of, and begin another one behind it."""
+        self._ended.append((self._start, payload_bytes))
+        self._begin(self._start + self._prefix_bytes + HEADER_BYTES + payload_bytes)
+
+    def pieces(self, payload_bytes: int) -> list[tuple[int, int]]:
+        """Return where each piece begins, and the bytes of its payload; ``payload_bytes`` are those of the last."""
+        return [*self._ended, (self._start, payload_bytes)]
+
+    def _begin(self, start: int) -> None:
+        header = start + self._prefix_bytes
+        payload = header + HEADER_BYTES
+        self._start = start
+        self.header = self.memory[header:payload]
+        self.payload = self.memory[payload : payload + self._payload_bytes]
 
 
 def allocate_buffers(num_buffers: int, payload_bytes: int, prefix_bytes: int = 0) -> list[PieceBuffer]:
@@ -31,7 +71,8 @@ def allocate_buffers(num_buffers: int, payload_bytes: int, prefix_bytes: int = 0
 
     Huge pages, if the system has them, save a sixth of the time of a copy between processes (measured).
     """
-    size = prefix_bytes + HEADER_BYTES + payload_bytes
+    head_bytes = prefix_bytes + HEADER_BYTES
+    size = max(head_bytes + payload_bytes, MAX_PIECES * head_bytes + MESSAGE_BYTES)
     stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     arena = mmap.mmap(-1, num_buffers * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -64,6 +105,7 @@ class SendPool:
         except anyio.WouldBlock:
             await self._num_free.acquire()
         buffer = self._free.pop()
+        buffer.clear()
         self._lent.add(buffer)
         return buffer
 

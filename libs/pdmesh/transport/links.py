@@ -17,11 +17,11 @@ import anyio
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.buffers import PieceBuffer, SendPool
 from pdmesh.transport.peers import MAX_PEERS, Peer
-from pdmesh.transport.prefix import HEAD_BYTES, number_piece
+from pdmesh.transport.prefix import number_message
 
 
 class Send:
-    """One piece on its way. ``error`` is set with ``done`` if it failed."""
+    """One message on its way. ``error`` is set with ``done`` if it failed."""
 
     __slots__ = ("abandoned", "buffer", "done", "error", "is_notice", "num_bytes", "number", "started_s")
 
@@ -93,9 +93,9 @@ class Links:
 
     async def send(self, address: bytes, buffer: PieceBuffer, payload_bytes: int, *, is_notice: bool) -> None:
         busy = self._open(address)
-        send = Send(self._next_number, buffer, HEAD_BYTES + payload_bytes, is_notice=is_notice)
+        num_bytes = number_message(buffer, payload_bytes, self._next_number)
+        send = Send(self._next_number, buffer, num_bytes, is_notice=is_notice)
         self._next_number += 1
-        number_piece(buffer.memory, payload_bytes, send.number)
         busy.sends[send.number] = send
         try:
             busy.link.begin(send)

@@ -17,7 +17,7 @@ import anyio.lowlevel
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.base import SendBuffer
-from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
+from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer, SendPool, allocate_buffers
 
 #: Chooses pieces by their header.
 Chooser = Callable[[bytes], bool]
@@ -136,7 +136,13 @@ class MemoryTransport:
         """Do nothing: within one process every peer may send."""
 
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
+        assert isinstance(buffer, PieceBuffer)
         assert payload_bytes <= self._config.max_payload_bytes
+        for start, size in buffer.pieces(payload_bytes):
+            await self._send_piece(address, buffer.memory[start : start + HEADER_BYTES + size])
+
+    async def _send_piece(self, address: bytes, sent: memoryview) -> None:
+        """Send a header and the payload behind it."""
         peer = self._fabric.find(address)
         faults = self._fabric.faults
         limit_s = self._config.no_progress_s
@@ -151,18 +157,18 @@ class MemoryTransport:
         if scope.cancelled_caught:
             forgotten = anyio.current_time() < scope.deadline
             raise KvTransferError("the peer is gone" if forgotten else f"the peer took nothing for {limit_s:g} s")
-        header = bytes(buffer.header)
+        header, payload = bytes(sent[:HEADER_BYTES]), sent[HEADER_BYTES:]
         if faults.drop(header):
             peer._num_free.release()
             return
         slot = peer._free.pop()
-        slot.header[:] = buffer.header
-        slot.payload[:payload_bytes] = buffer.payload[:payload_bytes]
-        if payload_bytes and faults.corrupt(header):
+        slot.header[:] = header
+        slot.payload[: len(payload)] = payload
+        if payload and faults.corrupt(header):
             slot.payload[0] ^= 0xFF
         peer._num_held += 1
         try:
-            peer._arrived_in.send_nowait(MemoryPiece(peer, slot, payload_bytes))
+            peer._arrived_in.send_nowait(MemoryPiece(peer, slot, len(payload)))
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             peer._release(slot)
             raise KvTransferError("the peer is gone") from None

@@ -10,9 +10,9 @@ import anyio
 import structlog
 
 from pdmesh.transport.address import WorkerAddress
-from pdmesh.transport.buffers import PieceBuffer
+from pdmesh.transport.buffers import MAX_PIECES, PieceBuffer
 from pdmesh.transport.local import Caller, Verdict
-from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES, numbered
+from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES, Found, find_piece
 from pdmesh.transport.reading import FORBIDDEN, read_memory
 from pdmesh.transport.ucx_api import UcxApi
 
@@ -80,14 +80,15 @@ class Piece:
     __slots__ = ("_reading", "_ring", "_slot", "header", "payload")
 
     def __init__(
-        self, ring: ReceiveRing, slot: int, buffer: PieceBuffer, payload_bytes: int, reading: _Reading | None
+        self, ring: ReceiveRing, slot: int, memory: memoryview, found: Found, reading: _Reading | None
     ) -> None:
         """``reading`` is what is left to read of a piece on offer."""
+        payload = found.start + HEAD_BYTES
         self._ring = ring
         self._slot: int | None = slot
         self._reading = reading
-        self.header = buffer.header
-        self.payload = buffer.payload[:payload_bytes]
+        self.header = memory[found.start + PREFIX_BYTES : payload]
+        self.payload = memory[payload : found.end]
 
     def load(self) -> bool:
         return self._reading is None or self._reading.read(self._reading.offered.num_bytes)
@@ -97,7 +98,7 @@ class Piece:
             slot, self._slot = self._slot, None
             if self._reading is not None:
                 self._reading.answer()
-            self._ring.release(slot)
+            self._ring.let_go(slot)
 
 
 class ReceiveRing:
@@ -128,7 +129,8 @@ class ReceiveRing:
         self._free = list(range(len(buffers)))  # the one used last at the end
         self._posted: dict[int, Any] = {}  # requests by slot, in the order of posting, which is that of arrival
         self._num_held = 0
-        self._arrived: deque[Piece] = deque()  # at most as many as there are buffers
+        self._num_pieces = [0] * len(buffers)  # in each, that are not released
+        self._arrived: deque[Piece] = deque()  # at most `MAX_PIECES` of each buffer
         self._offers: dict[tuple[Caller, int], _Offered] = {}  # by buffer: at most as many as the peers have buffers
         self._arrival = anyio.Event()
         self._closed = False
@@ -174,6 +176,12 @@ class ReceiveRing:
             self._call_later(self._stall_s, self._look_for_stall)
         return bool(arrived)
 
+    def let_go(self, slot: int) -> None:
+        """Note that one of the pieces in a buffer is of no more use."""
+        self._num_pieces[slot] -= 1
+        if not self._num_pieces[slot]:
+            self.release(slot)
+
     def release(self, slot: int) -> None:
         self._num_held -= 1
         self._free.append(slot)
@@ -195,9 +203,9 @@ class ReceiveRing:
             return self._arrived.popleft()
         while self._offers and self._num_held < self._max_held and self._free:
             caller, buffer = next(iter(self._offers))
-            piece = self._read(caller, buffer, self._offers.pop((caller, buffer)))
-            if piece is not None:
-                return piece
+            self._arrived += self._read(caller, buffer, self._offers.pop((caller, buffer)))
+            if self._arrived:
+                return self._arrived.popleft()
         return None
 
     def close(self) -> None:
@@ -245,44 +253,59 @@ class ReceiveRing:
         error = self._api.error_of(request)  # larger than the buffer, or its sender broke off
         if error is not None:
             self._drop(slot, error)
-        elif (piece := self._piece(slot, None)) is not None:
-            self._arrived.append(piece)
+        elif pieces := self._pieces(slot, None):
+            self._arrived += pieces
             self._arrival.set()
 
-    def _read(self, caller: Caller, buffer: int, offered: _Offered) -> Piece | None:
-        """Fetch a piece on offer, or its header; nothing if that fails."""
+    def _read(self, caller: Caller, buffer: int, offered: _Offered) -> list[Piece]:
+        """Fetch the pieces on offer, or the header of a large one; nothing if that fails."""
         assert caller.peer is not None
         slot = self._free.pop()
         self._num_held += 1
         reading = _Reading(caller, caller.peer.facts, buffer, offered, self._buffers[slot])
-        piece = None
+        pieces: list[Piece] = []
         if offered.num_bytes > len(self._buffers[slot].memory):
             self._drop(slot, f"{offered.num_bytes} bytes are offered")
         elif reading.read(offered.num_bytes if offered.num_bytes <= EAGER_BYTES else HEAD_BYTES):
-            piece = self._piece(slot, reading)
+            pieces = self._pieces(slot, reading)
         else:
             self.release(slot)
-        if piece is None or reading.num_read == offered.num_bytes:
+        if not pieces or reading.num_read == offered.num_bytes:
             reading.answer()
-        return piece
+        return pieces
 
-    def _piece(self, slot: int, reading: _Reading | None) -> Piece | None:
-        """The piece in a buffer, if there is one: a message, or what was read of one on offer."""
-        buffer = self._buffers[slot]
-        payload_bytes, number = numbered(buffer.memory) or (len(buffer.payload) + 1, 0)
-        if payload_bytes > len(buffer.payload):
+    def _pieces(self, slot: int, reading: _Reading | None) -> list[Piece]:
+        """The pieces in a buffer, as far as there are any: a message, or what was read of one on offer."""
+        memory = self._buffers[slot].memory
+        found = find_piece(memory)
+        if found is None:
             self._drop(slot, "not a piece")
-            return None
-        if reading is None:
-            return Piece(self, slot, buffer, payload_bytes, None)
-        if reading.offered != (number, HEAD_BYTES + payload_bytes):
-            self._drop(slot, "the piece was taken back")
-            return None
-        is_whole = reading.num_read == reading.offered.num_bytes
-        return Piece(self, slot, buffer, payload_bytes, None if is_whole else reading)
+            return []
+        if reading is not None:
+            if reading.offered != (found.number, found.end + found.rest_bytes):
+                self._drop(slot, "the piece was taken back")
+                return []
+            if found.rest_bytes and not reading.read(reading.offered.num_bytes):
+                self.release(slot)
+                return []
+            if reading.num_read == reading.offered.num_bytes:
+                reading = None
+        pieces = [Piece(self, slot, memory, found, reading)]
+        end = found.end + found.rest_bytes
+        while found.end < end:
+            found = find_piece(memory[:end], found.end)
+            if found is None or found.end + found.rest_bytes != end or len(pieces) == MAX_PIECES:
+                self._note_malformed("not a piece behind another one")
+                break
+            pieces.append(Piece(self, slot, memory, found, None))
+        self._num_pieces[slot] = len(pieces)
+        return pieces
 
     def _drop(self, slot: int, reason: str) -> None:
+        self._note_malformed(reason)
+        self.release(slot)
+
+    def _note_malformed(self, reason: str) -> None:
         self.num_malformed += 1
         if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a flood of these shall not fill the log
             log.warning("dropped a message", reason=reason, num_dropped=self.num_malformed)
-        self.release(slot)

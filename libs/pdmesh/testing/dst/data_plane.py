@@ -12,6 +12,7 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.testing.dst.process import running_process
 from pdmesh.transport.base import SendBuffer
+from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 
 #: All simulated processes are parts of this one, which they do not see.
@@ -54,14 +55,6 @@ class DataPlane:
         return share > 0 and self.rng.random() < share
 
 
-class _Copy:
-    """A piece as it was when it was first sent."""
-
-    def __init__(self, buffer: SendBuffer, payload_bytes: int) -> None:
-        self.header = memoryview(bytearray(buffer.header))
-        self.payload = memoryview(bytearray(buffer.payload[:payload_bytes]))
-
-
 class SimulatedTransport(MemoryTransport):
     """One process's end. Several sends at once may overtake one another."""
 
@@ -74,11 +67,16 @@ class SimulatedTransport(MemoryTransport):
         return _PID
 
     async def send(self, address: bytes, buffer: SendBuffer, payload_bytes: int, *, is_notice: bool = False) -> None:
-        copy = _Copy(buffer, payload_bytes) if self._plane.is_repeated() else None
+        assert isinstance(buffer, PieceBuffer)
+        copies = list[bytes]()
+        if self._plane.is_repeated():
+            for start, size in buffer.pieces(payload_bytes):
+                copies.append(bytes(buffer.memory[start : start + HEADER_BYTES + size]))
         await anyio.sleep(self._plane.delay_s())
         if self._process.is_dead:
             raise KvTransferError("this process is dead")
         await super().send(address, buffer, payload_bytes)
-        if copy is not None:
+        if copies:
             await anyio.sleep(self._plane.delay_s())
-            await super().send(address, copy, payload_bytes)
+            for copy in copies:
+                await self._send_piece(address, memoryview(copy))
