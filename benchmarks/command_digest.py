@@ -86,6 +86,8 @@ ADDED: Sequence[str] = (
     "InstanceJoined.profile.load_bytes_per_s",
     "InstanceJoined.profile.num_stages",
     "InstanceJoined.profile.max_kv_tokens",
+    "InstanceJoined.profile.kv_layout.window",
+    "InstanceJoined.profile.kv_layout.windowed_layers",
     "Reject.reject_ttl_s",
     "Restart.retracted",
     "Restart.blame",
