@@ -163,12 +163,12 @@ def report(models: Mapping[str, Model], peers: list[Peer], best: Best, limits: L
             print(f"  {case:13} {tokens_of(case) / own_s:7.1f} tokens/s", end="")
             if (plain_s := times_s.get(f"{'BF16' if name in TYPES else 'bf16'} {case}")) is not None:
                 print(f"   {plain_s / own_s:.2f} x ours in bf16", end="")
-            for peer in peers:
-                if (other := f"{peer.name} {name.upper()} {case}") in times_s:
-                    print(f"; {peer.name}: {tokens_of(case) / times_s[other]:.1f} tokens/s", end="")
+            for peer in dict.fromkeys(peer.name for peer in peers):
+                if (other := f"{peer} {name.upper()} {case}") in times_s:
+                    print(f"; {peer}: {tokens_of(case) / times_s[other]:.1f} tokens/s", end="")
                     ratio = times_s[other] / own_s
                     least = LEAST_PREFILL if case.startswith("prefill") else LEAST_DECODE
-                    judged = f", {limits.at_least(f'{name} {case}', ratio, least)}" if "llama" in peer.name else ""
+                    judged = f", {limits.at_least(f'{name} {case}', ratio, least)}" if "llama" in peer else ""
                     print(f", {ratio:.2f} x{judged}", end="")
             print()
 

@@ -168,7 +168,7 @@ inline void multiply_groups(
                 rows.total + row * kPanel);
 }
 
-template <int R, class Right, class Fetch>
+template <int R, int Bits, class Right, class Fetch>
 inline void multiply_chunk(const Rows& rows, const Chunk& chunk, const Right& right, const Fetch& fetch) {
     constexpr int kAtOnce = R == 1 ? 4 : R == 2 ? 2 : 1;
     const int whole = chunk.num_eighths / chunk.group_eighths;
@@ -176,7 +176,8 @@ inline void multiply_chunk(const Rows& rows, const Chunk& chunk, const Right& ri
     int group = 0;
     if (chunk.group_eighths > 2) {
         for (; group + kAtOnce <= whole; group += kAtOnce) multiply_groups<R, kAtOnce>(rows, chunk, group, right, fetch);
-        if constexpr (R == 1) {  // of 128 inputs, a chunk has three
+        // Of 128 inputs, a chunk has three; of 8 bits they are too far apart to be fetched side by side.
+        if constexpr (R == 1 && Bits < 8) {
             if (whole - group == 3) multiply_groups<R, 3>(rows, chunk, group, right, fetch), group += 3;
             if (whole - group == 2) multiply_groups<R, 2>(rows, chunk, group, right, fetch), group += 2;
         }
@@ -188,7 +189,7 @@ inline void multiply_chunk(const Rows& rows, const Chunk& chunk, const Right& ri
 template <int R, int Bits>
 void multiply_narrow(const Rows& rows, const Chunk& chunk, const Table& table) {
     const Table own = table;  // stays in registers
-    multiply_chunk<R>(
+    multiply_chunk<R, Bits>(
         rows, chunk,
         [&](int step, int half, int tile, int pair) {
             return codes_of<Bits>(chunk.packed + step * step_bytes(Bits), half, tile, pair, own);
