@@ -36,7 +36,7 @@ from pdmesh.transport.address import peer_id, unpack_address
 from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.local import _HELLO, _HELLO_MAGIC, _OFFER, _OFFER_MAGIC, MAX_STRANGERS, _name
-from pdmesh.transport.prefix import HEAD_BYTES, Found, number_piece
+from pdmesh.transport.prefix import HEAD_BYTES, FoundPiece, number_piece
 from pdmesh.transport.seal import CHECK_BYTES, MeshKey
 from pdmesh.transport.ucx import UcxTransport
 
@@ -158,8 +158,8 @@ async def test_what_is_said_to_the_port_harms_nobody() -> None:
         for number in range(NUMBER):
             for memory in attacker.memory[: CONFIG.num_send_buffers]:
                 if rng.random() < 0.5:
-                    sizes = [rng.choice([0, 100, 4096, 2**32 - 1]) for _ in range(2)]
-                    number_piece(memory, Found(0, *sizes, rng.choice([0, 1, 7])))
+                    payload_bytes, rest_bytes = (rng.choice([0, 100, 4096, 2**32 - 1]) for _ in range(2))
+                    number_piece(memory, FoundPiece(0, payload_bytes, rest_bytes, rng.choice([0, 1, 7])))
                 else:
                     memory[:HEAD_BYTES] = rng.randbytes(HEAD_BYTES)
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)

@@ -14,7 +14,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.elsewhere import KvElsewhereLost
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
-from pdmesh.kv.parts import Member, SpreadKv
+from pdmesh.kv.parts import PartHolder, SpreadKv
 from pdmesh.model import Epoch, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
@@ -97,7 +97,7 @@ async def spread(request: pytest.FixtureRequest) -> AsyncIterator[Spread]:
         kv = home.mover.parts.open(
             REQUEST,
             EPOCH,
-            members=[Member(member.transport.address, CAPABILITY) for member in members],
+            members=[PartHolder(member.transport.address, CAPABILITY) for member in members],
             num_tokens=16,
         )
         yield Spread(home, members, kv, blocks)
@@ -160,7 +160,7 @@ async def test_a_question_of_an_older_epoch_or_another_capability_is_dropped(spr
     for epoch, capability in ((Epoch(EPOCH - 1), CAPABILITY), (EPOCH, CAPABILITY + 1)):
         home = spread.home.mover.parts
         home.cancel(REQUEST, EPOCH)
-        members = [Member(member.transport.address, capability) for member in spread.members]
+        members = [PartHolder(member.transport.address, capability) for member in spread.members]
         spread.kv = home.open(REQUEST, epoch, members=members, num_tokens=16)
         with pytest.raises(KvElsewhereLost):
             await spread.ask(0, b"12345678")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from pdmesh.transport.buffers import MAX_PIECES, allocate_buffers
-from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES, Found, number_piece
+from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES, FoundPiece, number_piece
 from pdmesh.transport.ring import STALL_S, ReceiveRing
 from pdmesh.transport.ucx_api import UcxApi
 
@@ -37,7 +37,7 @@ class FakeWorker:
 
     def complete(self, number: int) -> None:
         request = self.receives[number]
-        number_piece(request.memory, Found(0, 8, 0, 0))
+        number_piece(request.memory, FoundPiece(0, 8, 0, 0))
         request.completed = True
 
 
@@ -127,12 +127,12 @@ def test_pieces_before_what_is_none_are_taken_and_the_rest_is_counted(what: str)
     total = (num_sound + 1) * (HEAD_BYTES + 8)
     for number in range(num_sound + 1):
         end = (number + 1) * (HEAD_BYTES + 8)
-        number_piece(request.memory, Found(end - HEAD_BYTES - 8, 8, total - end, 0))
+        number_piece(request.memory, FoundPiece(end - HEAD_BYTES - 8, 8, total - end, 0))
     last = num_sound * (HEAD_BYTES + 8)
     if what == "garbage":
         request.memory[last : last + HEAD_BYTES] = bytes(HEAD_BYTES)
     elif what != "too many":
-        number_piece(request.memory, Found(last, 2**31 if what == "too long" else 7, 0, 0))
+        number_piece(request.memory, FoundPiece(last, 2**31 if what == "too long" else 7, 0, 0))
     request.completed = True
     ring.drive()
     assert ring.ring.num_malformed == 1

@@ -34,7 +34,7 @@ AttendPart = Callable[[int, Sequence[int], bytes], bytes]
 MAX_QUESTIONS = 4096
 
 
-class Member(NamedTuple):
+class PartHolder(NamedTuple):
     """An instance that holds a range."""
 
     address: bytes
@@ -49,7 +49,7 @@ class SpreadKv:
         request_id: RequestId,
         epoch: Epoch,
         *,
-        members: Sequence[Member],
+        members: Sequence[PartHolder],
         num_tokens: int,
         limit_s: float,
         wakeup: Wakeup,
@@ -87,7 +87,7 @@ class SpreadKv:
             raise KvElsewhereLost(self, self._failure)
         return [self._answers[number] for number in range(len(self.members))]
 
-    def set_members(self, members: Sequence[Member], num_tokens: int) -> None:
+    def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
         """Ask these from now on, who hold so many tokens. Between two steps."""
         self.members, self._num_tokens = tuple(members), num_tokens
 
@@ -181,7 +181,7 @@ class KvParts:
 
     # --- for the worker runtime ---------------------------------------------------------------------------------------
 
-    def open(self, request_id: RequestId, epoch: Epoch, *, members: Sequence[Member], num_tokens: int) -> SpreadKv:
+    def open(self, request_id: RequestId, epoch: Epoch, *, members: Sequence[PartHolder], num_tokens: int) -> SpreadKv:
         """Be the home of a context, whose first tokens these members hold, in their order.
 
         Of one that is open already it asks these from now on: between two steps.

@@ -18,7 +18,7 @@ PREFIX_BYTES = _PREFIX.size
 HEAD_BYTES = PREFIX_BYTES + HEADER_BYTES
 
 
-class Found(NamedTuple):
+class FoundPiece(NamedTuple):
     """A piece in a message."""
 
     start: int
@@ -39,20 +39,20 @@ def number_message(buffer: PieceBuffer, payload_bytes: int, number: int) -> int:
     pieces = buffer.pieces(payload_bytes)
     end = pieces[-1][0] + HEAD_BYTES + payload_bytes
     for start, size in pieces:
-        number_piece(buffer.memory, Found(start, size, end - start - HEAD_BYTES - size, number))
+        number_piece(buffer.memory, FoundPiece(start, size, end - start - HEAD_BYTES - size, number))
     return end
 
 
-def number_piece(memory: memoryview, piece: Found) -> None:
+def number_piece(memory: memoryview, piece: FoundPiece) -> None:
     """Write the prefix of a piece."""
     start, *fields = piece
     _PREFIX.pack_into(memory, start, _MAGIC, *fields)
 
 
-def find_piece(memory: memoryview, start: int = 0) -> Found | None:
+def find_piece(memory: memoryview, start: int = 0) -> FoundPiece | None:
     """Return the piece that begins there; None if there is none, or it does not fit."""
     if start + HEAD_BYTES > len(memory):
         return None
     magic, payload_bytes, rest_bytes, number = _PREFIX.unpack_from(memory, start)
-    found = Found(start, payload_bytes, rest_bytes, number)
+    found = FoundPiece(start, payload_bytes, rest_bytes, number)
     return found if magic == _MAGIC and found.end + rest_bytes <= len(memory) else None

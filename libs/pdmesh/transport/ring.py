@@ -12,7 +12,7 @@ import structlog
 from pdmesh.transport.address import WorkerAddress
 from pdmesh.transport.buffers import MAX_PIECES, PieceBuffer
 from pdmesh.transport.local import Caller, Verdict
-from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES, Found, find_piece
+from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES, FoundPiece, find_piece
 from pdmesh.transport.reading import FORBIDDEN, read_memory
 from pdmesh.transport.ucx_api import UcxApi
 
@@ -80,7 +80,7 @@ class Piece:
     __slots__ = ("_reading", "_ring", "_slot", "header", "payload")
 
     def __init__(
-        self, ring: ReceiveRing, slot: int, memory: memoryview, found: Found, reading: _Reading | None
+        self, ring: ReceiveRing, slot: int, memory: memoryview, found: FoundPiece, reading: _Reading | None
     ) -> None:
         """``reading`` is what is left to read of a piece on offer."""
         payload = found.start + HEAD_BYTES

@@ -7,7 +7,7 @@ import array
 from pdmesh.core.events import DecodeReserved, TransferLanded
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import LandedTransfer
-from pdmesh.kv.parts import Member
+from pdmesh.kv.parts import PartHolder
 from pdmesh.model import GRANULE_TOKENS, PartMember, TransferId
 from pdmesh.wire.messages import ExpectKv, unpack_token_ids
 from pdmesh.worker.context import InstanceContext
@@ -80,7 +80,7 @@ class Arrivals:
             request.sequence.elsewhere = self._context.mover.parts.open(
                 request.request_id,
                 request.epoch,
-                members=[Member(address, transfer.capability) for address in message.destination_addresses[1:]],
+                members=[PartHolder(address, transfer.capability) for address in message.destination_addresses[1:]],
                 num_tokens=blocks.start * request.block_size,
             )
         self._context.mover.arrivals.expect(

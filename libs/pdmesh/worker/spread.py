@@ -15,7 +15,7 @@ from pdmesh.core.commands import PlaceDecode, WithdrawTransfer
 from pdmesh.core.events import DecodeReserved, MembersSet, TransferFailed, TransferSent
 from pdmesh.errors import PdmeshError
 from pdmesh.kv.outcome import SentTransfer
-from pdmesh.kv.parts import Member
+from pdmesh.kv.parts import PartHolder
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import IndexRange, PartMember, TransferId
@@ -227,6 +227,6 @@ class SpreadContexts:
         self._context.wake()
 
 
-def members_at(members: Sequence[PartMember], addresses: Sequence[bytes]) -> list[Member]:
+def members_at(members: Sequence[PartMember], addresses: Sequence[bytes]) -> list[PartHolder]:
     """Return where to ask these, in their order."""
-    return [Member(address, member.capability) for address, member in zip(addresses, members, strict=False)]
+    return [PartHolder(address, member.capability) for address, member in zip(addresses, members, strict=False)]
