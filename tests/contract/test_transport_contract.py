@@ -67,8 +67,9 @@ async def test_pieces_of_one_message_arrive_as_if_each_was_sent_alone(maker: Tra
                     buffer.payload[: len(payload)] = payload
                 await a.send(b.address, buffer, len(payloads[-1]))
 
+        pieces = aiter(b.receive())
         for turn in range(3):
-            pieces, held = aiter(b.receive()), list[ReceivedPiece]()
+            held: list[ReceivedPiece] = []
             tasks.start_soon(send_all)
             for number, payload in enumerate(payloads):
                 with anyio.fail_after(20):

@@ -98,6 +98,7 @@ async def test_an_instance_that_stops_hands_its_ranges_to_others(served: Served,
         async with mesh.client() as client:
             found.extend(await mismatches(client, mesh.model, [expected] * 16, concurrency=16))
 
+    members: list[str] = []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
         with anyio.fail_after(60):

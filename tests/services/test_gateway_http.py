@@ -877,6 +877,7 @@ async def test_metrics_are_of_the_moment_even_if_the_scheduler_says_nothing(
         mesh.state = msgspec.structs.replace(
             READY, instances=(busy,), num_waiting=3, num_parked=1, max_model_len=400, metrics=(steps,)
         )
+        text = ""
         for _ in range(4):  # the scheduler tells nothing of it by itself; answers from before may be under way
             text = (await client.get("/metrics")).text
             if 'kv_cache_usage_perc{model_name="tiny"} 0.5' in text:

@@ -91,7 +91,7 @@ def write_gguf(source: Path, file: Path, gguf_type: GgufType = "F32") -> dict[st
     from safetensors.numpy import load_file
 
     config = json.loads((source / "config.json").read_text())
-    kind = config["model_type"]
+    kind: str = config["model_type"]
     name = _ARCHITECTURES.get(kind, kind)
     meanings: dict[str, Floats] = {}
     stored: dict[str, _Stored] = {}
