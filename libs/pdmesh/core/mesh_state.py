@@ -37,6 +37,7 @@ from pdmesh.model import (
     GRANULE_TOKENS,
     GatewayId,
     InstanceId,
+    PartMember,
     RejectReason,
     Request,
     RequestId,
@@ -283,8 +284,7 @@ class MeshState:
 
         ``members`` get room for the first ranges of its context. Then nothing that is kept is reused.
         """
-        request, (request_id, epoch) = state.request, state.key
-        size = decode.part_blocks
+        request, size = state.request, decode.part_blocks
         shard = decode.shard(decode.num_first_blocks(request), len(members) * size)
         parts = tuple([member.shard(size, number * size) for number, member in enumerate(members)])
         purpose = TransferPurpose.HAND_OVER
@@ -310,19 +310,26 @@ class MeshState:
         for member in members:
             member.take(state.key, size, AllocationKind.PART, transfer_id=transfer.plan.transfer_id)
         for receiver in (decode, *members):
-            room = receiver.make_room()
-            self.commands.append(
-                PlaceDecode(
-                    instance_id=receiver.instance_id,
-                    request_id=request_id,
-                    epoch=epoch,
-                    transfer=transfer.plan,
-                    drop=room.drop,
-                    offload=room.offload,
-                    evict=room.evict,
-                )
-            )
+            self.expect_kv(receiver, state.key, transfer)
         return transfer
+
+    def expect_kv(
+        self, receiver: InstanceState, key: RequestKey, transfer: Transfer, *, members: tuple[PartMember, ...] = ()
+    ) -> None:
+        """Tell a receiver, which has taken its blocks, what comes there, and what it is to give up for that."""
+        room = receiver.make_room()
+        self.commands.append(
+            PlaceDecode(
+                instance_id=receiver.instance_id,
+                request_id=key[0],
+                epoch=key[1],
+                transfer=transfer.plan,
+                members=members,
+                drop=room.drop,
+                offload=room.offload,
+                evict=room.evict,
+            )
+        )
 
     # --- its KV moves on ---
 

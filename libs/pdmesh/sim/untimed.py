@@ -48,16 +48,11 @@ from pdmesh.core.events import (
     HelperJoined,
     InstanceEvent,
     KvLow,
-    MembersSet,
     MoveFailed,
-    MoveSent,
     RequestFinished,
     StepDone,
-    TransferFailed,
-    TransferLanded,
     TransferOffered,
     TransferPaused,
-    TransferSent,
 )
 from pdmesh.core.instances.own_steps import OwnSteps
 from pdmesh.model import (
@@ -72,9 +67,9 @@ from pdmesh.model import (
 )
 from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan, TransferPlan
 from pdmesh.sim.held import Held
-from pdmesh.sim.holding import Holding
 from pdmesh.sim.residents import Length, Shares
 from pdmesh.sim.surroundings import Surroundings
+from pdmesh.sim.transferring import Transferring
 
 #: Commands for a request that is here.
 _OfHeld = (
@@ -102,7 +97,7 @@ class RunningStep:
     has_share: bool  # of the residents, which may be none of them
 
 
-class UntimedInstance(Holding):
+class UntimedInstance(Transferring):
     """``report`` takes what it tells the scheduler, in order; ``length_of`` says how long a request gets."""
 
     def __init__(
@@ -113,7 +108,7 @@ class UntimedInstance(Holding):
         length_of: Callable[[RequestKey], Length],
         surroundings: Surroundings,
     ) -> None:
-        super().__init__(profile, report=report, surroundings=surroundings)
+        super().__init__(profile, report=report, length_of=length_of, surroundings=surroundings)
         self.role = profile.role
         self.is_told_to_stop = False
         self.plans: deque[StepPlan] = deque()  # not begun
@@ -122,7 +117,6 @@ class UntimedInstance(Holding):
         self._num_stages = profile.num_stages
         self.shares = Shares(profile.num_stages)
         self.own = OwnSteps()
-        self._length_of = length_of
 
     # --- what it is told ---
 
@@ -488,156 +482,6 @@ class UntimedInstance(Holding):
             num_output_tokens = held.length.num_output_tokens
         self._report(RequestFinished(self.instance_id, *held.key, reason, num_output_tokens, self.own.take()))
         self._let_go(held)
-
-    def _decode(self, held: Held) -> None:
-        """Decode a request from the next step on."""
-        assert held.length is not None
-        held.is_decoding = True
-        self.residents.join(
-            held.key,
-            held.length,
-            held.num_tokens,
-            self._num_context_blocks(held),
-            num_saved_tokens=len(held.members) * self.profile.max_kv_tokens,
-            full_at_tokens=self._full_at_tokens(held),
-        )
-        self._surroundings.began_to_decode(held)
-        self._surroundings.stirs()
-
-    # --- contexts that are spread ---
-
-    def _num_context_blocks(self, held: Held) -> int:
-        """Return the blocks that a context has, here and elsewhere."""
-        return held.num_blocks + self._num_elsewhere_blocks(held)
-
-    def _full_at_tokens(self, held: Held) -> int:
-        """Return with how many tokens more than a range of them has its KV here; 0: never. The last one has none."""
-        limit = self.profile.max_kv_tokens
-        return (len(held.members) + 1) * limit + 2 if limit else 0
-
-    def _set_members(self, held: Held, members: tuple[PartMember, ...]) -> None:
-        """Ask others for the first ranges of a context, and give back what was here of these."""
-        num_more, held.next_members = len(members) - len(held.members), None
-        held.members = members
-        if num_more:
-            num_blocks = num_more * self.profile.max_kv_tokens // self.profile.kv_layout.block_size
-            held.num_blocks -= num_blocks
-            self._num_own_blocks -= num_blocks - self.kept.end(held, ())
-            held.chain = ()
-        if held.key in self.residents:
-            num_saved_tokens = len(members) * self.profile.max_kv_tokens
-            self.residents.spread(held.key, num_saved_tokens, self._full_at_tokens(held))
-        self._report(MembersSet(self.instance_id, *held.key, tuple([each.instance_id for each in members])))
-
-    def hand_on(self, held: Held, num_bytes: int, duration_s: float) -> None:
-        """A range that was here is where it goes, too."""
-        assert held.handing is not None, f"{held.key} hands nothing on"
-        transfer_id, held.handing = held.handing.transfer_id, None
-        self._report(TransferSent(self.instance_id, *held.key, transfer_id, num_bytes, duration_s, 0.0))
-
-    def fail_to_hand_on(self, held: Held, reason: str) -> None:
-        """Give up sending a range."""
-        assert held.handing is not None, f"{held.key} hands nothing on"
-        self._surroundings.stops_sending(held)
-        transfer_id, held.handing = held.handing.transfer_id, None
-        self._report(TransferFailed(self.instance_id, *held.key, transfer_id, reason))
-
-    # --- KV that moves on when the prompt is computed, and KV that comes ---
-
-    def send(self, held: Held, num_bytes: int, duration_s: float, exposed_s: float, *, sent_s: float = 0.0) -> None:
-        """All of a request's KV is where it goes, and acknowledged.
-
-        It took ``sent_s`` on its way between hosts, if that is known.
-        """
-        assert held.is_computed, f"{held.key} landed before it was computed"
-        assert held.transfer is not None, f"{held.key} landed without a transfer"
-        transfer = held.transfer
-        self._report(
-            TransferSent(
-                self.instance_id,
-                *held.key,
-                transfer.transfer_id,
-                num_bytes,
-                duration_s,
-                exposed_s,
-                destination_id=transfer.destination_ids[0] if sent_s else None,
-                sent_s=sent_s,
-            )
-        )
-        self.release(held)
-
-    def land(self, held: Held, num_tokens: int, num_bytes: int, duration_s: float) -> None:
-        """All that comes here of a request is here, with ``num_tokens`` of prompt and output.
-
-        It decodes, unless this is a part of it.
-        """
-        assert held.transfer is not None, f"{held.key} landed without a transfer"
-        if held.is_part:
-            held.num_tokens = num_tokens
-            self._report(TransferLanded(self.instance_id, *held.key, held.transfer.transfer_id, num_bytes, duration_s))
-            return
-        held.length, held.num_tokens = self._length_of(held.key), num_tokens
-        self._keep(held, len(held.chain))
-        self._report(TransferLanded(self.instance_id, *held.key, held.transfer.transfer_id, num_bytes, duration_s))
-        self._decode(held)
-
-    def land_kept(self, held: Held, num_bytes: int, duration_s: float) -> None:
-        """All granules of a fetch are here, and stay."""
-        assert held.transfer is not None, f"{held.key} landed without a transfer"
-        self._keep(held, len(held.chain))
-        self._report(TransferLanded(self.instance_id, *held.key, held.transfer.transfer_id, num_bytes, duration_s))
-        self.release(held)
-
-    def fail_transfer(self, held: Held, reason: str) -> None:
-        """Give a transfer up: as a receiver with what has come of it; as a source of a request it keeps all."""
-        assert held.transfer is not None, f"{held.key} has no transfer to fail"
-        self._report(TransferFailed(self.instance_id, *held.key, held.transfer.transfer_id, reason))
-        if held.moves_on:
-            self._surroundings.stops_sending(held)
-            held.lose_receiver()
-        else:
-            self.release(held)
-
-    # --- running decodes that move away ---
-
-    def freeze(self, held: Held) -> None:
-        """Let a request that moves stand still from the next turn on: little of it is left to send."""
-        assert held.leaving is not None, f"{held.key} does not move"
-        self.residents.leave(held.key)
-        self._surroundings.stirs()
-
-    def commit_move(self, held: Held) -> None:
-        """The last word is on its way: perhaps the target goes on."""
-        assert held.is_frozen, f"{held.key} decodes yet"
-        held.is_committed = True
-
-    def end_move(self, held: Held, num_bytes: int, duration_s: float, frozen_s: float) -> None:
-        """The target has acknowledged all, and goes on."""
-        assert held.leaving is not None, f"{held.key} is acknowledged and did not move"
-        transfer_id = held.leaving.transfer_id
-        self._report(MoveSent(self.instance_id, *held.key, transfer_id, num_bytes, duration_s, frozen_s))
-        self.release(held)
-
-    def fail_move(self, held: Held, reason: str) -> None:
-        """Send no more of a request that moves, and say whether it goes on here."""
-        assert held.leaving is not None, f"{held.key} does not move"
-        transfer_id, committed = held.leaving.transfer_id, held.is_committed
-        if committed:
-            held.is_given_up = True
-        else:
-            self._stay(held)
-        self._report(MoveFailed(self.instance_id, *held.key, transfer_id, committed, reason))
-
-    def _stay(self, held: Held) -> None:
-        """Let a request go on here that was to leave."""
-        self._surroundings.stops_sending(held)
-        was_frozen = held.is_frozen
-        held.leaving = None
-        held.is_frozen = held.is_committed = held.is_given_up = False
-        if was_frozen:
-            self._decode(held)
-        else:
-            self.residents.stay(held.key)
 
 
 def _part_of(transfer: TransferPlan, instance_id: InstanceId) -> int | None:

@@ -51,6 +51,7 @@ from pdmesh.model import InstanceId, PrefixHashes, Resident, Role, TransferPurpo
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import (
+    Accompanied,
     Admit,
     ExpectKept,
     ExpectKv,
@@ -86,20 +87,7 @@ from pdmesh.worker.windows import Windows
 log = structlog.get_logger()
 
 #: What the scheduler tells an instance: core commands, some of them with what only the services know.
-Instruction = (
-    PlainInstanceCommand
-    | Admit
-    | Regroup
-    | ExpectKv
-    | ExpectMove
-    | ExpectPart
-    | Rehome
-    | Respread
-    | ExpectKept
-    | GrantKept
-    | Grant
-    | PeerGone
-)
+Instruction = PlainInstanceCommand | Accompanied
 
 
 class Instance:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdmesh.core.commands import CancelMove, PlaceDecode, ResumeDecode, SetHome
+from pdmesh.core.commands import CancelMove, ResumeDecode, SetHome
 from pdmesh.core.events import MoveFailed, MoveSent
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -102,19 +102,7 @@ class Moves:
             mesh.commands.append(
                 SetHome(instance_id=member.instance_id, request_id=request_id, epoch=epoch, home_id=target.instance_id)
             )
-        room = target.make_room()
-        mesh.commands.append(
-            PlaceDecode(
-                instance_id=target.instance_id,
-                request_id=request_id,
-                epoch=epoch,
-                transfer=transfer.plan,
-                members=state.members,
-                drop=room.drop,
-                offload=room.offload,
-                evict=room.evict,
-            )
-        )
+        mesh.expect_kv(target, state.key, transfer, members=state.members)
         mesh.grant(mesh.broker.offer(transfer))
         return move
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pdmesh.core.commands import PlaceDecode, SetMembers, WithdrawTransfer
+from pdmesh.core.commands import SetMembers, WithdrawTransfer
 from pdmesh.core.events import MembersSet
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -137,7 +137,7 @@ class Parts:
         return [move for move in moves if move is not None and not move.has_landed]
 
     def _hand_on(self, state: RequestState, source: InstanceState, target: InstanceState, number: int) -> None:
-        mesh, (request_id, epoch), size = self._mesh, state.key, source.part_blocks
+        mesh, size = self._mesh, source.part_blocks
         transfer = mesh.broker.open(
             state.key,
             TransferPurpose.PART,
@@ -147,18 +147,7 @@ class Parts:
         state.begin_part_move(transfer, number)
         self._moving[state.key] = state
         target.take(state.key, size, AllocationKind.PART, transfer_id=transfer.plan.transfer_id)
-        room = target.make_room()
-        mesh.commands.append(
-            PlaceDecode(
-                instance_id=target.instance_id,
-                request_id=request_id,
-                epoch=epoch,
-                transfer=transfer.plan,
-                drop=room.drop,
-                offload=room.offload,
-                evict=room.evict,
-            )
-        )
+        mesh.expect_kv(target, state.key, transfer)
         mesh.grant(mesh.broker.offer(transfer))
 
     # --- what instances say of it ---

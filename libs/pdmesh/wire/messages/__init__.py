@@ -87,6 +87,7 @@ from pdmesh.wire.messages.tokens import (
     TurnOver,
 )
 from pdmesh.wire.messages.workers import (
+    Accompanied,
     Admit,
     CheckPeers,
     ExpectKept,
@@ -112,6 +113,7 @@ from pdmesh.wire.messages.workers import (
 __all__ = [
     "MAX_WAIT_S",
     "PROTOCOL_VERSION",
+    "Accompanied",
     "Activity",
     "ActivityMark",
     "AdminError",

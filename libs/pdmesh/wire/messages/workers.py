@@ -174,21 +174,9 @@ class SchedulerHeartbeat(Message, frozen=True, kw_only=True):
     """The leader lives. Sent if the welcome says ``silent_beats``."""
 
 
-WorkerDown = (
-    StandingBy
-    | SchedulerHeartbeat
-    | WelcomeWorker
-    | CommandMessage
-    | Admit
-    | Regroup
-    | ExpectKv
-    | ExpectMove
-    | ExpectPart
-    | Rehome
-    | Respread
-    | ExpectKept
-    | GrantKept
-    | Grant
-    | PeerGone
-    | CheckPeers
+#: Core commands with what only the services know, and the end of a peer.
+Accompanied = (
+    Admit | Regroup | ExpectKv | ExpectMove | ExpectPart | Rehome | Respread | ExpectKept | GrantKept | Grant | PeerGone
 )
+
+WorkerDown = StandingBy | SchedulerHeartbeat | WelcomeWorker | CommandMessage | Accompanied | CheckPeers
