@@ -257,6 +257,9 @@ class KubernetesConfig:
     account: Annotated[Path, "folder with token, ca.crt and namespace of the service account"] = Path(
         "/var/run/secrets/kubernetes.io/serviceaccount"
     )
+    metrics_port: Annotated[
+        int, PORT, "of `pdmesh actuator`: Prometheus, on telemetry.metrics_host; 0 takes a free port"
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,16 @@ them is skipped.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import anyio
@@ -34,6 +38,7 @@ pytestmark = pytest.mark.anyio
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm"
 STACK = DEPLOY / "swarm/stack.yaml"
+COMPOSE = DEPLOY / "compose/compose.yaml"
 ETCD_IMAGE = "pdmesh-etcd"  # of Dockerfile.etcd beside it
 
 #: Current versions of Kubernetes.
@@ -65,7 +70,7 @@ def variables_in(text: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "file",
-    [*sorted(CHART.rglob("*.*")), STACK, DEPLOY / "compose/compose.yaml", *sorted(DEPLOY.glob("s[yl]*/pdmesh*"))],
+    [*sorted(CHART.rglob("*.*")), STACK, COMPOSE, *sorted(DEPLOY.glob("s[yl]*/pdmesh*"))],
     ids=lambda f: f.name,
 )
 def test_every_variable_is_a_setting(file: Path) -> None:
@@ -121,6 +126,11 @@ def manifests_of(made: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]
     return [msgspec.yaml.decode(text) for text in re.split("^---$", made.stdout, flags=re.M) if "kind:" in text]
 
 
+def pod_templates(made: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    templates = [each.get("spec", {}).get("template") for each in manifests_of(made)]
+    return [template for template in templates if template is not None]
+
+
 @pytest.mark.slow
 def test_a_pool_is_scaled_by_the_actuator_or_by_an_autoscaler(helm: str) -> None:
     both = rendered(helm, *TLS, *AUTOSCALING)
@@ -140,22 +150,26 @@ def test_probes_and_scrapers_speak_as_the_services_do_and_find_those_that_hang(
     helm: str, values: tuple[str, ...], scheme: str
 ) -> None:
     found: list[str] = []
-    for each in manifests_of(rendered(helm, *values)):
-        template = each.get("spec", {}).get("template", {})
-        containers = template.get("spec", {}).get("containers", [])
-        if not containers or "ports" not in containers[0]:
-            continue  # of the actuator nobody asks anything
-        (container,) = containers
+    for template in pod_templates(rendered(helm, *values)):
+        (container,) = template["spec"]["containers"]
         found.append(container["name"])
         annotations, liveness = template["metadata"]["annotations"], container["livenessProbe"]["httpGet"]
         assert annotations["prometheus.io/scheme"] == scheme
         ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
         assert ports[liveness["port"]] == annotations["prometheus.io/port"], "both are answered by the event loop"
         assert (liveness["path"], liveness["scheme"].lower()) == ("/live", scheme)
-        if container["name"] != "scheduler":  # they look for a model first
-            startup = container["startupProbe"]
-            assert startup["periodSeconds"] * startup["failureThreshold"] >= 900
-    assert sorted(found) == ["decode", "gateway", "prefill", "scheduler"]
+        if container["name"] == "actuator":
+            continue  # nobody connects to it, so nothing depends on when it is ready
+        readiness, startup = container["readinessProbe"]["httpGet"], container["startupProbe"]
+        assert readiness["path"] == ("/ready" if container["name"] == "gateway" else "/live")
+        least_s = 300 if container["name"] == "scheduler" else 900  # others look for a model first
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= least_s
+    assert sorted(found) == ["actuator", "decode", "gateway", "prefill", "scheduler"]
+
+
+@pytest.mark.slow
+def test_no_process_of_a_pod_is_process_1(helm: str) -> None:
+    assert all(each["spec"]["shareProcessNamespace"] for each in pod_templates(rendered(helm, *TLS)))
 
 
 @pytest.mark.slow
@@ -195,7 +209,7 @@ def test_the_stack_is_what_docker_reads() -> None:
 
 
 def test_the_stack_has_a_standby_and_an_etcd_that_outlives_a_node() -> None:
-    services: dict[str, Any] = msgspec.yaml.decode(STACK.read_text())["services"]
+    services = services_of(STACK)
     scheduler = services["scheduler"]
     environ = {name: value for name, value in scheduler["environment"].items() if name != CONFIG_FILE_VARIABLE}
     standby = load_config(None, environ, {}).standby
@@ -232,25 +246,58 @@ def test_an_image_is_built_with_all_that_a_wheel_takes(name: str) -> None:
 
 def test_no_engine_ends_a_gateway_because_others_are_away() -> None:
     """Its streams go on without a scheduler, and a large model takes long to load: it is alive, though not ready."""
-    gateway = (CHART / "templates/gateway.yaml").read_text()
-    liveness = gateway[gateway.index("livenessProbe:") :]
-    assert re.findall(r"path: (\S+),", liveness)[0] == "/live"
-    stack: dict[str, Any] = msgspec.yaml.decode(STACK.read_text())
-    assert ":8000/live'" in stack["services"]["gateway"]["healthcheck"]["test"][-1]
+    check = services_of(STACK)["gateway"]["healthcheck"]["test"][-1]
+    assert "8000" in check
+    assert "'/live'" in check
 
 
-def test_the_unit_is_what_systemd_reads(tmp_path: Path) -> None:
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd is not here")
-    unit = (DEPLOY / "systemd/pdmesh@.service").read_text()
-    assert "/opt/pdmesh/bin/python -m pdmesh_%i" in unit
-    (tmp_path / "pdmesh@prefill.service").write_text(unit.replace("/opt/pdmesh/bin/python", sys.executable))
-    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "pdmesh@prefill.service")]
-    verified = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (verified.returncode, verified.stderr) == (0, "")
+def services_of(file: Path) -> dict[str, Any]:
+    """The services of a file of Docker's."""
+    services: dict[str, Any] = msgspec.yaml.decode(file.read_text())["services"]
+    return services
 
 
-def test_the_job_is_what_bash_reads() -> None:
-    script = DEPLOY / "slurm/pdmesh.sbatch"
-    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False, timeout=60)
-    assert (checked.returncode, checked.stderr) == (0, "")
+@pytest.mark.parametrize("file", [STACK, COMPOSE], ids=lambda f: f.name)
+def test_no_service_of_docker_is_process_1(file: Path) -> None:
+    for name, service in services_of(file).items():
+        assert service.get("init") or service.get("pid") == "service:host", name
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Answers like a service: it lives, and is ready."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path in ("/live", "/ready") else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+CHECKED = [
+    (file, name) for file in (STACK, COMPOSE) for name, service in services_of(file).items() if "healthcheck" in service
+]
+
+
+@pytest.mark.parametrize(("file", "name"), CHECKED, ids=lambda each: each if isinstance(each, str) else each.name)
+def test_health_checks_find_those_that_hang(file: Path, name: str, tmp_path: Path) -> None:
+    check = services_of(file)[name]["healthcheck"]
+    _, _, *options, code = check["test"]
+    ready, limit = tmp_path / "ready.json", re.search(r"timeout=(\d+)", code)
+    assert limit is not None
+    assert int(limit[1]) < int(check["timeout"].removesuffix("s")), "else it is ended before it says no"
+
+    def exit_code(port: int, timeout: str = limit[0], facts: str | None = None) -> int:
+        ready.write_text(json.dumps({"metrics_port": port}) if facts is None else facts)
+        own = re.sub(r"'127.0.0.1', \d+", f"'127.0.0.1', {port}", code).replace("/tmp/ready.json", str(ready))
+        own = own.replace(limit[0], timeout)
+        return subprocess.run([sys.executable, *options, own], stderr=subprocess.DEVNULL, check=False).returncode
+
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        assert exit_code(hanging.getsockname()[1], "timeout=0.2")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert exit_code(server.server_port) == 0
+        if "ready.json" in code:
+            assert exit_code(server.server_port, facts=""), "it has not registered yet"
+        server.shutdown()

@@ -5,6 +5,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- define "pdmesh.pod" -}}
 enableServiceLinks: false # else Kubernetes sets variables that look like settings
+shareProcessNamespace: true # process 1, which signals end otherwise and which adopts children, is the pod's own
 terminationGracePeriodSeconds: {{ add .Values.drainSeconds 10 }}
 securityContext:
   runAsNonRoot: true
@@ -84,6 +85,19 @@ volumeMounts:
 
 {{- define "pdmesh.scheme" -}}
 {{ empty .Values.tls.secretName | ternary "HTTP" "HTTPS" }}
+{{- end }}
+
+{{- /* Given a port: what a process answers that does not hang. One that hangs still accepts connections. */}}
+{{- define "pdmesh.live" -}}
+httpGet: {path: /live, port: {{ .port }}, scheme: {{ include "pdmesh.scheme" .root }}}
+timeoutSeconds: 6
+{{- end }}
+
+{{- /* It is ended after a minute: on a busy machine answers are late. */}}
+{{- define "pdmesh.liveness" -}}
+{{ include "pdmesh.live" . }}
+periodSeconds: 10
+failureThreshold: 6
 {{- end }}
 
 {{- /* Given a port: how Prometheus finds a pod's metrics, by the annotations that its usual jobs know. */}}

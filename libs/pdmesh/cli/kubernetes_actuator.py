@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import anyio
 import anyio.abc
 import structlog
+from prometheus_client import CollectorRegistry
 
 from pdmesh.cli.actuator import Ask, follow
 from pdmesh.config import MeshConfig
@@ -28,6 +29,7 @@ from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.kubernetes import Forbidden, KubernetesApi, KubernetesError, open_kubernetes
 from pdmesh.model import InstanceId, ManagedProcess, Role
 from pdmesh.service import ServiceContext, run_service
+from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import FollowPools, PoolsDesired
 
@@ -267,16 +269,20 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     """Follow the scheduler until told to stop. Raises ConfigError."""
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
-    kubernetes = config.kubernetes
+    kubernetes, registry = config.kubernetes, CollectorRegistry()
+    watch_event_loop(registry)
     async with open_kubernetes(kubernetes.api, kubernetes.account, limit_s=API_LIMIT_S) as api:
         actuator = KubernetesActuator(api, kubernetes.release)
         ask: Ask = partial(_ask, config)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(actuator.watch)
-            tasks.start_soon(follow, actuator, ask)
-            context.announce(release=kubernetes.release)
-            await context.stopping.wait()
-            tasks.cancel_scope.cancel()
+        with serve_metrics(
+            registry, host=config.telemetry.metrics_host, port=kubernetes.metrics_port, security=config.security
+        ) as metrics_port:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(actuator.watch)
+                tasks.start_soon(follow, actuator, ask)
+                context.announce(release=kubernetes.release, metrics_port=metrics_port)
+                await context.stopping.wait()
+                tasks.cancel_scope.cancel()
 
 
 async def _ask(config: MeshConfig, question: FollowPools) -> PoolsDesired | None:
