@@ -1,6 +1,7 @@
 """Damaged, truncated and lying checkpoints and GGUF files: `python benchmarks/damaged_checkpoints.py --files 5000`.
 
-Each is loaded, or refused in one sentence; anything else is counted and its first cases are named.
+Each is loaded and computes two tokens, or is refused in one sentence; anything else is counted and its first cases are
+named.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from typing import Any
 import structlog
 
 from pdmesh.engine.files import resolve_model
-from pdmesh.engine.gguf.reader import read_header
+from pdmesh.engine.gguf.reader import TYPES
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gguf_files import GgufType, encoded, write_gguf
+from pdmesh.testing.gguf_files import GgufContent, GgufType, content_of, encoded, write_gguf
 from pdmesh.testing.quantized_checkpoints import Format, write_mxfp4, write_quantized
+from pdmesh.testing.stepping import generate
 from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 
 FORMATS: tuple[Format, ...] = ("int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-blocks", "bnb-nested")
@@ -59,15 +61,35 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
+LIES: tuple[Any, ...] = (
+    0, 1, 3, 31, 2**31, 2**32 - 1, 0.0, -1.0, 0.5, float("nan"), float("inf"), "", "yarn", "longrope", True, [], [0, 1],
+    [1.0, float("nan")], ["a", "b"], [True] * 2000,
+)  # fmt: skip
+
+
+def lying(content: GgufContent, rng: random.Random) -> bytes:
+    """Return a GGUF file that is whole, and says other things of itself, of its tokenizer or of its tensors."""
+    metadata, tensors = dict(content.metadata), dict(content.tensors)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        name = rng.choice(list(tensors))
+        shape, number, data = tensors[name]
+        match rng.randrange(6):
+            case 0:
+                del tensors[name]
+            case 1:
+                tensors[name] = shape[::-1] if len(shape) > 1 else (1, *shape), number, data
+            case 2:
+                tensors[name] = shape, rng.choice(tuple(TYPES)), data
+            case _:
+                metadata[rng.choice(list(metadata))] = rng.choice(LIES)
+    return encoded(metadata, tensors)
+
+
 def write_with_sentence_piece(file: Path, like: Path) -> Path:
     """Write the model of a file with a tokenizer of SentencePiece's kind."""
-    header, data = read_header(like), like.read_bytes()
-    tensors = {
-        name: (each.shape, each.type_number, data[each.offset : each.offset + each.num_bytes])
-        for name, each in header.tensors.items()
-    }
+    content = content_of(like)
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["<s>", "</s>", *"abcd", "ab", "cd", "abcd"]
-    pieces += [f"<unused{number}>" for number in range(len(header.metadata["tokenizer.ggml.tokens"]) - len(pieces))]
+    pieces += [f"<unused{number}>" for number in range(len(content.metadata["tokenizer.ggml.tokens"]) - len(pieces))]
     fields = {
         "model": "llama",
         "tokens": pieces,
@@ -76,16 +98,17 @@ def write_with_sentence_piece(file: Path, like: Path) -> Path:
         "bos_token_id": 256,
         "eos_token_id": 257,
     }
-    metadata = {key: value for key, value in header.metadata.items() if not key.startswith("tokenizer.")}
+    metadata = {key: value for key, value in content.metadata.items() if not key.startswith("tokenizer.")}
     metadata |= {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
-    file.write_bytes(encoded(metadata, tensors))
+    file.write_bytes(encoded(metadata, content.tensors))
     return file
 
 
 def outcome(model: Path) -> str:
     """Return "loaded", "refused", or what went wrong."""
     try:
-        TorchEngine(resolve_model(str(model)), num_blocks=1, num_threads=1, dtype="bfloat16")
+        engine = TorchEngine(resolve_model(str(model)), num_blocks=1, num_threads=1, dtype="bfloat16")
+        generate(engine, [1, 2, 3], 2)
     except ConfigError as error:
         return "refused" if "\n" not in str(error) else f"several lines: {error}"
     except Exception as error:  # what is looked for
@@ -118,10 +141,12 @@ def main() -> None:
         gpt_oss, _ = write_mxfp4(folder)
         cases += [gpt_oss / "model.safetensors", gpt_oss / "config.json"]
         originals = {path: path.read_bytes() for path in cases}
+        contents = {path: content_of(path) for path in cases if path.suffix == ".gguf"}
         before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for number in range(options.files):
             path = cases[number % len(cases)]
-            path.write_bytes(damaged(originals[path], rng))
+            lies = path in contents and rng.random() < 0.5
+            path.write_bytes(lying(contents[path], rng) if lies else damaged(originals[path], rng))
             outcomes[outcome(path if path.suffix == ".gguf" else path.parent)] += 1
             path.write_bytes(originals[path])
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib

@@ -16,14 +16,14 @@ from tokenizers import Tokenizer
 
 from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.engine.gguf.blocks import values_of
-from pdmesh.engine.gguf.reader import TYPES, read_header
+from pdmesh.engine.gguf.reader import TYPES
 from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
 from pdmesh.testing.architectures import assert_computes_as_transformers, references_of
 from pdmesh.testing.checkpoints import Family, write_checkpoint
-from pdmesh.testing.gguf_files import MODELS, GgufType, encoded, write_gguf
+from pdmesh.testing.gguf_files import MODELS, GgufType, content_of, encoded, write_gguf
 from pdmesh.testing.stepping import generate
 from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -116,6 +116,19 @@ def test_texts_are_split_as_llama_cpp_splits_them(tmp_path: Path, split: str, pi
     assert [bytes_of(piece) for piece, _ in found] == [piece.encode() for piece in pieces]
 
 
+@pytest.mark.parametrize("merge", ["a bb", "a c", "a b"])
+def test_merges_of_what_is_no_token_are_refused(tmp_path: Path, merge: str) -> None:
+    """The library panics otherwise, with what is no exception."""
+    metadata = {"model": "gpt2", "tokens": ["a", "b", "bb"], "merges": [merge]}
+    with pytest.raises(ConfigError, match="the merges of its tokenizer are missing or damaged"):
+        write_tokenizer(tmp_path, {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}, "model.gguf")
+
+
+def test_a_file_may_have_the_longest_name(tmp_path: Path) -> None:
+    write_gguf(write_checkpoint(tmp_path / "source"), file := tmp_path / f"{'x' * 250}.gguf")
+    assert load_model_info(resolve_model(str(file))).vocab_size
+
+
 def bytes_of(piece: str) -> bytes:
     """What a byte-level piece spells: bytes that no character shows are those from 256 on."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -206,28 +219,30 @@ def test_a_tensor_that_lacks_experts_is_refused(tmp_path: Path) -> None:
     )
     file = tmp_path / "model.gguf"
     write_gguf(source, file)
-    header, data = read_header(file), file.read_bytes()
-    tensors = {
-        name: (each.shape, each.type_number, data[each.offset : each.offset + each.num_bytes])
-        for name, each in header.tensors.items()
-    }
+    metadata, tensors = content_of(file)
     shape, number, content = tensors["blk.2.ffn_up_exps.weight"]
     tensors["blk.2.ffn_up_exps.weight"] = ((4, *shape[1:]), number, content[: len(content) * 4 // 5])
-    file.write_bytes(encoded(dict(header.metadata), tensors))
+    file.write_bytes(encoded(metadata, tensors))
     with pytest.raises(ConfigError, match=r"'blk.2.ffn_up_exps.weight' has shape \(4, 96, 64\), without expert 4"):
+        TorchEngine(resolve_model(str(file)), num_blocks=1, num_threads=1)
+
+
+def test_a_vector_is_not_quantised(tmp_path: Path) -> None:
+    """Read as rows of blocks it would be empty, and the kernels would read what lies behind it in memory."""
+    source, file = write_checkpoint(tmp_path / "source"), tmp_path / "model.gguf"
+    write_gguf(source, file)
+    metadata, tensors = content_of(file)
+    shape, _, content = tensors["output_norm.weight"]
+    tensors["output_norm.weight"] = (shape, 8, content)
+    file.write_bytes(encoded(metadata, tensors))
+    with pytest.raises(ConfigError, match=r"'model.norm.weight' is a vector in Q8_0; only matrices are quantised"):
         TorchEngine(resolve_model(str(file)), num_blocks=1, num_threads=1)
 
 
 def test_a_tokenizer_that_is_not_served_is_named(tmp_path: Path) -> None:
     source, file = write_checkpoint(tmp_path / "source"), tmp_path / "model.gguf"
     write_gguf(source, file)
-    header = read_header(file)
-    metadata = {**header.metadata, "tokenizer.ggml.model": "bert"}
-    data = file.read_bytes()
-    tensors = {
-        name: (each.shape, each.type_number, data[each.offset : each.offset + each.num_bytes])
-        for name, each in header.tensors.items()
-    }
-    file.write_bytes(encoded(metadata, tensors))
+    metadata, tensors = content_of(file)
+    file.write_bytes(encoded({**metadata, "tokenizer.ggml.model": "bert"}, tensors))
     with pytest.raises(ConfigError, match="has a 'bert' tokenizer, which is not served from GGUF; served are 'llama'"):
         resolve_model(str(file))

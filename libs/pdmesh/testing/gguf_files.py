@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pdmesh.engine.gguf.reader import read_header
+
 Floats = npt.NDArray[np.float32]
 #: Of each architecture, by transformers' name: options of its configuration that a file tells of.
 MODELS: dict[str, list[dict[str, Any]]] = {
@@ -197,8 +199,25 @@ def _parts(projection: str) -> dict[str, slice]:
     return {"down": slice(None)} if projection == "down_proj" else {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
 
 
-def encoded(metadata: dict[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
-    """A file; a tensor is its shape, its type's number, and its data."""
+class GgufContent(NamedTuple):
+    """What a file holds; a tensor is its shape, its type's number, and its data."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, tuple[tuple[int, ...], int, bytes]]
+
+
+def content_of(file: Path) -> GgufContent:
+    """Return what a file holds, to be changed and `encoded` again."""
+    header, data = read_header(file), file.read_bytes()
+    tensors = {
+        name: (each.shape, each.type_number, data[each.offset : each.offset + each.num_bytes])
+        for name, each in header.tensors.items()
+    }
+    return GgufContent(dict(header.metadata), tensors)
+
+
+def encoded(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, ...], int, bytes]]) -> bytes:
+    """Return a file of what it holds."""
     out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
     for key, value in metadata.items():
         out += _string(key) + _value(value)

@@ -9,6 +9,7 @@ from typing import Any
 from pdmesh.engine.gguf.reader import F32, GgufHeader
 from pdmesh.errors import ConfigError
 
+_MAX_VECTOR = 1 << 16  # values of what is listed: more than half of any head
 _MAX_LISTED_LAYERS = 1024  # nothing is listed for more layers than any model has
 
 
@@ -40,8 +41,8 @@ class GgufModel:
         stored = self.header.tensors.get(name)
         if stored is None:
             return None
-        if stored.type_number != F32 or len(stored.shape) != 1:
-            raise ConfigError(f"{self.where}: {name!r} is no vector in fp32")
+        if stored.type_number != F32 or len(stored.shape) != 1 or stored.shape[0] > _MAX_VECTOR:
+            raise ConfigError(f"{self.where}: {name!r} is no vector in fp32 of at most {_MAX_VECTOR} values")
         import numpy as np
 
         values: list[float] = np.fromfile(self.where, dtype="<f4", count=stored.shape[0], offset=stored.offset).tolist()

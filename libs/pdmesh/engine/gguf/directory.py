@@ -22,6 +22,9 @@ from pdmesh.errors import ConfigError
 #: What a directory's weights are called.
 WEIGHTS = "model.gguf"
 
+#: Letters of a file's name in its directory's, whose own may be as long.
+_MAX_STEM = 48
+
 #: Of what a directory has in it: another number makes it anew.
 _VERSION = 3
 
@@ -31,7 +34,7 @@ def gguf_directory(file: Path) -> Path:
     status = file.stat()
     identity = f"{_VERSION} {file.resolve()} {status.st_size} {status.st_mtime_ns}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pdmesh" / "gguf"
-    directory = cache / f"{file.stem}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
+    directory = cache / f"{file.stem[:_MAX_STEM]}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
     if (directory / "config.json").exists():
         return directory
     header = read_header(file)
@@ -45,11 +48,10 @@ def gguf_directory(file: Path) -> Path:
         (made / "config.json").write_text(json.dumps(config, indent=2))
         write_tokenizer(made, header.metadata, str(file))
         (made / WEIGHTS).symlink_to(file.resolve())
-        try:
-            made.rename(directory)
-        except OSError:  # another service was first
-            if not (directory / "config.json").exists():
-                raise
+        made.rename(directory)
+    except OSError as error:
+        if not (directory / "config.json").exists():  # else another service was first
+            raise ConfigError(f"{directory} cannot be written: {error.strerror}; set XDG_CACHE_HOME") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return directory

@@ -63,6 +63,9 @@ class GgufTensors:
         found = self._find(name)
         if found.shape != shape:
             raise ConfigError(f"{self._file}: tensor {name!r} has shape {found.shape}; its header needs {shape}")
+        kind = TYPES[found.type_number]
+        if len(shape) == 1 and kind.num_values > 1:
+            raise ConfigError(f"{self._file}: tensor {name!r} is a vector in {kind.name}; only matrices are quantised")
 
     def read(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> Tensor:
         type_number, data = self._blocks(name, shape, rows)

@@ -85,6 +85,10 @@ class _Fields:
         value = self.of(name)
         return value if isinstance(value, bool) else default
 
+    def of_type(self, token_type: int) -> list[str]:
+        """The tokens of a type."""
+        return [token for token, each in zip(self.tokens, self.types, strict=True) if each == token_type]
+
     def token(self, name: str) -> str | None:
         """The token of a purpose."""
         number = self.of(f"{name}_id")
@@ -115,14 +119,16 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
     except ConfigError:
         raise
     except Exception as error:  # tokenizers has no class of its own for it
-        raise ConfigError(f"{where}: its tokenizer is damaged: {error}; download it again") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where}: its tokenizer is damaged: {reason}; download it again") from error
     drops_spaces = metadata.get("general.architecture") == "phi3" and kind == "llama"
-    for token, token_type in zip(fields.tokens, fields.types, strict=True):
-        if token_type == _CONTROL:
-            rstrip = drops_spaces and token not in _KEEPS_SPACES
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False, rstrip=rstrip)])
-        elif token_type == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    tokenizer.add_special_tokens(  # all at once: each call goes through those that are there
+        [
+            AddedToken(token, special=True, normalized=False, rstrip=drops_spaces and token not in _KEEPS_SPACES)
+            for token in fields.of_type(_CONTROL)
+        ]
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in fields.of_type(_USER_DEFINED)])
     tokenizer.save(str(directory / "tokenizer.json"))
     specials = {name: fields.token(name) for name in ("bos_token", "eos_token")}
     template = metadata.get("tokenizer.chat_template")
@@ -155,10 +161,13 @@ def _byte_level(fields: _Fields, split: str) -> Tokenizer:
     merges = fields.of("merges")
     if not _are_strings(merges):
         raise fields.damaged("the merges")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    known = set(fields.tokens)
+    pairs = [(pair[0], pair[1]) for merge in merges if len(pair := merge.split(" ", 1)) == 2]
+    if not all(known.issuperset((first, second, first + second)) for first, second in pairs):
+        raise fields.damaged("the merges")  # else `tokenizers` panics
     model = BPE(
         vocab={token: number for number, token in enumerate(fields.tokens)},
-        merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2],
+        merges=pairs,
         ignore_merges=split in _KEEPS_WORDS,
     )
     tokenizer = Tokenizer(model)
