@@ -100,6 +100,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(blocks=some_blocks())
     def discard(self, blocks: Blocks) -> None:
         self.ledger.discard(blocks)
+        for page in pages_of(blocks):
+            if self.pages[page] is EMPTY:
+                self.sources.pop(page, None)
         self.change(pages_of(blocks), {EMPTY}, GONE)
         assert self.ledger.num_gone(blocks) == sum(self.pages[page] is GONE for page in pages_of(blocks))
 
@@ -152,3 +155,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
 LedgerMachine.TestCase.settings = settings(deadline=None, max_examples=examples(100))
 test_page_ledger = LedgerMachine.TestCase
+
+
+def test_a_page_that_is_discarded_after_its_copy_did_not_count_is_expected_of_nobody() -> None:
+    """What hypothesis found: it was counted as gone, and as claimed too."""
+    ledger = PageLedger(1, 1)
+    ledger.claim(ledger.everything, source=0)
+    ledger.release(ledger.everything, source=0)
+    ledger.discard(ledger.everything)
+    assert (ledger.num_unclaimed(ledger.everything), ledger.num_pages_of(0)) == (0, 0)

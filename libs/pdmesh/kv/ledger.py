@@ -152,9 +152,15 @@ class PageLedger:
                 self._change(part, _RELEASE)
 
     def discard(self, blocks: Blocks) -> None:
-        """Note that nobody will see these pages: those that are not here, or on their way, are not to come."""
+        """Note that nobody will see these pages: those that are not here, or on their way, are not to come.
+
+        A source whose copy did not count sends them no more.
+        """
         with self._lock:
-            self._change(blocks, _DISCARD)
+            for part in self._among(blocks, _IS_EMPTY):
+                self._change(part, _DISCARD)
+                for sources in self._sources[part.layer : part.end_layer]:
+                    sources[part.first_block : part.end] = bytes(part.num_blocks)
 
     def num_gone(self, blocks: Blocks) -> int:
         """Return how many of these pages are not to come."""
