@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import anyio
 import anyio.lowlevel
@@ -162,7 +161,7 @@ async def test_a_member_that_joins_late_gets_what_there_is(
 
 
 def a_page(**changes: object) -> PieceHeader:
-    return replace(a_piece(PieceKind.KV, SMALL_LAYOUT.block_bytes), **changes)  # type: ignore[arg-type]
+    return a_piece(PieceKind.KV, SMALL_LAYOUT.block_bytes)._replace(**changes)  # type: ignore[arg-type]
 
 
 #: A page that the leader has computed.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
 import anyio
 import anyio.from_thread
@@ -70,7 +69,7 @@ async def say(pair: Pair, header: PieceHeader, payload: bytes = b"", *, backward
         buffer.payload[: len(payload)] = payload
         check = KEY.close_payload(buffer.payload[: len(payload)]) if header.check == NO_CHECK else header.check
         payload_bytes = header.payload_bytes or len(payload)
-        pack_header(replace(header, check=check, payload_bytes=payload_bytes), buffer.header, KEY)
+        pack_header(header._replace(check=check, payload_bytes=payload_bytes), buffer.header, KEY)
         await source.transport.send(destination.transport.address, buffer, len(payload))
 
 
@@ -179,7 +178,7 @@ async def test_more_peer_reads_may_be_refused_than_pieces_may_be_damaged(memory:
         for layer in range(SMALL_LAYOUT.num_layers):
             part = KvPart(IndexRange(0, 9), IndexRange(layer, layer + 1), HEADS)
             peer_reads.max_pages = 9
-            await say(pair, replace(A_READ, kind=PieceKind.NO_PEER_READS, part=part), backwards=True)
+            await say(pair, A_READ._replace(kind=PieceKind.NO_PEER_READS, part=part), backwards=True)
         sender.commit(FirstToken(7, 0))
         await finish(pair)
         pair.free_all()
@@ -264,7 +263,7 @@ async def test_nothing_is_read_of_a_transfer_that_ended_and_of_the_next_one_is(
         if how == "withdrawn":
             pair.a.mover.departures.withdraw(REQUEST, EPOCH)
         else:
-            await say(pair, replace(A_READ, kind=PieceKind.ABORT), backwards=True)
+            await say(pair, A_READ._replace(kind=PieceKind.ABORT), backwards=True)
             assert isinstance(await pair.a.outcome(), FailedTransfer)
             assert isinstance(await pair.b.outcome(), FailedTransfer)
         pair.b.mover.cancel(REQUEST, EPOCH)
@@ -386,7 +385,7 @@ async def test_a_peer_read_that_is_none_is_dropped(maker: TransportMaker, name: 
         if changes.get("card_address") == "word":
             changes = {"card_address": good.word_address}
         note = good._replace(**changes).pack()  # type: ignore[arg-type]
-        await say(pair, replace(A_READ, **header), note)  # type: ignore[arg-type]
+        await say(pair, A_READ._replace(**header), note)  # type: ignore[arg-type]
         await until_dropped(pair, name.partition(":")[0])
         assert not any(pair.b.store.data) or name.startswith("window closed")
         assert pair.b.mover.counters().num_bytes_received == 0
@@ -445,7 +444,7 @@ async def test_nobody_refuses_for_ever_what_was_offered_once(maker: TransportMak
         part = KvPart(IndexRange(0, 4), IndexRange(0, SMALL_LAYOUT.num_layers), HEADS)
         for reason, other in (("range", part._replace(blocks=IndexRange(3, 5))), ("limit", part)):
             for _ in range(10):
-                await say(pair, replace(A_READ, kind=PieceKind.NO_PEER_READS, part=other), backwards=True)
+                await say(pair, A_READ._replace(kind=PieceKind.NO_PEER_READS, part=other), backwards=True)
             await until_dropped(pair, reason, 9, backwards=True)
         assert pair.a.mover.counters().dropped == {"range": 10, "limit": 9}
         pair.compute(sender, chunks=((4, 5),))

@@ -332,7 +332,7 @@ async def test_a_peer_read_that_is_none_is_dropped(maker: TransportMaker, name: 
         if changes.get("card_address") == "word":
             changes = {"card_address": good.word_address}
         note = good._replace(**changes).pack()  # type: ignore[arg-type]
-        await helper.say(leader, replace(a_piece(PieceKind.PEER_READ, len(note)), **header), note)  # type: ignore[arg-type]
+        await helper.say(leader, a_piece(PieceKind.PEER_READ, len(note))._replace(**header), note)  # type: ignore[arg-type]
         await leader.until_dropped(name.partition(":")[0])
         assert not leader.exchange.ledger.has_first(0, 1)
         helper.compute(0, 8)
@@ -356,7 +356,7 @@ async def test_a_peer_read_too_late_leaves_pages_as_they_are_that_are_here(maker
         assert peer_reads is not None
         note = peer_reads.note(window, [0, 1])._replace(word=1).pack()
         part = KvPart(IndexRange(7, 9), IndexRange(0, 1), HEADS)
-        await helper.say(leader, replace(a_piece(PieceKind.PEER_READ, len(note)), part=part), note)
+        await helper.say(leader, a_piece(PieceKind.PEER_READ, len(note))._replace(part=part), note)
         await leader.until_dropped("window closed")
         assert leader.content(8, 8) == before
         helper.compute(0, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import cast
 
 from hypothesis import given
@@ -77,8 +76,7 @@ def parts(draw: st.DrawFn) -> list[KvPart]:
 
 def a_piece(part: KvPart, *, is_lent: bool) -> PieceHeader:
     page_bytes = part.num_pages * SMALL_LAYOUT.block_bytes
-    return replace(
-        A_COMMIT,
+    return A_COMMIT._replace(
         kind=PieceKind.PEER_READ if is_lent else PieceKind.KV,
         part=part,
         payload_bytes=note_bytes(part.blocks.size) if is_lent else page_bytes,

@@ -420,17 +420,17 @@ AGAIN = PieceHeader(
     kind=PieceKind.AGAIN, request_key=request_key(REQUEST), epoch=EPOCH, capability=CAPABILITY, part=A_PAGE
 )
 REFUSED_AGAIN = [
-    ("unknown", replace(AGAIN, request_key=bytes(16))),
-    ("epoch", replace(AGAIN, epoch=Epoch(2))),
-    ("capability", replace(AGAIN, capability=1)),
-    ("range", replace(AGAIN, destination=1)),
-    ("range", replace(AGAIN, part=A_PAGE._replace(blocks=IndexRange(4, 5)))),  # not computed
-    ("range", replace(AGAIN, part=A_PAGE._replace(blocks=IndexRange(0, 5)))),
-    ("range", replace(AGAIN, part=A_PAGE._replace(blocks=IndexRange(8, 10)))),
-    ("range", replace(AGAIN, part=A_PAGE._replace(blocks=IndexRange(2, 1)))),
-    ("range", replace(AGAIN, part=A_PAGE._replace(layers=IndexRange(2, 4)))),
-    ("range", replace(AGAIN, part=A_PAGE._replace(layers=IndexRange(2**16 - 2, 2**16 - 1)))),
-    ("range", replace(AGAIN, part=A_PAGE._replace(heads=IndexRange(0, 1)))),
+    ("unknown", AGAIN._replace(request_key=bytes(16))),
+    ("epoch", AGAIN._replace(epoch=Epoch(2))),
+    ("capability", AGAIN._replace(capability=1)),
+    ("range", AGAIN._replace(destination=1)),
+    ("range", AGAIN._replace(part=A_PAGE._replace(blocks=IndexRange(4, 5)))),  # not computed
+    ("range", AGAIN._replace(part=A_PAGE._replace(blocks=IndexRange(0, 5)))),
+    ("range", AGAIN._replace(part=A_PAGE._replace(blocks=IndexRange(8, 10)))),
+    ("range", AGAIN._replace(part=A_PAGE._replace(blocks=IndexRange(2, 1)))),
+    ("range", AGAIN._replace(part=A_PAGE._replace(layers=IndexRange(2, 4)))),
+    ("range", AGAIN._replace(part=A_PAGE._replace(layers=IndexRange(2**16 - 2, 2**16 - 1)))),
+    ("range", AGAIN._replace(part=A_PAGE._replace(heads=IndexRange(0, 1)))),
 ]
 
 
@@ -628,30 +628,30 @@ def _forgeries() -> list[Forgery]:
         check=KEY.close_payload(memoryview(bytes(size))),
     )
     return [
-        Forgery("unknown", replace(good, request_key=request_key(RequestId("another"))), size),
-        Forgery("unknown", replace(good, kind=PieceKind.LANDED, request_key=bytes(16)), 0),
-        Forgery("unknown", replace(good, kind=PieceKind.ABORT, capability=1), 0),
-        Forgery("epoch", replace(good, epoch=Epoch(2)), size),
-        Forgery("epoch", replace(good, epoch=Epoch(4)), size),
-        Forgery("capability", replace(good, capability=CAPABILITY ^ 1), size),
-        Forgery("capability", replace(good, kind=PieceKind.COMMIT, capability=0), 0),
-        Forgery("range", replace(good, kind=PieceKind.PEER_READ), size),
-        Forgery("kind", replace(good, kind=PieceKind.HELLO), size),
-        Forgery("range", replace(good, source=1), size),
-        Forgery("range", replace(good, destination=1), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(layers=IndexRange(3, 4))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(layers=IndexRange(2**16 - 2, 2**16 - 1))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(layers=IndexRange(0, 2)), payload_bytes=2 * size), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(layers=IndexRange(1, 0))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(9, 10))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(2**32 - 2, 2**32 - 1))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(0, 0))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(2, 1))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(0, 2))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(blocks=IndexRange(0, 2)), payload_bytes=2 * size), size),
-        Forgery("range", replace(good, payload_bytes=size + 1), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(heads=IndexRange(1, 3))), size),
-        Forgery("range", replace(good, part=A_PAGE._replace(heads=IndexRange(0, 1))), size),
+        Forgery("unknown", good._replace(request_key=request_key(RequestId("another"))), size),
+        Forgery("unknown", good._replace(kind=PieceKind.LANDED, request_key=bytes(16)), 0),
+        Forgery("unknown", good._replace(kind=PieceKind.ABORT, capability=1), 0),
+        Forgery("epoch", good._replace(epoch=Epoch(2)), size),
+        Forgery("epoch", good._replace(epoch=Epoch(4)), size),
+        Forgery("capability", good._replace(capability=CAPABILITY ^ 1), size),
+        Forgery("capability", good._replace(kind=PieceKind.COMMIT, capability=0), 0),
+        Forgery("range", good._replace(kind=PieceKind.PEER_READ), size),
+        Forgery("kind", good._replace(kind=PieceKind.HELLO), size),
+        Forgery("range", good._replace(source=1), size),
+        Forgery("range", good._replace(destination=1), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(layers=IndexRange(3, 4))), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(layers=IndexRange(2**16 - 2, 2**16 - 1))), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(layers=IndexRange(0, 2)), payload_bytes=2 * size), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(layers=IndexRange(1, 0))), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(blocks=IndexRange(9, 10))), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(blocks=IndexRange(2**32 - 2, 2**32 - 1))), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(blocks=IndexRange(0, 0))), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(blocks=IndexRange(2, 1))), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(blocks=IndexRange(0, 2))), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(blocks=IndexRange(0, 2)), payload_bytes=2 * size), size),
+        Forgery("range", good._replace(payload_bytes=size + 1), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(heads=IndexRange(1, 3))), size),
+        Forgery("range", good._replace(part=A_PAGE._replace(heads=IndexRange(0, 1))), size),
     ]
 
 
@@ -674,7 +674,7 @@ async def test_a_forged_piece_is_dropped_and_the_transfer_goes_on(maker: Transpo
 async def test_a_repeated_piece_is_dropped(memory: TransportMaker) -> None:
     async with open_pair(memory) as pair:
         pair.expect()
-        header = replace(_forgeries()[0].header, request_key=request_key(REQUEST))
+        header = _forgeries()[0].header._replace(request_key=request_key(REQUEST))
         await send_raw(pair, header, bytes(header.payload_bytes))
         await send_raw(pair, header, bytes(header.payload_bytes))
         await anyio.wait_all_tasks_blocked()
@@ -741,7 +741,7 @@ async def test_garbage_headers_are_counted(memory: TransportMaker) -> None:
 async def test_who_does_not_know_the_mesh_token_forges_nothing(maker: TransportMaker, kind: PieceKind) -> None:
     """All that a stranger can have guessed is right; what it has sealed is not believed, and nothing is lost."""
     good = _forgeries()[0].header
-    header = replace(good, kind=kind, request_key=request_key(REQUEST), num_context_tokens=37)
+    header = good._replace(kind=kind, request_key=request_key(REQUEST), num_context_tokens=37)
     async with open_pair(maker) as pair:
         pair.expect()
         await send_raw(pair, header, bytes(good.payload_bytes), MeshKey("another mesh's"))

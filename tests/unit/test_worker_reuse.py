@@ -375,7 +375,7 @@ async def test_nothing_that_comes_late_lands_in_what_is_shared() -> None:
                 kind=PieceKind.KV, request_key=receiver.key, epoch=Epoch(0), capability=receiver.capability, part=part
             )
             assert not receiver.expects(header)
-        assert receiver.expects(replace(header, part=everything._replace(blocks=IndexRange(64, 75))))
+        assert receiver.expects(header._replace(part=everything._replace(blocks=IndexRange(64, 75))))
         decode.free("r")
 
 

@@ -11,7 +11,6 @@ and sends them before anything else. Both sides bound how often (`pdmesh.kv.repa
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -173,4 +172,4 @@ class Lane:
         about = self._about
         if (item.kind, item.num_members) == (about.kind, about.num_members):
             return about
-        return replace(about, kind=item.kind, num_members=item.num_members)
+        return about._replace(kind=item.kind, num_members=item.num_members)

@@ -262,6 +262,8 @@ class PageLedger:
         self, blocks: Blocks, is_state: bytes, others: list[bytearray] | None = None, is_other: bytes = b""
     ) -> list[Blocks]:
         """Return those in some states, and with some values in another table; undivided if that is all."""
+        if others is None and blocks.num_pages == 1:  # of which there are thousands in a long context's small pieces
+            return [blocks] if is_state[self._states[blocks.layer][blocks.first_block]] else []
         pages, found = slice(blocks.first_block, blocks.end), list[Blocks]()
         for layer in range(blocks.layer, blocks.end_layer):
             marks = self._states[layer][pages].translate(is_state)

@@ -7,7 +7,6 @@ See `docs/architecture/moves.md`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import anyio
 
@@ -63,7 +62,7 @@ class MoveSender(GrantedTransfer):
             clock=clock,
         )
         self.committed = False
-        self._about_transcript = replace(self._about, kind=PieceKind.TRANSCRIPT)
+        self._about_transcript = self._about._replace(kind=PieceKind.TRANSCRIPT)
         self._first_block, most_blocks = destination.part.blocks
         self._first_held = max(self._first_block, first_held) if layout.windowed_layers else 0
         self._num_tokens_taken = most_blocks * layout.block_size
@@ -103,7 +102,7 @@ class MoveSender(GrantedTransfer):
         self._work.deadline = anyio.current_time() + FREEZE_LIMIT_S
         self._name(num_blocks_for(num_kv_tokens, self._layout.block_size))
         self._tasks.start_soon(self._tell, tail, len(self._transcript))
-        commit = replace(self._commit(self._named_part, num_kv_tokens, next_token), chunk=self._first_held)
+        commit = self._commit(self._named_part, num_kv_tokens, next_token)._replace(chunk=self._first_held)
         self._tasks.start_soon(self._send_commit, commit)
 
     # --- called by the departures -------------------------------------------------------------------------------------

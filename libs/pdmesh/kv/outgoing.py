@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypedDict, Unpack
 
@@ -86,7 +85,7 @@ class PieceWriter:
         for offset in range(0, len(data), size):
             taken = data[offset : offset + size]
             part = NO_PART._replace(blocks=IndexRange(start + offset, start + offset + len(taken)))
-            await self.send_payload(address, taken, replace(about, part=part))
+            await self.send_payload(address, taken, about._replace(part=part))
             self.num_bytes += len(taken)
 
     async def tell(
@@ -108,7 +107,7 @@ class PieceWriter:
 
     async def ask(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
         """Send a header alone that names these blocks. Raises KvTransferError."""
-        await self.tell(address, replace(about, chunk=blocks.chunk, part=self._part(blocks)))
+        await self.tell(address, about._replace(chunk=blocks.chunk, part=self._part(blocks)))
 
     async def send_payload(self, address: bytes, payload: bytes, about: PieceHeader) -> None:
         """Send one piece that is no KV. Raises KvTransferError."""
@@ -118,7 +117,7 @@ class PieceWriter:
         async with self._transport.lend() as buffer:
             room = buffer.payload[: len(payload)]
             room[:] = payload
-            header = replace(about, payload_bytes=len(payload), check=self._key.close_payload(room))
+            header = about._replace(payload_bytes=len(payload), check=self._key.close_payload(room))
             pack_header(header, buffer.header, self._key)
             await self._transport.send(address, buffer, len(payload))
         self.num_pieces += 1
@@ -179,8 +178,7 @@ class PieceWriter:
         for index in range(blocks.num_layers):
             start = index * layer_bytes
             self._store.gather(blocks.layer + index, block_ids, payload[start : start + layer_bytes])
-        header = replace(
-            about,
+        header = about._replace(
             chunk=blocks.chunk,
             part=self._part(blocks),
             payload_bytes=payload_bytes,

@@ -9,7 +9,7 @@ request's step at its home, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -314,7 +314,7 @@ class KvParts:
                 home = self._context.transport.address
                 asked = len(home).to_bytes(2, "little") + home + query  # a home moves: each question says where it is
                 for index, (address, capability) in enumerate(spread.members):
-                    header = replace(about, destination=index, capability=capability)
+                    header = about._replace(destination=index, capability=capability)
                     self._context.tasks.start_soon(self._send_query, spread, address, asked, header)
 
     async def _send_query(self, spread: SpreadKv, address: bytes, query: bytes, about: PieceHeader) -> None:
@@ -338,7 +338,7 @@ class KvParts:
         except ValueError:
             self._context.dropped["malformed question"] += 1
             return
-        about = replace(header, kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART)
+        about = header._replace(kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART)
         try:
             await self._writer.send_payload(home_address, answer, about)
             self.num_answers += 1

@@ -30,7 +30,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, Unpack
 
@@ -336,7 +336,7 @@ class PeerReadWriter(PieceWriter):
         block_ids, frames = self._block_ids[blocks.first_block : blocks.end], self._store.frames
         pages = block_ids if frames is None else [*block_ids, *frames.of_block[block_ids].tolist()]
         note = self._peer_reads.note(self._window, pages)
-        header = replace(about, kind=PieceKind.PEER_READ, chunk=blocks.chunk, part=self._part(blocks))
+        header = about._replace(kind=PieceKind.PEER_READ, chunk=blocks.chunk, part=self._part(blocks))
         self._num_offered[address] += blocks.num_pages
         await self.send_payload(address, note.pack(), header)
         self.num_bytes += blocks.num_pages * self._store.layout.block_bytes

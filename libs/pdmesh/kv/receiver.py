@@ -31,9 +31,9 @@ class FirstToken(NamedTuple):
 class KvReceiver:
     """A destination's side of a transfer: its ledger, and a lane to each source to ask for pages again.
 
-    `pdmesh.kv.arrivals.KvArrivals` does the work. Every source ends with a commit that says what it sent; together they
-    must have sent all pages. A page whose piece was of no use counts as sent, by the piece that is to come again. A
-    move's commit may overtake the last of its pieces and of its transcript.
+    `pdmesh.kv.arrivals.KvArrivals` does the work. Every source ends with a commit that says what it sends; together
+    they must send all pages. A commit may overtake the last pieces, and those of a move's transcript. One that comes
+    again says that all were taken: what is neither here nor to come again then was lost.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class KvReceiver:
             )
             for source, address in enumerate(source_addresses)
         ]
-        self._uncommitted = set(range(len(source_addresses)))
+        self._committed: dict[int, KvPart] = {}  # by source
         if num_context_tokens is not None:
             self._discard_before(layout.first_held_block(num_context_tokens))
 
@@ -169,28 +169,27 @@ class KvReceiver:
         self._on_failed(self, reason)
 
     def commit(self, header: PieceHeader) -> str | None:
-        """Take a source's commit, or say why the transfer has failed.
-
-        It sends it after all of its KV was taken; that of a move is sent with the last of it.
-        """
+        """Take a source's commit, or say why the transfer has failed."""
         if header.source >= len(self.lanes) or header.destination != self.destination:
             return f"a commit of source {header.source} for destination {header.destination}"
         if self._num_context_tokens is None and (reason := self._end_move(header)):
             return reason
         if header.num_context_tokens != self._num_context_tokens:
             return f"the sender moved {header.num_context_tokens} tokens, {self._num_context_tokens} were expected"
-        num_gone = self.ledger.num_gone(self.ledger.everything.within(header.part))
-        num_missing = header.part.num_pages - num_gone - self.ledger.num_pages_of(header.source)
-        if num_missing and not self._is_move:
-            return f"{num_missing} blocks of source {header.source} are missing"
+        if header.source in self._committed and not self._is_move:
+            num_gone = self.ledger.num_gone(self.ledger.everything.within(header.part))
+            num_missing = header.part.num_pages - num_gone - self.ledger.num_pages_of(header.source)
+            if num_missing:
+                return f"{num_missing} blocks of source {header.source} are missing"
         if header.has_token:
             self.first_token = FirstToken(header.token_id, header.token_index)
-        self._uncommitted.discard(header.source)
-        if not self._uncommitted and not self._is_move:
-            num_unclaimed = self.ledger.num_unclaimed(self.ledger.everything.within(self._part))
-            if num_unclaimed:
-                return f"{num_unclaimed} blocks are missing"
-        if self._draws and not self._uncommitted and self.first_token is None:
+        self._committed[header.source] = header.part
+        if not self._all_committed:
+            return None
+        num_committed = sum(part.common(self._part).num_pages for part in self._committed.values())
+        if num_committed < self._part.num_pages:
+            return f"{self._part.num_pages - num_committed} blocks are missing"
+        if self._draws and self.first_token is None:
             return "no source drew the first token"
         return None
 
@@ -214,10 +213,14 @@ class KvReceiver:
     @property
     def complete(self) -> bool:
         return (
-            not self._uncommitted
+            self._all_committed
             and self.ledger.num_present + self._num_gone == self._part.num_pages
             and (not self._is_move or self._has_transcript)
         )
+
+    @property
+    def _all_committed(self) -> bool:
+        return len(self._committed) == len(self.lanes)
 
     @property
     def _num_gone(self) -> int:

@@ -7,7 +7,6 @@ of it is here for the next one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import ceil
 
 import anyio
@@ -33,6 +32,9 @@ TAIL_BYTES = 4 << 20
 #: The last layers are cut into as many pieces as are under way at once, so that they are copied and checked beside
 #: each other, unless they became smaller than this.
 NUM_LAST_LAYERS, LAST_PIECE_BYTES = 2, 2 << 20
+
+#: A piece of which even the header was damaged is lost; its receiver is told so late that all has been taken.
+COMMIT_AGAIN_S = 0.25
 
 #: Runs a callback on the event loop soon, from any thread, without waiting for it.
 CallSoon = Callable[[Callable[[], object]], object]
@@ -221,19 +223,28 @@ class KvPush(GrantedTransfer):
         super()._note()
 
     async def _send(self) -> None:
-        """The lanes send; the commits follow.
+        """The lanes send. The commits leave beside the last pieces: decode waits for one way, not for an answer too.
 
+        They leave again if nothing has landed for a while although all was taken: the receiver sees what was lost.
         The deadline runs once the whole KV is there: until then it waits for the computation, which may be long or
         preempted. A piece under way has the transport's no-progress limit.
         """
         await self._until(lambda: self.sender.committed_s is not None and not self._is_paused)
         self._work.deadline = anyio.current_time() + self._deadline_s
-        await self._until(lambda: self.sender.has_all and all(lane.is_done for lane in self._lanes))
+        await self._until(lambda: self.sender.has_all)
+        await self._tell_commits()
+        await self._until(lambda: all(lane.is_done for lane in self._lanes))
+        with anyio.move_on_after(COMMIT_AGAIN_S):
+            await self._until(lambda: not self._unlanded)
+            return
+        await self._tell_commits()
+
+    async def _tell_commits(self) -> None:
         try:
             for index, (address, part) in enumerate(self.destinations):
                 sender, common = self.sender, self.sender.part.common(part)
                 header = self._commit(common, sender.num_context_tokens, sender.first_token)
-                await self._writer.tell(address, replace(header, destination=index))
+                await self._writer.tell(address, header._replace(destination=index), is_notice=True)
         except KvTransferError as error:
             self.fail(str(error))
 

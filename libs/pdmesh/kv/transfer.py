@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import anyio
@@ -62,7 +61,7 @@ class GrantedTransfer(ABC):
         self._lanes = [
             Lane(
                 destination.address,
-                replace(self._about, destination=index),
+                self._about._replace(destination=index),
                 writer,
                 num_layers=layout.num_layers,
                 on_taken=self._note,
@@ -162,8 +161,7 @@ class GrantedTransfer(ABC):
 
     def _commit(self, part: KvPart, num_tokens: int, token: FirstToken | None) -> PieceHeader:
         """Return the header that says that all of ``part`` was sent; ``token`` if this source drew it."""
-        return replace(
-            self._about,
+        return self._about._replace(
             kind=PieceKind.COMMIT,
             part=part,
             num_context_tokens=num_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import anyio
 import anyio.lowlevel
@@ -99,7 +99,7 @@ class Member:
         async with self.transport.lend() as buffer:
             buffer.payload[: len(payload)] = payload
             check = KEY.close_payload(buffer.payload[: len(payload)]) if header.check == NO_CHECK else header.check
-            pack_header(replace(header, check=check), buffer.header, KEY)
+            pack_header(header._replace(check=check), buffer.header, KEY)
             await self.transport.send(to.transport.address, buffer, len(payload))
 
     def free(self) -> None:
