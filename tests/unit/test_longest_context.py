@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pdmesh.core.events import InstanceJoined, InstanceLost
+from pdmesh.core.commands import Command, Reject
+from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick
 from pdmesh.core.operator_events import OperationRequested, ResizeRequested
 from pdmesh.core.operators.operations import COME_BACK_S
-from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, PoolCounts, Role
-from pdmesh.testing.core import CoreBench, a_report, named_profile
+from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, PoolCounts, RejectReason, Role
+from pdmesh.testing.core import CoreBench, a_report, a_request, named_profile
 from pdmesh_scheduler.longest_context import LongestContext
 
 LIMIT = 16
@@ -123,3 +124,51 @@ def test_one_that_got_another_role_is_counted_by_it_also_once_it_died() -> None:
     assert mesh.num_ranges == 2
     mesh.ask(OperationKind.ROLE, "prefill-0", Role.DECODE)
     assert mesh.num_ranges == 3
+
+
+def resume(mesh: Mesh) -> None:
+    """A request comes again that needs three ranges, one of which has no instance now."""
+    mesh.bench.feed(RequestArrived(a_request("r", 2 * LIMIT + 1, 8, epoch=1, arrival_s=mesh.bench.now_s)))
+    assert mesh.bench.core.num_parked == 1
+
+
+def after(mesh: Mesh, seconds: float) -> list[Command]:
+    """Let so much time pass in half a minute's steps, and return what refuses a request."""
+    told: list[Command] = []
+    for _ in range(int(seconds / 30)):
+        mesh.bench.now_s += 30
+        told += [each for each in mesh.bench.feed(Tick()) if isinstance(each, Reject)]
+    return told
+
+
+def test_a_resumed_request_waits_for_a_lost_instance_as_long_as_that_may_take_to_start() -> None:
+    mesh = Mesh(*PREFILLS, *DECODES)
+    mesh.lose("decode-1")
+    resume(mesh)
+    assert after(mesh, COME_BACK_S - 30) == []
+    mesh.join("decode-1")
+    assert mesh.bench.core.num_waiting == 0, "it is served"
+
+
+def test_a_resumed_request_whose_instance_does_not_come_back_is_refused() -> None:
+    mesh = Mesh(*PREFILLS, *DECODES)
+    mesh.lose("decode-1")
+    resume(mesh)
+    (rejected,) = after(mesh, COME_BACK_S + 150)
+    assert isinstance(rejected, Reject)
+    assert rejected.reason is RejectReason.TOO_LONG
+    assert "33 prompt tokens and 8 to generate fit no instances that are left" in rejected.message
+    assert mesh.bench.core.num_waiting == 0
+
+
+def test_a_resumed_request_does_not_wait_for_an_instance_that_left_its_pool() -> None:
+    mesh = Mesh(*PREFILLS, *DECODES)
+    shrinks = ResizeRequested(
+        operation_id=OperationId("x"), pools=PoolCounts(prefill=2, decode=2), timeout_s=10.0, start_timeout_s=10.0
+    )
+    mesh.bench.feed(shrinks)
+    (leaves,) = mesh.bench.core.desired_processes("a").stop
+    mesh.lose(leaves)
+    mesh.bench.feed(a_report(*mesh.profiles))
+    resume(mesh)
+    assert len(after(mesh, 150)) == 1

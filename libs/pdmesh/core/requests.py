@@ -187,6 +187,7 @@ class RequestState:
     members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context while it decodes, in their order
     part_move: PartMove | None = None  # of one of these ranges, or the next one, to another instance
     rebalanced_s: float = -inf  # when it last began to move because of where it was
+    resumed_s: float | None = None  # when it came, if that was not for the first time
     placed_s: float | None = None
     first_token_s: float | None = None  # as its last chunk's step was reported
     roomed_s: float | None = None  # when it had room to decode, if that was after its place
@@ -306,6 +307,10 @@ class RequestState:
         return instance_id in self.decode_ids or (self.is_in_prefill and instance_id in self.prefill_ids)
 
     # --- it waits, is placed, or found ---
+
+    def resume(self, now_s: float) -> None:
+        """Note that the request waits again: it was let in before, and half of its answer may be out."""
+        self.resumed_s = now_s
 
     def await_until(self, until_s: float) -> None:
         """Wait no longer than that for the instance that keeps its prefix, while others have room."""

@@ -115,7 +115,13 @@ class SchedulerCore:
         self._packer = Packer(self._mesh, config.plans_in_flight, bundle, self._modes, self._handovers, self._fetches)
         self._admission = Admission(self._mesh, config)
         self._new_requests = NewRequests(
-            self._mesh, config, self._admission, self._reconciler, self._judge, self._packer.prefill_groups
+            self._mesh,
+            config,
+            self._admission,
+            self._reconciler,
+            self._judge,
+            self._packer.prefill_groups,
+            self._operations.may_instances_come,
         )
         self._steps = StepReports(self._mesh, self._choice, self._admission)
         self._handlers = self._all_handlers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
 
 from pdmesh.core.handlers import Handlers
@@ -23,7 +24,7 @@ from pdmesh.core.operators.records import OperationRecords
 from pdmesh.core.operators.replacements import Replacements
 from pdmesh.core.operators.rolling import RollingRestarts
 from pdmesh.core.transfers.moves import Moves
-from pdmesh.model import OperationKind
+from pdmesh.model import OperationKind, Role
 
 
 class AllOperations:
@@ -82,6 +83,12 @@ class AllOperations:
             self._replacements.next_deadline_s,
             self._rolling.next_deadline_s,
         )
+
+    def may_instances_come(self) -> bool:
+        """Whether pools may have fewer instances than they are to have; unknown if nobody ever resized one."""
+        desired = self._pools.desired
+        there = Counter([instance.role for instance in self._mesh.instances.values()])
+        return desired is None or any(there[role] < desired.pools.of(role) for role in Role)
 
     # --- events ---
 

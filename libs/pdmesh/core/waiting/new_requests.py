@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pdmesh.core.commands import Outcome
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestCancelled
@@ -9,6 +11,7 @@ from pdmesh.core.groups.prefill_groups import GroupPlanner
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.judging import Judge
+from pdmesh.core.operators.operations import COME_BACK_S
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.loading import reusable
@@ -29,13 +32,16 @@ class NewRequests:
         reconciler: Reconciler,
         judge: Judge,
         prefill_groups: GroupPlanner,
+        may_instances_come: Callable[[], bool],
     ) -> None:
+        """``may_instances_come``: whether there may be more instances soon than there are now."""
         self._mesh = mesh
         self._config = config
         self._admission = admission
         self._reconciler = reconciler
         self._judge = judge
         self._prefill_groups = prefill_groups
+        self._may_instances_come = may_instances_come
 
     def arrived(self, request: Request, choice: BundleChoice, now_s: float) -> None:
         """A request comes for the first time, or again in a later epoch."""
@@ -53,6 +59,8 @@ class NewRequests:
         num_reused = max(reusable(mesh, request, bundle.reuse).depths.values(), default=0) * GRANULE_TOKENS
         rank = bundle.order.rank(request, num_reused, None, num_reused)
         state = mesh.open(request, rank, work_us(request, choice.learner.model, num_reused), num_reused)
+        if request.epoch > 0:
+            state.resume(now_s)
         instance_id = self._reconciler.claim(state.key, request.gateway_id)
         if instance_id is not None:
             mesh.adopt(state, instance_id)
@@ -62,7 +70,7 @@ class NewRequests:
             retry_after_s, reject_ttl_s = self._admission.when_full(state, bundle.order, now_s)
             mesh.reject(state, RejectReason.OVERLOADED, message, retry_after_s, reject_ttl_s=reject_ttl_s)
         elif self._is_too_long(request, bundle):
-            message = f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate fit no instance"
+            message = f"{_length(request)} fit no instance"
             mesh.reject(state, RejectReason.TOO_LONG, message, None)
         elif (refusal := self._admission.refusal(state, bundle.order, now_s)) is not None:
             self._judge.refused(request, now_s)
@@ -102,11 +110,23 @@ class NewRequests:
         retry_after_s = self._config.retry_after_s
         while (state := self._mesh.queue.first_due(now_s)) is not None:
             unready = unready_reason(self._mesh.instances.values())
-            if unready is None and state.request.epoch > 0:  # it was let in before, and half of its answer may be out
-                self._mesh.queue.postpone(state, now_s + self._config.max_queue_s)
+            if unready is None and state.resumed_s is not None:
+                if self._mesh.queue.is_parked(state) and not self._may_fit_yet(state.resumed_s, now_s):
+                    message = f"{_length(state.request)} fit no instances that are left or expected"
+                    self._mesh.reject(state, RejectReason.TOO_LONG, message, None)
+                else:
+                    self._mesh.queue.postpone(state, now_s + self._config.max_queue_s)
             elif unready is None:
                 self._judge.refused(state.request, now_s)
                 message = f"no room for {self._config.max_queue_s:g} s"
                 self._mesh.reject(state, RejectReason.QUEUE_TIMEOUT, message, retry_after_s)
             else:
                 self._mesh.reject(state, RejectReason.NO_INSTANCE, unready, retry_after_s)
+
+    def _may_fit_yet(self, resumed_s: float, now_s: float) -> bool:
+        """Whether an instance that was lost may come back in time for what has waited since ``resumed_s``."""
+        return now_s < resumed_s + COME_BACK_S and self._may_instances_come()
+
+
+def _length(request: Request) -> str:
+    return f"{request.num_prompt_tokens} prompt tokens and {request.max_tokens} to generate"

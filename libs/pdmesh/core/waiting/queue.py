@@ -150,6 +150,10 @@ class WaitingQueue:
     def _look_up_deadline(self) -> None:
         self.next_deadline_s = next(iter(self._deadlines.values()))[0] if self._deadlines else inf
 
+    def is_parked(self, state: RequestState) -> bool:
+        """Whether no instance that is there now could ever take a request that waits."""
+        return state.key in self._parked
+
     def park(self, state: RequestState) -> None:
         self._leave_line(state)
         self._parked[state.key] = state
