@@ -28,6 +28,7 @@ from pdmesh.core.events import (
 from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.frames import FrameMap, WindowFrames
 from pdmesh.kv.mover import ExchangedBytes, TransferCounters
 from pdmesh.kv.offload.tier import OffloadCounters
 from pdmesh.metrics import Slo
@@ -168,15 +169,24 @@ async def test_a_workers() -> None:
     metrics.transfer_bytes.labels("out")
     metrics.failed_transfers.labels("in")
     metrics.drafted(num_tokens=2, num_accepted=1)
+    pool = BlockPool(4)
+    frames = WindowFrames(pool, FrameMap.shared_out(4, 3))
+    blocks = pool.allocate(2)
+    pool.keep(blocks[:1])
+    frames.hold(blocks)
+    frames.let_go(blocks[:1])
     metrics.watch(
-        BlockPool(4),
+        pool,
         model="m",
         block_size=16,
         stages=lambda: {"decoding": 1},
         pieces=lambda: TransferCounters(0, 0, 0, 0, ExchangedBytes(0, 0), 0, dropped, 1, 0, 0, 0, 0),
         offloads=lambda: OffloadCounters(1, 2, 3, 4, 5),
+        frames=frames,
     )
-    assert 'pdmesh:refused_peers_total{reason="data"} 5.0' in generate_latest(metrics.registry).decode()
+    text = generate_latest(metrics.registry).decode()
+    assert 'pdmesh:refused_peers_total{reason="data"} 5.0' in text
+    assert all(f'pdmesh:kv_window_blocks{{state="{state}"}} 1.0' in text for state in ("free", "held", "kept"))
     assert served(metrics.registry) == documented("Worker")
 
 

@@ -129,7 +129,7 @@ async def instances(
 
 
 def frames_of(instance: RunningInstance) -> WindowFrames:
-    frames = instance.instance._tables._windows._frames
+    frames = instance.instance.windows.frames
     assert frames is not None
     return frames
 

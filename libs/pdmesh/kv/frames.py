@@ -68,6 +68,11 @@ class WindowFrames:
         return len(self._free) + len(self._passed) + len(self._resumable)
 
     @property
+    def num_free(self) -> int:
+        """Frames of no block."""
+        return len(self._free)
+
+    @property
     def num_held(self) -> int:
         """Blocks whose frames tables hold."""
         return len(self._holders)

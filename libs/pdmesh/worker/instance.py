@@ -122,7 +122,7 @@ class Instance:
         self._stop = stop
         own = OwnSteps()
         block_size = store.layout.block_size
-        windows = Windows(store, pool)
+        self.windows = windows = Windows(store, pool)
         self._tables = tables = BlockTables(instance_id, pool, block_size, hasher, report, windows, tier)
         self._sequences = sequences = Sequences(
             pool, mover, windows=windows, keep_drawn=tables.keep_drawn, on_released=self._released

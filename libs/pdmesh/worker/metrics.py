@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.frames import WindowFrames
 from pdmesh.kv.mover import TransferCounters
 from pdmesh.kv.offload.tier import OffloadCounters
 from pdmesh.telemetry.exposition import Aliases
@@ -117,9 +118,12 @@ class WorkerMetrics:
         stages: Callable[[], Mapping[str, int]],
         pieces: Callable[[], TransferCounters],
         offloads: Callable[[], OffloadCounters] | None = None,
+        frames: WindowFrames | None = None,
     ) -> None:
         """Register gauges that are read when Prometheus asks; ``stages`` counts the requests held by stage."""
         self.registry.register(_Books(pool, stages, pieces))
+        if frames is not None:
+            self.registry.register(_Frames(frames))
         load = _Load(pool, model, block_size, stages)
         self.registry.register(load)
         if offloads is not None:
@@ -179,6 +183,23 @@ class _Books(Collector):
             "KV copied from other instances' caches on the same host.",
             counters.num_bytes_peer_read,
         )
+
+
+class _Frames(Collector):
+    """The KV of layers with a window."""
+
+    def __init__(self, frames: WindowFrames) -> None:
+        self._frames = frames
+
+    def collect(self) -> Iterator[Metric]:
+        frames = self._frames
+        states = GaugeMetricFamily(
+            "pdmesh:kv_window_blocks", "KV blocks of layers with a window, by state.", labels=["state"]
+        )
+        states.add_metric(["free"], frames.num_free)
+        states.add_metric(["held"], frames.num_held)
+        states.add_metric(["kept"], frames.num_available - frames.num_free)
+        yield states
 
 
 class _Offloads(Collector):

@@ -219,6 +219,7 @@ async def serve_instance(
             stages=instance.num_of_stage,
             pieces=mover.counters,
             offloads=None if tier is None else tier.counters,
+            frames=instance.windows.frames,
         )
         with serve_metrics(
             metrics.registry,

@@ -29,17 +29,17 @@ class Windows:
 
     def __init__(self, store: KvStore, pool: BlockPool) -> None:
         self._layout = store.layout
-        self._frames = None if store.frames is None else WindowFrames(pool, store.frames)
+        self.frames = None if store.frames is None else WindowFrames(pool, store.frames)
 
     @property
     def are_freed(self) -> bool:
         """Whether anything is given up behind windows."""
-        return self._frames is not None
+        return self.frames is not None
 
     @property
     def num_available(self) -> int:
         """Frames that can be taken."""
-        return 0 if self._frames is None else self._frames.num_available
+        return 0 if self.frames is None else self.frames.num_available
 
     def begin(self, held: HeldBlocks, block_table: Sequence[int], num_tokens: int) -> None:
         """Hold what the token behind so many sees, whether they are there or to come."""
@@ -50,7 +50,7 @@ class Windows:
 
     def is_seen(self, block_table: Sequence[int], num_tokens: int, num_blocks: int) -> bool:
         """Whether of the first ``num_blocks`` of a table those are there that the token behind ``num_tokens`` sees."""
-        return self._frames is None or self._frames.has_all(
+        return self.frames is None or self.frames.has_all(
             block_table[self._layout.first_held_block(num_tokens) : num_blocks]
         )
 
@@ -66,9 +66,9 @@ class Windows:
 
     def extend(self, held: HeldBlocks, block_table: Sequence[int], blocks: IndexRange) -> None:
         """Hold these blocks, too."""
-        if self._frames is not None:
+        if self.frames is not None:
             new = [place for place in range(*blocks) if place not in held.places]
-            self._frames.hold([block_table[place] for place in new])
+            self.frames.hold([block_table[place] for place in new])
             held.places.update(new)
         held.first, held.end = min(held.first, blocks.start), max(held.end, blocks.stop)
 
@@ -85,13 +85,13 @@ class Windows:
 
     def check_integrity(self, tables: Iterable[tuple[HeldBlocks, Sequence[int]]]) -> None:
         """AssertionError names what does not balance."""
-        if self._frames is not None:
-            self._frames.check_integrity({table[place] for held, table in tables for place in held.places})
+        if self.frames is not None:
+            self.frames.check_integrity({table[place] for held, table in tables for place in held.places})
 
     def _let_go(
         self, held: HeldBlocks, block_table: Sequence[int], places: Iterable[int], *, resumable: bool = False
     ) -> None:
-        if self._frames is not None:
+        if self.frames is not None:
             gone = [place for place in places if place in held.places]
-            self._frames.let_go([block_table[place] for place in gone], resumable=resumable)
+            self.frames.let_go([block_table[place] for place in gone], resumable=resumable)
             held.places.difference_update(gone)
