@@ -77,15 +77,19 @@ class RunningMesh:
         return httpx.AsyncClient(base_url=self.base_url, limits=limits, timeout=600, trust_env=False)
 
     def pdmesh(self, *arguments: str) -> str:
-        """Standard output of ``pdmesh ARGUMENTS --name …``; CalledProcessError if it fails."""
-        return subprocess.run(
-            [sys.executable, "-m", "pdmesh.cli", *arguments, "--name", self.record.name],
-            env=dict(self.environ),
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=STOP_TIMEOUT_S,
-        ).stdout
+        """Standard output of ``pdmesh ARGUMENTS --name …``; CalledProcessError, with what it said, if it fails."""
+        try:
+            return subprocess.run(
+                [sys.executable, "-m", "pdmesh.cli", *arguments, "--name", self.record.name],
+                env=dict(self.environ),
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=STOP_TIMEOUT_S,
+            ).stdout
+        except subprocess.CalledProcessError as error:
+            error.add_note(error.stderr)
+            raise
 
     def status(self) -> MeshStatus:
         return msgspec.json.decode(self.pdmesh("status", "-o", "json"), type=_Status).state
