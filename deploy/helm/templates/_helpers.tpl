@@ -5,7 +5,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- define "pdmesh.pod" -}}
 enableServiceLinks: false # else Kubernetes sets variables that look like settings
-shareProcessNamespace: true # process 1, which signals end otherwise and which adopts children, is the pod's own
+shareProcessNamespace: true # else the service is process 1: an abort ends that with another signal, and orphans stay
 terminationGracePeriodSeconds: {{ add .Values.drainSeconds 10 }}
 securityContext:
   runAsNonRoot: true
@@ -87,13 +87,13 @@ volumeMounts:
 {{ empty .Values.tls.secretName | ternary "HTTP" "HTTPS" }}
 {{- end }}
 
-{{- /* Given a port: what a process answers that does not hang. One that hangs still accepts connections. */}}
+{{- /* Given a port: a probe that waits for an answer, because a process that hangs still accepts connections. */}}
 {{- define "pdmesh.live" -}}
 httpGet: {path: /live, port: {{ .port }}, scheme: {{ include "pdmesh.scheme" .root }}}
 timeoutSeconds: 6
 {{- end }}
 
-{{- /* It is ended after a minute: on a busy machine answers are late. */}}
+{{- /* The process is ended after a minute without an answer: on a busy machine answers are late. */}}
 {{- define "pdmesh.liveness" -}}
 {{ include "pdmesh.live" . }}
 periodSeconds: 10
