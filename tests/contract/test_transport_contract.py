@@ -13,7 +13,7 @@ import anyio.lowlevel
 import pytest
 
 from pdmesh.errors import KvTransferError
-from pdmesh.testing.kv import SMALL_TRANSFER, TransportMaker
+from pdmesh.testing.kv import SMALL_TRANSFER, TransportMaker, send_together
 from pdmesh.transport.base import KvTransport, ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES, MAX_PIECES, MESSAGE_BYTES
 
@@ -57,20 +57,10 @@ async def test_pieces_of_one_message_arrive_as_if_each_was_sent_alone(maker: Tra
     payloads = [os.urandom(size) for size in sizes]
     config = replace(SMALL_TRANSFER, max_payload_bytes=max(*sizes, 100), num_send_buffers=1)
     async with maker.open(config) as a, maker.open(config) as b, anyio.create_task_group() as tasks:
-
-        async def send_all() -> None:
-            async with a.lend() as buffer:
-                for number, payload in enumerate(payloads):
-                    if number:
-                        buffer.end_piece(len(payloads[number - 1]))
-                    buffer.header[:] = (b"%d" % number).ljust(HEADER_BYTES, b"\0")
-                    buffer.payload[: len(payload)] = payload
-                await a.send(b.address, buffer, len(payloads[-1]))
-
         pieces = aiter(b.receive())
         for turn in range(3):
             held: list[ReceivedPiece] = []
-            tasks.start_soon(send_all)
+            tasks.start_soon(send_together, a, b.address, payloads)
             for number, payload in enumerate(payloads):
                 with anyio.fail_after(20):
                     piece = await anext(pieces)

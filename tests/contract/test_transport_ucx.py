@@ -22,7 +22,7 @@ import pytest
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, KvTransferError
-from pdmesh.testing.kv import SMALL_TRANSFER, introduce
+from pdmesh.testing.kv import SMALL_TRANSFER, introduce, send_together
 from pdmesh.transport import ring
 from pdmesh.transport.address import pack_address, unpack_address
 from pdmesh.transport.base import ReceivedPiece
@@ -125,13 +125,7 @@ async def test_several_pieces_there_in_one_message(tls: str | None) -> None:
         peer.echo(transport)
         pieces = aiter(transport.receive())
         for _ in range(3):
-            async with transport.lend() as buffer:
-                for number, payload in enumerate(payloads):
-                    if number:
-                        buffer.end_piece(len(payloads[number - 1]))
-                    buffer.header[:] = (b"%d" % number).ljust(HEADER_BYTES, b"\0")
-                    buffer.payload[: len(payload)] = payload
-                await transport.send(peer.address, buffer, len(payloads[-1]))
+            await send_together(transport, peer.address, payloads)
             assert [await take(pieces) for _ in payloads] == [
                 (b"%d" % number, payload) for number, payload in enumerate(payloads)
             ]

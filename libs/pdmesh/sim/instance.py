@@ -30,18 +30,17 @@ from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.sim.agenda import Agenda, Appointment
 from pdmesh.sim.departures import Prefill, SimulatedDepartures
 from pdmesh.sim.exchange import SimulatedExchange
-from pdmesh.sim.fetches import SimulatedFetches
 from pdmesh.sim.flows import SimulatedFlows
 from pdmesh.sim.groups import SimulatedGroups
 from pdmesh.sim.held import Held
 from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.loads import SimulatedLoads
 from pdmesh.sim.moves import SimulatedMoves
-from pdmesh.sim.parts import SimulatedParts
 from pdmesh.sim.planned_step import PlannedStep
 from pdmesh.sim.residents import Length
 from pdmesh.sim.result import RequestRun, StepSpan
 from pdmesh.sim.untimed import UntimedInstance
+from pdmesh.sim.whole_flows import fetches, part_moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +91,8 @@ class SimInstance:
         )
         self._loads = SimulatedLoads(profile, agenda=agenda, end=self._end_step)
         self._moves = SimulatedMoves(flows, context.runs)
-        self._fetches = SimulatedFetches(flows)
-        self._parts = SimulatedParts(flows)
+        self._fetches = fetches(flows)
+        self._parts = part_moves(flows)
         self._num_turns = 0
         self._busy = False
         self._step: PlannedStep | None = None
@@ -109,6 +108,7 @@ class SimInstance:
         """End the instance with all that it has; it does and reports nothing from now on."""
         self._is_dead = self._busy = True
         self._moves.end()
+        self._fetches.end()
         self._parts.end()
         for key in self._untimed.residents.staying():
             if (run := self._runs.get(key)) is not None:  # else what it drew was taken from it

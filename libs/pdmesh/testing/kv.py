@@ -13,6 +13,7 @@ from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import IndexRange, KvLayout, KvPart
 from pdmesh.transport.base import KvTransport
+from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.ucx import UcxTransport
 
@@ -76,6 +77,17 @@ def introduce(one: KvTransport, other: KvTransport) -> None:
     """What a scheduler does."""
     one.admit(other.address)
     other.admit(one.address)
+
+
+async def send_together(transport: KvTransport, address: bytes, payloads: Sequence[bytes]) -> None:
+    """Send pieces in one message, whose headers are their numbers."""
+    async with transport.lend() as buffer:
+        for number, payload in enumerate(payloads):
+            if number:
+                buffer.end_piece(len(payloads[number - 1]))
+            buffer.header[:] = (b"%d" % number).ljust(HEADER_BYTES, b"\0")
+            buffer.payload[: len(payload)] = payload
+        await transport.send(address, buffer, len(payloads[-1]))
 
 
 class TransportMaker:

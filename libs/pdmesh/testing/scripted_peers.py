@@ -32,7 +32,7 @@ from pdmesh.wire.messages import (
 
 T = TypeVar("T")
 
-WAIT_LIMIT_S = 20.0
+WAIT_LIMIT_S = 60.0
 
 
 class ScriptedPeer:

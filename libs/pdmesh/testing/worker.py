@@ -74,7 +74,7 @@ T = TypeVar("T")
 TierOf = Callable[[KvStore, BlockPool, Wakeup, Callable[[PrefixHashes], object]], OffloadTier]
 
 CAPABILITY = 0x5EC12E7
-WAIT_LIMIT_S = 20.0
+WAIT_LIMIT_S = 60.0
 
 #: Of the mesh that instances are in.
 HASHER = PrefixHasher("")

@@ -158,12 +158,10 @@ class Transfer:
 
 
 @dataclass(slots=True, eq=False)
-class Move:
-    """A running decode on its way to another instance; until it has landed, it decodes where it was."""
+class Relocation:
+    """What of a running decode is on its way from one instance to another."""
 
     transfer: Transfer
-    given_up: bool = False  # its target is told to free it, or is gone
-    committed: bool | None = None  # as its source said once it sent no more: whether the target may have begun
 
     @property
     def source_id(self) -> InstanceId:
@@ -175,18 +173,17 @@ class Move:
 
 
 @dataclass(slots=True, eq=False)
-class PartMove:
+class Move(Relocation):
+    """A running decode on its way to another instance; until it has landed, it decodes where it was."""
+
+    given_up: bool = False  # its target is told to free it, or is gone
+    committed: bool | None = None  # as its source said once it sent no more: whether the target may have begun
+
+
+@dataclass(slots=True, eq=False)
+class PartMove(Relocation):
     """A range of a context that decodes, on its way to the instance that holds it next."""
 
-    transfer: Transfer
     number: int  # the range's, from the first on
     member: PartMember  # who holds it then
     has_landed: bool = False  # and the instance where it decodes is told
-
-    @property
-    def source_id(self) -> InstanceId:
-        return self.transfer.source_ids[0]
-
-    @property
-    def target_id(self) -> InstanceId:
-        return self.transfer.destination_ids[0]
