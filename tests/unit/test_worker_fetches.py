@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import FetchKept, FreeKv, SendKept
+from pdmesh.core.commands import FreeKv
 from pdmesh.core.events import (
     CacheReported,
     DecodeReserved,
@@ -21,17 +21,15 @@ from pdmesh.core.events import (
 from pdmesh.engine.fake import FakeEngine, reference_output
 from pdmesh.kv.piece import PieceHeader
 from pdmesh.kv.receiver import KvReceiver
-from pdmesh.model import Epoch, PrefixHashes, RequestId, TransferId, TransferPurpose, blocks_of_granule
-from pdmesh.plans import TransferPlan
-from pdmesh.testing.reuse import GREEDY, a_generation, granules_of, random_tokens, run
-from pdmesh.testing.worker import CAPABILITY, RunningInstance, running_instance
+from pdmesh.model import Epoch, PrefixHashes, TransferId
+from pdmesh.testing.reuse import FETCH, GREEDY, a_generation, granules_of, random_tokens, run, tell_of_fetch
+from pdmesh.testing.worker import RunningInstance, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import ExpectKept, GrantKept
 
 pytestmark = pytest.mark.anyio
 
 NUM_BLOCKS = 512
-FETCH, EPOCH = RequestId("fetch-1"), Epoch(0)
+EPOCH = Epoch(0)
 
 
 @pytest.fixture(params=[False, True], ids=["in pieces", "peer reads"])
@@ -56,42 +54,6 @@ async def pair(config: TransferConfig) -> AsyncGenerator[tuple[RunningInstance, 
         running_instance(FakeEngine(num_blocks=NUM_BLOCKS), other, config=config, instance_id="b") as destination,
     ):
         yield source, destination
-
-
-def a_plan(source: RunningInstance, destination: RunningInstance, num_granules: int, num_there: int) -> TransferPlan:
-    num_blocks = num_granules * blocks_of_granule(source.block_size)
-    return TransferPlan(
-        transfer_id=TransferId(7),
-        purpose=TransferPurpose.FETCH,
-        sources=(source.shard(num_blocks),),
-        destinations=(destination.shard(num_blocks),),
-        capability=CAPABILITY,
-        num_reused_granules=num_there,
-    )
-
-
-def tell(
-    source: RunningInstance,
-    destination: RunningInstance,
-    chain: PrefixHashes,
-    *,
-    num_there: int = 0,
-    drop: PrefixHashes = (),
-) -> None:
-    """What a scheduler says of a fetch, to both sides."""
-    plan = a_plan(source, destination, len(chain), num_there)
-    fetch = FetchKept(
-        instance_id=destination.instance.instance_id,
-        request_id=FETCH,
-        epoch=EPOCH,
-        transfer=plan,
-        chain=chain,
-        wanted_by=(RequestId("second"), EPOCH),
-        drop=drop,
-    )
-    destination.instance.handle(ExpectKept(command=fetch, source_addresses=(source.address,)))
-    send = SendKept(instance_id=source.instance.instance_id, request_id=FETCH, epoch=EPOCH, transfer=plan, chain=chain)
-    source.instance.handle(GrantKept(command=send, destination_addresses=(destination.address,)))
 
 
 def free(instance: RunningInstance) -> None:
@@ -121,7 +83,7 @@ async def test_what_was_computed_is_kept_elsewhere_and_used_there(config: Transf
         await run(source, a_generation("first", prompt))
         if num_there:
             await run(destination, a_generation("before", prompt[: 128 * num_there + 5]))
-        tell(source, destination, chain, num_there=num_there)
+        tell_of_fetch(source, destination, chain, num_there=num_there)
         await destination.reported(DecodeReserved, FETCH)
         landed = await destination.reported(TransferLanded, FETCH)
         sent = await source.reported(TransferSent, FETCH)
@@ -144,7 +106,7 @@ async def test_room_is_made_by_what_is_dropped(config: TransferConfig) -> None:
         await run(source, a_generation("first", prompt))
         await run(destination, a_generation("old", old))
         num_tokens = len(destination.tokens)
-        tell(source, destination, granules_of(prompt), drop=granules_of(old)[::-1])
+        tell_of_fetch(source, destination, granules_of(prompt), drop=granules_of(old)[::-1])
         await destination.reported(KvReleased, FETCH)
         destination.assert_all_free(num_kept=2)
         assert destination.instance.kept == granules_of(prompt)[::-1]
@@ -155,7 +117,7 @@ async def test_a_source_that_lacks_something_refuses_and_says_what_it_has(config
     prompt = random_tokens(300)
     async with pair(config) as (source, destination):
         await run(source, a_generation("first", prompt[:200]))
-        tell(source, destination, granules_of(prompt))
+        tell_of_fetch(source, destination, granules_of(prompt))
         await source.reported(RequestDropped, FETCH)
         await source.reported(KvReleased, FETCH)
         await source.until(lambda: any(isinstance(report, CacheReported) for report in source.reports))
@@ -171,7 +133,7 @@ async def test_a_fetch_that_is_taken_back_leaves_no_block_behind(config: Transfe
     prompt = random_tokens(1500)
     async with pair(config) as (source, destination):
         await run(source, a_generation("first", prompt))
-        tell(source, destination, granules_of(prompt))
+        tell_of_fetch(source, destination, granules_of(prompt))
         for each in (source, destination) if first == "source" else (destination, source):
             free(each)
         for each in (source, destination):
@@ -188,7 +150,7 @@ async def test_a_side_that_fails_says_so_and_the_other_hears_of_it(
     prompt = random_tokens(300)
     async with pair(config) as (source, destination):
         await run(source, a_generation("first", prompt))
-        tell(source, destination, granules_of(prompt))
+        tell_of_fetch(source, destination, granules_of(prompt))
         for each in (source, destination):
             await each.reported(TransferFailed, FETCH)
             await each.reported(KvReleased, FETCH)
@@ -212,7 +174,7 @@ async def test_a_commit_for_a_request_that_draws_needs_its_token(
     prompt = random_tokens(300)
     async with pair(config) as (source, destination):
         await run(source, a_generation("first", prompt))
-        tell(source, destination, granules_of(prompt))
+        tell_of_fetch(source, destination, granules_of(prompt))
         failed = await destination.reported(TransferFailed, FETCH)
     assert "no source drew the first token" in failed.reason
     assert not seen[0].has_token
@@ -226,7 +188,7 @@ async def test_senseless_commands_are_refused(config: TransferConfig, num_granul
     async with pair(config) as (source, destination):
         await run(source, a_generation("first", prompt))
         await run(destination, a_generation("first", prompt))
-        tell(source, destination, granules_of(prompt)[:num_granules], num_there=num_there)
+        tell_of_fetch(source, destination, granules_of(prompt)[:num_granules], num_there=num_there)
         await destination.reported(RequestDropped, FETCH)
         free(source)
         await source.reported(KvReleased, FETCH)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from pdmesh.config import TransferConfig
+from pdmesh.core.commands import FreeKv
 from pdmesh.core.events import (
     CacheReported,
     KvReleased,
@@ -28,8 +29,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.frames import WindowFrames
-from pdmesh.model import GRANULE_TOKENS, Role, SamplingParams, num_blocks_for
-from pdmesh.testing.reuse import a_generation, granules_of, output, run
+from pdmesh.model import GRANULE_TOKENS, Epoch, Role, SamplingParams, TransferId, num_blocks_for
+from pdmesh.testing.reuse import FETCH, a_generation, granules_of, output, run, tell_of_fetch
 from pdmesh.testing.stepping import generate
 from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
@@ -236,6 +237,61 @@ async def test_a_next_turn_goes_on_from_what_the_last_one_saw(
             assert not instance.reports_of(RequestDropped, str(turn))
             tokens += [*drawn, *prompt_of(10, turn)]
         instance.instance.check_integrity()
+
+
+@pytest.mark.usefixtures("peer_reads")
+@pytest.mark.parametrize("num_there", [0, 1, 3])
+async def test_what_was_copied_from_another_instance_is_gone_on_from(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine], num_there: int
+) -> None:
+    """A copy brings what is seen from its end on, whatever was there before; from its middle nothing goes on."""
+    tokens = prompt_of(4 * GRANULE_TOKENS + 5)
+    chain = granules_of(tokens)
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, Role.MIXED) as (source, destination):
+        await run(source, a_generation("first", tokens, params(2)))
+        if num_there:
+            await run(destination, a_generation("before", tokens[: num_there * GRANULE_TOKENS + 1], params(2)))
+        tell_of_fetch(source, destination, chain, num_there=num_there)
+        landed = await destination.reported(TransferLanded, FETCH)
+        layout = source.engine.kv.layout
+        num_windowed, num_seen = len(layout.windowed_layers), num_blocks_for(WINDOW - 1, BLOCK)
+        num_blocks = (4 - num_there) * GRANULE_TOKENS // BLOCK
+        num_pages = (layout.num_layers - num_windowed) * num_blocks + num_windowed * num_seen
+        assert landed.num_bytes == num_pages * layout.block_bytes
+        for each in (source, destination):
+            await each.reported(KvReleased, FETCH)
+            each.assert_all_free(num_kept=4)
+            assert frames_of(each).num_held == 0
+        second = [*tokens, *prompt_of(40, 1)]
+        assert await run(destination, a_generation("second", second, params(20)), num_reused=4) == answers.of(
+            second, 20
+        )
+        middle = tokens[: 2 * GRANULE_TOKENS + 50]
+        if num_there < 2:
+            destination.admit(a_generation("third", middle, params(20)), kv_moves=False, num_reused=2)
+            await destination.reported(RequestDropped, "third")
+        assert await run(destination, a_generation("fourth", middle, params(20))) == answers.of(middle, 20)
+
+
+async def test_a_source_without_what_is_seen_from_the_end_of_a_copy_refuses_it(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
+) -> None:
+    tokens = prompt_of(4 * GRANULE_TOKENS + 5)
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, Role.MIXED, max_frames=24) as (source, other):
+        await run(source, a_generation("first", tokens, params(2)))
+        for seed in range(1, 4):  # which need its frames
+            await run(source, a_generation(f"other-{seed}", prompt_of(200, seed), params(2)))
+        tell_of_fetch(source, other, granules_of(tokens)[:2])
+        await source.reported(RequestDropped, FETCH)
+        other.instance.handle(
+            FreeKv(instance_id=other.instance.instance_id, request_id=FETCH, epoch=Epoch(0), transfer_id=TransferId(7))
+        )
+        for each in (source, other):
+            await each.reported(KvReleased, FETCH)
+            await each.until(lambda: each.pool.num_held == 0)  # noqa: B023
+            assert frames_of(each).num_held == 0
+            each.instance.check_integrity()
+        assert await run(other, a_generation("second", tokens, params(20))) == answers.of(tokens, 20)
 
 
 async def test_what_others_needed_the_frames_of_is_not_gone_on_from(

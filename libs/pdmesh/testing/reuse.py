@@ -6,20 +6,26 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdmesh.core.commands import AdmitPrefill, RunStep
+from pdmesh.core.commands import AdmitPrefill, FetchKept, RunStep, SendKept
 from pdmesh.core.events import KvReleased, RequestArrived
 from pdmesh.model import (
     GRANULE_TOKENS,
+    Epoch,
     InstanceProfile,
     KvLayout,
     PrefixHash,
     PrefixHashes,
     Request,
+    RequestId,
     SamplingParams,
+    TransferId,
+    TransferPurpose,
+    blocks_of_granule,
 )
+from pdmesh.plans import TransferPlan
 from pdmesh.testing.core import CoreBench, a_request, named_profile, of
-from pdmesh.testing.worker import HASHER, RunningInstance, chunk_plans, make_generation, with_prefix
-from pdmesh.wire.messages import Generation, pack_token_ids
+from pdmesh.testing.worker import CAPABILITY, HASHER, RunningInstance, chunk_plans, make_generation, with_prefix
+from pdmesh.wire.messages import ExpectKept, Generation, GrantKept, pack_token_ids
 
 #: A granule has four blocks.
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=32, dtype="bfloat16")
@@ -80,3 +86,48 @@ async def run(instance: RunningInstance, generation: Generation, *, num_reused: 
 
 def output(instance: RunningInstance, name: str) -> list[int]:
     return [token.token_id for token in instance.tokens_of(name) if token.token_id is not None]
+
+
+#: The request that `tell_of_fetch` names.
+FETCH = RequestId("fetch-1")
+
+
+def plan_of_fetch(
+    source: RunningInstance, destination: RunningInstance, num_granules: int, num_there: int
+) -> TransferPlan:
+    """Return the transfer of so many granules, the first ``num_there`` of which are at the destination."""
+    num_blocks = num_granules * blocks_of_granule(source.block_size)
+    return TransferPlan(
+        transfer_id=TransferId(7),
+        purpose=TransferPurpose.FETCH,
+        sources=(source.shard(num_blocks),),
+        destinations=(destination.shard(num_blocks),),
+        capability=CAPABILITY,
+        num_reused_granules=num_there,
+    )
+
+
+def tell_of_fetch(
+    source: RunningInstance,
+    destination: RunningInstance,
+    chain: PrefixHashes,
+    *,
+    num_there: int = 0,
+    drop: PrefixHashes = (),
+) -> None:
+    """What a scheduler says of a fetch, to both sides."""
+    plan = plan_of_fetch(source, destination, len(chain), num_there)
+    fetch = FetchKept(
+        instance_id=destination.instance.instance_id,
+        request_id=FETCH,
+        epoch=Epoch(0),
+        transfer=plan,
+        chain=chain,
+        wanted_by=(RequestId("second"), Epoch(0)),
+        drop=drop,
+    )
+    destination.instance.handle(ExpectKept(command=fetch, source_addresses=(source.address,)))
+    send = SendKept(
+        instance_id=source.instance.instance_id, request_id=FETCH, epoch=Epoch(0), transfer=plan, chain=chain
+    )
+    source.instance.handle(GrantKept(command=send, destination_addresses=(destination.address,)))
