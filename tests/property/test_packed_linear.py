@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,18 @@ from hypothesis import strategies as st
 
 from pdmesh.engine.gguf.blocks import GROUPED, values_of
 from pdmesh.engine.gguf.reader import TYPES
-from pdmesh.engine.grouped import CODE_BITS, CodeKind, Factors, GroupedWeight, join_rows, of_blocks
+from pdmesh.engine.grouped import CODE_BITS, CodeKind, Factors, GroupedWeight, join_rows, of_blocks, of_float8
 from pdmesh.engine.kv_cache import TORCH_DTYPES
-from pdmesh.engine.levels import CpuLevel, KernelLibrary, load_library
-from pdmesh.engine.linear import WeightMemory
+from pdmesh.engine.levels import CpuLevel, KernelLibrary, load_library, processor_levels
+from pdmesh.engine.linear import WeightMemory, tile_linear
 from pdmesh.engine.packed import packed_linear
 from pdmesh.testing.examples import examples
 from pdmesh.testing.levels import library_or_skip, ordered_levels
 
 
-def libraries(dtype: str) -> list[KernelLibrary]:
-    found = [load_library(level, dtype) for level in ordered_levels()]
+def libraries(dtype: str, *, of_all_kinds: bool = False) -> list[KernelLibrary]:
+    levels = processor_levels() if of_all_kinds else ordered_levels()
+    found = [load_library(level, dtype) for level in levels if dtype in level.suffixes]
     if not found:
         pytest.skip("no kernels: built without a compiler")
     return [library for library in found if library is not None]
@@ -58,7 +60,8 @@ def weights(draw: Any) -> GroupedWeight:
         )
         for _ in range(2)
     ]
-    kinds = {4: list(CodeKind), 8: [CodeKind.SIGNED]}.get(bits, [CodeKind.UNSIGNED, CodeKind.SIGNED])
+    kinds = [CodeKind.SIGNED] if bits == 8 else [CodeKind.UNSIGNED, CodeKind.SIGNED]
+    kinds += [CodeKind.FLOAT] if bits == 4 else []
     return GroupedWeight(
         codes=torch.randint(0, 1 << bits, (num_outputs, num_inputs), generator=generator, dtype=torch.uint8),
         bits=bits,
@@ -67,6 +70,38 @@ def weights(draw: Any) -> GroupedWeight:
         scales=factors[0],
         minima=factors[1] if draw(st.booleans()) else None,
         order=torch.randperm(num_inputs, generator=generator) if draw(st.booleans()) else None,
+    )
+
+
+@st.composite
+def rounded_weights(draw: Any) -> GroupedWeight:
+    """Floats of 8 bits, or of 4 bits numbers of a table, perhaps with scales that are numbers of another."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    num_outputs, groups_per_base = draw(st.integers(1, 70)), draw(st.sampled_from([1, 2, 8, 1000]))
+    if draw(st.booleans()):
+        group_size, num_inputs = draw(st.sampled_from([16, 32, 64, 128])), draw(st.integers(1, 500))
+        shape = (num_outputs, -(-num_inputs // group_size))
+        dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+        codes = torch.randint(0, 0x7F, (num_outputs, num_inputs), generator=generator, dtype=torch.uint8)
+        signs = torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8) << 7
+        scales = draw_factors(generator, shape, groups_per_base, dtype, multiplied=False)
+        return GroupedWeight(codes=codes | signs, bits=8, kind=CodeKind.FLOAT8, group_size=group_size, scales=scales)
+    num_groups = draw(st.integers(1, 9))
+    scales = draw_factors(generator, (num_outputs, num_groups), groups_per_base, torch.float32, multiplied=False)
+    if draw(st.booleans()):
+        scales = replace(
+            scales,
+            multipliers=torch.randint(0, 256, (num_outputs, num_groups), generator=generator, dtype=torch.uint8),
+            table=torch.randn(256, generator=generator),
+            offsets=torch.randn(num_outputs, generator=generator),
+        )
+    return GroupedWeight(
+        codes=torch.randint(0, 16, (num_outputs, 64 * num_groups), generator=generator, dtype=torch.uint8),
+        bits=4,
+        kind=CodeKind.TABLE,
+        group_size=64,
+        scales=scales,
+        table=torch.randn(16, generator=generator),
     )
 
 
@@ -133,6 +168,45 @@ def test_sums_of_groups_are_scaled_in_order(
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), library.level
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@settings(deadline=None, max_examples=examples(60))
+@given(
+    weight=rounded_weights(),
+    num_rows=st.one_of(st.integers(1, 14), st.integers(15, 250)),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_numbers_that_are_no_integers_give_the_bits_of_plain_weights(
+    dtype: str, weight: GroupedWeight, num_rows: int, with_bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_outputs, num_inputs = weight.codes.shape
+    rows = torch.randn(num_rows, num_inputs, generator=generator).to(TORCH_DTYPES[dtype])
+    bias = torch.randn(num_outputs, generator=generator).to(rows.dtype) if with_bias else None
+    plain = weight.values().to(rows.dtype)
+    for library in libraries(dtype, of_all_kinds=True):
+        expected = tile_linear(plain, bias, WeightMemory(), library)(rows)
+        found = packed_linear(weight, bias, WeightMemory(), library)(rows)
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), library.level
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [2.0**-130, 0.01, 2.0**90])
+def test_every_float_of_8_bits_is_rounded_as_torch_does(dtype: str, scale: float) -> None:
+    """Subnormal ones too, and weights that are too small or too large for the type."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # no numbers
+    floats = codes.view(256, 1).view(torch.float8_e4m3fn)
+    weight = of_float8(floats, torch.full((256, 1), scale), torch.zeros(1, dtype=torch.int64))
+    assert weight is not None
+    ones = torch.ones(1, 1, dtype=TORCH_DTYPES[dtype])
+    expected = (floats.float() * scale).to(ones.dtype)[:, 0]
+    for library in libraries(dtype):
+        linear = packed_linear(weight, None, WeightMemory(), library)
+        assert torch.equal(linear(ones)[0], expected), library.level
+        assert torch.equal(linear.embed(torch.arange(256))[:, 0], expected)
+
+
 @settings(deadline=None, max_examples=examples(40))
 @given(weight=weights(), num_rows=st.integers(1, 150), seed=st.integers(0, 2**32))
 def test_dot_products_come_close_and_know_nothing_of_the_batch(weight: GroupedWeight, num_rows: int, seed: int) -> None:
@@ -148,7 +222,7 @@ def test_dot_products_come_close_and_know_nothing_of_the_batch(weight: GroupedWe
 
 
 @settings(deadline=None, max_examples=examples(30))
-@given(weight=weights(), seed=st.integers(0, 2**32))
+@given(weight=st.one_of(weights(), rounded_weights()), seed=st.integers(0, 2**32))
 def test_rows_are_what_their_codes_stand_for(weight: GroupedWeight, seed: int) -> None:
     ids = torch.randint(len(weight.codes), (9,), generator=torch.Generator().manual_seed(seed))
     for library in libraries("bfloat16"):
@@ -159,7 +233,7 @@ def test_rows_are_what_their_codes_stand_for(weight: GroupedWeight, seed: int) -
 
 
 @settings(deadline=None, max_examples=examples(20))
-@given(weight=weights(), cut=st.integers(0, 70))
+@given(weight=st.one_of(weights(), rounded_weights()), cut=st.integers(0, 70))
 def test_weights_that_are_taken_apart_and_joined_are_the_same(weight: GroupedWeight, cut: int) -> None:
     numbers = torch.arange(len(weight.codes))
     parts = [weight.rows(part) for part in (numbers[:cut], numbers[cut:]) if len(part)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pdmesh.engine.grouped import CodeKind, Factors, GroupedWeight
 from pdmesh.engine.model_config import Quantization, QuantizedFormat
 from pdmesh.engine.quantized import FLOATS, Layout, LayoutError, QuantizedWeight, Stored
 
@@ -18,6 +21,55 @@ _BLOCK, _NESTED_BLOCK = 64, 256
 
 #: Of what a file says of a weight, in JSON.
 _MAX_STATE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScales:
+    """A scale for each block of a weight: a base; or a value of a table, times a base for so many, plus an offset."""
+
+    bases: Tensor  # fp32
+    numbers: Tensor | None = None  # uint8; None: bases are the scales
+    table: Tensor | None = None
+    offset: float = 0.0
+
+    def by_block(self) -> Tensor:
+        """(blocks,), fp32."""
+        if self.numbers is None or self.table is None:
+            return self.bases
+        of_block = self.bases.repeat_interleave(_NESTED_BLOCK)[: len(self.numbers)]
+        return self.table[self.numbers.int()] * of_block + self.offset
+
+    def factors(self, num_outputs: int) -> Factors:
+        """For outputs of whole blocks."""
+        if self.numbers is None:
+            return Factors(self.bases.view(num_outputs, -1), 1)
+        num_groups = len(self.numbers) // num_outputs
+        shared = math.gcd(num_groups, _NESTED_BLOCK)  # neighbours that have one base, whatever the output
+        bases = self.bases[torch.arange(0, len(self.numbers), shared) // _NESTED_BLOCK]
+        numbers, offsets = self.numbers.view(num_outputs, -1), torch.full((num_outputs,), self.offset)
+        return Factors(bases.view(num_outputs, -1), shared, numbers, self.table, offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class TableWeight:
+    """Implements `Weight`: numbers of a table, times scales of blocks, which go on from one output to the next."""
+
+    codes: Tensor  # (outputs, inputs), uint8
+    table: Tensor  # (16,), fp32
+    scales: BlockScales
+
+    def grouped(self, bits: int) -> GroupedWeight | None:
+        num_outputs, num_inputs = self.codes.shape
+        if num_inputs % _BLOCK:
+            return None
+        scales = self.scales.factors(num_outputs)
+        return GroupedWeight(
+            codes=self.codes, bits=bits, kind=CodeKind.TABLE, group_size=_BLOCK, scales=scales, table=self.table
+        )
+
+    def write(self, out: Tensor) -> None:
+        values = self.table[self.codes.int()].flatten()
+        out.copy_((values * self.scales.by_block().repeat_interleave(_BLOCK)[: len(values)]).view(out.shape))
 
 
 def layout(quantization: Quantization) -> Layout:
@@ -42,18 +94,16 @@ def _four_bits(quantization: Quantization) -> Layout:
             **(nested if quantization.has_nested_scales else {}),
         }
 
-    def weight(found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight:
+    def weight(found: Mapping[str, Tensor], outputs: int, inputs: int) -> TableWeight:
         state = _state(found[state_name])
-        scales = found["weight.absmax"]
+        packed = found["weight"].flatten()
+        codes = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[: outputs * inputs].view(outputs, inputs)
         if quantization.has_nested_scales:
-            of_block = found["weight.nested_absmax"].repeat_interleave(_NESTED_BLOCK)[: len(scales)]
-            scales = found["weight.nested_quant_map"][scales.long()] * of_block + _nested_offset(state)
-        packed, table = found["weight"].flatten(), found["weight.quant_map"]
-        pairs = torch.stack((table[(packed >> 4).long()], table[(packed & 15).long()]), dim=1)
-        # Blocks go on from one output to the next.
-        values = pairs.flatten()[: outputs * inputs] * scales.float().repeat_interleave(_BLOCK)[: outputs * inputs]
-        everything = torch.zeros(inputs, dtype=torch.int64)
-        return QuantizedWeight(values.view(outputs, inputs), torch.ones(outputs, 1), None, everything)
+            bases, table = found["weight.nested_absmax"], found["weight.nested_quant_map"]
+            scales = BlockScales(bases, found["weight.absmax"], table, _nested_offset(state))
+        else:
+            scales = BlockScales(found["weight.absmax"].float())
+        return TableWeight(codes, found["weight.quant_map"], scales)
 
     return Layout(("weight.quant_map",), tensors, weight)
 

@@ -72,7 +72,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: Norm
     lm_head: Vocabulary | None
-    is_packed: bool  # quantised weights are as they are stored, if kernels multiply them so
+    scales_sums: bool  # of products with codes, as far as kernels multiply weights as they are quantised
     dtype: torch.dtype
     device: torch.device
 
@@ -174,7 +174,7 @@ class _Reader:
                 if share.is_last and not scores_as_embedded
                 else embedding
             ),
-            is_packed=self.keeps_packed,
+            scales_sums=self.keeps_packed and config.quantization is not None and config.quantization.has_integers,
             dtype=self.dtype,
             device=self.device,
         )
@@ -348,12 +348,10 @@ class _Reader:
     @property
     def keeps_packed(self) -> bool:
         """Whether weights stay as they are quantised, where kernels multiply them so."""
-        quantization = self.config.quantization
         return (
             self.packed
             and self.library is not None
-            and quantization is not None
-            and quantization.has_codes
+            and self.config.quantization is not None
             and not self.config.transposes_weights
         )
 

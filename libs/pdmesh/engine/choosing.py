@@ -65,7 +65,7 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
     if needs_torch:
         kind = torch_kind(device, deterministic=loaded.deterministic)
         kinds.append(kind if loaded.share.rounds_as_one(loaded.config) else f"{kind}-of-{loaded.share.num_ranks}")
-    if loaded.weights.is_packed:
+    if loaded.weights.scales_sums:
         kinds.append(PACKED_KIND)
     ranged: AttentionBackend = attention
     if loaded.range_tokens:

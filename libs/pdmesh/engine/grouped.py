@@ -19,6 +19,9 @@ _MXFP4_GROUP = 32
 #: Twice the values of E2M1's numbers, which are integers; of those with a sign, without it.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 _NO_EXPONENT = 255
+_NO_FLOAT8 = 0x7F  # of either sign
+#: Of E4M3's scales, below 2^this: kernels multiply them by 2^8 first.
+_FLOAT8_SCALE_EXPONENT = 100
 
 
 class CodeKind(IntEnum):
@@ -27,38 +30,56 @@ class CodeKind(IntEnum):
     UNSIGNED = 0
     SIGNED = 1  # two's complement
     FLOAT = 2  # of 4 bits: twice the values of a sign, two bits of exponent and one of mantissa (E2M1)
+    FLOAT8 = 3  # of 8 bits: a sign, four bits of exponent and three of mantissa (E4M3)
+    TABLE = 4  # of 4 bits: which of 16 numbers
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether codes are no integers: kernels round each weight, and give the bits of a plain linear layer."""
+        return self in (CodeKind.FLOAT8, CodeKind.TABLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A number for each output and group: a base, times a multiplier if there are any."""
+    """A number for each output and group: a base, times a multiplier if there are any.
+
+    With a table, multipliers say which of its values they are, and each output's offset is added.
+    """
 
     #: (outputs, bases), bf16, float16, fp32, or uint8: exponents of powers of two, of which 128 is 1 and 255 no number.
     bases: Tensor
     groups_per_base: int
-    multipliers: Tensor | None = None  # (outputs, groups), int8
+    multipliers: Tensor | None = None  # (outputs, groups), int8; uint8 with a table
+    table: Tensor | None = None  # (256,), fp32
+    offsets: Tensor | None = None  # (outputs,), fp32; where there is a table
 
     def by_group(self, num_groups: int) -> Tensor:
         """(outputs, groups), fp32."""
         bases = _powers_of_two(self.bases) if self.bases.dtype == torch.uint8 else self.bases.float()
         factors = bases.repeat_interleave(self.groups_per_base, dim=1)[:, :num_groups]
-        return factors if self.multipliers is None else factors * self.multipliers
+        if self.multipliers is None:
+            return factors
+        if self.table is None or self.offsets is None:
+            return factors * self.multipliers
+        return factors * self.table[self.multipliers.int()] + self.offsets[:, None]
 
     def rows(self, rows: Tensor) -> Factors:
         multipliers = None if self.multipliers is None else self.multipliers[rows]
-        return Factors(self.bases[rows], self.groups_per_base, multipliers)
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return Factors(self.bases[rows], self.groups_per_base, multipliers, self.table, offsets)
 
     @property
     def is_finite(self) -> bool:
         """Whether all are numbers."""
         if self.bases.dtype == torch.uint8:
             return bool((self.bases != _NO_EXPONENT).all())
-        return bool(self.bases.isfinite().all())
+        return all(bool(each.isfinite().all()) for each in (self.bases, self.table, self.offsets) if each is not None)
 
     @property
     def form(self) -> tuple[object, ...]:
         """What factors that are joined have in common."""
-        return self.bases.dtype, self.bases.shape[1], self.groups_per_base, self.multipliers is None
+        form = (self.bases.dtype, self.bases.shape[1], self.groups_per_base, self.multipliers is None)
+        return (*form, _values_of(self.table))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +88,12 @@ class GroupedWeight:
 
     codes: Tensor  # (outputs, inputs), uint8; the lower bits
     bits: int
-    kind: CodeKind  # signed, of 8 bits
+    kind: CodeKind  # signed or floats, of 8 bits
     group_size: int
     scales: Factors
     minima: Factors | None = None
     order: Tensor | None = None  # which of the layer's inputs each column is for; None: as they come
+    table: Tensor | None = None  # (16,), fp32: what codes of this kind stand for
 
     @property
     def num_groups(self) -> int:
@@ -79,7 +101,11 @@ class GroupedWeight:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all factors are numbers."""
+        """Whether all factors are numbers, and all that codes stand for."""
+        if self.kind is CodeKind.FLOAT8 and bool(((self.codes & _NO_FLOAT8) == _NO_FLOAT8).any()):
+            return False
+        if self.table is not None and not bool(self.table.isfinite().all()):
+            return False
         return all(each.is_finite for each in (self.scales, self.minima) if each is not None)
 
     def rows(self, rows: Tensor) -> GroupedWeight:
@@ -101,6 +127,11 @@ class GroupedWeight:
                 return ((self.codes.short() ^ half) - half).float()
             case CodeKind.FLOAT:
                 return torch.tensor([*_DOUBLED, *(-value for value in _DOUBLED)]).float()[self.codes.int()]
+            case CodeKind.FLOAT8:
+                return self.codes.view(torch.float8_e4m3fn).float()
+            case CodeKind.TABLE:
+                assert self.table is not None
+                return self.table[self.codes.int()]
 
     def _by_input(self, factors: Factors) -> Tensor:
         each = factors.by_group(self.num_groups)
@@ -146,14 +177,21 @@ def join_rows(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
 
 def _form(weight: GroupedWeight) -> tuple[object, ...]:
     minima = None if weight.minima is None else weight.minima.form
-    return weight.bits, weight.kind, weight.group_size, weight.order is None, weight.scales.form, minima
+    form = (weight.bits, weight.kind, weight.group_size, weight.order is None, weight.scales.form, minima)
+    return (*form, _values_of(weight.table))
+
+
+def _values_of(table: Tensor | None) -> list[float] | None:
+    return None if table is None else table.tolist()
 
 
 def _joined(first: GroupedWeight, second: GroupedWeight) -> GroupedWeight:
     def factors(one: Factors, other: Factors) -> Factors:
-        pair = (one.multipliers, other.multipliers)
-        multipliers = None if pair[0] is None or pair[1] is None else torch.cat((pair[0], pair[1]))
-        return Factors(torch.cat((one.bases, other.bases)), one.groups_per_base, multipliers)
+        def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+            return None if first is None or second is None else torch.cat((first, second))
+
+        bases, multipliers = torch.cat((one.bases, other.bases)), both(one.multipliers, other.multipliers)
+        return Factors(bases, one.groups_per_base, multipliers, one.table, both(one.offsets, other.offsets))
 
     minima = None
     if first.minima is not None and second.minima is not None:
@@ -193,6 +231,24 @@ def grouped(
     )
 
 
+def of_float8(values: Tensor, scales: Tensor, group_of: Tensor) -> GroupedWeight | None:
+    """values * scales, of E4M3's floats (outputs, inputs); ``scales`` are (outputs, groups).
+
+    None where groups are of sizes that are not served, or scales larger than those of any weight.
+    """
+    form = _grouping(group_of, scales.shape[1])
+    if form is None or form[2] is not None or bool((scales.abs() >= 2.0**_FLOAT8_SCALE_EXPONENT).any()):
+        return None
+    group_size, groups_per_base, _ = form
+    return GroupedWeight(
+        codes=values.view(torch.uint8),
+        bits=8,
+        kind=CodeKind.FLOAT8,
+        group_size=group_size,
+        scales=Factors(_narrowest(scales), groups_per_base),
+    )
+
+
 def _grouping(group_of: Tensor, num_groups: int) -> tuple[int, int, Tensor | None] | None:
     """Inputs of a group, how many share a base, and the order in which groups lie together."""
     num_inputs = len(group_of)
@@ -226,4 +282,5 @@ def padded_factors(factors: Factors, num_outputs: int, num_groups: int) -> Facto
 
     bases = pad(factors.bases, -(-num_groups // factors.groups_per_base))
     multipliers = None if factors.multipliers is None else pad(factors.multipliers, num_groups)
-    return Factors(bases, factors.groups_per_base, multipliers)
+    offsets = None if factors.offsets is None else pad(factors.offsets[:, None], 1)[:, 0]
+    return Factors(bases, factors.groups_per_base, multipliers, factors.table, offsets)

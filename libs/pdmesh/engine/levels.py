@@ -67,6 +67,7 @@ class KernelLibrary:
     pack_linear: Callable[..., None]
     unpack_rows: Callable[..., None]
     linear_packed: Callable[..., None]
+    linear_rounded: Callable[..., None]
     pack_codes: Callable[..., None]
     unpack_codes: Callable[..., None]
 
@@ -147,7 +148,7 @@ def _path(level: str, folder: Path = FOLDER) -> Path:
 
 
 #: ``csrc/memory.h`` has the same number.
-_INTERFACE = 5
+_INTERFACE = 6
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
     "attention": [_POINTER, _INT, *[_POINTER] * 5, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT, _FLOAT, _INT],
@@ -158,6 +159,7 @@ _ARGUMENTS: Mapping[str, list[Any]] = {
     "pack_linear": [_POINTER, _POINTER, _INT, _INT],
     "unpack_rows": [*[_POINTER] * 3, _INT, _INT],
     "linear_packed": [*[_POINTER] * 4, *[_INT] * 4],
+    "linear_rounded": [*[_POINTER] * 4, *[_INT] * 4],
     "pack_codes": [_POINTER, _POINTER, _INT, _INT, _INT],
     "unpack_codes": [*[_POINTER] * 3, _INT, _INT],
 }

@@ -31,7 +31,7 @@ class QuantizedFormat(StrEnum):
     GGUF = "gguf"  # a file of its own; each tensor has a type
 
 
-_NO_CODES = (QuantizedFormat.FLOAT8, QuantizedFormat.FLOAT8_BLOCKS, QuantizedFormat.BITSANDBYTES_4)
+_NO_INTEGERS = (QuantizedFormat.FLOAT8, QuantizedFormat.FLOAT8_BLOCKS, QuantizedFormat.BITSANDBYTES_4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class Quantization:
     interleaves_rotation: bool = False  # rows of queries and keys are stored as neighbours that rotate
 
     @property
-    def has_codes(self) -> bool:
-        """Whether weights are integers of a few bits."""
-        return self.format not in _NO_CODES
+    def has_integers(self) -> bool:
+        """Whether weights are scaled integers: where they stay packed, sums are scaled, and no weight is rounded."""
+        return self.format not in _NO_INTEGERS
 
 
 class RopeType(StrEnum):

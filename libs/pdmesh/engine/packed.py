@@ -1,9 +1,12 @@
-"""Linear layers by compiled kernels whose weights stay packed in memory: codes of 4 to 8 bits, and what scales them."""
+"""Linear layers by compiled kernels whose weights stay packed in memory: codes of 4 to 8 bits, and what scales them.
+
+Where codes are integers, sums of products are scaled; others give the bits of plain weights (`CodeKind.is_rounded`).
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +33,8 @@ class _Factors(ctypes.Structure):
         ("base_type", ctypes.c_int64),
         ("groups_per_base", ctypes.c_int64),
         ("multipliers", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
     )
 
 
@@ -43,6 +48,7 @@ class _PackedWeight(ctypes.Structure):
         ("group_size", ctypes.c_int64),
         ("scales", _Factors),
         ("minima", _Factors),
+        ("table", ctypes.c_void_p),
     )
 
 
@@ -51,6 +57,7 @@ class PackedLinear:
     """A linear layer, and perhaps a vocabulary; `packed_linear` makes it. Its dtype is the library's."""
 
     library: KernelLibrary
+    multiply: Callable[..., None]  # of the library
     weight: _PackedWeight
     memory: tuple[Tensor, ...]  # what the weight points to
     bias: Tensor | None
@@ -65,7 +72,7 @@ class PackedLinear:
         num_rows, num_outputs, num_inputs = len(rows), _rounded_up(self.num_outputs), _rounded_up(self.num_inputs)
         rows = padded_to(rows, num_rows, num_inputs).contiguous()
         output = rows.new_empty(num_rows, num_outputs)
-        self.library.linear_packed(
+        self.multiply(
             rows.data_ptr(),
             ctypes.addressof(self.weight),
             None if self.bias is None else self.bias.data_ptr(),
@@ -113,22 +120,29 @@ def packed_linear(
     num_groups = -(-inputs // weight.group_size)
     kept = [packed]
 
+    def address_of(values: Tensor | None) -> int | None:
+        if values is None:
+            return None
+        kept.append(memory.bytes(values.nbytes).copy_(values.contiguous().view(-1).view(torch.uint8)))
+        return kept[-1].data_ptr()
+
     def factors(given: Factors | None) -> _Factors:
         if given is None:
-            return _Factors(None, 0, 1, None)
+            return _Factors(None, 0, 1, None, None, None)
         padded = padded_factors(given, outputs, num_groups)
-        arrays = [_by_panel(values, memory) for values in (padded.bases, padded.multipliers) if values is not None]
-        kept.extend(arrays)
-        multipliers = arrays[1].data_ptr() if len(arrays) > 1 else None
-        return _Factors(arrays[0].data_ptr(), _BASE_TYPES[given.bases.dtype], given.groups_per_base, multipliers)
+        bases = address_of(_by_panel(padded.bases))
+        multipliers = None if padded.multipliers is None else address_of(_by_panel(padded.multipliers))
+        table, offsets = address_of(padded.table), address_of(padded.offsets)
+        return _Factors(bases, _BASE_TYPES[given.bases.dtype], given.groups_per_base, multipliers, table, offsets)
 
     if bias is not None:
         bias = functional.pad(bias, (0, outputs - num_outputs))
     struct = _PackedWeight(
         packed.data_ptr(), weight.bits, weight.kind, weight.group_size, factors(weight.scales),
-        factors(weight.minima),
+        factors(weight.minima), address_of(weight.table),
     )  # fmt: skip
-    return PackedLinear(library, struct, tuple(kept), bias, weight.order, num_outputs, num_inputs)
+    multiply = library.linear_rounded if weight.kind.is_rounded else library.linear_packed
+    return PackedLinear(library, multiply, struct, tuple(kept), bias, weight.order, num_outputs, num_inputs)
 
 
 def joined_linear(parts: Sequence[Linear]) -> Linear:
@@ -136,10 +150,9 @@ def joined_linear(parts: Sequence[Linear]) -> Linear:
     return parts[0] if len(parts) == 1 else JoinedLinear(tuple(parts))
 
 
-def _by_panel(values: Tensor, memory: WeightMemory) -> Tensor:
+def _by_panel(values: Tensor) -> Tensor:
     """(outputs, columns) as the kernels read it: for each panel and column, its outputs side by side."""
-    ordered = values.view(-1, TILE_SIZE, values.shape[1]).transpose(1, 2).contiguous()
-    return memory.bytes(ordered.nbytes).copy_(ordered.view(-1).view(torch.uint8))
+    return values.view(-1, TILE_SIZE, values.shape[1]).transpose(1, 2)
 
 
 def _rounded_up(size: int) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pdmesh.engine.grouped import GroupedWeight, grouped
+from pdmesh.engine.grouped import GroupedWeight, grouped, of_float8
 from pdmesh.engine.model_config import Quantization, QuantizedFormat
 
 Shape = tuple[int, ...]
@@ -30,21 +30,19 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """(values - zeros) * scales, of a matrix (outputs, inputs)."""
+    """Implements `Weight`: (values - zeros) * scales."""
 
-    values: Tensor  # (outputs, inputs)
+    values: Tensor  # (outputs, inputs): integers, or E4M3's floats
     scales: Tensor  # (outputs, groups), fp32
     zeros: Tensor | None  # like scales
     group_of: Tensor  # (inputs,)
 
     def grouped(self, bits: int) -> GroupedWeight | None:
-        """The weight as codes of ``bits``; None where its values, or its groups, are no such ones."""
         if self.values.is_floating_point():
-            return None
+            return of_float8(self.values, self.scales, self.group_of)
         return grouped(self.values, self.scales, self.zeros, self.group_of, bits=bits)
 
     def write(self, out: Tensor) -> None:
-        """Put the weight into ``out`` (outputs, inputs), computed in fp32 and rounded once."""
         num_outputs, num_inputs = self.values.shape
         panel = max(1, _PANEL_VALUES // num_inputs)
         for first in range(0, num_outputs, panel):
@@ -53,6 +51,18 @@ class QuantizedWeight:
             if self.zeros is not None:
                 values -= self.zeros[rows][:, self.group_of]
             out[rows] = values * self.scales[rows][:, self.group_of]
+
+
+class Weight(Protocol):
+    """A matrix (outputs, inputs) as a checkpoint stores it."""
+
+    def grouped(self, bits: int) -> GroupedWeight | None:
+        """The weight as codes of ``bits``; None where kernels cannot multiply it so."""
+        ...
+
+    def write(self, out: Tensor) -> None:
+        """Put the weight into ``out`` (outputs, inputs), computed in fp32 and rounded once."""
+        ...
 
 
 class Stored(NamedTuple):
@@ -73,7 +83,7 @@ class Layout:
 
     markers: tuple[str, ...]
     tensors: Callable[[int, int], Mapping[str, Stored]]
-    weight: Callable[[Mapping[str, Tensor], int, int], QuantizedWeight]
+    weight: Callable[[Mapping[str, Tensor], int, int], Weight]
 
 
 def layout_of(quantization: Quantization) -> Layout:

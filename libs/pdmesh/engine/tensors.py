@@ -18,7 +18,7 @@ from pdmesh.engine.fused_experts import FusedExpertTensors
 from pdmesh.engine.gguf.tensors import GgufTensors
 from pdmesh.engine.grouped import CODE_BITS, GroupedWeight, grouped
 from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, TensorNames
-from pdmesh.engine.quantized import Layout, LayoutError, QuantizedWeight, Shape, Stored, layout_of
+from pdmesh.engine.quantized import Layout, LayoutError, Shape, Stored, Weight, layout_of
 from pdmesh.engine.stored import FileTensors
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
@@ -125,10 +125,10 @@ class QuantizedTensors:
             return None
         weight = self._weight(name, shape).grouped(self.bits)
         if weight is not None and not weight.is_finite:
-            raise ConfigError(f"{name}: the quantised weight has scales that are no numbers; download it again")
+            raise ConfigError(f"{name}: the quantised weight has values that are no numbers; download it again")
         return weight if weight is None or rows is None else weight.rows(torch.arange(*rows))
 
-    def _weight(self, name: str, shape: Shape) -> QuantizedWeight:
+    def _weight(self, name: str, shape: Shape) -> Weight:
         self.check(name, shape)
         stored, ends = self._stored(name, shape), self.layout.tensors(*shape)
         found = {

@@ -243,7 +243,7 @@ def _bytes_of_a_weight(model: DecoderShape, layout: KvLayout) -> float:
     if layout.dtype == "float32":
         return 4
     quantization = model.quantization
-    if quantization is None or not quantization.has_codes or not compiled_levels():
+    if quantization is None or not compiled_levels():
         return 2
     return quantization.bits / 8 + 0.07
 

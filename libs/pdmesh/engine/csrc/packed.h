@@ -6,9 +6,14 @@
 //   total = total + scale * sum(input * code) - minimum * sum(input), group after group
 //
 // Codes are integers with a sign (two's complement) or without, or of 4 bits, numbers with a sign, two bits of exponent
-// and one of mantissa (E2M1), which stand for twice their value, so that all are integers. Of 8 bits, they are signed. For
-// each panel of 32 outputs and each step of
-// 32 inputs there are 128 bytes for each bit, in two tiles of 16 outputs, each output a lane of 32 bits:
+// and one of mantissa (E2M1), which stand for twice their value, so that all are integers. Of 8 bits, they are signed.
+//
+// Others stand for numbers that are no integers: of 8 bits, floats with a sign, four bits of exponent and three of
+// mantissa (E4M3); of 4 bits, numbers of a table. Their weights, number * scale, are computed in fp32, rounded to the
+// type of the inputs, and multiplied as weights of that type are: the bits of a linear layer with plain weights.
+//
+// For each panel of 32 outputs and each step of 32 inputs there are 128 bytes for each bit, in two tiles of 16 outputs,
+// each output a lane of 32 bits:
 //
 //   4 bits: a line for each 8 inputs: input 2k + p at bit 4k + 16p
 //   5 bits: the lower four as above in both tiles, then a line a tile: the fifth of input 2k + p at bit k + 16p
@@ -30,15 +35,18 @@ namespace pdmesh {
 constexpr int kCodeTile = 16, kCodeStep = 32, kCodePanel = 32;
 constexpr int kCodeLine = 64;  // bytes
 
-enum CodeKind : int64_t { kUnsigned = 0, kSigned = 1, kFloat = 2 };
+enum CodeKind : int64_t { kUnsigned = 0, kSigned = 1, kFloat = 2, kFloat8 = 3, kTable = 4 };
 
 // Scales or minima of all groups and outputs: bases, times multipliers if there are any. Bases are for so many groups;
-// for each panel, and each base or group, there are 32 values side by side.
+// for each panel, and each base or group, there are 32 values side by side. With a table, multipliers are numbers of its
+// values, and each output's offset is added to the products, which are rounded before.
 struct Factors {
     const void* bases;  // null: there are none
     int64_t base_type;  // 0: bf16, 1: float16, 2: fp32, 3: a power of two by its exponent, a byte, of which 128 is 1
     int64_t groups_per_base;
     const int8_t* multipliers;  // or null
+    const float* table;         // 256 values, or null
+    const float* offsets;       // of outputs, where there is a table
 };
 
 struct PackedWeight {
@@ -46,6 +54,7 @@ struct PackedWeight {
     int64_t bits, kind;
     int64_t group_size;  // inputs
     Factors scales, minima;
+    const float* table;  // of 16 numbers, for codes that stand for them
 };
 
 constexpr int64_t step_bytes(int64_t bits) { return bits * kCodePanel * kCodeStep / 8; }
@@ -111,10 +120,15 @@ inline void expand_factors(
         } else {
             std::memcpy(to, static_cast<const float*>(factors.bases) + at, kCodePanel * sizeof(float));
         }
-        if (factors.multipliers != nullptr) {
-            const int8_t* by = factors.multipliers + (panel * groups + group) * kCodePanel;
+        if (factors.multipliers == nullptr) continue;
+        const int8_t* by = factors.multipliers + (panel * groups + group) * kCodePanel;
+        if (factors.table == nullptr) {
             for (int i = 0; i < kCodePanel; ++i) to[i] *= by[i];
+            continue;
         }
+        for (int i = 0; i < kCodePanel; ++i) to[i] *= factors.table[static_cast<uint8_t>(by[i])];
+        __asm__ volatile("" ::: "memory");  // no level makes one operation of both
+        for (int i = 0; i < kCodePanel; ++i) to[i] += factors.offsets[panel * kCodePanel + i];
     }
 }
 
@@ -162,7 +176,7 @@ inline void pack_codes(const uint8_t* codes, uint8_t* packed, int bits, int64_t 
                 }
 }
 
-// What a code stands for.
+// What a code that is an integer stands for.
 inline int number_of(uint32_t code, int bits, int64_t kind) {
     constexpr int kDoubled[] = {0, 1, 2, 3, 4, 6, 8, 12};
     if (kind == kFloat) return code & 8 ? -kDoubled[code & 7] : kDoubled[code & 7];
@@ -170,13 +184,23 @@ inline int number_of(uint32_t code, int bits, int64_t kind) {
     return kind == kSigned ? static_cast<int>(code ^ half) - half : static_cast<int>(code);
 }
 
+// E4M3, of finite values.
+inline float widen_float8(uint32_t code) {
+    const float magnitude = float_of((code & 0x7fu) << 20) * 0x1p120f;
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
 // One code's number, of a step's begin.
-inline int number_at(const uint8_t* step, int bits, int64_t kind, int output, int input) {
+inline float number_at(const uint8_t* step, const PackedWeight& weight, int output, int input) {
+    const int bits = static_cast<int>(weight.bits);
     const CodePlace place = code_place(bits, output, input);
-    if (bits == 8) return static_cast<int8_t>(step[place.low]);
-    uint32_t code = word_at(step + place.low) >> place.low_shift & 15;
-    if (bits > 4) code |= (word_at(step + place.high) >> place.high_shift & ((1u << (bits - 4)) - 1)) << 4;
-    return number_of(code, bits, kind);
+    uint32_t code = step[place.low];
+    if (bits < 8) code = word_at(step + place.low) >> place.low_shift & 15;
+    if (bits == 5 || bits == 6)
+        code |= (word_at(step + place.high) >> place.high_shift & ((1u << (bits - 4)) - 1)) << 4;
+    if (weight.kind == kFloat8) return widen_float8(code);
+    if (weight.kind == kTable) return weight.table[code];
+    return static_cast<float>(number_of(code, bits, weight.kind));
 }
 
 // output (num_rows x num_inputs): rows `ids` of a weight.
@@ -187,7 +211,10 @@ inline void unpack_codes(
         const int64_t bases = (groups + factors.groups_per_base - 1) / factors.groups_per_base;
         const float value = base(factors, (panel * bases + group / factors.groups_per_base) * kCodePanel + lane);
         if (factors.multipliers == nullptr) return value;
-        return value * factors.multipliers[(panel * groups + group) * kCodePanel + lane];
+        const int8_t by = factors.multipliers[(panel * groups + group) * kCodePanel + lane];
+        if (factors.table == nullptr) return value * by;
+        const volatile float product = value * factors.table[static_cast<uint8_t>(by)];
+        return product + factors.offsets[panel * kCodePanel + lane];
     };
     const int bits = static_cast<int>(weight.bits);
     for (int64_t row = 0; row < num_rows; ++row) {
@@ -200,9 +227,9 @@ inline void unpack_codes(
             const float minimum = has_minimum ? factor(weight.minima, panel, first / weight.group_size, lane) : 0.0f;
             const int64_t end = std::min(first + weight.group_size, num_inputs);
             for (int64_t i = first; i < end; ++i) {
-                const int code = number_at(
-                    codes + i / kCodeStep * step_bytes(bits), bits, weight.kind, lane, static_cast<int>(i % kCodeStep));
-                output[row * num_inputs + i] = scale * static_cast<float>(code) - minimum;
+                const float number = number_at(
+                    codes + i / kCodeStep * step_bytes(bits), weight, lane, static_cast<int>(i % kCodeStep));
+                output[row * num_inputs + i] = scale * number - minimum;
             }
         }
     }

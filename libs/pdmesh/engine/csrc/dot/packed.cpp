@@ -3,12 +3,11 @@
 //
 // A row's result is summed in the same order however many rows there are.
 
-#include "../packed.h"
-
 #include <omp.h>
 
 #include <algorithm>
 
+#include "codes.h"
 #include "operands.h"
 
 namespace {
@@ -17,14 +16,7 @@ using namespace pdmesh;
 
 constexpr int kChunkSteps = 12;  // of a panel: a whole number of groups; they stay in the first-level cache
 constexpr int kChunkInputs = kChunkSteps * kStep;
-constexpr int kLeastGroup = 16;
 constexpr int kBlockRows = 256;
-constexpr int kAheadBytes = 12288;  // between a code's request and its use
-constexpr int kEighth = 8;         // pairs of the least group
-
-using Words = uint16_t __attribute__((vector_size(64)));
-
-inline Words words_at(const uint8_t* from) { return (Words)_mm512_loadu_si512(from); }
 
 // bf16 of codes, by the lower bits of 16: a table of 64.
 struct Table {
@@ -69,14 +61,6 @@ inline __m512i codes_of(const uint8_t* step, int half, int tile, int pair, const
         const int from = pair * (Bits - 4);  // the upper bits are moved from there to 4
         return table.template at<Bits>((low & 15) | ((from < 4 ? high << (4 - from) : high >> (from - 4)) & kUpper));
     }
-}
-
-// Asks for what follows a half of a step.
-template <int Bits>
-inline void fetch(const uint8_t* step, int half) {
-    const uint8_t* ahead = step + half * step_bytes(Bits) / 2 + kAheadBytes;
-#pragma GCC unroll 8
-    for (int line = 0; line < step_bytes(Bits) / 2; line += kCodeLine) _mm_prefetch(ahead + line, _MM_HINT_T0);
 }
 
 // to (two tiles): a step's codes, as the right operand of a product.

@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include "../memory.h"
+#include "codes.h"
 #include "strips.h"
 #include "vec.h"
 
@@ -18,7 +19,6 @@ constexpr int kChunk = 128;          // inputs: a whole number of groups; their 
 constexpr int kStride = kChunk + 16; // of widened inputs: rows lie in unlike sets of the cache
 constexpr int kLeastGroup = 16;
 constexpr int kBlockRows = 240;
-constexpr int kAheadBytes = 6144;    // between a code's request and its use
 constexpr int kStrip = kLanes == 16 ? 12 : 6;  // rows whose sums stay in registers
 constexpr int kNarrow = 4;           // rows up to which codes are widened in registers
 #if defined(__aarch64__)
@@ -26,12 +26,6 @@ constexpr int kVectors = 4;
 #else
 constexpr int kVectors = 2;
 #endif
-
-inline Words words_at(const uint8_t* from) {
-    Words words;
-    std::memcpy(&words, from, sizeof(words));
-    return words;
-}
 
 // Numbers of codes that are at the top of words, of a kind.
 template <int Bits, CodeKind Kind>
@@ -52,35 +46,10 @@ inline Floats numbers_of(Words codes) {
     }
 }
 
-// Of the 8 inputs of a quarter of a step, a code of each: input i, for kLanes outputs from `output` on.
+// Of the 8 inputs of a quarter of a step, what a code of each stands for: input i, for kLanes outputs from `output` on.
 template <int Bits, CodeKind Kind>
 inline Floats codes_of(const uint8_t* step, int quarter, int output, int i) {
-    const int tile = output / kCodeTile, lane = output % kCodeTile, part = i % 2;
-    Words bits;  // the code at the top
-    if constexpr (Bits == 8) {
-        Halves halves;
-        std::memcpy(&halves, step + (tile * 16 + quarter * 4 + i / 2) * kCodeLine / 2 + 2 * lane, sizeof(halves));
-        bits = words_of(halves) << (24 - 8 * part);
-    } else {
-        bits = words_at(step + (tile * 4 + quarter) * kCodeLine + lane * 4) << (28 - i / 2 * 4 - part * 16);
-        const uint8_t* highs = step + (8 + tile * (Bits - 4)) * kCodeLine + lane * 4;
-        if constexpr (Bits == 5) {
-            const Words high = words_at(highs) >> (4 * quarter);
-            bits = (high << (31 - i / 2 - part * 16) & 0x80000000) | (bits >> 1 & 0x78000000);
-        } else if constexpr (Bits == 6) {
-            const Words high = words_at(highs + quarter / 2 * kCodeLine) >> (quarter % 2 * 8);
-            bits = (high << (30 - i / 2 * 2 - part * 16) & 0xc0000000) | (bits >> 2 & 0x3c000000);
-        }
-    }
-    return numbers_of<Bits, Kind>(bits);
-}
-
-// Asks for what follows a quarter of a step.
-template <int Bits>
-inline void fetch(const uint8_t* step, int quarter) {
-    const uint8_t* ahead = step + quarter * step_bytes(Bits) / 4 + kAheadBytes;
-#pragma GCC unroll 4
-    for (int line = 0; line < step_bytes(Bits) / 4; line += kCodeLine) prefetch(ahead + line);
+    return numbers_of<Bits, Kind>(code_bits<Bits>(step, quarter, output, i));
 }
 
 // to (32 inputs x kPanel): a step's codes, widened.
