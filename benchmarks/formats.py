@@ -1,4 +1,4 @@
-"""Speed and memory of one model in bf16, int8 and int4 on a CPU: `python benchmarks/formats.py`.
+"""Speed and memory of one model in bf16 and quantised formats on a CPU: `python benchmarks/formats.py`.
 
 Qwen2.5-0.5B's shape with random weights. Figures are the best of several rounds that go through all formats in turn; a
 decode reads weights and KV once, and its shares are of the bandwidths of reading and of copying memory (bytes read and
@@ -45,8 +45,13 @@ FORMATS: dict[str, dict[str, Any] | None] = {
     "int8 groups of 32": {"num_bits": 8, "strategy": "group", "group_size": 32},
     "int4 groups of 128": {"num_bits": 4, "strategy": "group", "group_size": 128},
     "int4 groups of 32": {"num_bits": 4, "strategy": "group", "group_size": 32},
+    "fp8 blocks of 128": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+    "fp8 by channel": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "NF4": None,  # bitsandbytes'
 }
-VLLM_REFUSES = ("int8 groups of 32",)  # on a CPU; of int8, it takes weights with activations in int8
+NF4_BYTES = 0.5 + 4 / 64  # of a weight: a scale in fp32 for each 64
+#: On a CPU; of int8, it takes weights with activations in int8.
+VLLM_REFUSES = ("int8 groups of 32", "fp8 blocks of 128", "fp8 by channel", "NF4")
 TYPES = ("BF16", "Q8_0", "Q4_K_M")  # of GGUF files
 LEAST_DECODE, LEAST_PREFILL = 1.0, 1.2  # of llama.cpp's
 _KV_TOKEN_BYTES = 2 * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim
@@ -99,8 +104,9 @@ def load(checkpoint: Path, weight_bytes: float, cpu_level: str, *, is_random: bo
 def format_bytes(name: str) -> float:
     """Codes, and scales of 16 bits."""
     if (weights := FORMATS[name]) is None:
-        return 2.0 * NUM_WEIGHTS
-    scale_bytes: float = 2 / weights.get("group_size", SHAPE.hidden_size)
+        return (NF4_BYTES if name == "NF4" else 2.0) * NUM_WEIGHTS
+    group_size = 128 if weights["strategy"] == "block" else weights.get("group_size", SHAPE.hidden_size)
+    scale_bytes: float = 2 / group_size
     code_bytes: float = weights["num_bits"] / 8
     return NUM_WEIGHTS * (code_bytes + scale_bytes)
 
@@ -110,15 +116,22 @@ def write_format(folder: Path, name: str) -> Path:
     directory = folder / name
     directory.mkdir()
     checkpoint = write_config(directory, shape=SHAPE, dtype="bfloat16")
-    if (weights := FORMATS[name]) is not None:
+    if (quantization := quantization_config(name)) is not None:
         path = checkpoint / "config.json"
-        scheme = {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": {"type": "int", "symmetric": True, **weights}}},
-        }
-        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": scheme}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
     return checkpoint
+
+
+def quantization_config(name: str) -> dict[str, Any] | None:
+    if name == "NF4":
+        return {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    if (weights := FORMATS[name]) is None:
+        return None
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if "type" in weights else "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"type": "int", "symmetric": True, **weights}}},
+    }
 
 
 def gguf_checkpoint(file: Path) -> Path:

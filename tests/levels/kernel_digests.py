@@ -69,10 +69,10 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
         num_factors = NUM_OUTPUTS * -(-NUM_INPUTS // group_size)
         bases, multipliers = inputs.draw(num_factors), array("b", (number % 127 for number in range(num_factors)))
         base_type = 1 if suffix else 0
-        scales = [address(bases), base_type, 1, address(multipliers)]
-        minima = [address(bases), base_type, 1, 0] if has_minima else [0, 0, 1, 0]
+        scales = [address(bases), base_type, 1, address(multipliers), 0, 0]
+        minima = [address(bases) if has_minima else 0, base_type, 1, 0, 0, 0]
         packed_weight = array("q", [address(stored), bits, int(bits == 8 or not has_minima), group_size])
-        packed_weight.extend(scales + minima)
+        packed_weight.extend([*scales, *minima, 0])
         for num_rows in (1, 3, 37):
             rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
             output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
@@ -88,6 +88,37 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             results=[numbers],
         )  # fmt: skip
         yield f"{name}, {bits} bits{suffix}", digest
+
+    # Numbers that are no integers: floats of 8 bits, and those of a table, whose scales are numbers of another.
+    table = array("f", (number / 7 - 1 for number in range(16)))
+    offsets, scale_table = (array("f", (number / 300 for number in range(count))) for count in (NUM_OUTPUTS, 256))
+    for bits, kind, group_size in ((8, 3, 32), (4, 4, 32)):
+        codes = array("B", (value & ((1 << bits) - 1) for value in inputs.draw(NUM_OUTPUTS * NUM_INPUTS)))
+        stored = array("B", bytes(len(codes) * bits // 8))
+        library.pdmesh_pack_codes(*map(passed, (codes, stored, bits, NUM_OUTPUTS, NUM_INPUTS)))
+        num_factors = NUM_OUTPUTS * -(-NUM_INPUTS // group_size)
+        bases = array("f", (number % 17 / 64 for number in range(num_factors)))
+        multipliers = array("b", (number % 127 for number in range(num_factors)))
+        nested = [address(multipliers), address(scale_table), address(offsets)] if kind == 4 else [0, 0, 0]
+        no_minima = [0, 0, 1, 0, 0, 0]
+        packed_weight = array(
+            "q", [address(stored), bits, kind, group_size, address(bases), 2, 1, *nested, *no_minima, address(table)]
+        )
+        for num_rows in (1, 3, 37):
+            rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
+            output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
+            name, digest = call(
+                f"pdmesh_linear_rounded{suffix}", rows, packed_weight, bias, output, num_rows, NUM_OUTPUTS, NUM_INPUTS,
+                num_threads,
+                results=[output],
+            )  # fmt: skip
+            yield f"{name}, kind {kind}, {num_rows} rows", digest
+        numbers = array("f", bytes(4 * 5 * NUM_INPUTS))
+        name, digest = call(
+            "pdmesh_unpack_codes", packed_weight, array("q", [0, 31, 32, 77, 127]), numbers, 5, NUM_INPUTS,
+            results=[numbers],
+        )  # fmt: skip
+        yield f"{name}, kind {kind}{suffix}", digest
 
     count = NUM_TOKENS * ROW_SIZE
     hidden, delta, normed = inputs.draw(count), inputs.draw(count), array("H", bytes(2 * count))

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from pdmesh.engine.checkpoint import load_weights
+from pdmesh.engine.experts import Mlp
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.levels import choose_kernels
+from pdmesh.engine.linear import WeightMemory
+from pdmesh.engine.model_config import Quantization, QuantizedFormat
+from pdmesh.engine.packed import PackedLinear, packed_linear
+from pdmesh.engine.quantized import layout_of
+from pdmesh.engine.ranks.share import RankShare
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.quantized_checkpoints import FORMATS, Format, write_quantized
 from pdmesh.testing.stepping import generate
+from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=320)
 PROMPT = [number * 37 % 300 for number in range(30)]
@@ -38,7 +48,7 @@ def test_a_quantised_model_is_what_its_weights_stand_for(tmp_path: Path, quantiz
 
 @pytest.mark.parametrize("quantized_format", FORMATS)
 def test_weights_stay_as_they_are_quantised_and_come_as_close(tmp_path: Path, quantized_format: Format) -> None:
-    """In bf16 codes are multiplied, and sums scaled: as near to the model in fp32 as weights that are rounded."""
+    """In bf16 integers are multiplied, and sums scaled: as near to the model in fp32 as weights that are rounded."""
     choice = choose_kernels("bfloat16")
     if choice.library is None:
         pytest.skip("no kernels: built without a compiler")
@@ -55,6 +65,99 @@ def test_weights_stay_as_they_are_quantised_and_come_as_close(tmp_path: Path, qu
     assert errors[0] < 1.2 * errors[1] + 1e-3
     results = [generate(packed, PROMPT, 8, chunk_tokens=size, params=PARAMS).results[-8:] for size in (7, 30)]
     assert results[0] == results[1]  # whatever the chunks
+
+
+#: Of weights that are no integers, and a shape whose rows are whole blocks of bitsandbytes'.
+NO_INTEGERS: tuple[Format, ...] = ("fp8-tensor", "fp8-channel", "fp8-blocks", "fp8-ct-blocks", "bnb-nf4", "bnb-nested")
+WHOLE_BLOCKS = CheckpointShape(hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("quantized_format", NO_INTEGERS)
+def test_weights_that_are_no_integers_stay_packed_with_the_bits_of_rounded_ones(
+    tmp_path: Path, quantized_format: Format, ordered: bool, dtype: str
+) -> None:
+    if choose_kernels(dtype).library is None:
+        pytest.skip("no kernels: built without a compiler")
+    source = write_checkpoint(tmp_path / "source", shape=WHOLE_BLOCKS, architecture="qwen2")
+    quantized, plain = (
+        TorchEngine(path, num_blocks=4, num_threads=1, dtype=dtype, ordered=ordered)
+        for path in write_quantized(source, tmp_path, quantized_format)
+    )
+    assert quantized.arithmetic == plain.arithmetic
+    for chunk_tokens in (7, 30):
+        outputs = [
+            generate(engine, PROMPT, 8, chunk_tokens=chunk_tokens, params=PARAMS) for engine in (quantized, plain)
+        ]
+        assert outputs[0].results == outputs[1].results
+
+
+@pytest.mark.parametrize("quantized_format", ["fp8-blocks", "bnb-nested"])
+def test_experts_of_numbers_that_are_no_integers_give_the_bits_of_rounded_ones(
+    tmp_path: Path, quantized_format: Format
+) -> None:
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    source = write_transformers_checkpoint(tmp_path / "source", "qwen3_moe", hidden_size=64, head_dim=32, **fields)
+    outputs = [
+        generate(TorchEngine(path, num_blocks=4, num_threads=1, dtype="bfloat16"), PROMPT, 8, params=PARAMS)
+        for path in write_quantized(source, tmp_path, quantized_format)
+    ]
+    assert outputs[0].results == outputs[1].results
+
+
+@pytest.mark.parametrize("quantized_format", NO_INTEGERS)
+def test_each_rank_has_its_outputs_of_a_packed_weight(tmp_path: Path, quantized_format: Format) -> None:
+    if (library := choose_kernels("bfloat16").library) is None:
+        pytest.skip("no kernels: built without a compiler")
+    source = write_checkpoint(tmp_path / "source", shape=WHOLE_BLOCKS)
+    path, _ = write_quantized(source, tmp_path, quantized_format)
+    config = load_model_config(path)
+    whole, *parts = (
+        load_weights(path, config, dtype=torch.bfloat16, device=torch.device("cpu"), library=library, share=share)
+        for share in (RankShare(), *RankShare(num_ranks=2).of_all_ranks)
+    )
+    rows = torch.randn(3, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    downs = [weights.layers[1].mlp.down for weights in (whole, *parts) if isinstance(weights.layers[1].mlp, Mlp)]
+    assert all(isinstance(down, PackedLinear) for down in downs)
+    assert torch.equal(downs[0](rows), torch.cat([down(rows) for down in downs[1:]], dim=1))
+
+
+@pytest.mark.parametrize("quantized_format", [name for name in NO_INTEGERS if "blocks" not in name])
+def test_packed_weights_are_no_larger_than_in_their_file(tmp_path: Path, quantized_format: Format) -> None:
+    """Within a twentieth."""
+    if (library := choose_kernels("bfloat16").library) is None:
+        pytest.skip("no kernels: built without a compiler")
+    shape = replace(WHOLE_BLOCKS, hidden_size=512, intermediate_size=1024, num_layers=1)
+    path, _ = write_quantized(write_checkpoint(tmp_path / "source", shape=shape), tmp_path, quantized_format)
+    weights = load_weights(
+        path, load_model_config(path), dtype=torch.bfloat16, device=torch.device("cpu"), library=library
+    )
+    mlp = weights.layers[0].mlp
+    assert isinstance(mlp, Mlp)
+    assert isinstance(mlp.down, PackedLinear)
+    stored = load_file(path / "model.safetensors")
+    own = sum(tensor.nbytes for name, tensor in stored.items() if ".mlp.down_proj." in name and "state" not in name)
+    assert sum(each.nbytes for each in mlp.down.memory) <= 1.05 * own
+
+
+def test_blocks_of_fp8_are_what_transformers_makes_of_them() -> None:
+    if (library := choose_kernels("bfloat16").library) is None:
+        pytest.skip("no kernels: built without a compiler")
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(256, 384, generator=generator).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3, generator=generator).bfloat16()
+    converted = Fp8Dequantize(None).convert({"weight": [values], "weight_scale_inv": [scales]})["weight"]
+    layout = layout_of(Quantization(format=QuantizedFormat.FLOAT8_BLOCKS, block=(128, 128)))
+    weight = layout.weight({"weight": values, "weight_scale_inv": scales}, 256, 384)
+    grouped = weight.grouped(8)
+    assert grouped is not None
+    packed = packed_linear(grouped, None, WeightMemory(), library)
+    assert torch.equal(packed.embed(torch.arange(256)), converted)
+    assert sum(each.nbytes for each in packed.memory) <= 1.05 * values.nbytes
+    dequantised = torch.empty(256, 384, dtype=torch.bfloat16)
+    weight.write(dequantised)
+    assert torch.equal(dequantised, converted)
 
 
 #: What bitsandbytes says of a weight, as a tensor.
@@ -149,3 +252,28 @@ def test_lying_tensors_are_named(
     with pytest.raises(ConfigError, match=sentence) as error:
         TorchEngine(path, num_blocks=1)
     assert whole_name.removesuffix(name) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("quantized_format", "name", "replacement"),
+    [
+        ("fp8-channel", "weight", torch.full((128, 128), torch.nan).to(torch.float8_e4m3fn)),
+        ("fp8-channel", "weight_scale", torch.full((128, 1), torch.nan)),
+        ("bnb-nf4", "weight.absmax", torch.full((256,), torch.inf)),
+        ("bnb-nf4", "weight.quant_map", torch.full((16,), torch.nan)),
+        ("bnb-nested", "weight.nested_absmax", torch.full((1,), torch.nan)),
+        ("bnb-nested", "weight.nested_quant_map", torch.full((256,), torch.nan)),
+    ],
+)
+def test_packed_weights_that_are_no_numbers_are_refused(
+    tmp_path: Path, quantized_format: Format, name: str, replacement: torch.Tensor
+) -> None:
+    if choose_kernels("bfloat16").library is None:
+        pytest.skip("no kernels: built without a compiler")
+    path, _ = write_quantized(write_checkpoint(tmp_path / "source", shape=WHOLE_BLOCKS), tmp_path, quantized_format)
+    tensors = load_file(path / "model.safetensors")
+    whole_name = f"model.layers.1.self_attn.q_proj.{name}"
+    assert whole_name in tensors
+    save_file({**tensors, whole_name: replacement}, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"q_proj\.weight: the quantised weight has values that are no numbers"):
+        TorchEngine(path, num_blocks=1, dtype="bfloat16")

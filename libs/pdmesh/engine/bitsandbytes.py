@@ -41,10 +41,10 @@ class BlockScales:
 
     def factors(self, num_outputs: int) -> Factors:
         """For outputs of whole blocks."""
-        if self.numbers is None:
-            return Factors(self.bases.view(num_outputs, -1), 1)
-        num_groups = len(self.numbers) // num_outputs
+        num_groups = -1 if self.numbers is None else len(self.numbers) // num_outputs
         shared = math.gcd(num_groups, _NESTED_BLOCK)  # neighbours that have one base, whatever the output
+        if self.numbers is None or shared == 1:  # a number and a base would take more than the scale
+            return Factors(self.by_block().view(num_outputs, -1), 1)
         bases = self.bases[torch.arange(0, len(self.numbers), shared) // _NESTED_BLOCK]
         numbers, offsets = self.numbers.view(num_outputs, -1), torch.full((num_outputs,), self.offset)
         return Factors(bases.view(num_outputs, -1), shared, numbers, self.table, offsets)

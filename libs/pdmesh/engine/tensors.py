@@ -16,7 +16,7 @@ from pdmesh.engine import bitsandbytes
 from pdmesh.engine.files import weight_files
 from pdmesh.engine.fused_experts import FusedExpertTensors
 from pdmesh.engine.gguf.tensors import GgufTensors
-from pdmesh.engine.grouped import CODE_BITS, GroupedWeight, grouped
+from pdmesh.engine.grouped import CODE_BITS, GroupedWeight, grouped, of_float8
 from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, TensorNames
 from pdmesh.engine.quantized import Layout, LayoutError, Shape, Stored, Weight, layout_of
 from pdmesh.engine.stored import FileTensors
@@ -68,13 +68,35 @@ class RandomTensors:
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
         if self._quantization is None or self._quantization.bits not in CODE_BITS:
             return None
-        bits, (outputs, inputs) = self._quantization.bits, shape
+        match self._quantization.format:
+            case QuantizedFormat.FLOAT8 | QuantizedFormat.FLOAT8_BLOCKS:
+                weight = self._floats(shape, self._quantization.block)
+            case QuantizedFormat.BITSANDBYTES_4:
+                weight = self._numbers(shape)
+            case _:
+                weight = self._integers(shape, self._quantization)
+        return weight if weight is None or rows is None else weight.rows(torch.arange(*rows))
+
+    def _integers(self, shape: Shape, quantization: Quantization) -> GroupedWeight | None:
+        bits, (outputs, inputs) = quantization.bits, shape
         codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=self._generator, dtype=torch.uint8)
-        size = self._quantization.group_size or inputs
+        size = quantization.group_size or inputs
         deviation = (1 << bits) / 12**0.5  # of codes
         scales = torch.full((outputs, -(-inputs // size)), inputs**-0.5 / deviation).bfloat16().float()
-        weight = grouped(codes, scales, None, torch.arange(inputs) // size, bits=bits)
-        return weight if weight is None or rows is None else weight.rows(torch.arange(*rows))
+        return grouped(codes, scales, None, torch.arange(inputs) // size, bits=bits)
+
+    def _floats(self, shape: Shape, block: tuple[int, int]) -> GroupedWeight | None:
+        outputs, inputs = shape
+        deviation, size = 100.0, block[1] or inputs
+        values = torch.empty(shape).normal_(0, deviation, generator=self._generator).clamp_(-448, 448)
+        scales = torch.full((outputs, -(-inputs // size)), inputs**-0.5 / deviation).bfloat16().float()
+        return of_float8(values.to(torch.float8_e4m3fn), scales, torch.arange(inputs) // size)
+
+    def _numbers(self, shape: Shape) -> GroupedWeight | None:
+        outputs, inputs = shape
+        codes = torch.randint(0, 16, shape, generator=self._generator, dtype=torch.uint8)
+        scales = bitsandbytes.BlockScales(torch.full((-(-outputs * inputs // 64),), inputs**-0.5 / 0.6))
+        return bitsandbytes.TableWeight(codes, torch.linspace(-1, 1, 16), scales).grouped(4)
 
 
 @dataclass(frozen=True, slots=True)
