@@ -20,8 +20,8 @@ _MXFP4_GROUP = 32
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 _NO_EXPONENT = 255
 _NO_FLOAT8 = 0x7F  # of either sign
-#: Of E4M3's scales, below 2^this: kernels multiply them by 2^8 first.
-_FLOAT8_SCALE_EXPONENT = 100
+#: Of E4M3's scales, below this: kernels multiply them by 2^120 first.
+_FLOAT8_SCALES = 2.0**7
 
 
 class CodeKind(IntEnum):
@@ -237,7 +237,7 @@ def of_float8(values: Tensor, scales: Tensor, group_of: Tensor) -> GroupedWeight
     None where groups are of sizes that are not served, or scales larger than those of any weight.
     """
     form = _grouping(group_of, scales.shape[1])
-    if form is None or form[2] is not None or bool((scales.abs() >= 2.0**_FLOAT8_SCALE_EXPONENT).any()):
+    if form is None or form[2] is not None or bool((scales.abs() >= _FLOAT8_SCALES).any()):
         return None
     group_size, groups_per_base, _ = form
     return GroupedWeight(

@@ -18,7 +18,7 @@ constexpr int kChunkSteps = 12;  // of a panel: a whole number of groups, whose 
 struct Float8 {
     static constexpr int kBits = 8;
 
-    // Of a panel's outputs, for each weight of a line's lower and upper half. A code is read as float16, 2^-8 as large.
+    // Of a panel's outputs, for each weight of a line's lower and upper half. Codes are read as fp32, 2^-120 as large.
     struct Scales {
         __m512 low[2], high[2];
     };
@@ -31,7 +31,7 @@ struct Float8 {
         Scales scales;
 #pragma GCC unroll 2
         for (int tile = 0; tile < 2; ++tile) {
-            const __m512 each = _mm512_mul_ps(_mm512_load_ps(group + tile * kTile), _mm512_set1_ps(0x1p8f));
+            const __m512 each = _mm512_mul_ps(_mm512_load_ps(group + tile * kTile), _mm512_set1_ps(0x1p120f));
             scales.low[tile] = _mm512_permutexvar_ps(low, each);
             scales.high[tile] = _mm512_permutexvar_ps(high, each);
         }
@@ -40,13 +40,14 @@ struct Float8 {
 
     __m512i line(const uint8_t* step, int half, int tile, int pair, const Scales& scales) const {
         const uint8_t* from = step + (tile * kTile + half * kEighth + pair) * kCodeLine / 2;
-        const __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-        const __m512i halves =
-            _mm512_and_si512(_mm512_slli_epi16(codes, 7), _mm512_set1_epi16(static_cast<int16_t>(0xbfff)));
-        const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-        const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-        return (__m512i)_mm512_cvtne2ps_pbh(
-            _mm512_mul_ps(high, scales.high[tile]), _mm512_mul_ps(low, scales.low[tile]));
+        const auto weights = [&](int first, __m512 scale) {  // sign, exponent and mantissa go to their places
+            const __m512i codes =
+                _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(from + first)));
+            const __m512i floats =
+                _mm512_and_si512(_mm512_slli_epi32(codes, 20), _mm512_set1_epi32(static_cast<int32_t>(0x87f00000)));
+            return _mm512_mul_ps(_mm512_castsi512_ps(floats), scale);
+        };
+        return (__m512i)_mm512_cvtne2ps_pbh(weights(kTile, scales.high[tile]), weights(0, scales.low[tile]));
     }
 };
 

@@ -8,19 +8,21 @@ namespace {
 
 using namespace pdmesh;
 
-// Numbers of codes that are at the top of words.
+// Numbers of codes that are at the top of words, kScale times smaller.
 struct Float8 {
     static constexpr int kBits = 8;
+    static constexpr float kScale = 0x1p120f;
 
     explicit Float8(const PackedWeight&) {}
     Floats operator()(Words codes) const {
-        return (Floats)((codes & 0x7f000000) >> 4 | (codes & 0x80000000)) * splat(0x1p120f);
+        return (Floats)((Ints)codes >> 4 & splat(static_cast<int32_t>(0x87f00000)));
     }
 };
 
 class Table {
 public:
     static constexpr int kBits = 4;
+    static constexpr float kScale = 1.0f;
 
 #if defined(__AVX512F__)
     explicit Table(const PackedWeight& weight) : numbers(load(weight.table)) {}
@@ -92,7 +94,7 @@ private:
     void write(const uint8_t* step, int quarter, const float* group_scales, Value* to) const {
         fetch<Numbers::kBits>(step, quarter);
         for (int output = 0; output < kPanel; output += kLanes) {
-            const Floats scale = load(group_scales + output);
+            const Floats scale = load(group_scales + output) * splat(Numbers::kScale);
             Value* line = to + output / kTile * kTileValues + quarter * 4 * kStep + output % kTile * 2;
 #pragma GCC unroll 4
             for (int pair = 0; pair < 4; ++pair, line += kStep) {
