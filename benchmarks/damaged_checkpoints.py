@@ -29,7 +29,9 @@ from pdmesh.testing.quantized_checkpoints import Format, write_mxfp4, write_quan
 from pdmesh.testing.stepping import generate
 from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 
-FORMATS: tuple[Format, ...] = ("int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-blocks", "bnb-nested")
+FORMATS: tuple[Format, ...] = (
+    "int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-channel", "fp8-blocks", "bnb-nf4", "bnb-nested",
+)  # fmt: skip
 GGUF_MODELS: tuple[tuple[str, GgufType, dict[str, Any]], ...] = (
     (
         "qwen3_moe",

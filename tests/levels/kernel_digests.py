@@ -95,14 +95,15 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
     for bits, kind, group_size in ((8, 3, 32), (4, 4, 32)):
         codes = array("B", (value & ((1 << bits) - 1) for value in inputs.draw(NUM_OUTPUTS * NUM_INPUTS)))
         stored = array("B", bytes(len(codes) * bits // 8))
-        library.pdmesh_pack_codes(*map(passed, (codes, stored, bits, NUM_OUTPUTS, NUM_INPUTS)))
+        yield call("pdmesh_pack_codes", codes, stored, bits, NUM_OUTPUTS, NUM_INPUTS, results=[stored])
         num_factors = NUM_OUTPUTS * -(-NUM_INPUTS // group_size)
-        bases = array("f", (number % 17 / 64 for number in range(num_factors)))
+        scale_bases = array("f", (number % 17 / 64 for number in range(num_factors)))
         multipliers = array("b", (number % 127 for number in range(num_factors)))
         nested = [address(multipliers), address(scale_table), address(offsets)] if kind == 4 else [0, 0, 0]
         no_minima = [0, 0, 1, 0, 0, 0]
         packed_weight = array(
-            "q", [address(stored), bits, kind, group_size, address(bases), 2, 1, *nested, *no_minima, address(table)]
+            "q",
+            [address(stored), bits, kind, group_size, address(scale_bases), 2, 1, *nested, *no_minima, address(table)],
         )
         for num_rows in (1, 3, 37):
             rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)

@@ -17,7 +17,7 @@ from pdmesh.engine.experts import Mlp
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.levels import choose_kernels
 from pdmesh.engine.linear import WeightMemory
-from pdmesh.engine.model_config import Quantization, QuantizedFormat
+from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat
 from pdmesh.engine.packed import PackedLinear, packed_linear
 from pdmesh.engine.quantized import layout_of
 from pdmesh.engine.ranks.share import RankShare
@@ -97,8 +97,16 @@ def test_weights_that_are_no_integers_stay_packed_with_the_bits_of_rounded_ones(
 def test_experts_of_numbers_that_are_no_integers_give_the_bits_of_rounded_ones(
     tmp_path: Path, quantized_format: Format
 ) -> None:
-    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    source = write_transformers_checkpoint(tmp_path / "source", "qwen3_moe", hidden_size=64, head_dim=32, **fields)
+    source = write_transformers_checkpoint(
+        tmp_path / "source",
+        "qwen3_moe",
+        hidden_size=64,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    )
     outputs = [
         generate(TorchEngine(path, num_blocks=4, num_threads=1, dtype="bfloat16"), PROMPT, 8, params=PARAMS)
         for path in write_quantized(source, tmp_path, quantized_format)
@@ -113,6 +121,7 @@ def test_each_rank_has_its_outputs_of_a_packed_weight(tmp_path: Path, quantized_
     source = write_checkpoint(tmp_path / "source", shape=WHOLE_BLOCKS)
     path, _ = write_quantized(source, tmp_path, quantized_format)
     config = load_model_config(path)
+    assert isinstance(config, ModelConfig)
     whole, *parts = (
         load_weights(path, config, dtype=torch.bfloat16, device=torch.device("cpu"), library=library, share=share)
         for share in (RankShare(), *RankShare(num_ranks=2).of_all_ranks)
@@ -130,9 +139,9 @@ def test_packed_weights_are_no_larger_than_in_their_file(tmp_path: Path, quantiz
         pytest.skip("no kernels: built without a compiler")
     shape = replace(WHOLE_BLOCKS, hidden_size=512, intermediate_size=1024, num_layers=1)
     path, _ = write_quantized(write_checkpoint(tmp_path / "source", shape=shape), tmp_path, quantized_format)
-    weights = load_weights(
-        path, load_model_config(path), dtype=torch.bfloat16, device=torch.device("cpu"), library=library
-    )
+    config = load_model_config(path)
+    assert isinstance(config, ModelConfig)
+    weights = load_weights(path, config, dtype=torch.bfloat16, device=torch.device("cpu"), library=library)
     mlp = weights.layers[0].mlp
     assert isinstance(mlp, Mlp)
     assert isinstance(mlp.down, PackedLinear)
@@ -147,7 +156,9 @@ def test_blocks_of_fp8_are_what_transformers_makes_of_them() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(256, 384, generator=generator).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3, generator=generator).bfloat16()
-    converted = Fp8Dequantize(None).convert({"weight": [values], "weight_scale_inv": [scales]})["weight"]
+    dequantize = Fp8Dequantize(None)  # type: ignore[no-untyped-call]
+    converted = dequantize.convert({"weight": [values], "weight_scale_inv": [scales]})["weight"]
+    assert isinstance(converted, torch.Tensor)
     layout = layout_of(Quantization(format=QuantizedFormat.FLOAT8_BLOCKS, block=(128, 128)))
     weight = layout.weight({"weight": values, "weight_scale_inv": scales}, 256, 384)
     grouped = weight.grouped(8)
