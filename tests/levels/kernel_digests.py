@@ -95,7 +95,8 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
     for bits, kind, group_size in ((8, 3, 32), (4, 4, 32)):
         codes = array("B", (value & ((1 << bits) - 1) for value in inputs.draw(NUM_OUTPUTS * NUM_INPUTS)))
         stored = array("B", bytes(len(codes) * bits // 8))
-        yield call("pdmesh_pack_codes", codes, stored, bits, NUM_OUTPUTS, NUM_INPUTS, results=[stored])
+        name, digest = call("pdmesh_pack_codes", codes, stored, bits, NUM_OUTPUTS, NUM_INPUTS, results=[stored])
+        yield f"{name}, kind {kind}{suffix}", digest
         num_factors = NUM_OUTPUTS * -(-NUM_INPUTS // group_size)
         scale_bases = array("f", (number % 17 / 64 for number in range(num_factors)))
         multipliers = array("b", (number % 127 for number in range(num_factors)))
