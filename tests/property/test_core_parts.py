@@ -233,23 +233,34 @@ class Driver:
             case 6:
                 self.feed(DrainRequested(instance.instance_id, enabled=self.rng.random() < 0.6))
             case 7 if self.rng.random() < 0.3:
-                self.restart_scheduler()
+                self.restart_scheduler(most_between=4)
             case _:
                 self.feed(Tick())
 
-    def restart_scheduler(self) -> None:
-        """Another scheduler takes its place, with which all register in any order."""
+    def restart_scheduler(self, *, most_between: int = 0) -> None:
+        """Another scheduler takes its place, with which all register in any order.
+
+        Between two of them, those that have registered may do so many things.
+        """
         self.core = self.new_core()
         starting = {each.request_id for each in self.resumes}
         waiting = [(each.request_id, each.epoch) for each in self.running.values() if each.request_id not in starting]
         gateways = {key: GATEWAY for each in self.instances for key in each.held}
-        joins: list[Callable[[], Event]] = [partial(each.rejoin, gateways) for each in self.instances]
-        joins.append(lambda: GatewayJoined(GATEWAY, tuple(waiting)))
+        joins: list[tuple[ModelledInstance | None, Callable[[], Event]]] = [
+            (each, partial(each.rejoin, gateways)) for each in self.instances
+        ]
+        joins.append((None, lambda: GatewayJoined(GATEWAY, tuple(waiting))))
         self.rng.shuffle(joins)
         for instance in self.instances:
             instance.commands.clear()
-        for join in joins:
+        registered: list[ModelledInstance] = []
+        for instance_or_gateway, join in joins:
             self.feed(join())
+            if instance_or_gateway is not None:
+                registered.append(instance_or_gateway)
+            for _ in range(self.rng.randint(0, most_between)):
+                if able := [call for each in registered for call in self.calls(each)]:
+                    self.rng.choice(able)()
 
     def lose(self, instance: ModelledInstance) -> None:
         """Its process ends, and another takes its place."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pdmesh.core.commands import (
     AdmitPrefill,
     ForgetRequest,
@@ -16,6 +18,7 @@ from pdmesh.core.commands import (
     WakeAt,
 )
 from pdmesh.core.events import (
+    Event,
     GatewayJoined,
     GatewayLost,
     InstanceJoined,
@@ -27,7 +30,7 @@ from pdmesh.core.events import (
     RequestFinished,
     Tick,
 )
-from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, Resident, Role
+from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, PartMember, RequestId, Resident, Role
 from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
 from pdmesh.testing.modelled import modelled_profile
 
@@ -127,7 +130,7 @@ def test_a_resident_of_an_older_epoch_is_freed_at_once() -> None:
 def test_a_resident_that_ends_before_it_is_claimed_is_forgotten() -> None:
     bench = CoreBench()
     bench.feed(InstanceJoined(DECODE, (resident("a"),)))
-    bench.feed(KvReleased(D, RequestId("a"), Epoch(0)))
+    bench.feed(KvReleased(instance_id=D, request_id=RequestId("a"), epoch=Epoch(0)))
     assert not of(FreeKv, bench.feed(Tick(), at_s=9.0))
     assert bench.free_blocks("d") == 64
 
@@ -209,3 +212,55 @@ def test_a_gateway_whose_request_another_one_took_meanwhile_is_told_to_start_it_
     bench.feed(RequestArrived(replace(a_request("a", epoch=1), gateway_id=OTHER)))
     (restart,) = of(Restart, bench.feed(waits_for(("a", 0))))
     assert (restart.gateway_id, restart.request_id, restart.epoch) == (GATEWAY, "a", 0)
+
+
+# --- contexts that are spread ---
+
+MEMBERS = tuple(PartMember(instance_id=InstanceId(name), capability=7) for name in ("m0", "m1"))
+
+
+def holds_range(instance_id: str, number: int) -> InstanceJoined:
+    profile = modelled_profile(instance_id, Role.DECODE, max_kv_tokens=16)
+    return InstanceJoined(profile, (replace(resident("a", decoding=False), part=number),))
+
+
+def home_of(members: tuple[PartMember, ...]) -> InstanceJoined:
+    profile = modelled_profile("d", Role.DECODE, max_kv_tokens=16)
+    return InstanceJoined(profile, (replace(resident("a"), num_context_tokens=41, members=members),))
+
+
+@pytest.mark.parametrize("num_registered", [0, 1, 2])
+@pytest.mark.parametrize("has_gateway", [False, True])
+def test_a_spread_context_that_ends_before_all_have_registered_leaves_nothing(
+    num_registered: int, has_gateway: bool
+) -> None:
+    bench = CoreBench()
+    holders = [holds_range("m0", 0), holds_range("m1", 1)]
+    freed: list[InstanceId] = []
+    events: list[Event] = [home_of(MEMBERS), *holders[:num_registered], KvReleased(D, RequestId("a"), Epoch(0))]
+    if has_gateway:
+        events.insert(0, waits_for(("a", 0)))
+    for event in (*events, *holders[num_registered:]):
+        freed += [free.instance_id for free in of(FreeKv, bench.feed(event))]
+    freed += [free.instance_id for free in of(FreeKv, bench.feed(Tick(), at_s=3.0))]
+    assert sorted(freed) == ["m0", "m1"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 2, 0, 3), (2, 3, 0, 1)])
+def test_of_two_that_hold_the_same_range_the_one_stays_that_is_asked(order: tuple[int, ...]) -> None:
+    """The range had landed, and the instance where the context decodes had not heard of that."""
+    bench = CoreBench()
+    bench.feed(waits_for(("a", 0)))
+    events = [home_of(MEMBERS), holds_range("m0", 0), holds_range("m1", 1), holds_range("m2", 0)]
+    freed: list[InstanceId] = []
+    for number in order:
+        freed += [free.instance_id for free in of(FreeKv, bench.feed(events[number]))]
+    assert bench.core.num_running == 1
+    assert freed == ["m2"]
+
+
+def test_all_that_hold_a_range_are_freed_if_its_home_does_not_register() -> None:
+    bench = CoreBench()
+    for event in (holds_range("m0", 0), holds_range("m1", 1), holds_range("m2", 0)):
+        bench.feed(event)
+    assert sorted(free.instance_id for free in of(FreeKv, bench.feed(Tick(), at_s=3.0))) == ["m0", "m1", "m2"]

@@ -74,7 +74,8 @@ class Reconciler:
         return unfound is not None or resident is not None
 
     def released(self, instance_id: InstanceId, key: RequestKey) -> None:
-        """An unclaimed resident ended by itself."""
+        """A resident ended by itself that is unclaimed, or spread over instances of which some have not registered."""
+        self._spread.released(instance_id, key)
         if (resident := self._unclaimed.get(key[0])) and (resident.owner, resident.key) == (instance_id, key):
             self._unclaimed.pop(key[0], resident.gateway_id)
 

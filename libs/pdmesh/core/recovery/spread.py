@@ -23,13 +23,14 @@ class _Found:
     deadline_s: float
     home_id: InstanceId | None = None
     resident: Resident | None = None  # as its home tells of it
-    parts: dict[int, InstanceId] = field(default_factory=dict[int, InstanceId])  # who has which range
+    #: Instances that hold a range, and its number; two hold the same one where it had just been handed on.
+    holders: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])
 
     @property
     def is_whole(self) -> bool:
         if self.resident is None:
             return False
-        return all(self.parts.get(number) == each.instance_id for number, each in enumerate(self.resident.members))
+        return all(self.holders.get(each.instance_id) == number for number, each in enumerate(self.resident.members))
 
 
 class SpreadResidents:
@@ -55,7 +56,7 @@ class SpreadResidents:
         if resident.part is None:
             found.home_id, found.resident = instance_id, resident
         else:
-            found.parts[resident.part] = instance_id
+            found.holders[instance_id] = resident.part
 
     def _go_on(self, known: RequestState, instance_id: InstanceId, resident: Resident) -> None:
         """Let a request that is known go on if the instance has what it is to have; else free that."""
@@ -85,23 +86,29 @@ class SpreadResidents:
             if found.is_whole and found.home_id is not None and found.resident is not None:
                 del self._found[key]
                 whole.append((found.home_id, found.resident))
-                for number, instance_id in found.parts.items():
-                    if number >= len(found.resident.members):
+                asked = {member.instance_id for member in found.resident.members}
+                for instance_id in found.holders:
+                    if instance_id not in asked:
                         self._mesh.free(instance_id, key)
         return whole
 
     def lost(self, instance_id: InstanceId) -> None:
         """An instance is gone, or registers anew."""
-        for found in self._found.values():
+        for key in self._found:
+            self.released(instance_id, key)
+
+    def released(self, instance_id: InstanceId, key: RequestKey) -> None:
+        """An instance has nothing of a context any more; as a rule, because it has decoded it to its end."""
+        if (found := self._found.get(key)) is not None:
+            found.holders.pop(instance_id, None)
             if found.home_id == instance_id:
                 found.home_id = found.resident = None
-            found.parts = {number: name for number, name in found.parts.items() if name != instance_id}
 
     def expire(self, now_s: float) -> None:
         """Free what is not whole in time."""
         for key, found in list(self._found.items()):
             if found.deadline_s <= now_s:
                 del self._found[key]
-                for instance_id in (found.home_id, *found.parts.values()):
+                for instance_id in (found.home_id, *found.holders):
                     if instance_id is not None:
                         self._mesh.free(instance_id, key)
