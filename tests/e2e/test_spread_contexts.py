@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,14 +56,22 @@ def since(before: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
     return [name for name, number in now.items() if number > before.get(name, 0)]
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so in other processes."""
+    with anyio.fail_after(60):
+        while not await anyio.to_thread.run_sync(condition):  # noqa: ASYNC110
+            await anyio.sleep(0.005)
+
+
 async def test_a_context_that_is_spread_answers_as_the_reference(served: Served) -> None:
     mesh = served.mesh
     async with mesh.client() as client:
         assert await mismatches(client, mesh.model, served.references, concurrency=1) == []
         # Each prompt's members answer in each layer of each step but the first, whose token comes with the prompt.
         num_parts = sum((length - 1) // LIMIT for length in PROMPT_LENGTHS)
+        least = num_parts * TINY.num_layers * (MAX_TOKENS - 1)
+        await until(lambda: sum(answers(mesh).values()) >= least)  # the last one is counted once it has left
         num_answers = sum(answers(mesh).values())
-        assert num_answers >= num_parts * TINY.num_layers * (MAX_TOKENS - 1)
         # And a range more once one is full where a context decodes, which takes a while.
         most_parts = sum((length + drawn - 1) // LIMIT for length in PROMPT_LENGTHS for drawn in range(1, MAX_TOKENS))
         assert num_answers <= most_parts * TINY.num_layers
@@ -76,11 +84,14 @@ async def test_what_a_context_draws_is_spread_too(served: Served, checkpoint: Pa
     mesh = served.mesh
     prompts = random_prompts([5, 40, 70], TINY.vocab_size, seed=5)
     references = [reference(checkpoint, prompt, 4 * LIMIT - len(prompt)) for prompt in prompts]
-    before, num_moved = answers(mesh), mesh.total("kv_part_moves")
     async with mesh.client() as client:
-        assert await mismatches(client, mesh.model, references[:1], concurrency=1) == []
-        assert mesh.total("kv_part_moves") - num_moved == 3
-        assert len(since(before, answers(mesh))) == 3
+        for _ in range(5):  # on a busy machine it may end before the last range has moved
+            before, num_moved = answers(mesh), mesh.total("kv_part_moves")
+            assert await mismatches(client, mesh.model, references[:1], concurrency=1) == []
+            found = mesh.total("kv_part_moves") - num_moved, len(since(before, answers(mesh)))
+            if found == (3, 3):
+                break
+        assert found == (3, 3)
         assert await mismatches(client, mesh.model, references * 2, concurrency=6) == []
     await anyio.to_thread.run_sync(mesh.wait_until_idle)
     assert mesh.total("request_restarts") == 0
@@ -101,9 +112,8 @@ async def test_an_instance_that_stops_hands_its_ranges_to_others(served: Served,
     members: list[str] = []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
-        with anyio.fail_after(60):
-            while not (members := since(before, answers(mesh))):  # noqa: ASYNC110  # of other processes
-                await anyio.sleep(0.005)
+        await until(lambda: bool(since(before, answers(mesh))))
+        members = since(before, answers(mesh))
         os.kill(rows[members[0]], signal.SIGTERM)
     assert found == []
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_replaced(members[0], rows[members[0]]))
@@ -141,13 +151,9 @@ async def test_contexts_outlive_a_scheduler_and_leave_each_instance_that_is_rest
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
-        with anyio.fail_after(60):
-            while not since(before, answers(mesh)):  # noqa: ASYNC110  # of other processes
-                await anyio.sleep(0.005)
+        await until(lambda: bool(since(before, answers(mesh))))
         os.kill(pids["scheduler"], signal.SIGKILL)
-        with anyio.fail_after(60):
-            while not await anyio.to_thread.run_sync(is_served_again, mesh, pids["scheduler"]):  # noqa: ASYNC110
-                await anyio.sleep(0.05)
+        await until(lambda: is_served_again(mesh, pids["scheduler"]))
         for name in decoding:
             # On a busy machine moves take longer than the default lets them, and what is left is begun again then.
             await anyio.to_thread.run_sync(mesh.pdmesh, "restart", name, "--timeout", "240")
@@ -172,9 +178,8 @@ async def test_a_lost_member_costs_no_stream(served: Served, number: signal.Sign
     before = answers(mesh)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
-        with anyio.fail_after(60):
-            while not (members := since(before, answers(mesh))):  # noqa: ASYNC110  # of other processes
-                await anyio.sleep(0.01)
+        await until(lambda: bool(since(before, answers(mesh))))
+        members = since(before, answers(mesh))
         os.kill(rows[members[0]], number)
         if number is signal.SIGSTOP:
             await anyio.sleep(8)
