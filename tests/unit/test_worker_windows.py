@@ -294,6 +294,19 @@ async def test_a_source_without_what_is_seen_from_the_end_of_a_copy_refuses_it(
         assert await run(other, a_generation("second", tokens, params(20))) == answers.of(tokens, 20)
 
 
+async def test_a_copy_that_is_refused_takes_nothing_from_who_goes_on_from_the_end(
+    checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
+) -> None:
+    tokens = prompt_of(4 * GRANULE_TOKENS + 5)
+    async with instances(checkpoint, nan_in_free_frames, Role.MIXED, Role.MIXED, max_frames=20) as (source, other):
+        await run(source, a_generation("first", tokens, params(2)))
+        tell_of_fetch(source, other, granules_of(tokens)[:1])
+        await source.reported(RequestDropped, FETCH)
+        await source.reported(KvReleased, FETCH)
+        second = [*tokens, *prompt_of(40, 1)]
+        assert await run(source, a_generation("second", second, params(20)), num_reused=4) == answers.of(second, 20)
+
+
 async def test_what_others_needed_the_frames_of_is_not_gone_on_from(
     checkpoint: Path, answers: Answers, nan_in_free_frames: list[TorchEngine]
 ) -> None:

@@ -112,7 +112,9 @@ class BlockTables:
     def begin_windows(self, request: LocalRequest, num_coming_tokens: int) -> None:
         """Hold what a new request sees in layers with a window once it has what it shares, and what is to come.
 
-        Raises StalePrefix if it shares blocks of which nothing is left there, OutOfFrames without room for others.
+        Raises StalePrefix if it shares blocks of which nothing is left there, OutOfFrames without room for others. What
+        cannot be gone on from is given up then, so that the scheduler hears of it; but not for a copy of its first
+        granules, since another request may go on from its end.
         """
         block_table = request.sequence.block_table
         num_tokens = max(request.num_shared_tokens, num_coming_tokens)
@@ -120,7 +122,8 @@ class BlockTables:
         if not self._windows.is_seen(block_table, num_tokens, num_shared):
             num_granules = request.num_shared_tokens // GRANULE_TOKENS
             num_left = next(num for num in reversed(range(num_granules)) if self._can_go_on(block_table, num))
-            self.kept.drop(request.chain[num_left:num_granules])
+            if request.stage is not Stage.SENDING:
+                self.kept.drop(request.chain[num_left:num_granules])
             raise StalePrefix(f"layers with a window have what is seen from {num_left} of {num_granules} granules on")
         self._windows.begin(request.held, block_table, num_tokens)
 
