@@ -122,6 +122,11 @@ async def test_an_instance_that_stops_hands_its_ranges_to_others(served: Served,
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
 
 
+def num_resumed(mesh: RunningMesh) -> int:
+    """How many requests its gateway has resumed after a loss."""
+    return mesh.logs().count('"event": "resuming"')
+
+
 def is_served_again(mesh: RunningMesh, scheduler_pid: int) -> bool:
     """Whether another scheduler answers."""
     if mesh.pids().get("scheduler", scheduler_pid) == scheduler_pid:
@@ -141,6 +146,7 @@ async def test_contexts_outlive_a_scheduler_and_leave_each_instance_that_is_rest
     references = [reference(checkpoint, prompt, 3 * LIMIT - len(prompt)) for prompt in prompts]
     before, pids = answers(mesh), mesh.pids()
     decoding = [name for name in pids if name.startswith("decode-")]
+    num_resumed_before = num_resumed(mesh)
     found: list[str] = []
     is_done = anyio.Event()
 
@@ -160,7 +166,8 @@ async def test_contexts_outlive_a_scheduler_and_leave_each_instance_that_is_rest
         is_done.set()
     assert found == []
     assert mesh.total("kv_part_moves") > 0
-    assert mesh.total("request_restarts") == 0
+    # Of what had begun: a request that was on its way to the scheduler that died is sent to the next one.
+    assert num_resumed(mesh) == num_resumed_before
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
 
 

@@ -673,3 +673,33 @@ async def test_a_stream_that_must_end_ends_with_an_error_event(model: Path) -> N
         events = [line for line in received.decode().splitlines() if line.startswith("data: ")]
         assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "stopping"
         assert "[DONE]" not in received.decode()
+
+
+async def says(client: httpx.AsyncClient, max_model_len: int) -> None:
+    """Wait until a gateway says that contexts may be so long."""
+    with anyio.fail_after(20):
+        while (await client.get("/v1/models")).json()["data"][0]["max_model_len"] != max_model_len:  # noqa: ASYNC110
+            await anyio.sleep(0.01)  # its scheduler's word is on its way
+
+
+@pytest.mark.parametrize("scheduler_id", ["", "the same"])
+async def test_what_fitted_before_a_scheduler_was_started_again_is_not_refused_while_instances_register(
+    model: Path, scheduler_id: str
+) -> None:
+    """Where contexts are spread, the longest that is served follows from how many instances have registered."""
+    async with (
+        scripted_mesh() as mesh,
+        served(model, mesh) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
+    ):
+        mesh.scheduler_id = scheduler_id
+        for max_model_len in (400, 100, 200):  # the second one is started again before all have registered with it
+            mesh.state = msgspec.structs.replace(READY, max_model_len=max_model_len)
+            num_registrations = len(mesh.registrations)
+            mesh.drop_gateway()
+            await mesh.until(lambda num=num_registrations: len(mesh.registrations) > num)  # type: ignore[misc]
+            await says(client, max_model_len if scheduler_id else 400)
+        body = {"prompt": [7] * 300, "max_tokens": 20}
+        assert (await client.post("/v1/completions", json=body)).status_code == (400 if scheduler_id else 200)
+        mesh.set_state(msgspec.structs.replace(READY, max_model_len=500))
+        await says(client, 500)

@@ -46,6 +46,10 @@ REFRESH_LIMIT_S = 0.25
 #: Without a word from the scheduler for so many heartbeats, each of which it answers, the stream is given up.
 SILENT_BEATS = 15
 
+#: Another scheduler hears of the instances one after the other. Where they hold contexts together, those may be as long
+#: for so many seconds as the scheduler before it said: longer ones wait there, instead of being refused here.
+REGISTER_AGAIN_S = 30.0
+
 
 class Outlook(Enum):
     """What a new request may wait for."""
@@ -99,6 +103,8 @@ class GatewaySession:
         self.scheduler_id: str | None = None
         #: The scheduler's last word on the mesh; None while it is gone.
         self.state: MeshStatus | None = None
+        self._longest_context = 0  # that it served, by its last word
+        self._longest_before, self._before_until_s = 0, 0.0  # by the scheduler before, and until when that holds
         self._num_reports = 0
         self._is_asked = False  # for another word, out of turn
 
@@ -110,6 +116,17 @@ class GatewaySession:
         if self.state is None:
             return "the scheduler has not reported its instances yet"
         return None if self.state.ready else self.state.reason or "no instance can serve"
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context that the mesh serves, in tokens; 0 if nobody says."""
+        if self.state is None or not self.state.max_model_len:
+            return 0
+        return max(self.state.max_model_len, self._longest_of_before)
+
+    @property
+    def _longest_of_before(self) -> int:
+        return self._longest_before if anyio.current_time() < self._before_until_s else 0
 
     @property
     def outlook(self) -> Outlook:
@@ -172,6 +189,9 @@ class GatewaySession:
 
     def connected(self, welcome: WelcomeGateway) -> None:
         self.num_connections += 1
+        if self.scheduler_id not in (None, welcome.scheduler_id):
+            self._longest_before = max(self._longest_context, self._longest_of_before)
+            self._before_until_s = anyio.current_time() + REGISTER_AGAIN_S
         self.scheduler_id = welcome.scheduler_id
         self.is_connected = True
         self._change()
@@ -179,6 +199,7 @@ class GatewaySession:
 
     def reported(self, state: MeshStatus) -> None:
         self.state = state
+        self._longest_context = state.max_model_len or self._longest_context
         self._num_reports += 1
         self._is_asked = False
         self._change()

@@ -75,8 +75,7 @@ class Serving:
     def max_model_len(self) -> int:
         """The longest prompt and output that the model, and every instance, can hold."""
         own = min(self.info.max_model_len, MAX_PROMPT_TOKENS)
-        state = self.link.state
-        return own if state is None or state.max_model_len <= 0 else min(own, state.max_model_len)
+        return min(own, self.link.max_model_len or own)
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestRejected (404) for a model that is not served here."""
