@@ -227,6 +227,15 @@ def test_a_tensor_that_lacks_experts_is_refused(tmp_path: Path) -> None:
         TorchEngine(resolve_model(str(file)), num_blocks=1, num_threads=1)
 
 
+def test_nothing_is_listed_for_more_heads_than_any_model_has(tmp_path: Path) -> None:
+    source, file = write_checkpoint(tmp_path / "source"), tmp_path / "model.gguf"
+    write_gguf(source, file)
+    metadata, tensors = content_of(file)
+    file.write_bytes(encoded({**metadata, "llama.attention.head_count": 1 << 31}, tensors))
+    with pytest.raises(ConfigError, match="there are 2147483648 attention heads of 16; served are at most 4096"):
+        TorchEngine(resolve_model(str(file)), num_blocks=1, num_threads=1)
+
+
 def test_a_vector_is_not_quantised(tmp_path: Path) -> None:
     """Read as rows of blocks it would be empty, and the kernels would read what lies behind it in memory."""
     source, file = write_checkpoint(tmp_path / "source"), tmp_path / "model.gguf"

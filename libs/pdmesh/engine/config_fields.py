@@ -22,6 +22,8 @@ from pdmesh.errors import ConfigError
 #: More layers than any model has: what a layer takes is not taken for a number in a file.
 _MAX_LAYERS = 1024
 _MAX_EXPERTS = 1024
+#: Likewise of heads, and of their size: rows of queries and keys are listed where they are put in another order.
+_MAX_HEADS = _MAX_HEAD_DIM = 4096
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -142,6 +144,11 @@ def dense(
     head_dim = fields.integer("head_dim", default=head_dim or max(1, hidden_size // num_heads))
     if head_dim % 2:
         raise ConfigError(f"{where}: head_dim is {head_dim}; rotary embeddings need an even one")
+    if num_heads > _MAX_HEADS or head_dim > _MAX_HEAD_DIM:
+        raise ConfigError(
+            f"{where}: there are {num_heads} attention heads of {head_dim}; served are at most {_MAX_HEADS} of "
+            f"{_MAX_HEAD_DIM}"
+        )
     max_position_embeddings = fields.integer("max_position_embeddings", default=max_position_embeddings)
     rotary_dim = _rotary_dim(fields, head_dim, partial)
     rope = rope_of(fields, max_position_embeddings, theta=theta, rotary_dim=rotary_dim)
