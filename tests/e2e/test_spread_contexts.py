@@ -127,6 +127,16 @@ def num_resumed(mesh: RunningMesh) -> int:
     return mesh.logs().count('"event": "resuming"')
 
 
+async def until_all_decode(mesh: RunningMesh, num_requests: int) -> None:
+    """Wait until so many requests decode or more, and no other has begun: a prompt is given up with its scheduler."""
+    with anyio.fail_after(60):
+        while True:
+            state = await mesh.state()
+            num_decoding = sum(each.num_decoding for each in state.instances)
+            if num_decoding >= num_requests and num_decoding == state.num_running + state.num_waiting:
+                return
+
+
 def is_served_again(mesh: RunningMesh, scheduler_pid: int) -> bool:
     """Whether another scheduler answers."""
     if mesh.pids().get("scheduler", scheduler_pid) == scheduler_pid:
@@ -158,6 +168,7 @@ async def test_contexts_outlive_a_scheduler_and_leave_each_instance_that_is_rest
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
         await until(lambda: bool(since(before, answers(mesh))))
+        await until_all_decode(mesh, 4)
         os.kill(pids["scheduler"], signal.SIGKILL)
         await until(lambda: is_served_again(mesh, pids["scheduler"]))
         for name in decoding:
