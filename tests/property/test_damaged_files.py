@@ -43,7 +43,7 @@ from pdmesh_gateway.tokenizer import ModelTokenizer
 NUMBER = int(os.environ.get("FUZZ_NUMBER", "150"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 
-#: For one mutant: none may keep a machine busy, or take its memory.
+#: For one mutant: none may keep a machine busy (in seconds of the processor, which others may share), or take its memory.
 LIMIT_S = 20
 MEMORY_BYTES = 8 << 30
 
@@ -60,14 +60,14 @@ def limits() -> Iterator[None]:
         raise TooSlow
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    before = signal.signal(signal.SIGALRM, too_slow)
+    before = signal.signal(signal.SIGPROF, too_slow)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def judge(make: Callable[[random.Random], str], read: Callable[[], object], found_before: tuple[int, ...] = ()) -> None:
@@ -80,7 +80,7 @@ def judge(make: Callable[[random.Random], str], read: Callable[[], object], foun
         for index in sorted({*range(NUMBER), *found_before}):
             rng = random.Random(f"{SEED}/{index}")
             what = make(rng)
-            signal.alarm(LIMIT_S)
+            signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
             try:
                 with redirect_stdout(io.StringIO()):
                     read()
@@ -93,7 +93,7 @@ def judge(make: Callable[[random.Random], str], read: Callable[[], object], foun
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 findings.append(f"seed {SEED}/{index}, {what}: {type(error).__name__}: {str(error)[:300]}")
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
     sys.stdout.write(f"{NUMBER} mutants of seed {SEED}: {dict(outcomes)}, {len(findings)} findings\n")
     assert not findings, "\n".join(findings[:40])
 
