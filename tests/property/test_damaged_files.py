@@ -43,7 +43,7 @@ from pdmesh_gateway.tokenizer import ModelTokenizer
 NUMBER = int(os.environ.get("FUZZ_NUMBER", "150"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 
-#: For one mutant: none may keep a machine busy (in seconds of the processor, which others may share), or take its memory.
+#: For one mutant: none may keep a machine busy, or take its memory. In seconds of the processor, which others share.
 LIMIT_S = 20
 MEMORY_BYTES = 8 << 30
 
