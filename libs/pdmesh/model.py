@@ -364,6 +364,7 @@ class TransferPurpose(StrEnum):
     MOVE = "move"  # of a request that decodes, and goes on elsewhere
     FETCH = "fetch"  # of granules that are kept, to be kept elsewhere, too
     PART = "part"  # of a range of a context that is spread, to who holds it next; it decodes where it did
+    LOST_PART = "lost_part"  # of the tokens of such a range, which was lost, to who computes it again and holds it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,11 @@ class TransferPlan(Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_reused_granules: int = 0
 
     @property
+    def is_of_part(self) -> bool:
+        """Whether it is of a range of a context that decodes: its KV, or its tokens if that was lost."""
+        return self.purpose in (TransferPurpose.PART, TransferPurpose.LOST_PART)
+
+    @property
     def source_ids(self) -> tuple[InstanceId, ...]:
         return tuple([shard.instance_id for shard in self.sources])
 

@@ -22,8 +22,9 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.core.instances.allocations import AllocationKind
-from pdmesh.core.requests import Phase
+from pdmesh.core.requests import MAX_LOST_PARTS, Phase
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.core.transfers.lost_parts import FIND_ROOM_S
 from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, Role, TransferPurpose
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
@@ -64,7 +65,7 @@ class Driver:
         self.running: dict[RequestId, Request] = {}  # in their current epochs
         self.resumes: list[Request] = []
         self.most_members = 0
-        self.num_part_moves = self.num_moves = self.num_restarts = 0
+        self.num_part_moves = self.num_computed_again = self.num_moves = self.num_restarts = 0
         self.num_requests = 0
         self.feed(GatewayJoined(GATEWAY, ()))
         for profile in profiles:
@@ -83,6 +84,8 @@ class Driver:
                     self.check(command)
                 case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.PART:
                     self.num_part_moves += 1
+                case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.LOST_PART:
+                    self.num_computed_again += 1
                 case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
                     self.num_moves += len(command.members) > 0
                 case SetMembers():
@@ -196,7 +199,11 @@ class Driver:
     def disturb(self) -> None:
         """One thing that goes wrong, or that somebody asks for."""
         instance = self.rng.choice(self.instances)
-        match self.rng.randrange(8):
+        match self.rng.randrange(9):
+            case 8 if holders := [each for each in self.instances if any(held.is_part for held in each.held.values())]:
+                silent = self.rng.choice(holders)
+                for other in self.instances:
+                    other.untimed.lose_member(silent.instance_id)
             case 0 if self.running:
                 request = self.rng.choice(list(self.running.values()))
                 self.resumes = [each for each in self.resumes if each.request_id != request.request_id]
@@ -263,9 +270,12 @@ class Driver:
                     self.rng.choice(able)()
 
     def lose(self, instance: ModelledInstance) -> None:
-        """Its process ends, and another takes its place."""
+        """Its process ends, and another takes its place; homes of ranges that it held notice that, or hear it first."""
         profile = replace(instance.profile, pid=instance.profile.pid + 1)
         self.mesh.instances[instance.instance_id] = ModelledInstance(profile, self.max_total_of, self.mesh.pieces)
+        if self.rng.random() < 0.7:
+            for other in self.instances:
+                other.untimed.lose_member(instance.instance_id)
         self.feed(InstanceLost(instance.instance_id))
         self.feed(InstanceJoined(profile, ()))
 
@@ -388,3 +398,52 @@ def test_a_home_that_stops_leaves_with_its_seat_while_others_hold_their_ranges()
         driver.step()
     driver.end()
     assert (driver.num_moves, driver.num_part_moves, driver.num_restarts) == (1, 0, 0)
+
+
+def test_what_a_lost_member_held_is_computed_again_and_nothing_else() -> None:
+    """The request goes on in its epoch, at its home, with its other members."""
+    driver = Driver("two prefill, four decode", "fcfs", KvReservation.FULL, random.Random(3))
+    driver.submit(a_request("r", 3 * LIMIT - 2, 10))
+    while not any(instance.decoding for instance in driver.instances):
+        assert driver.advance()
+    driver.settle()
+    (state,) = driver.core._mesh.requests.values()
+    home_id, lost_id, kept_id = state.decode_ids
+    driver.lose(driver.mesh.instances[lost_id])
+    driver.settle()
+    home, computed_id, still_id = state.decode_ids
+    assert (home, still_id) == (home_id, kept_id)
+    assert computed_id not in (home_id, kept_id)
+    assert (driver.num_computed_again, driver.num_restarts) == (1, 0)
+    driver.end()
+
+
+def test_a_lost_range_waits_for_an_instance_with_room_for_so_long() -> None:
+    """And then its request starts again. Meanwhile the home keeps its own."""
+    driver = Driver("two prefill, four decode", "fcfs", KvReservation.FULL, random.Random(4))
+    driver.submit(a_request("r", 3 * LIMIT + 2, LIMIT - 4))
+    while not any(instance.decoding for instance in driver.instances):
+        assert driver.advance()
+    driver.settle()
+    (state,) = driver.core._mesh.requests.values()
+    lost = driver.mesh.instances[state.decode_ids[1]]
+    driver.feed(InstanceLost(lost.instance_id))
+    driver.feed(Tick())
+    assert (driver.num_computed_again, driver.num_restarts) == (0, 0)
+    driver.now_s += FIND_ROOM_S
+    driver.feed(Tick())
+    assert (driver.num_computed_again, driver.num_restarts) == (0, 1)
+
+
+def test_what_loses_its_ranges_again_and_again_starts_again() -> None:
+    driver = Driver("two prefill, four decode", "fcfs", KvReservation.FULL, random.Random(5))
+    driver.submit(a_request("r", 2 * LIMIT - 2, 10))
+    while not any(instance.decoding for instance in driver.instances):
+        assert driver.advance()
+    driver.settle()
+    (state,) = driver.core._mesh.requests.values()
+    for _ in range(MAX_LOST_PARTS + 1):
+        driver.lose(driver.mesh.instances[state.decode_ids[1]])
+        driver.settle()
+    assert (driver.num_computed_again, driver.num_restarts) == (MAX_LOST_PARTS, 1)
+    driver.end()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from pdmesh.core.config import KvReservation
-from pdmesh.model import KvLayout, Role
+from pdmesh.model import InstanceId, KvLayout, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.sim.faults import Death
 from pdmesh.sim.mesh import MeshShape, study_core
 from pdmesh.sim.simulator import SimConfig, Simulator
 from pdmesh.sim.workload import Arrival
@@ -27,6 +29,7 @@ def simulator(
     limit: int,
     reservation: KvReservation = KvReservation.ON_DEMAND,
     num_kv_tokens: int = 8 * LIMIT,
+    deaths: tuple[Death, ...] = (),
 ) -> Simulator:
     """Four instances that decode, with so much memory each, and one that computes prompts."""
     mesh = MeshShape(num_prefill=1, num_decode=4, num_mixed=0, kv_layout=LAYOUT, num_kv_tokens=8 * LIMIT)
@@ -42,7 +45,7 @@ def simulator(
         for profile, model in mesh.instances(MODEL)
     ]
     core = study_core("pdmesh", PolicyConfig(latency=MODEL), 0, kv_reservation=reservation)
-    return Simulator(core, instances, arrivals, SimConfig(events_between_checks=1))
+    return Simulator(core, instances, arrivals, SimConfig(events_between_checks=1, deaths=deaths))
 
 
 def test_a_context_that_grows_is_read_by_ever_more_instances() -> None:
@@ -74,3 +77,26 @@ def test_contexts_that_grow_beside_each_other_all_end(reservation: KvReservation
     found = simulator(arrivals, limit=LIMIT, reservation=reservation, num_kv_tokens=num_kv_tokens).run().requests
     assert [len(run.token_times_s) for run in found] == [2500] * 12
     assert any(run.num_restarts for run in found) == (reservation is KvReservation.ON_DEMAND)
+
+
+def test_a_lost_member_costs_the_time_of_its_range() -> None:
+    """A thousand tokens are computed again, where others decode meanwhile."""
+    arrival = Arrival(arrival_s=0.0, num_prompt_tokens=2 * LIMIT + LIMIT // 2, num_output_tokens=400)
+    other = Arrival(arrival_s=0.0, num_prompt_tokens=10, num_output_tokens=900)
+    (undisturbed, _) = simulator([arrival, other], limit=LIMIT).run().requests
+    middle_s = undisturbed.token_times_s[200]
+    gaps_s: list[float] = []
+    for name in [f"decode-{number:03}" for number in range(4)]:
+        if name == undisturbed.decode_id:
+            continue
+        deaths = (Death(InstanceId(name), middle_s, 5.0),)
+        run, beside = simulator([arrival, other], limit=LIMIT, deaths=deaths).run().requests
+        assert len(run.token_times_s) == 400
+        assert len(beside.token_times_s) == 900
+        assert run.num_restarts == 0, f"it lost a range of it with {name}"
+        gaps_s.append(max(after - before for before, after in pairwise(run.token_times_s)))
+    # Eight steps of 128 tokens, of a millisecond and 128 microseconds each; to start again takes twenty and a half.
+    unhurt, *hurt = sorted(gaps_s)
+    assert unhurt < 4e-3
+    for gap_s in hurt:
+        assert 8 * 1.128e-3 < gap_s < 20e-3

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+import anyio
 import pytest
 
 from pdmesh.config import TransferConfig
@@ -17,6 +18,7 @@ from pdmesh.core.events import (
     KvReleased,
     MembersSet,
     MoveSent,
+    PartLost,
     RequestDropped,
     RequestFinished,
     TransferFailed,
@@ -122,6 +124,37 @@ class Scheduler:
         grant = GrantTransfer(instance_id=name_of(source), request_id=KEY[0], epoch=KEY[1], transfer=transfer)
         source.instance.handle(Grant(command=grant, destination_addresses=(target.address,)))
 
+    async def compute_again(self, target: RunningInstance, number: int) -> None:
+        """A range of a member that is gone is computed again, and the home asks who did."""
+        self.num_transfers += 1
+        count = len(self.home.reports_of(MembersSet, KEY[0])) + 1
+        size, before = RANGE // BLOCK, self.members[:number]
+        blocks = IndexRange(number * size, (number + 1) * size)
+        transfer = plan(self.home, target, blocks, TransferPurpose.LOST_PART, self.num_transfers)
+        for member, _ in before:
+            home = SetHome(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], home_id=name_of(target))
+            member.instance.handle(Rehome(command=home, home_address=target.address))
+        place = PlaceDecode(
+            instance_id=name_of(target),
+            request_id=KEY[0],
+            epoch=KEY[1],
+            transfer=transfer,
+            members=self.part_members[:number],
+        )
+        target.instance.handle(
+            ExpectPart(
+                command=place,
+                source_addresses=(self.home.address,),
+                home_address=self.home.address,
+                member_addresses=tuple(member.address for member, _ in before),
+            )
+        )
+        self.grant(self.home, target, transfer)
+        await target.until(partial(was_said, target, TransferLanded, transfer.transfer_id))
+        self.members[number] = (target, transfer.capability)
+        self.set_members()
+        await self.home.reported(MembersSet, KEY[0], count=count)
+
     def set_members(self) -> None:
         command = SetMembers(instance_id=name_of(self.home), request_id=KEY[0], epoch=KEY[1], members=self.part_members)
         addresses = tuple(member.address for member, _ in self.members)
@@ -221,6 +254,64 @@ async def test_ranges_and_homes_go_elsewhere_and_nothing_is_drawn_otherwise(inst
         instance._tokens.clear()
         instance._reports.clear()
     assert drawn == await alone(one, prompt, max_tokens)
+
+
+async def test_a_range_that_is_lost_is_computed_again(instances: list[RunningInstance]) -> None:
+    """The first from its tokens alone, the next with the range before it where that is; and nothing is drawn twice."""
+    one, two, three, four = instances
+    (prompt,) = random_prompts([20], TINY.vocab_size, seed=1)
+    max_tokens = 300
+    start(one, prompt, max_tokens)
+    await one.until(lambda: len(one.tokens_of(KEY[0])) > 2 * RANGE + 4)
+    scheduler = Scheduler(one)
+    await scheduler.hand_on(one, two, 0)
+    await scheduler.hand_on(one, three, 1)
+    two.free(KEY[0])
+    await two.reported(KvReleased, KEY[0])
+    one.mover.parts.forget(two.address)
+    assert (await one.reported(PartLost, KEY[0])).number == 0
+    num_drawn = len(one.tokens_of(KEY[0]))
+    await scheduler.compute_again(four, 0)
+    three.free(KEY[0])  # unheard of at the home, which is told by the grant
+    await three.reported(KvReleased, KEY[0])
+    await scheduler.compute_again(two, 1)
+    assert four.mover.parts.num_answers > 0, "who computes range 1 asks who has range 0"
+    await one.reported(RequestFinished, KEY[0])
+    assert len(one.tokens_of(KEY[0])) > num_drawn
+    assert len(one.reports_of(PartLost, KEY[0])) == 1
+    for member in (two, four):
+        member.free(KEY[0])
+        await member.until(partial(is_empty, member))
+    drawn = tokens(one)
+    for instance in instances:
+        instance.assert_all_free()
+        instance.tokens.clear()
+        instance._tokens.clear()
+        instance._reports.clear()
+    assert drawn == await alone(one, prompt, max_tokens)
+
+
+async def test_a_range_whose_members_before_it_do_not_answer_is_not_computed(instances: list[RunningInstance]) -> None:
+    one, two, three, four = instances
+    (prompt,) = random_prompts([20], TINY.vocab_size, seed=1)
+    start(one, prompt, 300)
+    await one.until(lambda: len(one.tokens_of(KEY[0])) > 2 * RANGE + 4)
+    scheduler = Scheduler(one)
+    await scheduler.hand_on(one, two, 0)
+    await scheduler.hand_on(one, three, 1)
+    two.free(KEY[0])
+    await two.reported(KvReleased, KEY[0])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(scheduler.compute_again, four, 1)
+        await four.reported(DecodeReserved, KEY[0])
+        four.mover.parts.forget(two.address)
+        assert (await four.reported(TransferFailed, KEY[0])).transfer_id == scheduler.num_transfers
+        await four.until(partial(is_empty, four))
+        tasks.cancel_scope.cancel()
+    for instance in (one, three):
+        instance.free(KEY[0])
+        await instance.reported(KvReleased, KEY[0])
+        await instance.until(partial(is_empty, instance))
 
 
 async def test_what_is_granted_as_a_range_leaves_is_of_the_whole_context(instances: list[RunningInstance]) -> None:

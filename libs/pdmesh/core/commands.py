@@ -146,11 +146,19 @@ class RunStep(ToInstance, frozen=True, kw_only=True):
     plan: StepPlan
 
 
+_PLACED = {
+    TransferPurpose.MOVE: "moves here",
+    TransferPurpose.PART: "hands a range on",
+    TransferPurpose.LOST_PART: "computes a lost range",
+}
+
+
 class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     """Reserve blocks on a destination of ``transfer``, and expect the request's KV there, but for what is reused.
 
     Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws. ``members`` hold the
-    first ranges of its context, if it is spread.
+    first ranges of its context, if it is spread. Of a range that was lost only tokens come: its KV is computed from
+    these and from the ``members``, which hold the ranges before it.
     ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
     """
 
@@ -168,7 +176,7 @@ class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=
 
     @property
     def record_line(self) -> RecordLine | None:
-        what = "moves here" if self.transfer.purpose is TransferPurpose.MOVE else "placed for decode"
+        what = _PLACED.get(self.transfer.purpose, "placed for decode")
         reused = _reused(self.transfer.num_reused_granules)
         return RecordLine(what, f"{self.num_blocks} blocks{reused}", self.instance_id)
 

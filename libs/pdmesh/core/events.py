@@ -322,6 +322,17 @@ class MembersSet(RequestReport):
 
 
 @dataclass(frozen=True, slots=True)
+class PartLost(RequestReport):
+    """Where a context decodes, the member with this range of it gave no answer. The request stands still."""
+
+    number: Annotated[int, ANY_COUNT]
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        return RecordLine("lost KV", f"range {self.number} of its context", self.instance_id)
+
+
+@dataclass(frozen=True, slots=True)
 class RequestDropped(RequestReport):
     """An instance does not take a request, or gives it up: it stops, has no room, or was told what cannot be.
 
@@ -463,6 +474,7 @@ InstanceEvent = (
     | MoveSent
     | MoveFailed
     | MembersSet
+    | PartLost
     | RequestDropped
     | RequestFinished
     | KvReleased

@@ -50,6 +50,8 @@ def check_integrity(mesh: MeshState) -> None:
         if state.phase is not Phase.WAITING and not is_awaiting_decode:
             assert state.decode_id is not None, f"{state.key} runs without a decode instance"
             for shard in state.decode_shards:
+                if not state.needs(shard.instance_id):
+                    continue  # lost
                 held = mesh.allocation_of(shard.instance_id, state.key)
                 assert held is not None, f"{state.key} has no room on {shard.instance_id}, where it decodes"
                 is_part, holds = shard is not state.decode_shards[0], held.kind is AllocationKind.PART

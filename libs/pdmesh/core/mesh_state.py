@@ -84,6 +84,7 @@ class MeshState:
         self.recovering: dict[
             RequestKey, RequestState
         ] = {}  # their groups lost a helper, and what of them is not known
+        self.parts_lost: dict[RequestKey, RequestState] = {}  # decode, and lack a range of their contexts
         self.broker = TransferBroker(self._is_interrupted, self._is_computed, rng)
         self.moving: dict[RequestKey, RequestState] = {}  # decode, and are on their way to another instance
         self.commands: list[Command] = []

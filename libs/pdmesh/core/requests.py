@@ -54,7 +54,12 @@ TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
     "begin_part_move": ((Phase.DECODING,), (Phase.DECODING,)),
     "land_part": ((Phase.DECODING,), (Phase.DECODING,)),
     "end_part_move": ((Phase.DECODING,), (Phase.DECODING,)),
+    "lose_part": ((Phase.DECODING,), (Phase.DECODING,)),
 }
+
+
+#: A request that has lost ranges so often starts again when it loses the next one: it may be what ends instances.
+MAX_LOST_PARTS = 3
 
 
 class Facts(NamedTuple):
@@ -186,6 +191,8 @@ class RequestState:
     num_failed_moves: int = 0  # of it, or of parts of it
     members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context while it decodes, in their order
     part_move: PartMove | None = None  # of one of these ranges, or the next one, to another instance
+    lost_part: int | None = None  # the range whose member was lost, until another one has it
+    num_lost_parts: int = 0
     rebalanced_s: float = -inf  # when it last began to move because of where it was
     resumed_s: float | None = None  # when it came, if that was not for the first time
     placed_s: float | None = None
@@ -304,6 +311,8 @@ class RequestState:
 
     def needs(self, instance_id: InstanceId) -> bool:
         """Whether it cannot go on without this instance."""
+        if instance_id == self.lost_member_id:
+            return False
         return instance_id in self.decode_ids or (self.is_in_prefill and instance_id in self.prefill_ids)
 
     # --- it waits, is placed, or found ---
@@ -482,7 +491,28 @@ class RequestState:
         if home is not None:
             number, (_, *shards) = move.number, self.decode_shards
             self.members = members
+            self.lost_part = None if number == self.lost_part else self.lost_part
             self.decode_shards = (home, *shards[:number], *move.transfer.plan.destinations, *shards[number + 1 :])
+
+    @property
+    def lost_member_id(self) -> InstanceId | None:
+        """The instance that held the range that is lost."""
+        return None if self.lost_part is None else self.members[self.lost_part].instance_id
+
+    def may_lose(self, instance_id: InstanceId) -> bool:
+        """Whether it can go on without what this instance holds, once another one has computed that again."""
+        return (
+            self.phase is Phase.DECODING
+            and instance_id in self.decode_ids[1:]
+            and self.lost_part is None
+            and self.num_lost_parts < MAX_LOST_PARTS
+        )
+
+    def lose_part(self, instance_id: InstanceId) -> None:
+        """This member's range is lost: the request stands still until another one has it."""
+        self._go("lose_part", Phase.DECODING)
+        self.lost_part = self.decode_ids.index(instance_id) - 1
+        self.num_lost_parts += 1
 
     def _give(self, shards: tuple[KvShard, ...]) -> None:
         for shard in shards:

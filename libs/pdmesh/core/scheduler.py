@@ -41,6 +41,7 @@ from pdmesh.core.events import (
     MoveFailed,
     MoveSent,
     OffloadedLost,
+    PartLost,
     RequestArrived,
     RequestCancelled,
     RequestDropped,
@@ -305,7 +306,7 @@ class SchedulerCore:
                 self._rebalancer.speed_up(bundle.rebalancing, now_s)
         if self._mesh.spreads_contexts:
             leaving = self._operations.on_instances.leaving if self._config.evacuates else ()
-            self._parts.serve(self._moves.leaving(leaving), bundle.decode_placement)
+            self._parts.serve(self._moves.leaving(leaving), bundle.decode_placement, now_s)
         self._on_demand.serve(bundle, self._choice.learner.model, now_s, moves=self._config.evacuates)
         self._packer.pack(bundle, now_s)
         self._admission.note(commands)
@@ -355,6 +356,7 @@ class SchedulerCore:
         handlers.on_timed(MoveSent, self._move_sent)
         handlers.on_timed(MoveFailed, self._moves.failed)
         handlers.on(MembersSet, self._members_set)
+        handlers.on(PartLost, self._parts.lost_parts.heard)
         handlers.on(KvReleased, self._released)
         handlers.on(KvLow, self._kv_low)
         self._operations.register(handlers)
@@ -501,6 +503,7 @@ class SchedulerCore:
             self._operations.next_deadline_s,
             self._handovers.next_deadline_s,
             self._fetches.next_deadline_s,
+            self._parts.lost_parts.next_deadline_s,
             self._modes.wake_s,
         )
         if self._wake_s <= self._now_s:

@@ -231,7 +231,7 @@ class KvMover:
             if header.kind is PieceKind.PROBE:
                 self.probes.take(header)
                 piece.release()
-            elif header.kind in (PieceKind.QUERY, PieceKind.ANSWER):
+            elif header.kind in (PieceKind.QUERY, PieceKind.ANSWER, PieceKind.TOKENS):
                 self.parts.take(header, piece)
             elif header.request_key in self.groups:
                 self.groups.take(header, piece)

@@ -67,10 +67,16 @@ class SpreadKv:
         self._number = 0  # of the last question
         self._answers: dict[int, bytes] = {}  # to it, by member
         self._failure: str | None = None
+        self.lost_members: tuple[int, ...] = ()  # that gave no answer, or cannot
 
     @property
     def num_tokens(self) -> int:
         return self._num_tokens
+
+    @property
+    def question(self) -> int:
+        """Number of the last question."""
+        return self._number
 
     def ask(self, layer: int, query: bytes) -> None:
         self._number += 1
@@ -82,7 +88,10 @@ class SpreadKv:
             return self._failure is not None or len(self._answers) == len(self.members)
 
         if not self._wakeup.wait_for(is_over, self._limit_s):
-            self._failure = f"no answer within {self._limit_s:g} s from {self._missing()}"
+            missing = tuple([number for number in range(len(self.members)) if number not in self._answers])
+            names = ", ".join(map(str, missing))
+            self._failure = f"no answer within {self._limit_s:g} s from members {names} of {len(self.members)}"
+            self.lost_members = missing
         if self._failure is not None:
             raise KvElsewhereLost(self, self._failure)
         return [self._answers[number] for number in range(len(self.members))]
@@ -90,6 +99,7 @@ class SpreadKv:
     def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
         """Ask these from now on, who hold so many tokens. Between two steps."""
         self.members, self._num_tokens = tuple(members), num_tokens
+        self._failure, self.lost_members = None, ()
 
     # --- on the event loop --------------------------------------------------------------------------------------------
 
@@ -101,10 +111,10 @@ class SpreadKv:
         self._wakeup.ring()
         return True
 
-    def fail(self, reason: str) -> None:
-        """End what waits for answers, now and later."""
+    def fail(self, reason: str, *members: int) -> None:
+        """End what waits for answers, now and until it has other members; because of these, if it is."""
         if self._failure is None:
-            self._failure = reason
+            self._failure, self.lost_members = reason, members
         self._wakeup.ring()
 
     def side_of(self, member: int) -> TransferSide | None:
@@ -112,10 +122,6 @@ class SpreadKv:
         if not 0 <= member < len(self.members):
             return None
         return _Side(self.request_id, self.epoch, self.key, self.members[member].capability)
-
-    def _missing(self) -> str:
-        names = [str(number) for number in range(len(self.members)) if number not in self._answers]
-        return f"members {', '.join(names)} of {len(self.members)}"
 
 
 class _Side(NamedTuple):
@@ -135,6 +141,28 @@ class _Question(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class LostTokens:
+    """Tokens of a range that was lost, as they come."""
+
+    num_bytes: int
+    on_all: Callable[[bytes, int], None]  # with them, and the number of its client's own prompt tokens
+    on_damage: Callable[[], None]
+    came: bytearray = field(default_factory=bytearray)
+
+    def take(self, header: PieceHeader, data: bytes) -> bool:
+        """Add what follows; whether it does. Pieces of one sender come in their order."""
+        begin, end = header.part.blocks
+        if begin != len(self.came) or end != begin + len(data) or end > self.num_bytes:
+            return False
+        self.came += data
+        return True
+
+    @property
+    def are_all(self) -> bool:
+        return len(self.came) == self.num_bytes
+
+
+@dataclass(slots=True, eq=False)
 class HeldPart:
     """A member's side: a range in its blocks."""
 
@@ -145,6 +173,7 @@ class HeldPart:
     member: int  # its place among them
     has_landed: bool = False
     waiting: list[tuple[PieceHeader, bytes]] = field(default_factory=list[tuple[PieceHeader, bytes]])
+    lost: LostTokens | None = None  # set until these have come
     key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -214,10 +243,11 @@ class KvParts:
         block_ids: Sequence[int],
         home_address: bytes,
         member: int,
+        lost: LostTokens | None = None,
     ) -> None:
-        """Begin to be a member. Questions wait until `landed`."""
+        """Begin to be a member. Questions wait until `landed`. ``lost`` are tokens to come, if it is to be computed."""
         self._context.admit(home_address)
-        part = HeldPart(request_id, epoch, capability, tuple(block_ids), member)
+        part = HeldPart(request_id, epoch, capability, tuple(block_ids), member, lost=lost)
         self._held[part.key] = part
 
     def rehome(self, request_id: RequestId, epoch: Epoch, address: bytes) -> None:
@@ -240,6 +270,46 @@ class KvParts:
         part = self._held.get(request_key(request_id))
         return part is not None and part.epoch == epoch and part.has_landed
 
+    def close(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Ask nobody about a context any more. A range of it that is here stays."""
+        spread = self._homes.get(request_key(request_id))
+        if spread is not None and spread.epoch == epoch:
+            del self._homes[spread.key]
+
+    def send_tokens(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        token_ids: bytes,
+        num_prompt_tokens: int,
+        *,
+        holder: PartHolder,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """Send the packed tokens of a range to who is to compute it."""
+        self._context.admit(holder.address)
+        about = PieceHeader(
+            kind=PieceKind.TOKENS,
+            request_key=request_key(request_id),
+            epoch=epoch,
+            capability=holder.capability,
+            num_context_tokens=num_prompt_tokens,
+        )
+        self._context.tasks.start_soon(self._send_tokens, holder.address, token_ids, about, on_failure)
+
+    async def _send_tokens(
+        self, address: bytes, token_ids: bytes, about: PieceHeader, on_failure: Callable[[str], None]
+    ) -> None:
+        transport = self._context.transport
+        try:
+            limit = min(transport.max_payload_bytes, transport.payload_limit(address))
+            for begin in range(0, len(token_ids), limit):
+                piece = token_ids[begin : begin + limit]
+                part = NO_PART._replace(blocks=IndexRange(begin, begin + len(piece)))
+                await self._writer.send_payload(address, piece, about._replace(part=part))
+        except KvTransferError as error:
+            on_failure(str(error))
+
     def cancel(self, request_id: RequestId, epoch: Epoch) -> None:
         """Have no part in this epoch of a request, nor in older ones. Idempotent."""
         key = request_key(request_id)
@@ -255,7 +325,7 @@ class KvParts:
         for spread in self._homes.values():
             for number, member in enumerate(spread.members):
                 if member.address == address:
-                    spread.fail(f"member {number} of its KV is gone")
+                    spread.fail(f"member {number} of its KV is gone", number)
 
     def abort(self, reason: str) -> None:
         """End what the engine's thread waits for."""
@@ -268,7 +338,7 @@ class KvParts:
         """Take a question or an answer."""
         side: HeldPart | SpreadKv | None
         held: TransferSide | None
-        if header.kind is PieceKind.QUERY:
+        if header.kind in (PieceKind.QUERY, PieceKind.TOKENS):
             held = side = self._held.get(header.request_key)
         else:
             side = self._homes.get(header.request_key)
@@ -279,16 +349,30 @@ class KvParts:
             self._context.drop(piece, reason)
         elif not piece.load() or not self._context.key.opens_payload(piece.payload, header.check):
             self._context.drop(piece, "checksum")  # nobody asks again: the home's limit ends the step
+            if header.kind is PieceKind.TOKENS and isinstance(side, HeldPart) and side.lost is not None:
+                side.lost.on_damage()
         else:
             data = bytes(piece.payload)
             piece.release()
             if isinstance(side, SpreadKv):
                 if not side.take(header.chunk, header.source, data):
                     self._context.dropped["late answer"] += 1
+            elif header.kind is PieceKind.TOKENS:
+                self._take_tokens(side, header, data)
             elif side.has_landed:
                 self._context.tasks.start_soon(self._answer, side, header, data)
             else:
                 side.waiting = [(header, data)]  # a home has one question under way
+
+    def _take_tokens(self, part: HeldPart, header: PieceHeader, data: bytes) -> None:
+        lost = part.lost
+        if lost is None:
+            self._context.dropped["unwanted tokens"] += 1
+        elif not lost.take(header, data):
+            lost.on_damage()
+        elif lost.are_all:
+            part.lost = None
+            lost.on_all(bytes(lost.came), header.num_context_tokens)
 
     def clear(self) -> None:
         """End everything."""
@@ -321,7 +405,8 @@ class KvParts:
         try:
             await self._writer.send_payload(address, query, about)
         except KvTransferError as error:
-            spread.fail(str(error))
+            if about.chunk == spread.question:  # else it has been asked something else since
+                spread.fail(str(error), about.destination)
 
     async def _answer(self, part: HeldPart, header: PieceHeader, query: bytes) -> None:
         """Attend on a thread, with the blocks pinned: the request may be freed meanwhile."""

@@ -42,6 +42,7 @@ class PieceKind(IntEnum):
     NO_PEER_READS = 10  # as AGAIN: this part cannot be read here; send it, and what follows, as bytes
     QUERY = 12  # a home's question to a member of a context that is spread (`pdmesh.kv.parts`)
     ANSWER = 13
+    TOKENS = 14  # a home's, of a range that was lost, to who computes it again
     PROBE = 11  # of no request: whether a peer is reached (`pdmesh.kv.probes`)
 
 
@@ -60,7 +61,7 @@ class PieceHeader(NamedTuple):
     num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by the one that computed it
     chunk: int = 0  # QUERY, ANSWER: the question's number; COMMIT of a move: in layers with a window, the first block
     part: KvPart = NO_PART  # KV, PEER_READ, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
-    # TRANSCRIPT: ``blocks`` are bytes; QUERY: ``layers`` is the one that is asked for
+    # TRANSCRIPT, TOKENS: ``blocks`` are bytes; QUERY: ``layers`` is the one that is asked for
     payload_bytes: int = 0
     check: bytes = NO_CHECK  # of the payload: `MeshKey.close_payload`
     num_context_tokens: int = 0  # COMMIT: tokens of the request's context

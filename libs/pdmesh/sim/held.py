@@ -39,6 +39,7 @@ class Held:
     )
     members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context, if it decodes here
     handing: TransferPlan | None = None  # takes a range that is here on to another instance
+    stands_still: bool = False  # a range of its context is lost, and another instance computes it again
     next_members: tuple[PartMember, ...] | None = None  # between two steps
 
     is_decoding: bool = False  # as a resident, between steps

@@ -35,6 +35,7 @@ from pdmesh.sim.groups import SimulatedGroups
 from pdmesh.sim.held import Held
 from pdmesh.sim.links import SimulatedLinks
 from pdmesh.sim.loads import SimulatedLoads
+from pdmesh.sim.lost_ranges import SimulatedLostRanges
 from pdmesh.sim.moves import SimulatedMoves
 from pdmesh.sim.planned_step import PlannedStep
 from pdmesh.sim.residents import Length
@@ -93,6 +94,8 @@ class SimInstance:
         self._moves = SimulatedMoves(flows, context.runs)
         self._fetches = fetches(flows)
         self._parts = part_moves(flows)
+        self._lost_ranges = SimulatedLostRanges(profile.max_kv_tokens)
+        self._range_step: Appointment | None = None  # its end
         self._num_turns = 0
         self._busy = False
         self._step: PlannedStep | None = None
@@ -110,12 +113,13 @@ class SimInstance:
         self._moves.end()
         self._fetches.end()
         self._parts.end()
+        self._lost_ranges.clear()
         for key in self._untimed.residents.staying():
             if (run := self._runs.get(key)) is not None:  # else what it drew was taken from it
                 run.token_times_s = self._drawn_s(key, run, bisect_left(self._running_s, self._agenda.now_s))
         steps = [step for step in (self._step, self._interrupted) if step is not None]
         kept = [*(step.end for step in steps), *(step.interruption for step in steps)]
-        for appointment in (*kept, self._end_of_run, self._release_of_hold):
+        for appointment in (*kept, self._end_of_run, self._release_of_hold, self._range_step):
             if appointment is not None:
                 appointment.cancel()
         self._step = self._interrupted = self._end_of_run = None
@@ -123,6 +127,11 @@ class SimInstance:
         self._links.cut_off(self.instance_id)
 
     # --- what it is told, and what that lets happen ---
+
+    def lose_member(self, instance_id: InstanceId) -> None:
+        """Another instance is gone, which may hold ranges of what decodes here."""
+        if not self._is_dead:
+            self._untimed.lose_member(instance_id)
 
     def take(self, command: InstanceCommand) -> None:
         if not self._is_dead:
@@ -175,6 +184,7 @@ class SimInstance:
     def forgets(self, held: Held) -> None:
         self._moves.stop(held.key)
         self._parts.stop(held.key)
+        self._lost_ranges.forget(held.key)
         self._fetches.stop(held.key)
         self._loads.forget(held.key)
         if self._departures.forget(held.key) is not None:
@@ -239,7 +249,10 @@ class SimInstance:
             return
         for held in self._untimed.turn():
             self._moves.left(held)
-        if self._untimed.plans:
+        if self._lost_ranges and not (self._untimed.plans and self._lost_ranges.is_plans_turn):
+            self._begin_range_step()
+        elif self._untimed.plans:
+            self._lost_ranges.is_plans_turn = False
             self._begin_step()
         elif self._untimed.own.held:
             if self._release_of_hold is None:
@@ -389,6 +402,29 @@ class SimInstance:
         self._decode_run = ends_s
         self._end_of_run = self._agenda.at(end_s, self._end_decodes)
 
+    def _begin_range_step(self) -> None:
+        """Compute some of a lost range, beside the decodes that are here."""
+        self._busy = self._lost_ranges.is_plans_turn = True
+        residents, now_s = self._untimed.residents, self._agenda.now_s
+        num_decodes = 0 if self._untimed.own.held else len(residents)
+        chunk, shape = self._lost_ranges.next_chunk()
+        duration_s = self._step_s(StepShape((shape,), num_decodes, residents.num_context_tokens if num_decodes else 0))
+        if chunk.start >= self.profile.max_kv_tokens:
+            duration_s += self._part_exchange_s
+        span = StepSpan(now_s, now_s + duration_s, (chunk,), num_decodes)
+        self._range_step = self._agenda.at(span.end_s, lambda: self._end_range_step(span))
+
+    def _end_range_step(self, span: StepSpan) -> None:
+        self._busy, self._range_step = False, None
+        self.steps.append(span)
+        if span.num_decodes:
+            self._ends_s.append(span.end_s)
+            self._untimed.draw(1)
+        held = self._lost_ranges.computed(span.chunks[0])
+        if held is not None:
+            self._untimed.land(held, self.profile.max_kv_tokens, 0, 0.0)
+        self._want_turn(self.instance_id)
+
     def _end_decodes(self) -> None:
         self._busy = False
         self._end_of_run = None
@@ -424,6 +460,10 @@ class SimInstance:
         held = self._untimed.held[key]
         if held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
             self._untimed.land_kept(held, self._fetches.num_bytes(held), duration_s)
+            return
+        if held.transfer is not None and held.transfer.purpose is TransferPurpose.LOST_PART:
+            self._lost_ranges.begin(held)
+            self.stirs()
             return
         run = self._runs[key]
         num_tokens = run.request.num_prompt_tokens + len(run.token_times_s)

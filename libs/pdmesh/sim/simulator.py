@@ -276,6 +276,8 @@ class Simulator:
 
     def _die(self, death: Death) -> None:
         self._instances[death.instance_id].die()
+        for instance in self._instances.values():
+            instance.lose_member(death.instance_id)
         self._report(InstanceLost(death.instance_id))
         self._agenda.at(self._agenda.now_s + death.away_s, partial(self._come_back, death.instance_id))
 

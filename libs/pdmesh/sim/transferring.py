@@ -9,11 +9,12 @@ from pdmesh.core.events import (
     MembersSet,
     MoveFailed,
     MoveSent,
+    PartLost,
     TransferFailed,
     TransferLanded,
     TransferSent,
 )
-from pdmesh.model import InstanceProfile, PartMember, RequestKey
+from pdmesh.model import InstanceId, InstanceProfile, PartMember, RequestKey
 from pdmesh.sim.held import Held
 from pdmesh.sim.holding import Holding
 from pdmesh.sim.residents import Length
@@ -69,10 +70,31 @@ class Transferring(Holding):
             held.num_blocks -= num_blocks
             self._num_own_blocks -= num_blocks - self.kept.end(held, ())
             held.chain = ()
+        if held.stands_still:
+            held.stands_still = False
+            if held.is_decoding:
+                self.residents.stay(held.key)
+            else:
+                self._decode(held)
         if held.key in self.residents:
             num_saved_tokens = len(members) * self.profile.max_kv_tokens
             self.residents.spread(held.key, num_saved_tokens, self._full_at_tokens(held))
         self._report(MembersSet(self.instance_id, *held.key, tuple([each.instance_id for each in members])))
+
+    def lose_member(self, instance_id: InstanceId) -> None:
+        """Stand still with all contexts of which that instance held a range: it is gone."""
+        for held in self.held.values():
+            member_ids = [member.instance_id for member in held.members]
+            if held.is_decoding and instance_id in member_ids and not held.stands_still and held.leaving is None:
+                self._stand_still(held)
+                self._report(PartLost(self.instance_id, *held.key, member_ids.index(instance_id)))
+
+    def _stand_still(self, held: Held) -> None:
+        """Draw no more from the next step on, until another instance has computed the range that was lost."""
+        if held.is_decoding and not held.stands_still:
+            held.stands_still = True
+            self.residents.leave(held.key)
+            self._surroundings.stirs()
 
     def hand_on(self, held: Held, num_bytes: int, duration_s: float) -> None:
         """A range that was here is where it goes, too."""

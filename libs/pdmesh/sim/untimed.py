@@ -174,9 +174,11 @@ class UntimedInstance(Transferring):
                 assert held.leaving is None, f"{command} of one that moves already"
                 held.leaving = transfer
                 self._surroundings.sends(held)
-            case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.PART:
-                assert held.is_decoding or held.is_part, f"{command}, which holds none here"
+            case GrantTransfer(transfer=transfer) if transfer.is_of_part:
+                assert held.is_decoding or held.is_part or held.stands_still, f"{command}, which holds none here"
                 assert held.handing is None, f"{command} of one that hands another on"
+                if transfer.purpose is TransferPurpose.LOST_PART:
+                    self._stand_still(held)
                 held.handing = transfer
                 self._surroundings.sends(held)
             case SetMembers():
@@ -200,7 +202,7 @@ class UntimedInstance(Transferring):
                 if held.handing.transfer_id == command.transfer_id:
                     self._surroundings.stops_sending(held)
                     held.handing = None
-            case WithdrawTransfer() if held.is_decoding or held.is_part:
+            case WithdrawTransfer() if held.is_decoding or held.is_part or held.stands_still:
                 pass  # all of the range had been sent
             case WithdrawTransfer():
                 if held.transfer is not None:
@@ -313,7 +315,7 @@ class UntimedInstance(Transferring):
             held.is_decoding, held.num_tokens = False, num_tokens
             if held.is_freed:
                 self.release(held)
-            else:
+            elif not held.stands_still:
                 held.is_frozen = True
                 frozen.append(held)
         return frozen
@@ -486,7 +488,7 @@ class UntimedInstance(Transferring):
 
 def _part_of(transfer: TransferPlan, instance_id: InstanceId) -> int | None:
     """Return the number of the range that a transfer brings to an instance; None where it decodes."""
-    if transfer.purpose is TransferPurpose.PART:
+    if transfer.is_of_part:
         blocks = transfer.destinations[0].part.blocks
         return blocks.start // blocks.size
     place = transfer.destination_ids.index(instance_id)

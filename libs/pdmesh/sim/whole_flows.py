@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdmesh.model import GRANULE_TOKENS, RequestKey
+from pdmesh.model import GRANULE_TOKENS, RequestKey, TransferPurpose
 from pdmesh.plans import TransferPlan
 from pdmesh.sim.flows import SimulatedFlows
 from pdmesh.sim.held import Held
@@ -68,10 +68,15 @@ def fetches(flows: SimulatedFlows) -> WholeFlows:
 
 
 def part_moves(flows: SimulatedFlows) -> WholeFlows:
-    """Return the ranges of contexts that an instance hands on, while their requests decode elsewhere, or here."""
+    """Return the ranges of contexts that an instance hands on, while their requests decode elsewhere, or here.
+
+    Of a range that was lost these are its tokens, of 4 bytes.
+    """
 
     def num_bytes(held: Held) -> int:
         assert held.handing is not None
-        return held.handing.destinations[0].num_blocks * flows.layout.block_size * flows.layout.token_bytes
+        is_lost = held.handing.purpose is TransferPurpose.LOST_PART
+        num_tokens = held.handing.destinations[0].num_blocks * flows.layout.block_size
+        return num_tokens * (4 if is_lost else flows.layout.token_bytes)
 
     return WholeFlows(flows, num_bytes, flows.untimed.hand_on)

@@ -74,6 +74,7 @@ from pdmesh.worker.fetches import KeptCopies
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake
+from pdmesh.worker.lost_ranges import LostRanges
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.plans import Plans
@@ -163,9 +164,12 @@ class Instance:
         self._departures = Departures(context, growth=growth)
         self._moves = moves = MovingDecodes(context, intake=intake)
         self._fetches = KeptCopies(context, intake=intake)
-        self._spread = spread = SpreadContexts(context, intake=intake, growth=growth)
+        lost_ranges = self.plans.ranges = LostRanges(context)
+        self._spread = spread = SpreadContexts(context, intake=intake, growth=growth, lost_ranges=lost_ranges)
         self._arrivals = Arrivals(context, intake=intake, moves=moves, growth=growth, spread=spread)
-        self.results = Results(context, own=own, groups=groups, moves=moves, growth=growth, spread=spread)
+        self.results = Results(
+            context, own=own, groups=groups, moves=moves, growth=growth, spread=spread, lost_ranges=lost_ranges
+        )
 
     # --- what it is told ------------------------------------------------------------------------------------
 
@@ -194,7 +198,7 @@ class Instance:
                 self._spread.rehome(message)
             case Respread():
                 self._spread.respread(message)
-            case Grant() if message.command.transfer.purpose is TransferPurpose.PART:
+            case Grant() if message.command.transfer.is_of_part:
                 self._spread.grant(message)
             case Grant():
                 self._departures.grant(message)

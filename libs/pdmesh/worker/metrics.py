@@ -45,6 +45,11 @@ class WorkerMetrics:
             registry=self.registry,
         )
         self.prompt_tokens = Counter("pdmesh:prompt_tokens", "Prompt tokens computed.", registry=self.registry)
+        self.recomputed_tokens = Counter(
+            "pdmesh:kv_part_recomputed_tokens",
+            "Tokens computed again of ranges of spread contexts whose holder was lost.",
+            registry=self.registry,
+        )
         self.generation_tokens = Counter("pdmesh:generation_tokens", "Tokens sampled.", registry=self.registry)
         self.cache_queries = Counter(
             "pdmesh:prefix_cache_queries", "Prompt tokens admitted whose KV could be here.", registry=self.registry

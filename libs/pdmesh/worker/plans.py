@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 from math import ceil
+from typing import Protocol
 
 import anyio
 import structlog
@@ -35,6 +36,14 @@ MAX_QUEUED_PLANS = 1024
 
 #: Stages of what does not stay long, or not for ever, and needs no step of a prompt for that.
 _GIVING_BACK = (Stage.SENDING, Stage.DECODING, Stage.LEAVING)
+
+
+class RangeChunks(Protocol):
+    """Lost ranges, a chunk of one at a time: `pdmesh.worker.lost_ranges.LostRanges`."""
+
+    @property
+    def has_chunk(self) -> bool: ...
+    def next_chunk(self) -> BatchChunk: ...
 
 
 class Plans:
@@ -70,6 +79,8 @@ class Plans:
         self._drop = drop
         self._drafter = drafter
         self._num_stages = num_stages
+        self.ranges: RangeChunks | None = None  # given once there is somebody who computes lost ranges
+        self._is_plans_turn = False  # a lost range had the last step of the instance's own
         self._plans: deque[StepPlan] = deque()
         self._urgent: deque[Batch] = deque()  # the engine's thread takes from it too
         self._has_work = anyio.Event()
@@ -111,7 +122,7 @@ class Plans:
 
     async def wait_for_work(self) -> None:
         """Return when `next_batch` is worth another call."""
-        if self._urgent or self._next_index is not None or self._free_residents:
+        if self._urgent or self._next_index is not None or self._free_residents or self._has_range:
             return
         self._has_work = anyio.Event()
         if not self._own.held:
@@ -130,6 +141,10 @@ class Plans:
         urgent = self.take_urgent()
         if urgent is not None:
             return urgent
+        if self.ranges is not None and self._has_range and not (self._is_plans_turn and self._next_index is not None):
+            self._is_plans_turn = True
+            return self._made(None, (self.ranges.next_chunk(),), self._decodes(self._free_residents, drafts=False))
+        self._is_plans_turn = False
         while (index := self._next_index) is not None:
             plan = self._plans[index]
             del self._plans[index]
@@ -137,6 +152,11 @@ class Plans:
                 return batch
         residents = self._free_residents
         return self._made(None, (), self._decodes(residents)) if residents else None
+
+    @property
+    def _has_range(self) -> bool:
+        """Whether a lost range could be computed further."""
+        return self.ranges is not None and self.ranges.has_chunk
 
     def take_urgent(self) -> Batch | None:
         """Return the next urgent batch, to be executed at once; None if there is none. Any thread; cheap."""

@@ -15,6 +15,7 @@ from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
+from pdmesh.worker.lost_ranges import LostRanges
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.replies import embedding_out, error_out, prompt_logprobs, step_done, token_out
 from pdmesh.worker.sequences import LocalRequest, Stage
@@ -36,6 +37,7 @@ class Results:
         moves: MovingDecodes,
         growth: RoomGrowth,
         spread: SpreadContexts,
+        lost_ranges: LostRanges,
     ) -> None:
         self._context = context
         self._own = own
@@ -43,6 +45,7 @@ class Results:
         self._moves = moves
         self._growth = growth
         self._spread = spread
+        self._lost_ranges = lost_ranges
 
     def hand_out(self, batch: Batch, results: list[SliceResult | None], time: StepTime) -> bool:
         """Take the batch's results, None for what was abandoned. Return whether a stream waits for KV to leave.
@@ -64,7 +67,11 @@ class Results:
         for chunk, result in zip(batch.chunks, results, strict=False):
             if result is not None and result.prompt_logprobs:  # also of a helper that was freed in its last layer
                 self._context.gateways.send(chunk.request, prompt_logprobs(chunk, result))
-            if self._context.sequences.step_ended(chunk.request) and result is not None:
+            if not self._context.sequences.step_ended(chunk.request):
+                continue
+            if chunk.request.stage is Stage.HOLDING:
+                self._lost_ranges.ended(chunk, is_computed=result is not None)
+            elif result is not None:
                 self._finish_chunk(chunk, result, time)
         for decode, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
             if result is not None and decode.draft:
@@ -75,7 +82,7 @@ class Results:
                 self._deliver(decode.request, result)
                 self._spread.between_steps(decode.request)
             else:
-                self._context.endings.drop(decode.request, "another instance that holds KV of it does not answer")
+                self._spread.lost(decode.request)
         if self._own.num_left <= 0 and (own_steps := self._own.take()) is not None:
             self._context.report(DecodeStepsDone(self._context.instance_id, own_steps))
         decoding = [decode.request for decode in batch.decodes]
@@ -87,7 +94,11 @@ class Results:
     def fail(self, batch: Batch, error: Exception) -> None:
         """End the batch's requests with an error, because the engine broke."""
         for request in [*(chunk.request for chunk in batch.chunks), *(decode.request for decode in batch.decodes)]:
-            if self._context.sequences.step_ended(request):
+            if not self._context.sequences.step_ended(request):
+                continue
+            if request.stage is Stage.HOLDING:
+                self._context.endings.drop(request, f"the engine failed: {error}")
+            else:
                 log.error("request ended by the engine's failure", request_id=request.request_id, epoch=request.epoch)
                 self._context.gateways.send(request, error_out(request, error))
                 self._context.endings.finish(request, FinishReason.ERROR)
@@ -99,7 +110,7 @@ class Results:
         if batch.plan is not None:
             report = step_done(self._context.instance_id, batch.plan, batch, time, self._own.take(), ended)
             self._context.report(report)
-        else:
+        elif not batch.chunks:  # else it is slower than decodes alone
             self._own.made(
                 num_tokens=batch.num_decode_tokens,
                 num_context_tokens=batch.num_decode_context_tokens,

@@ -129,6 +129,7 @@ class LocalRequest:
     part: int | None = None  # the number of the range that is here, if it decodes elsewhere
     handing: TransferPlan | None = None  # set while a range that is here goes to another instance, too
     respread: Respread | None = None  # set until its members are these, between two steps
+    lost_part: int | None = None  # stands still: the member with this range is lost, and another one computes it
     trace: RequestTrace | None = None  # set if the request is traced
     held: HeldBlocks = field(default_factory=HeldBlocks)  # in layers with a window
     num_reused_tokens: int = 0  # the first ones, whose KV was here
@@ -288,8 +289,8 @@ class Sequences:
 
     @property
     def decoding(self) -> list[LocalRequest]:
-        """The residents that have room for a token more, oldest first."""
-        return [request for request in self._decoding.values() if request.has_room]
+        """The residents that have room for a token more, and all of their KV, oldest first."""
+        return [request for request in self._decoding.values() if request.has_room and request.lost_part is None]
 
     @property
     def num_decoding(self) -> int:

@@ -12,18 +12,19 @@ from functools import partial
 import structlog
 
 from pdmesh.core.commands import PlaceDecode, WithdrawTransfer
-from pdmesh.core.events import DecodeReserved, MembersSet, TransferFailed, TransferSent
+from pdmesh.core.events import DecodeReserved, MembersSet, PartLost, TransferFailed, TransferSent
 from pdmesh.errors import PdmeshError
 from pdmesh.kv.outcome import SentTransfer
-from pdmesh.kv.parts import PartHolder
+from pdmesh.kv.parts import PartHolder, SpreadKv
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.transfer import KvDestination
-from pdmesh.model import IndexRange, PartMember, TransferId
-from pdmesh.wire.messages import ExpectKv, ExpectPart, Grant, Rehome, Respread
+from pdmesh.model import IndexRange, PartMember, TransferId, TransferPurpose
+from pdmesh.wire.messages import ExpectKv, ExpectPart, Grant, Rehome, Respread, pack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake
+from pdmesh.worker.lost_ranges import LostRanges
 from pdmesh.worker.sequences import LocalRequest, Stage
 
 log = structlog.get_logger()
@@ -32,8 +33,11 @@ log = structlog.get_logger()
 class SpreadContexts:
     """What an instance has of them."""
 
-    def __init__(self, context: InstanceContext, *, intake: Intake, growth: RoomGrowth) -> None:
+    def __init__(
+        self, context: InstanceContext, *, intake: Intake, growth: RoomGrowth, lost_ranges: LostRanges
+    ) -> None:
         self._context = context
+        self._lost_ranges = lost_ranges
         self._intake = intake
         self._growth = growth
 
@@ -48,6 +52,9 @@ class SpreadContexts:
         """Make room for a range of a context that decodes."""
         command = message.command
         self._context.tables.make_room(command)
+        if command.transfer.purpose is TransferPurpose.LOST_PART:
+            self._lost_ranges.expect(message, self._intake, members_at(command.members, message.member_addresses))
+            return
         stop = command.transfer.destinations[0].part.blocks.stop
         num_tokens = stop * self._context.block_size
         self._expect(command, 0, message.source_addresses, message.home_address, num_tokens)
@@ -103,6 +110,9 @@ class SpreadContexts:
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None:
             return  # it ended meanwhile
+        if transfer.purpose is TransferPurpose.LOST_PART:
+            self._send_tokens(request, message)
+            return
         blocks, table = transfer.sources[0].part.blocks, request.sequence.block_table
         if not self._has(request, blocks) or len(message.destination_addresses) != 1:
             self._failed(request, transfer.transfer_id, "the range is not here")
@@ -189,6 +199,47 @@ class SpreadContexts:
         request.handing = None
         self._context.mover.departures.cancel(request.request_id, request.epoch)
 
+    # --- ranges that were lost ---
+
+    def lost(self, request: LocalRequest) -> None:
+        """Let a context stand still of which a member gives no answer; of several it is given up."""
+        elsewhere = request.sequence.elsewhere
+        numbers = elsewhere.lost_members if isinstance(elsewhere, SpreadKv) else ()
+        if request.lost_part is not None:
+            return  # the scheduler knows
+        if len(numbers) != 1 or request.leaving is not None:
+            self._context.endings.drop(request, "other instances that hold KV of it do not answer")
+            return
+        (request.lost_part,) = numbers
+        self._context.report(PartLost(self._context.instance_id, request.request_id, request.epoch, request.lost_part))
+
+    def _send_tokens(self, request: LocalRequest, message: Grant) -> None:
+        """Send the tokens of a range that was lost to who computes it again. The request stands still."""
+        transfer = message.command.transfer
+        blocks = transfer.destinations[0].part.blocks
+        begin, end = (number * request.block_size for number in blocks)
+        elsewhere, number = request.sequence.elsewhere, blocks.start // blocks.size
+        is_member = isinstance(elsewhere, SpreadKv) and end <= elsewhere.num_tokens
+        if request.stage is not Stage.DECODING or not is_member or len(message.destination_addresses) != 1:
+            self._failed(request, transfer.transfer_id, "no other instance held the range")
+            return
+        assert isinstance(elsewhere, SpreadKv)
+        request.lost_part = number
+        elsewhere.fail("a range of its KV was lost", number)
+
+        def failed(reason: str) -> None:
+            if not request.doomed:
+                self._failed(request, transfer.transfer_id, reason)
+
+        self._context.mover.parts.send_tokens(
+            request.request_id,
+            request.epoch,
+            pack_token_ids(request.sequence.token_ids[begin:end]),
+            request.sequence.num_prompt_tokens,
+            holder=PartHolder(message.destination_addresses[0], transfer.capability),
+            on_failure=failed,
+        )
+
     # --- whom a home asks ---
 
     def respread(self, message: Respread) -> None:
@@ -212,6 +263,9 @@ class SpreadContexts:
             reason = f"{len(members)} others are to hold what they cannot of {len(request.sequence.token_ids)} tokens"
             self._context.endings.drop(request, reason)
             return
+        number = request.lost_part
+        if number is not None and command.members[number : number + 1] != request.members[number : number + 1]:
+            request.lost_part = None
         request.members = command.members
         request.sequence.elsewhere = self._context.mover.parts.open(
             request.request_id, request.epoch, members=members, num_tokens=num_tokens

@@ -74,7 +74,7 @@ class _Step:
         self._flight = flight or StepFlight()
         self._block_size = engine.kv.layout.block_size
         self._aborted: list[BatchChunk] = []
-        self._lost: list[BatchDecode] = []  # some of their KV is elsewhere, and nobody answers there
+        self._lost: list[BatchChunk | BatchDecode] = []  # some of their KV is elsewhere, and nobody answers there
         self._publish = batch.on_layer(self._block_size, self._aborted)
         self._waiting = batch.waiting
         self._urgent = Urgent(lambda: run_inside is not None and plans.has_urgent, self._run_urgent)
@@ -99,8 +99,9 @@ class _Step:
             except _EndsEarly:
                 continue
             except KvElsewhereLost as lost:
-                of_it = [each for each in batch.decodes if each.request.sequence.elsewhere is lost.elsewhere]
-                assert of_it, "nobody decodes with what was lost"
+                rows_of_all: list[BatchChunk | BatchDecode] = [*batch.chunks, *batch.decodes]
+                of_it = [each for each in rows_of_all if each.request.sequence.elsewhere is lost.elsewhere]
+                assert of_it, "nobody computes with what was lost"
                 self._lost += of_it
         ended_s = time.perf_counter()
         for index, chunk in enumerate(batch.chunks):

@@ -302,12 +302,13 @@ class Driver:
                 members = self._addresses(member.instance_id for member in command.members)
                 expect = ExpectMove(command=command, chain=chain, source_addresses=addresses, member_addresses=members)
                 self._workers.post(command.instance_id, expect)
-            case PlaceDecode() if command.transfer.purpose is TransferPurpose.PART:
+            case PlaceDecode() if command.transfer.is_of_part:
                 home_id = self._core.decode_id_of((command.request_id, command.epoch))
                 expect_part = ExpectPart(
                     command=command,
                     source_addresses=self._addresses(command.transfer.source_ids),
                     home_address=b"" if home_id is None else self._profiles[home_id].data_address,
+                    member_addresses=self._addresses(member.instance_id for member in command.members),
                 )
                 self._workers.post(command.instance_id, expect_part)
             case SetHome():

@@ -21,7 +21,7 @@ from pdmesh.wire.messages import Generation
 class MovingPrompt(NamedTuple):
     """What a receiver of a request's KV has to know of it."""
 
-    generation: Generation  # without its tokens, unless sampling, or a guess of what comes, looks at them
+    generation: Generation  # without its tokens, unless sampling, a guess of what comes, or lost KV needs them
     num_context_tokens: int
     tail: bytes  # the packed tokens behind its last full granule, where it is without tokens and its KV may be kept
 
@@ -41,7 +41,7 @@ class Prompts:
         self._core = core
         self._whole: dict[RequestKey, Generation] = {}  # that instances may still have to compute
         self._moving: dict[RequestKey, MovingPrompt] = {}  # of those whose KV has not landed
-        self._drafting: set[InstanceId] = set()  # they want prompts of what they decode
+        self._with_prompt: set[InstanceId] = set()  # they want prompts of what they decode: to guess, or if KV is lost
 
     @property
     def num_whole(self) -> int:
@@ -54,8 +54,8 @@ class Prompts:
 
     def joined(self, profile: InstanceProfile) -> None:
         """Note an instance that the core is about to handle."""
-        if profile.drafts:
-            self._drafting.add(profile.instance_id)
+        if profile.drafts or profile.max_kv_tokens:
+            self._with_prompt.add(profile.instance_id)
 
     def admitted(self, command: AdmitPrefill) -> Generation:
         """Return what the instance computes that the command is for."""
@@ -93,9 +93,9 @@ class Prompts:
                 if key in self._moving and not self._core.may_change_receiver(key):
                     del self._moving[key]
             case InstanceLost():
-                self._drafting.discard(event.instance_id)
+                self._with_prompt.discard(event.instance_id)
             case _:
                 pass
 
     def _to_move(self, generation: Generation) -> MovingPrompt:
-        return MovingPrompt.of(generation, with_prompt=bool(self._drafting))
+        return MovingPrompt.of(generation, with_prompt=bool(self._with_prompt))

@@ -70,7 +70,7 @@ class SpreadResidents:
                 self._mesh.restart(known, f"instance {instance_id} knows others that hold its KV")
         else:
             held = [member.instance_id for member in (*known.members, *known.next_members)]
-            if instance_id not in held:
+            if instance_id not in held or instance_id == known.lost_member_id:
                 self._mesh.free(instance_id, key)
 
     def _have_parts(self, resident: Resident) -> bool:

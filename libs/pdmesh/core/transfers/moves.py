@@ -45,7 +45,7 @@ class Moves:
             return f"is on its way to {state.move.target_id} already"
         if state.phase is not Phase.DECODING:
             return f"is {state.phase.replace('_', ' ')}, and only what decodes can move"
-        if state.part_move is not None:
+        if state.part_move is not None or state.lost_part is not None:
             return "has a context of which a range is on its way"
         source, allocation = self._where(state)
         if source is target:

@@ -3,8 +3,8 @@
 Where a context decodes, a range that is full is handed on to a further instance; and what an instance that stops holds
 of others' contexts goes to instances that stay. The range is copied while the request decodes on. Once it has landed,
 the instance where it decodes is told of its members; when it says that it asks these from now on, the one that held the
-range before has it no longer. Until it is told, all goes on as it was if the copy comes to nothing. What becomes of
-those that are lost after that is what becomes of members: their requests start again.
+range before has it no longer. Until it is told, all goes on as it was if the copy comes to nothing. A range that is
+lost goes the same way, but that it is computed again (`pdmesh.core.transfers.lost_parts`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from pdmesh.core.commands import SetMembers, WithdrawTransfer
+from pdmesh.core.commands import SetHome, SetMembers, WithdrawTransfer
 from pdmesh.core.events import MembersSet
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.steps.placing import could_place
+from pdmesh.core.transfers.lost_parts import LostParts
 from pdmesh.core.transfers.moves import MAX_AT_ONCE, MAX_FAILED
 from pdmesh.core.transfers.transfer import PartMove
 from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
@@ -34,6 +36,7 @@ class Parts:
         self._mesh = mesh
         self._full: dict[RequestKey, None] = {}  # hold more than a range where they decode
         self._moving: dict[RequestKey, RequestState] = {}  # a range of theirs
+        self.lost_parts = LostParts(mesh)
 
     # --- who holds too much ---
 
@@ -48,8 +51,9 @@ class Parts:
         if allocation is not None and _is_full(instance, allocation):
             self._full[key] = None
 
-    def serve(self, leaving: Sequence[InstanceId], placement: DecodePlacement) -> None:
-        """Hand on what is full, and what instances that stop hold of others' contexts; after any event."""
+    def serve(self, leaving: Sequence[InstanceId], placement: DecodePlacement, now_s: float) -> None:
+        """Have computed what was lost; hand on what is full, and what instances that stop hold; after any event."""
+        self.lost_parts.serve(partial(self._begin, placement=placement), now_s)
         for key in list(self._full):
             self._serve_full(key, placement)
         for instance_id in leaving:
@@ -91,12 +95,13 @@ class Parts:
 
     @staticmethod
     def _may_move(state: RequestState) -> bool:
-        return state.phase is Phase.DECODING and state.part_move is None and state.num_failed_moves < MAX_FAILED
+        is_whole = state.part_move is None and state.lost_part is None
+        return state.phase is Phase.DECODING and is_whole and state.num_failed_moves < MAX_FAILED
 
     # --- a range begins to move ---
 
     def _begin(self, state: RequestState, source: InstanceState, number: int, placement: DecodePlacement) -> bool:
-        """Hand a range on to another instance with room. False if there is none."""
+        """Hand a range on to another instance with room, or have it computed there. False if there is none."""
         home_id = state.decode_id
         under_way = self._under_way
         if sum(move.source_id == source.instance_id for move in under_way) >= MAX_AT_ONCE:
@@ -138,16 +143,27 @@ class Parts:
 
     def _hand_on(self, state: RequestState, source: InstanceState, target: InstanceState, number: int) -> None:
         mesh, size = self._mesh, source.part_blocks
+        is_lost = number == state.lost_part
         transfer = mesh.broker.open(
             state.key,
-            TransferPurpose.PART,
+            TransferPurpose.LOST_PART if is_lost else TransferPurpose.PART,
             (source.shard(size, number * size),),
             (target.shard(size, number * size),),
         )
         state.begin_part_move(transfer, number)
         self._moving[state.key] = state
         target.take(state.key, size, AllocationKind.PART, transfer_id=transfer.plan.transfer_id)
-        mesh.expect_kv(target, state.key, transfer)
+        before = state.members[:number] if is_lost else ()
+        for member in before:
+            mesh.commands.append(
+                SetHome(
+                    instance_id=member.instance_id,
+                    request_id=state.key[0],
+                    epoch=state.key[1],
+                    home_id=target.instance_id,
+                )
+            )
+        mesh.expect_kv(target, state.key, transfer, members=before)
         mesh.grant(mesh.broker.offer(transfer))
 
     # --- what instances say of it ---
@@ -179,7 +195,7 @@ class Parts:
             self._mesh.ignore("MembersSet")
             return None
         home = self._mesh.instances[event.instance_id]
-        if move.source_id == event.instance_id:
+        if move.source_id == event.instance_id and not move.computes:
             home.hand_on(state.key, home.num_home_blocks(state.request, len(event.member_ids)))
         self._end(state, move, home)
         return state

@@ -20,15 +20,25 @@ def do_without(
 ) -> None:
     """An instance fails a request that needs it.
 
-    If that was to receive its KV, another one will; if it only helped, the others compute what it did not. Else it
-    starts again, and may have caused that (`Restart.blame`).
+    If that was to receive its KV, another one will; if it only helped, the others compute what it did not; if it held a
+    range of the context, another one computes that again. Else the request starts again, and may have caused that
+    (`Restart.blame`).
     """
     if state.is_helped_by(instance_id):
         lose_helper(mesh, state, instance_id)
     elif has_all_kv(mesh, state) and instance_id not in state.prefill_ids:
         lose_receiver(mesh, state)
+    elif state.may_lose(instance_id):
+        lose_part(mesh, state, instance_id)
     else:
         mesh.restart(state, reason, blame=blame)
+
+
+def lose_part(mesh: MeshState, state: RequestState, instance_id: InstanceId) -> None:
+    """A range of a context that decodes is lost with this instance, or freed there if that does not answer."""
+    state.lose_part(instance_id)
+    mesh.parts_lost[state.key] = state
+    mesh.free(instance_id, state.key)
 
 
 def has_all_kv(mesh: MeshState, state: RequestState) -> bool:

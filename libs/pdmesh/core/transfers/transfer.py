@@ -90,8 +90,8 @@ class Transfer:
 
     @property
     def is_part(self) -> bool:
-        """Whether it takes a range of a context on that decodes, to another member."""
-        return self.plan.purpose is TransferPurpose.PART
+        """Whether it takes a range of a context on that decodes, or the range's tokens, to another member."""
+        return self.plan.is_of_part
 
     @property
     def is_fetch(self) -> bool:
@@ -187,3 +187,8 @@ class PartMove(Relocation):
     number: int  # the range's, from the first on
     member: PartMember  # who holds it then
     has_landed: bool = False  # and the instance where it decodes is told
+
+    @property
+    def computes(self) -> bool:
+        """Whether the target computes a range that was lost; the source, where it decodes, has only its tokens."""
+        return self.transfer.plan.purpose is TransferPurpose.LOST_PART

@@ -119,6 +119,7 @@ class ExpectPart(Message, frozen=True, kw_only=True):
     command: PlaceDecode
     source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
     home_address: bytes  # where it decodes
+    member_addresses: tuple[bytes, ...] = ()  # of those that hold the ranges before it, if it was lost
 
 
 class Rehome(Message, frozen=True, kw_only=True):
