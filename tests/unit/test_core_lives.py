@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, FreeKv, Outcome, Reject
+from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, FreeKv, Outcome, PlaceDecode, Reject
 from pdmesh.core.events import Event, KvReleased, RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
 from pdmesh.core.lives import Chunk, Forgotten, Lives, Milestone
-from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RejectReason, RequestId
-from pdmesh.plans import ChunkDone
+from pdmesh.model import (
+    Epoch,
+    FinishReason,
+    GatewayId,
+    InstanceId,
+    RejectReason,
+    RequestId,
+    TransferId,
+    TransferPurpose,
+)
+from pdmesh.plans import ChunkDone, TransferPlan
 from pdmesh.testing.core import GATEWAY, a_request
 from pdmesh.testing.worker import a_shard
 
@@ -120,3 +129,27 @@ def test_the_eldest_that_ended_is_forgotten_first_and_a_running_one_never() -> N
     found = [milestone for event, commands in told for milestone in lives.observe(event, commands, 1.0)]
     forgotten = [milestone.life.request.request_id for milestone in found if isinstance(milestone.what, Forgotten)]
     assert forgotten == ["b"]
+
+
+def test_a_context_that_is_spread_decodes_at_its_home_whoever_holds_ranges_of_it() -> None:
+    def placed(purpose: TransferPurpose, *destinations: InstanceId) -> list[Command]:
+        plan = TransferPlan(
+            transfer_id=TransferId(1),
+            purpose=purpose,
+            sources=(a_shard(LEADER, 2),),
+            destinations=tuple(a_shard(each, 2) for each in destinations),
+            capability=1,
+        )
+        return [PlaceDecode(instance_id=each, request_id=R, epoch=Epoch(0), transfer=plan) for each in destinations]
+
+    lives = Lives()
+    ((life, attempt, _),) = lives.observe(arrived(), [], 1.0)
+    for commands in (
+        placed(TransferPurpose.HAND_OVER, MEMBER, InstanceId("c"), InstanceId("d")),
+        placed(TransferPurpose.PART, InstanceId("e")),
+        placed(TransferPurpose.LOST_PART, InstanceId("f")),
+    ):
+        lives.observe(Tick(), commands, 2.0)
+        assert (life.decode_id, attempt.num_receivers) == (MEMBER, 1)
+    lives.observe(Tick(), placed(TransferPurpose.HAND_OVER, InstanceId("c"), InstanceId("d")), 3.0)
+    assert (life.decode_id, attempt.num_receivers) == (InstanceId("c"), 2)

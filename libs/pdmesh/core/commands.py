@@ -169,6 +169,15 @@ class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=
     evict: PrefixHashes = ()
 
     @property
+    def receives_prompt(self) -> bool:
+        """Whether the request is to decode on this instance once its prompt's KV is there.
+
+        Other destinations of a hand-over hold ranges of a context that is spread.
+        """
+        is_handed_over = self.transfer.purpose is TransferPurpose.HAND_OVER
+        return is_handed_over and self.transfer.destinations[0].instance_id == self.instance_id
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks to reserve on this instance."""
         shards = self.transfer.destinations
@@ -176,7 +185,7 @@ class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=
 
     @property
     def record_line(self) -> RecordLine | None:
-        what = _PLACED.get(self.transfer.purpose, "placed for decode")
+        what = _PLACED.get(self.transfer.purpose, "placed for decode" if self.receives_prompt else "holds a range")
         reused = _reused(self.transfer.num_reused_granules)
         return RecordLine(what, f"{self.num_blocks} blocks{reused}", self.instance_id)
 

@@ -348,7 +348,7 @@ class Lives:
                     life.decode_id = command.instance_id
             case PlaceDecode() if command.transfer.purpose is TransferPurpose.MOVE:
                 life.moves.add(command.transfer.transfer_id)
-            case PlaceDecode():
+            case PlaceDecode() if command.receives_prompt:
                 attempt.num_receivers += 1
                 life.decode_id = command.instance_id
             case KeepKv():

@@ -206,7 +206,7 @@ class SchedulerMetrics:
                     request = attempt.request
                     self._queue_time.labels(self._models[what.instance_id]).observe(handled.now_s - request.arrival_s)
                     self._prompt_tokens.inc(request.num_prompt_tokens)
-                case PlaceDecode() if attempt.num_receivers > 1:
+                case PlaceDecode() if what.receives_prompt and attempt.num_receivers > 1:
                     self._received_again.labels("receiver").inc()
                 case CrossedClass():
                     self._cross_class.labels(what.how).inc()
