@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh.metrics import Slo
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.capacity import PoolSizes, smallest_pools, unattainable
+from pdmesh.sim.capacity import ContextRoom, PoolSizes, smallest_pools, unattainable
 from pdmesh.sim.workload import Arrival
 
 MODEL = LinearLatencyModel(a_s=0.5, b_s=0.25, c_s=0.0, d_s=0.0, decode_a_s=0.125, decode_s=0.125)
@@ -60,14 +60,14 @@ def test_pools_that_are_never_enough() -> None:
     ],
 )
 def test_what_nothing_could_do_is_known_before(arrival: Arrival, slo: Slo, says: str | None) -> None:
-    reason = unattainable([arrival], MODEL, slo, 0.99, num_kv_tokens=100)
+    reason = unattainable([arrival], MODEL, slo, 0.99, ContextRoom(100))
     assert reason is None if says is None else reason is not None and says in reason
 
 
 def test_a_share_that_may_miss() -> None:
     arrivals = [Arrival(arrival_s=0, num_prompt_tokens=tokens, num_output_tokens=1) for tokens in (1, 1, 1, 8)]
-    assert unattainable(arrivals, MODEL, Slo(ttft_s=1.0), 0.75, FOREVER) is None
-    reason = unattainable(arrivals, MODEL, Slo(ttft_s=1.0), 0.8, FOREVER)
+    assert unattainable(arrivals, MODEL, Slo(ttft_s=1.0), 0.75, ContextRoom(FOREVER)) is None
+    reason = unattainable(arrivals, MODEL, Slo(ttft_s=1.0), 0.8, ContextRoom(FOREVER))
     assert reason is not None
     assert reason.startswith(
         "1 of 4 requests miss their targets on any number of instances, so at most 75.00% can meet them"
@@ -78,5 +78,5 @@ def test_small_chunks_can_be_cheaper_than_their_whole() -> None:
     """Where history costs less than new pairs of tokens: the least is counted."""
     model = LinearLatencyModel(a_s=0.0, b_s=0.0, c_s=0.02, d_s=1.0)
     arrival = Arrival(arrival_s=0, num_prompt_tokens=10, num_output_tokens=1)
-    assert unattainable([arrival], model, Slo(ttft_s=1.5), 1.0, FOREVER) is None
-    assert unattainable([arrival], model, Slo(ttft_s=0.5), 1.0, FOREVER) is not None
+    assert unattainable([arrival], model, Slo(ttft_s=1.5), 1.0, ContextRoom(FOREVER)) is None
+    assert unattainable([arrival], model, Slo(ttft_s=0.5), 1.0, ContextRoom(FOREVER)) is not None

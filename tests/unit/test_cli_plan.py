@@ -47,6 +47,23 @@ def test_as_many_decode_instances_as_the_pace_asks_for(tmp_path: Path) -> None:
         assert json.loads(done.stdout)["pools"] == {"num_prefill": 1, "num_decode": num_decode}
 
 
+def test_contexts_that_decode_too_slowly_on_one_instance_are_spread(tmp_path: Path) -> None:
+    row: dict[str, object] = {"arrival_s": 0.0, "num_prompt_tokens": 400_000, "num_output_tokens": 50}
+    command = ("plan", "--trace", trace_of(tmp_path, [row]), "--slo-tpot", "0.02", "--max-instances", "8")
+    alone = pdmesh_here(*command)
+    assert alone.returncode == 2
+    assert "with 400,000 tokens of context" in alone.stderr
+    spread = pdmesh_here(*command, "--spread", "--part-exchange-us", "7", "-o", "json")
+    assert spread.returncode == 0, spread.stderr
+    record = json.loads(spread.stdout)
+    limit = record["options"]["max_kv_tokens"]
+    assert limit % 16 == 0
+    assert 0 < limit < 400_000
+    assert record["pools"] == {"num_prefill": 1, "num_decode": -(-400_050 // limit)}
+    told = pdmesh_here(*command, "--spread", "--part-exchange-us", "7").stdout
+    assert f"\ncontexts of more than {limit:,} tokens are spread: worker.max_kv_tokens_per_instance = {limit}\n" in told
+
+
 def test_a_table_says_what_was_tried() -> None:
     done = pdmesh_here("plan", "--limit", "30", "--slo-ttft", "2", "--slo-tpot", "0.1", "--max-instances", "4")
     assert done.returncode == 0, done.stderr
@@ -70,6 +87,9 @@ def test_a_table_says_what_was_tried() -> None:
         (["--slo-ttft", "1", "--profile", "abacus"], 2, "'abacus'"),
         (["--slo-ttft", "1", "--trace", "missing.csv"], 2, "cannot read the trace missing.csv"),
         (["--slo-ttft", "0.001"], 2, "miss their targets on any number of instances"),
+        (["--slo-ttft", "1", "--spread"], 2, "--spread needs --slo-tpot"),
+        (["--slo-tpot", "0.02", "--spread", "--max-kv-tokens", "1024"], 2, "leave one of them out"),
+        (["--slo-tpot", "0.001", "--spread"], 2, "a decode step takes longer whatever the context"),
         (["--slo-ttft", "0.5", "--attainment", "0.95", "--rate", "1000", "--max-instances", "1"], 1, "not 95.00%"),
     ],
 )

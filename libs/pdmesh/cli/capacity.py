@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import typer
@@ -14,11 +14,14 @@ from pdmesh import __version__
 from pdmesh.cli.options import Output
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.cli.simulate import figures_table
-from pdmesh.cli.study import StudyOptions, described, make_study
+from pdmesh.cli.study import BLOCK_SIZE, StudyOptions, described, make_study
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
-from pdmesh.sim.capacity import PoolSizes, smallest_pools, unattainable
+from pdmesh.policy.latency import StepShape
+from pdmesh.policy.profile import Profile
+from pdmesh.profiles import load_profile
+from pdmesh.sim.capacity import ContextRoom, PoolSizes, smallest_pools, unattainable
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.report import SimReport, report
 from pdmesh.sim.simulator import Simulator
@@ -31,6 +34,7 @@ class PlanOptions(StudyOptions):
     bundle: str
     attainment: float  # share of the requests that must meet their targets
     max_instances: int  # in each pool
+    spread: bool = False  # contexts whose decode would miss its target
 
 
 def run_plan(options: PlanOptions, output: Output) -> None:
@@ -40,12 +44,17 @@ def run_plan(options: PlanOptions, output: Output) -> None:
     """
     if not 0 < options.attainment <= 1:
         raise ConfigError(f"--attainment is {options.attainment}: must be a share, more than 0 and at most 1")
+    if options.spread:
+        options = replace(options, max_kv_tokens=_longest_alone(options))
     study = make_study(options, (options.bundle,))
     slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
     if slo == Slo() and all(arrival.slo_ttft_s is arrival.slo_tpot_s is None for arrival in study.arrivals):
         raise ConfigError("no target is given: set --slo-ttft, --slo-tpot or both")
     model = study.policy.latency
-    reason = unattainable(study.arrivals, model, slo, options.attainment, options.kv_tokens)
+    room = ContextRoom(
+        options.kv_tokens, options.max_kv_tokens, _exchange_s(options, study.profile), options.max_instances
+    )
+    reason = unattainable(study.arrivals, model, slo, options.attainment, room)
     if reason is not None:
         raise ConfigError(reason)
     reports: dict[PoolSizes, SimReport] = {}
@@ -83,9 +92,44 @@ def run_plan(options: PlanOptions, output: Output) -> None:
     if output is Output.TABLE:
         console = Console()
         console.print(described(study.profile), highlight=False)
+        if options.max_kv_tokens:
+            console.print(
+                f"contexts of more than {options.max_kv_tokens:,} tokens are spread: "
+                f"worker.max_kv_tokens_per_instance = {options.max_kv_tokens}",
+                highlight=False,
+                soft_wrap=True,
+            )
         console.print(_tried(found.attainments, found.sizes))
         console.print()
         console.print(figures_table({str(found.sizes): reports[found.sizes]}))
+
+
+def _exchange_s(options: PlanOptions, profile: Profile) -> float:
+    """Return what a decode step takes longer where the context is spread."""
+    return options.part_exchange_us / 1e6 * profile.subject.num_layers
+
+
+def _longest_alone(options: PlanOptions) -> int:
+    """Return the longest context, in whole blocks, that decodes within the target on one instance (Mnemosyne §4.4).
+
+    Raises ConfigError if there is none.
+    """
+    from pdmesh.studies.kv_parallel import limit_tokens  # what studies have is needed by few commands
+
+    if options.slo_tpot_s is None:
+        raise ConfigError("--spread needs --slo-tpot: it spreads contexts whose decode would miss that target")
+    if options.max_kv_tokens:
+        raise ConfigError("--spread computes what --max-kv-tokens gives: leave one of them out")
+    profile = load_profile(options.profile)
+    model, exchange_s = profile.latency, _exchange_s(options, profile)
+
+    def step_s(num_tokens: int) -> float:
+        return model.step_s(StepShape((), 1, num_tokens)) + exchange_s
+
+    most = limit_tokens(step_s, options.slo_tpot_s, options.kv_tokens)
+    if most < BLOCK_SIZE:
+        raise ConfigError(f"--slo-tpot is {options.slo_tpot_s:g} s: a decode step takes longer whatever the context")
+    return most // BLOCK_SIZE * BLOCK_SIZE
 
 
 def _tried(attainments: dict[PoolSizes, float], answer: PoolSizes) -> Table:

@@ -218,6 +218,11 @@ def plan(
     max_instances: Annotated[int, typer.Option(min=1, help="Most instances of each role.")] = 64,
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Spread contexts over instances whose decode would miss --slo-tpot on one.")
+    ] = False,
+    max_kv_tokens: MaxKvTokens = 0,
+    part_exchange_us: PartExchange = 0.0,
     transfer_backends: TransferBackends = 4,
     port_gbytes_per_s: PortSpeed = 25.0,
     hosts: Hosts = 0,
@@ -243,6 +248,9 @@ def plan(
         max_instances=max_instances,
         chunk_tokens=chunk_tokens,
         kv_tokens=kv_tokens,
+        spread=spread,
+        max_kv_tokens=max_kv_tokens,
+        part_exchange_us=part_exchange_us,
         transfer_backends=transfer_backends,
         port_gbytes_per_s=port_gbytes_per_s,
         num_hosts=hosts,

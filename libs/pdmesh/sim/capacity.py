@@ -21,6 +21,26 @@ class PoolSizes(NamedTuple):
         return f"{self.num_prefill} prefill + {self.num_decode} decode"
 
 
+class ContextRoom(NamedTuple):
+    """How long contexts may be, and from which length on they are spread over several instances."""
+
+    num_kv_tokens: int  # of an instance
+    max_kv_tokens: int = 0  # of one context on an instance where it decodes: longer ones are spread; 0: none are
+    exchange_s: float = 0.0  # that a decode step takes longer where the context is spread
+    max_instances: int = 1  # that may hold one
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a context."""
+        return max(self.num_kv_tokens, self.max_kv_tokens * self.max_instances)
+
+    def decode_s(self, model: LinearLatencyModel, num_tokens: int) -> float:
+        """Return the seconds of a decode step beside nobody, with so many tokens of context."""
+        if not 0 < self.max_kv_tokens < num_tokens:
+            return model.step_s(StepShape((), 1, num_tokens))
+        return model.step_s(StepShape((), 1, self.max_kv_tokens)) + self.exchange_s
+
+
 @dataclass(slots=True)
 class Search:
     """What was tried, in order, and the answer; ``sizes`` is None if not even the largest pools were enough."""
@@ -75,12 +95,12 @@ def _least(is_enough: Callable[[int], bool], most: int) -> int:
 
 
 def unattainable(
-    arrivals: Sequence[Arrival], model: LinearLatencyModel, slo: Slo, wanted: float, num_kv_tokens: int
+    arrivals: Sequence[Arrival], model: LinearLatencyModel, slo: Slo, wanted: float, room: ContextRoom
 ) -> str | None:
     """Why no number of instances serves a share of ``wanted`` within the targets; None if one might."""
     reasons: list[str] = []
     for arrival in arrivals:
-        reason = _reason(arrival, model, slo, num_kv_tokens)
+        reason = _reason(arrival, model, slo, room)
         if reason is not None:
             reasons.append(reason)
     reachable = 1 - len(reasons) / len(arrivals)
@@ -92,20 +112,22 @@ def unattainable(
     )
 
 
-def _reason(arrival: Arrival, model: LinearLatencyModel, slo: Slo, num_kv_tokens: int) -> str | None:
+def _reason(arrival: Arrival, model: LinearLatencyModel, slo: Slo, room: ContextRoom) -> str | None:
     """Why a request misses its targets even alone on the mesh."""
     own = slo.with_own(arrival.slo_ttft_s, arrival.slo_tpot_s)
     num_tokens, num_output_tokens = arrival.num_prompt_tokens, arrival.num_output_tokens
     num_total_tokens = num_tokens + (arrival.max_tokens or num_output_tokens)
-    if num_total_tokens > num_kv_tokens:
-        return f"{num_total_tokens:,} tokens of prompt and output fit no instance of {num_kv_tokens:,}"
+    if num_tokens > room.num_kv_tokens:
+        return f"a prompt of {num_tokens:,} tokens fits no instance of {room.num_kv_tokens:,}, where it is computed"
+    if num_total_tokens > room.longest:
+        return f"{num_total_tokens:,} tokens of prompt and output are more than a context's most, {room.longest:,}"
     prefill_s = _least_prefill_s(model, num_tokens)
     if own.ttft_s is not None and prefill_s > own.ttft_s:
         return (
             f"the prefill of a prompt of {num_tokens:,} tokens takes {prefill_s:.3g} s by itself, "
             f"its TTFT target is {own.ttft_s:g} s"
         )
-    decode_s = model.step_s(StepShape((), 1, num_tokens + 1))
+    decode_s = room.decode_s(model, num_tokens + 1)
     if own.tpot_s is not None and num_output_tokens > 1 and decode_s > own.tpot_s:
         return (
             f"a decode step beside nobody, with {num_tokens:,} tokens of context, takes {decode_s:.3g} s, "
