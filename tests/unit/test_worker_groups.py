@@ -24,6 +24,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
+from pdmesh.kv.incoming import WINDOW_CLOSED
 from pdmesh.kv.piece import PieceKind, unpack_header
 from pdmesh.model import GRANULE_TOKENS, Epoch, KvPart, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
@@ -118,7 +119,8 @@ async def test_the_output_is_that_of_one_instance(maker: TransportMaker, number:
             assert helper.reports_of(TransferOffered, "r") == []
         for member in running[1:]:
             assert any(part.num_tokens for report in step_reports(member) for part in report.chunks)
-        assert all(member.mover.counters().dropped == {} for member in running)
+        # A helper may still copy pages when the leader has drawn the first token and nothing is to be read any more.
+        assert all(member.mover.counters().dropped.keys() <= {WINDOW_CLOSED} for member in running)
         await free_all(running, generation)
 
 
