@@ -67,6 +67,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Generator[Hosts]:
         "SCHEDULER_ADDRESS": f"10.77.0.1:{SCHEDULER_PORT},10.77.0.2:{SCHEDULER_PORT}",
         "STANDBY_STORE": "etcd",
         "STANDBY_ETCD_ENDPOINTS": f"https://10.77.0.5:{ETCD_PORT}",
+        # On a busy machine instances take longer than 3 s to register with another scheduler.
+        "SCHEDULER_ORPHAN_GRACE_S": "20",
         **STAND_IN,
     }
     with running_hosts(folder / "hosts", HOSTS, settings) as hosts:
