@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from pdmesh.config import TransferConfig
@@ -280,6 +281,43 @@ async def test_a_range_that_is_lost_is_computed_again(instances: list[RunningIns
     assert len(one.tokens_of(KEY[0])) > num_drawn
     assert len(one.reports_of(PartLost, KEY[0])) == 1
     for member in (two, four):
+        member.free(KEY[0])
+        await member.until(partial(is_empty, member))
+    drawn = tokens(one)
+    for instance in instances:
+        instance.assert_all_free()
+        instance.tokens.clear()
+        instance._tokens.clear()
+        instance._reports.clear()
+    assert drawn == await alone(one, prompt, max_tokens)
+
+
+async def test_members_that_are_named_while_a_step_asks_a_lost_one_are_asked_next(
+    instances: list[RunningInstance],
+) -> None:
+    """The request stood still for ever: the step ended without them, and no other followed."""
+    one, two, three, _ = instances
+    (prompt,) = random_prompts([20], TINY.vocab_size, seed=1)
+    max_tokens = 300
+    start(one, prompt, max_tokens)
+    await one.until(lambda: len(one.tokens_of(KEY[0])) > 2 * RANGE + 4)
+    scheduler = Scheduler(one)
+    await scheduler.hand_on(one, two, 0)
+    transfer = scheduler.begin_part(two, three, 0)
+    await three.until(partial(was_said, three, TransferLanded, transfer.transfer_id))
+    request = one.instance._sequences.get(*KEY)
+    assert request is not None
+    with anyio.fail_after(10):
+        while not request.in_step:
+            await anyio.lowlevel.checkpoint()
+    one.mover.parts.forget(two.address)
+    scheduler.members = [(three, transfer.capability)]
+    scheduler.set_members()
+    assert request.in_step, "the step has not ended yet"
+    await one.reported(MembersSet, KEY[0], count=2)
+    await one.reported(RequestFinished, KEY[0])
+    assert one.reports_of(PartLost, KEY[0]) == []
+    for member in (two, three):
         member.free(KEY[0])
         await member.until(partial(is_empty, member))
     drawn = tokens(one)

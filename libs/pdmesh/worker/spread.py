@@ -203,6 +203,9 @@ class SpreadContexts:
 
     def lost(self, request: LocalRequest) -> None:
         """Let a context stand still of which a member gives no answer; of several it is given up."""
+        if request.respread is not None:  # named while the step ran: it asks these, and goes on if the range is there
+            self.between_steps(request)
+            return
         elsewhere = request.sequence.elsewhere
         numbers = elsewhere.lost_members if isinstance(elsewhere, SpreadKv) else ()
         if request.lost_part is not None:
