@@ -94,6 +94,7 @@ async def test_what_a_context_draws_is_spread_too(served: Served, checkpoint: Pa
     prompts = random_prompts([5, 40, 70], TINY.vocab_size, seed=5)
     references = [reference(checkpoint, prompt, 4 * LIMIT - len(prompt)) for prompt in prompts]
     async with mesh.client() as client:
+        found: tuple[float, int] = (0.0, 0)
         for _ in range(5):  # on a busy machine it may end before the last range has moved
             before, num_moved = answers(mesh), mesh.total("kv_part_moves")
             assert await mismatches(client, mesh.model, references[:1], concurrency=1) == []
