@@ -227,6 +227,19 @@ async def alone(home: RunningInstance, prompt: Sequence[int], max_tokens: int) -
     return tokens(home)
 
 
+async def check_end(
+    instances: Sequence[RunningInstance], drawn: list[int], prompt: Sequence[int], max_tokens: int
+) -> None:
+    """Nothing is left, and what was drawn is what one instance draws that holds all."""
+    for instance in instances:
+        await instance.until(partial(is_empty, instance))
+        instance.assert_all_free()
+        instance.tokens.clear()
+        instance._tokens.clear()
+        instance._reports.clear()
+    assert drawn == await alone(instances[0], prompt, max_tokens)
+
+
 async def test_ranges_and_homes_go_elsewhere_and_nothing_is_drawn_otherwise(instances: list[RunningInstance]) -> None:
     one, two, three, four = instances
     (prompt,) = random_prompts([20], TINY.vocab_size, seed=1)
@@ -247,14 +260,7 @@ async def test_ranges_and_homes_go_elsewhere_and_nothing_is_drawn_otherwise(inst
         assert member.mover.parts.num_answers > 0
         member.free(KEY[0])
         await member.reported(KvReleased, KEY[0])
-    drawn = tokens(one, two)
-    for instance in instances:
-        await instance.until(partial(is_empty, instance))
-        instance.assert_all_free()
-        instance.tokens.clear()
-        instance._tokens.clear()
-        instance._reports.clear()
-    assert drawn == await alone(one, prompt, max_tokens)
+    await check_end(instances, tokens(one, two), prompt, max_tokens)
 
 
 async def test_a_range_that_is_lost_is_computed_again(instances: list[RunningInstance]) -> None:
@@ -282,14 +288,7 @@ async def test_a_range_that_is_lost_is_computed_again(instances: list[RunningIns
     assert len(one.reports_of(PartLost, KEY[0])) == 1
     for member in (two, four):
         member.free(KEY[0])
-        await member.until(partial(is_empty, member))
-    drawn = tokens(one)
-    for instance in instances:
-        instance.assert_all_free()
-        instance.tokens.clear()
-        instance._tokens.clear()
-        instance._reports.clear()
-    assert drawn == await alone(one, prompt, max_tokens)
+    await check_end(instances, tokens(one), prompt, max_tokens)
 
 
 async def test_members_that_are_named_while_a_step_asks_a_lost_one_are_asked_next(
@@ -319,14 +318,7 @@ async def test_members_that_are_named_while_a_step_asks_a_lost_one_are_asked_nex
     assert one.reports_of(PartLost, KEY[0]) == []
     for member in (two, three):
         member.free(KEY[0])
-        await member.until(partial(is_empty, member))
-    drawn = tokens(one)
-    for instance in instances:
-        instance.assert_all_free()
-        instance.tokens.clear()
-        instance._tokens.clear()
-        instance._reports.clear()
-    assert drawn == await alone(one, prompt, max_tokens)
+    await check_end(instances, tokens(one), prompt, max_tokens)
 
 
 async def test_a_range_whose_members_before_it_do_not_answer_is_not_computed(instances: list[RunningInstance]) -> None:

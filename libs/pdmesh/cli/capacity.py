@@ -20,7 +20,6 @@ from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.policy.latency import StepShape
 from pdmesh.policy.profile import Profile
-from pdmesh.profiles import load_profile
 from pdmesh.sim.capacity import ContextRoom, PoolSizes, smallest_pools, unattainable
 from pdmesh.sim.mesh import study_core
 from pdmesh.sim.report import SimReport, report
@@ -44,9 +43,10 @@ def run_plan(options: PlanOptions, output: Output) -> None:
     """
     if not 0 < options.attainment <= 1:
         raise ConfigError(f"--attainment is {options.attainment}: must be a share, more than 0 and at most 1")
-    if options.spread:
-        options = replace(options, max_kv_tokens=_longest_alone(options))
     study = make_study(options, (options.bundle,))
+    if options.spread:
+        options = replace(options, max_kv_tokens=_longest_alone(options, study.profile))
+        study = replace(study, instances=replace(study.instances, max_kv_tokens=options.max_kv_tokens))
     slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
     if slo == Slo() and all(arrival.slo_ttft_s is arrival.slo_tpot_s is None for arrival in study.arrivals):
         raise ConfigError("no target is given: set --slo-ttft, --slo-tpot or both")
@@ -109,7 +109,7 @@ def _exchange_s(options: PlanOptions, profile: Profile) -> float:
     return options.part_exchange_us / 1e6 * profile.subject.num_layers
 
 
-def _longest_alone(options: PlanOptions) -> int:
+def _longest_alone(options: PlanOptions, profile: Profile) -> int:
     """Return the longest context, in whole blocks, that decodes within the target on one instance (Mnemosyne §4.4).
 
     Raises ConfigError if there is none.
@@ -120,7 +120,6 @@ def _longest_alone(options: PlanOptions) -> int:
         raise ConfigError("--spread needs --slo-tpot: it spreads contexts whose decode would miss that target")
     if options.max_kv_tokens:
         raise ConfigError("--spread computes what --max-kv-tokens gives: leave one of them out")
-    profile = load_profile(options.profile)
     model, exchange_s = profile.latency, _exchange_s(options, profile)
 
     def step_s(num_tokens: int) -> float:

@@ -300,13 +300,8 @@ class KvParts:
     async def _send_tokens(
         self, address: bytes, token_ids: bytes, about: PieceHeader, on_failure: Callable[[str], None]
     ) -> None:
-        transport = self._context.transport
         try:
-            limit = min(transport.max_payload_bytes, transport.payload_limit(address))
-            for begin in range(0, len(token_ids), limit):
-                piece = token_ids[begin : begin + limit]
-                part = NO_PART._replace(blocks=IndexRange(begin, begin + len(piece)))
-                await self._writer.send_payload(address, piece, about._replace(part=part))
+            await self._writer.send_bytes(address, 0, token_ids, about)
         except KvTransferError as error:
             on_failure(str(error))
 
