@@ -15,7 +15,7 @@ from typing import NamedTuple
 import anyio
 import pytest
 
-from pdmesh.cli.processes import process_id, wait_for_end
+from pdmesh.cli.processes import process_id
 from pdmesh.config import InstanceDegrees
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind, Role
@@ -23,6 +23,7 @@ from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.testing.operating import operator_of
+from pdmesh.testing.spread_meshes import until_ended
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -84,12 +85,6 @@ def rank_pids(mesh: RunningMesh) -> list[int]:
     """The processes of the instance that has several."""
     (pids,) = [row.rank_pids for row in mesh.status().instances if row.rank_pids]
     return list(pids)
-
-
-async def until_ended(pids: list[int], limit_s: float = 10.0) -> None:
-    for pid in pids:
-        if (process := process_id(pid)) is not None:
-            assert await anyio.to_thread.run_sync(wait_for_end, process, limit_s), f"{pid} goes on"
 
 
 async def test_unlike_degrees_answer_as_the_reference(served: Served) -> None:

@@ -1,10 +1,9 @@
 """Contexts longer than an instance may hold, spread over several: exact, beside others, and when one of them dies."""
 
 import os
-import re
 import signal
 import subprocess
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.spread_meshes import answers, since, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,32 +44,12 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Genera
         yield Served(mesh, references)
 
 
-def answers(mesh: RunningMesh) -> dict[str, float]:
-    """How often each instance has said what it makes of its part of a context."""
-    found = {
-        name: re.search(r"^pdmesh:kv_part_answers_total (\S+)$", text, re.M) for name, text in mesh.metrics().items()
-    }
-    return {name: float(each[1]) for name, each in found.items() if each}
-
-
-def since(before: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
-    """Those that have answered meanwhile."""
-    return [name for name, number in now.items() if number > before.get(name, 0)]
-
-
 def num_part_moves(mesh: RunningMesh) -> float:
     """Ranges that changed their holder; 0 while a service that is started again does not answer."""
     try:
         return mesh.total("kv_part_moves")
     except httpx.HTTPError:
         return 0.0
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    """Wait until something is so in other processes."""
-    with anyio.fail_after(limit_s):
-        while not await anyio.to_thread.run_sync(condition):  # noqa: ASYNC110
-            await anyio.sleep(0.005)
 
 
 async def test_a_context_that_is_spread_answers_as_the_reference(served: Served) -> None:

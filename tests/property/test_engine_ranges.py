@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -20,50 +18,12 @@ from pdmesh.testing.architectures import NUM_OUTPUT_TOKENS, PARAMS, assert_equal
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.examples import examples
 from pdmesh.testing.levels import ARCHITECTURE_LEVELS, library_or_skip
+from pdmesh.testing.ranges import RANGE_TOKENS, Held, spread
 from pdmesh.testing.reference import HfReference
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 
-RANGE_TOKENS = 64
 COMPUTES = ["float32", *(f"bfloat16, {level}" for level in ARCHITECTURE_LEVELS if CpuLevel(level).is_ordered)]
-
-
-@dataclass(slots=True)
-class Held:
-    """Ranges of one sequence on other engines, each in blocks of its own."""
-
-    members: Sequence[tuple[TorchEngine, list[int]]]
-    asked: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.members) * RANGE_TOKENS
-
-    def ask(self, layer: int, query: bytes) -> None:
-        self.asked.append((layer, query))
-
-    def answers(self) -> list[bytes]:
-        layer, query = self.asked[-1]
-        return [engine.attend_part(layer, blocks, query) for engine, blocks in self.members]
-
-
-def spread(request: SteppedRequest, engines: Sequence[TorchEngine], first_block: int = 0) -> None:
-    """Leave a request's last range in its place; give those before it to other engines, from a block there on."""
-    table, home = request.sequence.block_table, engines[0]
-    size, layout = RANGE_TOKENS // home.kv.layout.block_size, home.kv.layout
-    num_parts = (len(request.sequence.token_ids) - 1) // RANGE_TOKENS
-    members: list[tuple[TorchEngine, list[int]]] = []
-    for number in range(num_parts):
-        blocks, member = table[number * size : (number + 1) * size], engines[1 + number % (len(engines) - 1)]
-        taken = [first_block + number * size + index for index in reversed(range(size))]
-        for layer in range(layout.num_layers):
-            data = memoryview(bytearray(size * layout.block_bytes))
-            home.kv.gather(layer, blocks, data)
-            member.kv.scatter(layer, taken, data)
-            home.kv.scatter(layer, blocks, memoryview(bytearray(b"\x7e") * len(data)))  # nobody reads it any more
-        members.append((member, taken))
-    del table[: num_parts * size]
-    request.sequence.elsewhere = Held(members)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

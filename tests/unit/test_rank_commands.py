@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
-from pdmesh.engine.ranks.commands import Command, Deltas, Replicas, Step, frame
+from pdmesh.engine.ranks.commands import Command, Deltas, Replicas, Step, ToldElsewhere, frame
 from pdmesh.errors import ProtocolError
 from pdmesh.model import num_blocks_for
 from pdmesh.testing.stepping import new_sequence
@@ -68,7 +68,8 @@ def test_the_others_know_of_each_sequence_what_its_steps_need(seed: int) -> None
             start = computed[id(sequence)]
             if start == len(sequence.token_ids):
                 sequence.token_ids.append(rng.randrange(300))
-                if len(sequence.token_ids) > len(sequence.block_table) * BLOCK_SIZE:
+                num_here = len(sequence.token_ids) - sequence.num_elsewhere_tokens
+                if num_here > len(sequence.block_table) * BLOCK_SIZE:
                     sequence.block_table.append(rng.randrange(1000, 2000))
             num_tokens = rng.randint(1, len(sequence.token_ids) - start)
             batch.append(SequenceSlice(sequence=sequence, start=start, num_tokens=num_tokens, sample=False))
@@ -80,8 +81,15 @@ def test_the_others_know_of_each_sequence_what_its_steps_need(seed: int) -> None
             assert (theirs.start, theirs.num_tokens) == (part.start, part.num_tokens)
             assert theirs.sequence.token_ids[part.start :] == part.sequence.token_ids[part.start : end]
             assert theirs.sequence.num_prompt_tokens == part.sequence.num_prompt_tokens
-            used = num_blocks_for(end, BLOCK_SIZE)
+            assert theirs.sequence.num_elsewhere_tokens == part.sequence.num_elsewhere_tokens
+            used = num_blocks_for(end - part.sequence.num_elsewhere_tokens, BLOCK_SIZE)
             assert theirs.sequence.block_table[:used] == part.sequence.block_table[:used]
+        for sequence in sequences:
+            num_full = (computed[id(sequence)] - sequence.num_elsewhere_tokens) // BLOCK_SIZE
+            if num_full > 0 and rng.random() < 0.3:  # others hold what is full by now, or some of it
+                num_given_back = rng.randint(1, num_full)
+                del sequence.block_table[:num_given_back]
+                sequence.elsewhere = ToldElsewhere(sequence.num_elsewhere_tokens + num_given_back * BLOCK_SIZE)
         if rng.random() < 0.2:
             sequences.pop(rng.randrange(len(sequences)))
 

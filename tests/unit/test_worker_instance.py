@@ -1,9 +1,11 @@
 """One instance that prefills and decodes: what comes out, what is reported, and that nothing is held afterwards."""
 
+import dataclasses
 import itertools
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import anyio
@@ -16,7 +18,8 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep, SetRole
 from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished, StepDone
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
-from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
+from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
+from pdmesh.kv.elsewhere import KvElsewhereLost
 from pdmesh.model import FinishReason, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.testing.worker import RunningInstance, a_shard, a_transfer, chunk_plans, make_generation, running_instance
@@ -719,6 +722,60 @@ async def test_an_urgent_chunk_enters_between_two_others() -> None:
             await running.reported(KvReleased, generation.request_id)
         order = [batch[0][0] for batch in engine.batches]
         assert order[:5] == ["long", "long", "short", "long", "long"]
+
+
+@dataclass
+class LostBesideChunks:
+    """`KvElsewhere` that gives no answer in the fourth layer of a step that has others' rows, too."""
+
+    num_tokens = 0
+    asked: tuple[int, bytes] = 0, b""
+    has_others: bool = False
+    is_lost: bool = False
+
+    def ask(self, layer: int, query: bytes) -> None:
+        self.asked = layer, query
+
+    def answers(self) -> list[bytes]:
+        layer, query = self.asked
+        if self.has_others and layer == 3:
+            self.is_lost = True
+            raise KvElsewhereLost(self, "silent")
+        return [query]
+
+
+class Asking(FakeEngine):
+    """One request decodes with some of its KV elsewhere."""
+
+    elsewhere: LostBesideChunks
+
+    def execute(
+        self, batch: Sequence[SequenceSlice], *, on_layer: LayerHook | None = None, flight: StepFlight | None = None
+    ) -> list[SliceResult]:
+        for part in batch:
+            if part.sequence.request_id == "asks":
+                part.sequence.elsewhere = self.elsewhere
+                self.elsewhere.has_others = len(batch) > 1
+        return super().execute(batch, on_layer=on_layer, flight=flight)
+
+
+async def test_no_chunk_follows_one_that_is_computed_again() -> None:
+    """In a step of stages, beside a context whose member is lost: the next chunk needs it."""
+    prompt, layout = list(range(40)), dataclasses.replace(FAKE_LAYOUT, num_layers=6)
+    engine = Asking(layout, num_blocks=256, num_stages=2, step_s=lambda batch: 0.02)
+    engine.elsewhere = LostBesideChunks()
+    async with mixed(engine) as running:
+        asks = make_generation("asks", [1], SamplingParams(max_tokens=500, temperature=0))
+        running.admit(asks, kv_moves=False)
+        running.run(chunk_plans(asks, [1]))
+        await running.until(lambda: len(running.tokens_of("asks")) > 1)
+        long = make_generation("long", prompt, GREEDY)
+        running.admit(long, kv_moves=False)
+        for chunk in chunk_plans(long, [8] * 4):
+            running.run([chunk], with_decodes=True)
+        await running.reported(KvReleased, "long")
+        assert engine.elsewhere.is_lost
+        assert output_of(running, "long") == reference_output(prompt, GREEDY, layout=layout)
 
 
 async def test_decodes_pass_stages_in_as_many_parts() -> None:

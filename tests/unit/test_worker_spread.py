@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
+import torch
 
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import GrantTransfer, GrowKv, PlaceDecode, SetHome, SetMembers, WithdrawTransfer
@@ -26,7 +27,6 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
-from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import (
     Epoch,
     IndexRange,
@@ -42,6 +42,7 @@ from pdmesh.model import (
 from pdmesh.plans import KvShard, TransferPlan
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
+from pdmesh.testing.ranks import ranked_engine
 from pdmesh.testing.worker import CAPABILITY, RunningInstance, chunk_plans, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import ExpectMove, ExpectPart, Grant, Rehome, Respread
@@ -58,13 +59,32 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
 
 
-@pytest.fixture
-async def instances(checkpoint: Path) -> AsyncIterator[list[RunningInstance]]:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+#: Of four instances, ranks of a stage and stages: where requests begin, and where they go.
+LAYOUTS = [
+    pytest.param([(1, 1)] * 4, id="one rank"),
+    pytest.param([(2, 1), (1, 1), (2, 1), (4, 1)], id="ranks"),
+    pytest.param([(1, 2), (2, 1), (2, 2), (1, 2)], id="stages", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(params=LAYOUTS)
+async def instances(checkpoint: Path, request: pytest.FixtureRequest) -> AsyncIterator[list[RunningInstance]]:
     fabric = MemoryFabric()
     async with AsyncExitStack() as stack:
         found: list[RunningInstance] = []
-        for number in range(4):
-            engine = TorchEngine(checkpoint, num_blocks=40, num_threads=1, block_size=BLOCK, range_tokens=RANGE)
+        for number, (num_ranks, num_stages) in enumerate(request.param):
+            divided = ranked_engine(
+                checkpoint, num_ranks, num_stages=num_stages, num_blocks=40, block_size=BLOCK, range_tokens=RANGE
+            )
+            engine = stack.enter_context(divided)
             transport = await stack.enter_async_context(MemoryTransport(CONFIG, fabric))
             running = running_instance(engine, transport, config=CONFIG, instance_id=f"i{number}", range_tokens=RANGE)
             found.append(await stack.enter_async_context(running))

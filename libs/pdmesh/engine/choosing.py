@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from pdmesh.engine.arithmetic import class_name, torch_kind
@@ -40,6 +42,36 @@ def _masking_library(config: ModelConfig, layout: KvLayout, library: KernelLibra
     return ordered if ordered is not None and suits(ordered.level, config, layout) else None
 
 
+class AttentionChoice(NamedTuple):
+    """What attends on a CPU, and the compiled kernels that do; None: torch does."""
+
+    backend: PartialBackend
+    library: KernelLibrary | None
+
+
+def choose_attention(
+    config: ModelConfig,
+    layout: KvLayout,
+    library: KernelLibrary | None,
+    *,
+    num_cache_heads: int = 0,
+    deterministic: bool,
+) -> AttentionChoice:
+    """The fastest attention for a model whose other layers ``library`` computes, over a cache of this layout.
+
+    ``num_cache_heads`` as in `TorchAttention`.
+    """
+    masking = None
+    if library is not None and suits(library.level, config, layout):
+        masking = _masking_library(config, layout, library)
+    if masking is not None:
+        return AttentionChoice(NativeAttention(masking, layout, config.scale, config.score_cap), masking)
+    if deterministic:
+        return AttentionChoice(TiledAttention(layout, config.scale, config.score_cap), None)
+    cpu = torch.device("cpu")
+    return AttentionChoice(TorchAttention(layout, config.scale, cpu, config.score_cap, num_cache_heads), None)
+
+
 def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
     """The fastest that there is for this model here; without ``native`` the reference, plain torch."""
     if device.type == "cuda":
@@ -47,18 +79,19 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
 
         return cuda_compute(loaded, device, native=native)
     config, layout = loaded.rank_config, loaded.rank_layout
-    attention: PartialBackend = (
-        TiledAttention(layout, loaded.scale, config.score_cap)
-        if loaded.deterministic
-        else TorchAttention(layout, loaded.scale, device, config.score_cap, loaded.layout.num_kv_heads)
+    attention, masking = choose_attention(
+        config,
+        layout,
+        loaded.kernels.library,
+        num_cache_heads=loaded.layout.num_kv_heads,
+        deterministic=loaded.deterministic,
     )
     kernels: Kernels = TorchKernels(Elementwise.of(config), loaded.deterministic)
     name, library = "torch", loaded.kernels.library
     kinds, needs_torch = [] if library is None else [library.level.kind], True
     if library is not None and suits(library.level, config, layout):
         native_kernels = NativeKernels(library, Elementwise.of(config), loaded.deterministic)
-        if (masking := _masking_library(config, layout, library)) is not None:
-            attention = NativeAttention(masking, layout, loaded.scale, config.score_cap)
+        if masking is not None:
             kinds.append(masking.level.kind)
         kernels, name = native_kernels, f"native {library.level}"
         needs_torch = masking is None or config.has_experts or config.has_sinks or not native_kernels.are_complete

@@ -100,6 +100,11 @@ class Transformer:
         return self._config.vocab_size
 
     @property
+    def first_layer(self) -> int:
+        """The number of the first layer here."""
+        return self._first_layer
+
+    @property
     def num_heads(self) -> int:
         return self._config.num_heads
 

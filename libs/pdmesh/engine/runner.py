@@ -25,13 +25,14 @@ from pdmesh.engine.base import (
 )
 from pdmesh.engine.compute import PagedStore
 from pdmesh.engine.files import load_model_info
-from pdmesh.engine.forward import DirectForward, Forward, StepOutput, drawn_rows, draws, step_spans
+from pdmesh.engine.forward import Forward, StepOutput, drawn_rows, draws, step_spans
 from pdmesh.engine.guide import Guide
-from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore
+from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.engine.loading import ComputeOptions, load_model, plan_model
-from pdmesh.engine.model import Transformer
-from pdmesh.engine.ranged_attention import RangedAttention
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.part_attention import PartAttention, part_attention
 from pdmesh.engine.ranks.commands import Ready
+from pdmesh.engine.ranks.elsewhere import AskedRows
 from pdmesh.engine.ranks.leading import Followers, LeadingForward
 from pdmesh.engine.ranks.pipeline import Pipeline, Stages
 from pdmesh.engine.ranks.share import WHOLE
@@ -125,11 +126,12 @@ class TorchEngine:
         if not isinstance(num_blocks, int):
             num_blocks = num_blocks(layout, _free_bytes(self._device))
         cache_bytes = num_blocks * layout.num_layers * layout.block_bytes
+        asked = AskedRows.of(planned.config, layout, range_tokens)
         self._forward: Forward | Pipeline
         if stages is not None:
             self._kv: PagedStore = TorchKvStore(layout, num_blocks, stages.open_cache(cache_bytes, num_blocks))
             ready = stages.ready()
-            self._forward = Pipeline(stages, block_size=layout.block_size)
+            self._forward = Pipeline(stages, asked, block_size=layout.block_size)
         else:
             assert model is not None
             memory = None if followers is None else followers.open_cache(cache_bytes, num_blocks)
@@ -139,7 +141,11 @@ class TorchEngine:
             self._kv, self._forward = compute.kv, compute.forward
             if followers is not None:
                 followers.check_ready(compute.arithmetic)
-                self._forward = LeadingForward(compute.forward, followers, block_size=layout.block_size)
+                self._forward = LeadingForward(compute.forward, followers, asked, block_size=layout.block_size)
+        self._parts: PartAttention | None = None
+        if range_tokens:
+            assert isinstance(planned.config, ModelConfig), "contexts of other models are refused"
+            self._parts = part_attention(planned.config, layout, options, self._kv.layers)
         self.compute_path = ComputePath(kernels=ready.kernels, dtype=layout.dtype, reason=ready.reason)
         self._arithmetic = ready.arithmetic
         log.info("compute path", kernels=ready.kernels, arithmetic=ready.arithmetic, reason=ready.reason)
@@ -190,16 +196,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def attend_part(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
-        forward = self._forward
-        assert isinstance(forward, DirectForward), "contexts are not divided on a device or over ranks"
-        attention, decoder, layout = forward.attention, forward.decoder, self._kv.layout
-        assert isinstance(attention, RangedAttention), "contexts are not divided"
-        assert isinstance(decoder, Transformer), "contexts of this model are not divided"
-        dtype = TORCH_DTYPES[layout.dtype]
-        if not query or len(query) % (decoder.num_heads * layout.head_dim * dtype.itemsize):
-            raise ValueError(f"{len(query)} bytes are no query rows of this model")
-        rows = torch.frombuffer(bytearray(query), dtype=dtype).view(-1, decoder.num_heads, layout.head_dim)
-        return attention.attend_part(rows, forward.caches[layer], block_ids)
+        assert self._parts is not None, "contexts are not divided"
+        return self._parts.attend(layer, block_ids, query)
 
     def settle(self) -> None:
         self._forward.settle()

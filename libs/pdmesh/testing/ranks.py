@@ -29,6 +29,7 @@ from pdmesh.engine.ranks.commands import (
     read_command,
     read_report,
 )
+from pdmesh.engine.ranks.elsewhere import AskedRows
 from pdmesh.engine.ranks.following import Follower
 from pdmesh.engine.ranks.group import EXCHANGE_BYTES, RankGroup, SharedMemoryGroup
 from pdmesh.engine.ranks.places import exchange_bytes, inlet_memory, outlet_memory
@@ -196,6 +197,7 @@ def _staged_engine(
                     lambda report: leader.sendall(frame(report)),
                     inlet,
                     None if share.is_last and share.rank else outlet,
+                    AskedRows.of(model.config, model.layout, options.get("range_tokens", 0)),
                     hidden_size=model.config.hidden_size,
                     dtype=TORCH_DTYPES[model.layout.dtype],
                 ).run()
@@ -236,7 +238,8 @@ def _follow(
         if isinstance(command, OpenCache):
             compute = model.compute(command.num_blocks, memory())
             leader.sendall(frame(Ready(compute.arithmetic)))
-            Follower(compute.forward, group, partial(read_command, leader)).run()
+            asked = AskedRows.of(model.config, model.layout, options.get("range_tokens", 0))
+            Follower(compute.forward, group, partial(read_command, leader), asked).run()
     except ConfigError:
         pass  # the leader says the same
     finally:

@@ -121,6 +121,12 @@ class Batch:
         """Chunks that may have to wait for KV: other members of their groups compute it, or it is being loaded."""
         return [chunk for chunk in self.chunks if chunk.gates]
 
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether chunks may be computed again, because other instances give no answer about a row beside them."""
+        rows: list[BatchChunk | BatchDecode] = [*self.chunks, *self.decodes]
+        return bool(self.chunks) and any(row.request.sequence.elsewhere is not None for row in rows)
+
     def on_layer(self, block_size: int, ended: Collection[BatchChunk]) -> LayerHook | None:
         """Return a hook that tells senders and groups, on the engine's thread, which blocks of a layer are complete.
 

@@ -199,11 +199,6 @@ def check_ranks_can_compute(config: MeshConfig, degrees: InstanceDegrees) -> Non
     """Raise ConfigError if an instance cannot be divided so."""
     if degrees.num_ranks == 1:
         return
-    if config.worker.max_kv_tokens_per_instance:
-        raise ConfigError(
-            f"worker.max_kv_tokens_per_instance is set, but an instance has {degrees.num_ranks} ranks: contexts are "
-            "spread over instances of one rank only so far"
-        )
     if config.worker.engine != "torch":
         if degrees.tensor > 1:
             raise ConfigError(

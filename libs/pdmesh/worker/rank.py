@@ -23,6 +23,7 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.loading import LoadedModel
 from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import Failed, OpenCache, Ready, frame, read_command
+from pdmesh.engine.ranks.elsewhere import AskedRows
 from pdmesh.engine.ranks.following import Follower
 from pdmesh.engine.ranks.group import SharedMemoryGroup
 from pdmesh.engine.ranks.memory import map_memory
@@ -62,7 +63,8 @@ def main() -> int:
             return 0  # the leader could not start, and has said why
         num_bytes = command.num_blocks * model.layout.num_layers * model.layout.block_bytes
         compute = model.compute(command.num_blocks, map_memory(start.cache_fd, num_bytes))
-        follower = _follower(start, model, compute, group, leader, memory)
+        asked = AskedRows.of(model.config, model.layout, config.worker.max_kv_tokens_per_instance)
+        follower = _follower(start, model, compute, group, leader, memory, asked)
         leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason)))
     except Exception as error:
         log.exception("the rank cannot start", rank=start.rank)
@@ -81,10 +83,11 @@ def _follower(
     group: SharedMemoryGroup,
     leader: socket.socket,
     memory: Tensor,
+    asked: AskedRows,
 ) -> Follower | StageFollower:
     receive, share = partial(read_command, leader), start.share
     if share.num_stages == 1:
-        return Follower(compute.forward, group, receive)
+        return Follower(compute.forward, group, receive, asked)
     assert isinstance(compute.forward, DirectForward), "stages compute on CPUs"
     inlet, outlet = _socket(start.inlet_fd), _socket(start.outlet_fd)
     return StageFollower(
@@ -94,6 +97,7 @@ def _follower(
         lambda report: leader.sendall(frame(report)),
         None if inlet is None else StageChannel(inlet, inlet_memory(memory, share)),
         None if outlet is None else StageChannel(outlet, outlet_memory(memory, share)),
+        asked,
         hidden_size=model.config.hidden_size,
         dtype=TORCH_DTYPES[model.layout.dtype],
     )

@@ -8,7 +8,7 @@ layer's attention for the KV before it.
 
 An engine of several stages has several steps under way. The next one is made as the last one begins, so that one waits
 at the first stage and no more: what is urgent takes the place behind it, and runs inside no other. A step that may wait
-for KV is followed by none.
+for KV is followed by none, and so is one with chunks that may begin again: the next chunks need theirs.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class _Pipelined:
         await self._changed.wait()
 
     async def _begin(self, batch: Batch, steps: TaskGroup) -> None:
-        """Return once the first stage computes the batch; if it may wait for KV, once it is done."""
+        """Return once the first stage computes the batch; once it is done, if it may wait for KV or begin again."""
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         begun, before, done = anyio.Event(), self._last_done, anyio.Event()
         self._last_done = done
@@ -284,7 +284,7 @@ class _Pipelined:
                 self._instance.plans.wake()
 
         steps.start_soon(execute, self._free.popleft())
-        await (done if flight.waits else begun).wait()
+        await (done if flight.waits or batch.may_begin_again else begun).wait()
 
 
 async def _hand_out(instance: Instance, inside: MemoryObjectReceiveStream[_Executed]) -> None:

@@ -11,6 +11,8 @@ import socket
 import struct
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,9 +22,10 @@ from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 _LENGTH = struct.Struct("<I")
 
-#: Of a slice: key of the sequence, first position, tokens of the prompt, known blocks. Of fixed widths: msgpack's
-#: integers are longer the larger they are, so a step would grow with the context.
-_SLICE_NUMBERS = struct.Struct("<qiii")
+#: Of a slice: key of the sequence, first position, tokens of the prompt, first tokens whose KV is elsewhere, first
+#: blocks that were given back since, known blocks that are left. Of fixed widths: msgpack's integers are longer the
+#: larger they are, so a step would grow with the context.
+_SLICE_NUMBERS = struct.Struct("<qiiiii")
 
 #: Between processes of one instance; a table of a million blocks is a hundredth of it.
 _MAX_FRAME_BYTES = 1 << 30
@@ -71,6 +74,12 @@ class Score(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rows: tuple[int, ...]
 
 
+class Answers(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What other instances make of a question of the stage: `pdmesh.engine.ranks.elsewhere.AskedRows.answer_rows`."""
+
+    rows: bytes
+
+
 class Embed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Return these rows of the step behind the last norm."""
 
@@ -87,7 +96,7 @@ class OpenCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_blocks: int
 
 
-Command = Step | StageStep | Go | Abandon | Score | Embed | EndStep | OpenCache
+Command = Step | StageStep | Go | Abandon | Answers | Score | Embed | EndStep | OpenCache
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -121,6 +130,22 @@ class Written(msgspec.Struct, frozen=True, tag=True, array_like=True):
     layer: int
 
 
+class Question(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A stage asks, in a layer, about the KV elsewhere of the sequence that has this place in a step."""
+
+    number: int
+    place: int
+    layer: int
+    query: bytes
+
+
+class Awaiting(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A stage waits for what its question about this sequence is answered: `Answers`, or `Abandon`."""
+
+    number: int
+    place: int
+
+
 class Left(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A step has left a stage, which computed for so long."""
 
@@ -137,7 +162,7 @@ class Matrix(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 #: What stages tell of the steps that pass them.
-Report = Begun | Written | Left | Matrix
+Report = Begun | Written | Question | Awaiting | Left | Matrix
 
 _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -189,11 +214,19 @@ def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return received
 
 
+class _Known(NamedTuple):
+    """What the other ranks know of a sequence."""
+
+    key: int
+    num_blocks: int
+    num_elsewhere_tokens: int
+
+
 class Deltas:
     """The leader's side: remembers what the other ranks know of each sequence. The engine's thread only."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int]] = {}  # by identity: key, blocks that were told
+        self._known: dict[int, _Known] = {}  # by identity
         self._ended: list[int] = []
         self._next_key = 0
 
@@ -205,17 +238,19 @@ class Deltas:
         return Step(slices, ended, hooked)
 
     def _slice(self, part: SequenceSlice, block_size: int) -> SliceDelta:
-        sequence, end = part.sequence, part.start + part.num_tokens
-        key, num_known = self._known.get(id(sequence)) or self._begin(sequence)
-        num_blocks = max(num_known, num_blocks_for(end, block_size))
-        self._known[id(sequence)] = key, num_blocks
+        sequence, num_elsewhere = part.sequence, part.sequence.num_elsewhere_tokens
+        key, num_known, num_elsewhere_before = self._known.get(id(sequence)) or self._begin(sequence)
+        num_given_back = min(num_known, (num_elsewhere - num_elsewhere_before) // block_size)
+        num_known -= num_given_back
+        num_blocks = max(num_known, num_blocks_for(part.start + part.num_tokens - num_elsewhere, block_size))
+        self._known[id(sequence)] = _Known(key, num_blocks, num_elsewhere)
         return SliceDelta(
-            _SLICE_NUMBERS.pack(key, part.start, sequence.num_prompt_tokens, num_known),
+            _SLICE_NUMBERS.pack(key, part.start, sequence.num_prompt_tokens, num_elsewhere, num_given_back, num_known),
             part.token_ids.tobytes(),
             array.array("i", sequence.block_table[num_known:num_blocks]).tobytes(),
         )
 
-    def _begin(self, sequence: EngineSequence) -> tuple[int, int]:
+    def _begin(self, sequence: EngineSequence) -> _Known:
         identity, key = id(sequence), self._next_key
         self._next_key += 1
 
@@ -224,7 +259,20 @@ class Deltas:
             self._known.pop(identity, None)
 
         weakref.finalize(sequence, ended).atexit = False
-        return key, 0
+        return _Known(key, 0, sequence.num_elsewhere_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldElsewhere:
+    """`KvElsewhere` as a step tells ranks of it: how they ask is in `pdmesh.engine.ranks.elsewhere`."""
+
+    num_tokens: int
+
+    def ask(self, layer: int, query: bytes) -> None:
+        raise NotImplementedError("the leader asks")
+
+    def answers(self) -> Sequence[bytes]:
+        raise NotImplementedError("the leader is answered")
 
 
 class Replicas:
@@ -243,7 +291,9 @@ class Replicas:
         return [self._slice(delta) for delta in step.slices]
 
     def _slice(self, delta: SliceDelta) -> SequenceSlice:
-        key, start, num_prompt_tokens, num_known_blocks = _SLICE_NUMBERS.unpack(delta.numbers)
+        key, start, num_prompt_tokens, num_elsewhere_tokens, num_given_back, num_known = _SLICE_NUMBERS.unpack(
+            delta.numbers
+        )
         sequence = self._sequences.get(key)
         if sequence is None:
             sequence = self._sequences[key] = EngineSequence(
@@ -252,7 +302,9 @@ class Replicas:
                 token_ids=array.array("i"),
                 num_prompt_tokens=num_prompt_tokens,
             )
-        if len(sequence.block_table) != num_known_blocks:
+        sequence.elsewhere = ToldElsewhere(num_elsewhere_tokens) if num_elsewhere_tokens else None
+        del sequence.block_table[:num_given_back]
+        if len(sequence.block_table) != num_known:
             raise ProtocolError("a step of ranks that does not follow the last one")
         sequence.block_table.extend(_integers(delta.new_blocks))
         token_ids = _integers(delta.token_ids)

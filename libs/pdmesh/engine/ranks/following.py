@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import assert_never
 
 import structlog
@@ -11,6 +12,7 @@ import torch
 from pdmesh.engine.forward import Forward, StepOutput, step_spans
 from pdmesh.engine.ranks.commands import (
     Abandon,
+    Answers,
     Command,
     Embed,
     EndStep,
@@ -21,8 +23,10 @@ from pdmesh.engine.ranks.commands import (
     StageStep,
     Step,
 )
+from pdmesh.engine.ranks.elsewhere import AskedRows, asked_by_ranks
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.kv.elsewhere import KvElsewhereLost
 
 log = structlog.get_logger()
 
@@ -34,9 +38,12 @@ class _Abandoned(Exception):
 class Follower:
     """Computes steps with the rank's own forward. ``receive`` waits for the next command; None: the leader is gone."""
 
-    def __init__(self, forward: Forward, group: RankGroup, receive: Callable[[], Command | None]) -> None:
+    def __init__(
+        self, forward: Forward, group: RankGroup, receive: Callable[[], Command | None], asked: AskedRows
+    ) -> None:
         self._forward = forward
         self._group = group
+        self._asked = asked
         self._receive_next = receive
         self._replicas = Replicas()
 
@@ -61,11 +68,12 @@ class Follower:
 
     def _step(self, step: Step) -> None:
         batch = self._replicas.batch(step)
-        try:
-            with self._forward.step(batch, step_spans(batch), self._layer_done if step.hooked else None) as output:
-                self._score(output)
-        except _Abandoned:
-            pass
+        spans = asked_by_ranks(step_spans(batch), self._group, self._asked)
+        with (
+            suppress(_Abandoned, KvElsewhereLost),
+            self._forward.step(batch, spans, self._layer_done if step.hooked else None) as output,
+        ):
+            self._score(output)
 
     def _score(self, output: StepOutput) -> None:
         while True:
@@ -89,7 +97,7 @@ class Follower:
                     self._step(command)
                 case Abandon():
                     raise _Abandoned
-                case Score() | Embed() | EndStep() | OpenCache() | StageStep():
+                case Score() | Embed() | EndStep() | OpenCache() | StageStep() | Answers():
                     raise _unexpected(command)
                 case _:
                     assert_never(command)

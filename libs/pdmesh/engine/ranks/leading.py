@@ -12,6 +12,7 @@ from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
 from pdmesh.engine.forward import Forward, Rows, StepOutput
 from pdmesh.engine.ranks.commands import Abandon, Command, Deltas, EndStep, Go, Score
+from pdmesh.engine.ranks.elsewhere import AskedRows, asked_by_ranks
 from pdmesh.engine.ranks.group import RankGroup
 
 
@@ -43,8 +44,9 @@ class LeadingForward:
     the leader knows what comes next, another step inside this one, or this one's end.
     """
 
-    def __init__(self, own: Forward, followers: Followers, *, block_size: int) -> None:
+    def __init__(self, own: Forward, followers: Followers, asked: AskedRows, *, block_size: int) -> None:
         self._own = own
+        self._asked = asked
         self._followers = followers
         self._block_size = block_size
         self._deltas = Deltas()
@@ -66,6 +68,7 @@ class LeadingForward:
             followers.tell(Go())
 
         followers.tell(self._deltas.step(batch, self._block_size, hooked=on_layer is not None))
+        spans = asked_by_ranks(spans, followers.group, self._asked)
         with self._own.step(batch, spans, None if on_layer is None else hook) as output:
             yield _LeadingOutput(output, followers)
             followers.tell(EndStep())

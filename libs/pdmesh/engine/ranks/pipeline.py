@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, assert_never
 
@@ -22,6 +22,8 @@ from pdmesh.engine.forward import Rows, StepOutput, drawn_rows
 from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import (
     Abandon,
+    Answers,
+    Awaiting,
     Begun,
     Command,
     Deltas,
@@ -30,14 +32,17 @@ from pdmesh.engine.ranks.commands import (
     Go,
     Left,
     Matrix,
+    Question,
     Ready,
     Report,
     Score,
     StageStep,
     Written,
 )
+from pdmesh.engine.ranks.elsewhere import AskedRows
 from pdmesh.engine.sampler import sample
 from pdmesh.errors import InstanceUnavailable
+from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost
 
 
 class Stages(Protocol):
@@ -77,11 +82,33 @@ class _News(NamedTuple):
     matrix: Tensor | None = None
 
 
+class _Asked:
+    """What stages ask about the KV of one sequence that is elsewhere."""
+
+    def __init__(self, elsewhere: KvElsewhere, asked: AskedRows) -> None:
+        self._elsewhere = elsewhere
+        self._asked = asked
+        self._num_rows = 0  # of the last question
+
+    def ask(self, layer: int, query: bytes) -> None:
+        self._num_rows = len(self._asked.query_rows(query))
+        self._elsewhere.ask(layer, query)
+
+    def answers(self) -> Answers:
+        """Wait for what each rank is to be told. Raises KvElsewhereLost."""
+        rows = self._asked.answer_rows(self._elsewhere.answers(), self._num_rows, self._elsewhere)
+        return Answers(rows.numpy().tobytes())
+
+
 class _UnderWay:
     """A step that has been sent to the stages, as the thread sees it that waits for it."""
 
-    def __init__(self, stages: Stages, number: int, scored: tuple[int, ...], *, stays: bool) -> None:
+    def __init__(
+        self, stages: Stages, number: int, scored: tuple[int, ...], asked: Mapping[int, _Asked], *, stays: bool
+    ) -> None:
+        """``asked`` are by the sequences' places in the step."""
         self.number = number
+        self._asked = asked
         self.scored = scored
         self.scores: Tensor | None = None
         self.stays = stays
@@ -89,7 +116,10 @@ class _UnderWay:
         self._stages = stages
 
     def follow(self, on_layer: LayerHook | None, flight: StepFlight) -> None:
-        """Return when all stages have computed it. Raises what the layer hook raises, after that."""
+        """Return when all stages have computed it.
+
+        Raises, after that, what the layer hook raises, and KvElsewhereLost if other instances gave no answer.
+        """
         began_s = time.perf_counter()
         busy_s = held_s = 0.0
         num_left, awaits_scores = 0, bool(self.scored)
@@ -99,6 +129,14 @@ class _UnderWay:
             match report:
                 case Begun():
                     flight.on_begin()
+                case Question(place=place, layer=layer, query=query):
+                    self._asked[place].ask(layer, query)
+                case Awaiting(place=place):
+                    try:
+                        self._stages.tell(self._asked[place].answers(), stage)
+                    except KvElsewhereLost as error:
+                        failure, awaits_scores = failure or error, False
+                        self._stages.tell(Abandon(), stage)
                 case Written(layer=layer):
                     hook_began_s = time.perf_counter()
                     try:
@@ -144,8 +182,9 @@ class _UnderWay:
 class Pipeline:
     """Has steps computed by stages. Calls from several threads enter in the order in which they are made."""
 
-    def __init__(self, stages: Stages, *, block_size: int) -> None:
+    def __init__(self, stages: Stages, asked: AskedRows, *, block_size: int) -> None:
         self._stages = stages
+        self._asked = asked
         self._block_size = block_size
         self._deltas = Deltas()
         self._entry = threading.Lock()
@@ -185,11 +224,14 @@ class Pipeline:
         self, batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], flight: StepFlight, *, hooked: bool
     ) -> _UnderWay:
         scored = tuple(drawn_rows(batch, spans))
+        asked = {
+            place: _Asked(span.elsewhere, self._asked) for place, span in enumerate(spans) if span.elsewhere is not None
+        }
         stays = any(part.prompt_logprobs or (part.sample and part.sequence.params.embeds) for part in batch)
         with self._entry:
             number = self._num_entered
             self._num_entered += 1
-            step = self._under_way[number] = _UnderWay(self._stages, number, scored, stays=stays)
+            step = self._under_way[number] = _UnderWay(self._stages, number, scored, asked, stays=stays)
             try:
                 if self._lost is not None:
                     raise InstanceUnavailable(str(self._lost))

@@ -10,17 +10,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import structlog
 import torch
 from torch import Tensor
 
+from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import LayerHook, SequenceSlice
 from pdmesh.engine.forward import DirectForward, HiddenOutput, StepOutput, step_spans
 from pdmesh.engine.model import Carried, Transformer
 from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import (
     Abandon,
+    Answers,
+    Awaiting,
     Begun,
     Command,
     Embed,
@@ -28,14 +32,17 @@ from pdmesh.engine.ranks.commands import (
     Go,
     Left,
     Matrix,
+    Question,
     Replicas,
     Report,
     Score,
     StageStep,
     Written,
 )
+from pdmesh.engine.ranks.elsewhere import AskedRows, ElsewhereOfStage
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.kv.elsewhere import KvElsewhereLost
 
 log = structlog.get_logger()
 
@@ -59,11 +66,13 @@ class StageFollower:
         report: Callable[[Report], object],
         inlet: StageChannel | None,
         outlet: StageChannel | None,
+        asked: AskedRows,
         *,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
         assert isinstance(forward.decoder, Transformer), "what transformers' modules compute has one stage"
+        self._asked = asked
         self._forward = forward
         self._transformer = forward.decoder
         self._group = group
@@ -125,8 +134,8 @@ class StageFollower:
             self._tell(Begun(command.number))
         began_s, self._waited_s = time.perf_counter(), 0.0
         carried: Carried | None = None
-        with suppress(_Abandoned):
-            carried = self._through(batch, before, self._hook(command))
+        with suppress(_Abandoned, KvElsewhereLost):
+            carried = self._through(command.number, batch, before, self._hook(command))
         busy_s = time.perf_counter() - began_s - self._waited_s
         if not self._share.is_last or carried is None:
             self._pass_on(carried)
@@ -135,13 +144,37 @@ class StageFollower:
         hidden, delta = carried
         self._score(command, HiddenOutput(self._transformer, hidden if delta is None else hidden + delta), busy_s)
 
-    def _through(self, batch: Sequence[SequenceSlice], before: Carried | None, on_layer: LayerHook | None) -> Carried:
+    def _through(
+        self, number: int, batch: Sequence[SequenceSlice], before: Carried | None, on_layer: LayerHook | None
+    ) -> Carried:
         """Compute the layers here, given what the layer before them left; None: the step's tokens enter here."""
         forward, transformer = self._forward, self._transformer
-        inputs, plan = forward.inputs(batch), forward.attention.plan(step_spans(batch))
+        spans = [self._asked_by_stage(number, place, span) for place, span in enumerate(step_spans(batch))]
+        inputs, plan = forward.inputs(batch), forward.attention.plan(spans)
         if before is None:
             before = Carried(transformer.embed_tokens(inputs), None)
         return transformer.through(before, inputs, forward.caches, plan, on_layer)
+
+    def _asked_by_stage(self, number: int, place: int, span: QuerySpan) -> QuerySpan:
+        """Return a span of a step as the leader is asked about what is elsewhere of it."""
+        if span.elsewhere is None:
+            return span
+
+        def ask(layer: int, query: bytes) -> None:
+            self._tell(Question(number, place, self._transformer.first_layer + layer, query))
+
+        def answer() -> bytes | None:
+            self._tell(Awaiting(number, place))
+            match self._word():
+                case Answers(rows):
+                    return rows
+                case Abandon():
+                    return None
+                case other:
+                    raise _unexpected(other)
+
+        elsewhere = ElsewhereOfStage(span.elsewhere, self._group, self._asked, ask=ask, answer=answer)
+        return replace(span, elsewhere=elsewhere)
 
     def _carried(self, inlet: StageChannel, num_rows: int) -> Carried | None:
         hidden = inlet.receive(num_rows, self._hidden_size, self._dtype)

@@ -1,0 +1,45 @@
+"""What an instance makes of a range of another one's context: over all heads, whatever ranks and stages it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdmesh.engine.choosing import choose_attention, choose_library
+from pdmesh.engine.kv_cache import TORCH_DTYPES
+from pdmesh.engine.loading import ComputeOptions
+from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.ranged_attention import RangedAttention
+from pdmesh.model import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PartAttention:
+    """Attends on any thread to what lies in the instance's cache, of which ``caches`` are the layers."""
+
+    attention: RangedAttention
+    num_heads: int
+    layout: KvLayout
+    caches: Sequence[Tensor]
+
+    def attend(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+        """See `pdmesh.engine.base.Engine.attend_part`."""
+        dtype, head_dim = TORCH_DTYPES[self.layout.dtype], self.layout.head_dim
+        if not query or len(query) % (self.num_heads * head_dim * dtype.itemsize):
+            raise ValueError(f"{len(query)} bytes are no query rows of this model")
+        rows = torch.frombuffer(bytearray(query), dtype=dtype).view(-1, self.num_heads, head_dim)
+        return self.attention.attend_part(rows, self.caches[layer], block_ids)
+
+
+def part_attention(
+    config: ModelConfig, layout: KvLayout, options: ComputeOptions, caches: Sequence[Tensor]
+) -> PartAttention:
+    """Return what attends for others, by the kernels that compute the model."""
+    kernels = choose_library(config, layout, options.device, cpu_level=options.cpu_level, ordered=options.ordered)
+    library = kernels.library if options.native else None
+    attention, _ = choose_attention(config, layout, library, deterministic=options.deterministic)
+    ranged = RangedAttention(attention, options.range_tokens, layout.block_size)
+    return PartAttention(ranged, config.num_heads, layout, caches)

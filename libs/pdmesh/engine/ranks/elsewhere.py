@@ -1,0 +1,158 @@
+"""The first part of a sequence's KV, where other instances hold it, as the ranks of an instance ask for it.
+
+A rank has the query rows of its heads. Rows of all heads come together where they are asked, and each rank takes its
+heads of what is answered.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdmesh.engine.attention import QuerySpan
+from pdmesh.engine.kv_cache import TORCH_DTYPES
+from pdmesh.engine.model_config import DecoderShape
+from pdmesh.engine.ranks.group import RankGroup
+from pdmesh.engine.ranks.share import RankShare
+from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost
+from pdmesh.model import KvLayout
+
+
+class AskedRows(NamedTuple):
+    """What query rows and answers have, of all heads of a model; contexts have ranges of ``range_tokens``."""
+
+    num_heads: int
+    head_dim: int
+    query_dtype: torch.dtype
+    range_tokens: int
+
+    @classmethod
+    def of(cls, model: DecoderShape, layout: KvLayout, range_tokens: int) -> AskedRows:
+        return cls(model.num_heads, layout.head_dim, TORCH_DTYPES[layout.dtype], range_tokens)
+
+    @property
+    def answer_values(self) -> int:
+        """Of a row: outputs and log-sum-exps, in fp32."""
+        return self.num_heads * (self.head_dim + 1)
+
+    def query_rows(self, query: bytes, num_ranks: int = 1) -> Tensor:
+        """Return (num_rows, values) of a query: of all heads, or of one of so many ranks."""
+        num_values = self.num_heads // num_ranks * self.head_dim
+        return torch.frombuffer(bytearray(query), dtype=self.query_dtype).view(-1, num_values)
+
+    def answer_rows(self, answers: Sequence[bytes], num_rows: int, elsewhere: KvElsewhere) -> Tensor:
+        """Return (num_rows of each answer, answer_values). Raises KvElsewhereLost for one that is not of these rows."""
+        num_outputs = num_rows * self.num_heads * self.head_dim
+        rows: list[Tensor] = []
+        for answer in answers:
+            if len(answer) != 4 * num_rows * self.answer_values:
+                raise KvElsewhereLost(elsewhere, f"an answer of {len(answer)} bytes to {num_rows} query rows")
+            values = torch.frombuffer(bytearray(answer), dtype=torch.float32)
+            outputs, lse = values[:num_outputs].view(num_rows, -1), values[num_outputs:].view(num_rows, -1)
+            rows.append(torch.cat((outputs, lse), dim=1))
+        return torch.cat(rows)
+
+    def own_answers(self, rows: Tensor, num_rows: int, share: RankShare) -> list[bytes]:
+        """Return each answer as it would be to a rank's query alone."""
+        outputs, lse = rows.split((self.num_heads * self.head_dim, self.num_heads), dim=1)  # type: ignore[no-untyped-call]
+        own_outputs, own_lse = (values.chunk(share.num_ranks, dim=1)[share.rank] for values in (outputs, lse))
+        return [
+            output.numpy().tobytes() + sums.numpy().tobytes()
+            for output, sums in zip(own_outputs.split(num_rows), own_lse.split(num_rows), strict=True)
+        ]
+
+
+class _OfRanks(ABC):
+    """`KvElsewhere` on each rank that computes a layer."""
+
+    def __init__(self, elsewhere: KvElsewhere, group: RankGroup, asked: AskedRows) -> None:
+        self._elsewhere = elsewhere
+        self._group = group
+        self._asked = asked
+        self._num_rows = 0  # of the last question
+
+    @property
+    def num_tokens(self) -> int:
+        return self._elsewhere.num_tokens
+
+    def ask(self, layer: int, query: bytes) -> None:
+        share = self._group.share
+        rows = self._asked.query_rows(query, share.num_ranks)
+        self._num_rows = len(rows)
+        if not share.is_whole:
+            rows = self._group.gather(rows, [rows.shape[1]] * share.num_ranks, to_all=False)
+        if share.rank == 0:
+            self._ask(layer, rows.view(torch.uint8).numpy().tobytes())
+
+    def answers(self) -> Sequence[bytes]:
+        return self._asked.own_answers(self._answer_rows(), self._num_rows, self._group.share)
+
+    @abstractmethod
+    def _ask(self, layer: int, query: bytes) -> None:
+        """Ask, on the first rank, with rows of all heads."""
+
+    @abstractmethod
+    def _answer_rows(self) -> Tensor:
+        """Return `AskedRows.answer_rows`, on all ranks. Raises KvElsewhereLost on all: they stay in step."""
+
+
+class ElsewhereOfRanks(_OfRanks):
+    """`KvElsewhere` on each rank of an instance of one stage: the leader asks, and tells the others what it hears."""
+
+    def _ask(self, layer: int, query: bytes) -> None:
+        self._elsewhere.ask(layer, query)
+
+    def _answer_rows(self) -> Tensor:
+        share, num_values = self._group.share, self._asked.answer_values
+        num_rows = self.num_tokens // self._asked.range_tokens * self._num_rows
+        given = torch.zeros(1 + num_rows, num_values if share.rank == 0 else 0)  # the first row: whether all answered
+        lost = KvElsewhereLost(self._elsewhere, "the leader has no answers")
+        if share.rank == 0:
+            try:
+                given[1:] = self._asked.answer_rows(self._elsewhere.answers(), self._num_rows, self._elsewhere)
+                given[0] = 1
+            except KvElsewhereLost as error:
+                lost = error
+        rows = self._group.gather(given, [num_values] + [0] * (share.num_ranks - 1))
+        if not rows[0].all():
+            raise lost
+        return rows[1:]
+
+
+def asked_by_ranks(spans: Sequence[QuerySpan], group: RankGroup, asked: AskedRows) -> list[QuerySpan]:
+    """Return the spans of a step as each rank of an instance of one stage asks of them."""
+    return [
+        span if span.elsewhere is None else replace(span, elsewhere=ElsewhereOfRanks(span.elsewhere, group, asked))
+        for span in spans
+    ]
+
+
+class ElsewhereOfStage(_OfRanks):
+    """`KvElsewhere` on each rank of a stage: the first one asks the leader, which answers all of them."""
+
+    def __init__(
+        self,
+        elsewhere: KvElsewhere,
+        group: RankGroup,
+        asked: AskedRows,
+        *,
+        ask: Callable[[int, bytes], object],
+        answer: Callable[[], bytes | None],
+    ) -> None:
+        """``answer`` waits for `AskedRows.answer_rows`, as bytes; None: there are none."""
+        super().__init__(elsewhere, group, asked)
+        self._ask_leader = ask
+        self._answer = answer
+
+    def _ask(self, layer: int, query: bytes) -> None:
+        self._ask_leader(layer, query)
+
+    def _answer_rows(self) -> Tensor:
+        if (answer := self._answer()) is None:
+            raise KvElsewhereLost(self._elsewhere, "the leader has no answers")
+        return torch.frombuffer(bytearray(answer), dtype=torch.float32).view(-1, self._asked.answer_values)
