@@ -8,8 +8,10 @@ another instance take its place. Every round without a fault counts for exactnes
 Exit code 1 if an answer is lost or differs, an instance hangs, blocks leak or a process is left behind.
 
     python benchmarks/rank_faults.py [--faults 4] [--architectures llama,qwen3] [--layouts 2x1-1x1,...] [--seed 1]
+        [--max-kv-tokens 256]
 
-With ``--faults 0`` each layout answers all prompts once. Prompts are computed in chunks of 128, several at a time.
+With ``--faults 0`` each layout answers all prompts once. Prompts are computed in chunks of 128, several at a time. With
+``--max-kv-tokens`` contexts are spread over as many decode instances as the longest one needs.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def main() -> int:
     parser.add_argument("--architectures", default="llama,qwen3")
     parser.add_argument("--layouts", default=DEFAULT_LAYOUTS)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--max-kv-tokens", type=int, default=0, help="of a context on an instance; 0: no limit")
     arguments = parser.parse_args()
     print(heading("Faults of single ranks"), flush=True)
     rng, counts = random.Random(arguments.seed), Counter[str]()
@@ -62,7 +65,8 @@ def main() -> int:
             references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
             for layout in arguments.layouts.split(","):
                 before = counts.copy()
-                _in_a_mesh(Path(name) / layout, checkpoint, layout, references, arguments.faults, rng, counts)
+                limit = arguments.max_kv_tokens
+                _in_a_mesh(Path(name) / layout, checkpoint, layout, references, arguments.faults, limit, rng, counts)
                 print(f"{architecture} {layout}: {_said(counts - before)}", flush=True)
     print(f"in all: {_said(counts)}")
     return int(any(counts[what] for what in ("lost", "differ", "hang", "leaked", "left behind", "not replaced")))
@@ -78,16 +82,21 @@ def _in_a_mesh(
     layout: str,
     references: list[Reference],
     num_faults: int,
+    max_kv_tokens: int,
     rng: random.Random,
     counts: Counter[str],
 ) -> None:
-    settings = layout_settings(layout) | SETTINGS
+    settings = layout_settings(layout) | SETTINGS | {"WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(max_kv_tokens)}
+    longest = max(PROMPT_LENGTHS) + MAX_TOKENS
+    num_decode = -(-longest // max_kv_tokens) if max_kv_tokens else 1
     folder.mkdir()
     pids: set[int] = set()
-    with running_mesh(folder, model=checkpoint, settings=settings) as mesh:
+    with running_mesh(folder, model=checkpoint, decode=num_decode, settings=settings) as mesh:
         for number in range(num_faults + 1):
             anyio.run(_round, mesh, references, number > 0, rng, counts)
             pids.update(pid for ranks in anyio.run(_ranks, mesh) for pid in ranks)
+        if max_kv_tokens:
+            counts["answers of members"] += int(mesh.total("kv_part_answers"))
     counts["left behind"] += sum(process_id(pid) is not None for pid in pids)
 
 
@@ -120,7 +129,8 @@ async def _round(
 
 
 async def _fault(mesh: RunningMesh, rng: random.Random, counts: Counter[str]) -> None:
-    pids = rng.choice(await _ranks(mesh))
+    instances = await _ranks(mesh)
+    pids = rng.choice(instances)
     victim = rng.choice(pids)
     number = signal.SIGKILL if victim == pids[0] else rng.choice([signal.SIGKILL, signal.SIGSTOP])
     os.kill(victim, number)
@@ -130,7 +140,7 @@ async def _fault(mesh: RunningMesh, rng: random.Random, counts: Counter[str]) ->
         if process is not None and not await anyio.to_thread.run_sync(wait_for_end, process, END_LIMIT_S):
             counts["hang"] += 1
     deadline_s = time.monotonic() + REPLACED_LIMIT_S
-    while not any(not set(others) & set(pids) for others in await _ranks(mesh)):
+    while sum(not set(others) & set(pids) for others in await _ranks(mesh)) < len(instances):
         if time.monotonic() > deadline_s:
             counts["not replaced"] += 1
             return
