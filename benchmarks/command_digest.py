@@ -82,6 +82,7 @@ ADDED: Sequence[str] = (
     "LoadReported.num_kept_blocks",
     "LoadReported.num_offloaded_granules",
     "InstanceJoined.offloaded",
+    "InstanceJoined.dropped",
     "InstanceJoined.profile.num_offload_granules",
     "InstanceJoined.profile.load_bytes_per_s",
     "InstanceJoined.profile.num_stages",
@@ -322,7 +323,8 @@ NUM_ACTIONS = 150
 class Instance(ModelledInstance):
     """One as the baseline has it.
 
-    Who rejoins has its first role, and tells of its prompts' tokens only. A step's report counts all that decode.
+    Who rejoins has its first role, tells of its prompts' tokens only, and of nothing that it dropped. A step's report
+    counts all that decode.
     """
 
     def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
@@ -331,7 +333,7 @@ class Instance(ModelledInstance):
             replace(each, num_context_tokens=self.held[each.request_id, each.epoch].num_tokens - 1)
             for each in joined.residents
         ]
-        return replace(joined, profile=self.profile, residents=tuple(residents))
+        return replace(joined, profile=self.profile, residents=tuple(residents), dropped=())
 
     def end_step(self, *, ended_by_first_token: bool = False) -> None:
         num_decoding, num_events = len(self.decoding), len(self.events)

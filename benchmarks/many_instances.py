@@ -146,6 +146,7 @@ class StandIn:
                 channel,
                 prepare=self._prepare,
                 registration=lambda: RegisterWorker(profile=self._profile, residents=self._residents),
+                registered=lambda: None,
                 load=self._load,
                 handle=lambda _: None,
                 check=lambda _: None,

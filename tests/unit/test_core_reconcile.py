@@ -87,6 +87,38 @@ def test_what_was_sent_and_is_not_known_is_restarted_at_once() -> None:
     assert [restart.request_id for restart in of(Restart, bench.feed(Tick(), at_s=3.0))] == ["c"]
 
 
+def test_what_its_instance_dropped_is_restarted_at_once_whoever_registers_first() -> None:
+    joined = InstanceJoined(DECODE, (), dropped=((RequestId("a"), Epoch(1)), (RequestId("b"), Epoch(0))))
+    for first, second in ((joined, waits_for(("a", 1))), (waits_for(("a", 1)), joined)):
+        bench = CoreBench()
+        assert not of(Restart, bench.feed(first))
+        (restart,) = of(Restart, bench.feed(second))
+        assert (restart.request_id, restart.epoch, restart.gateway_id) == ("a", 1, GATEWAY)
+        assert not of(Restart, bench.feed(Tick(), at_s=3.0))  # it waits no more
+
+
+def test_what_was_dropped_in_another_epoch_or_decodes_elsewhere_is_not_restarted_for_that() -> None:
+    dropped = ((RequestId("a"), Epoch(0)), (RequestId("b"), Epoch(0)))
+    for is_first in (False, True):
+        bench = CoreBench(*([DECODE] if is_first else []))
+        if is_first:
+            bench.feed(InstanceJoined(DECODE, (resident("b"),)))
+        commands = bench.feed(InstanceJoined(modelled_profile("p", Role.PREFILL), (), dropped=dropped))
+        commands += bench.feed(waits_for(("a", 1), ("b", 0)) if is_first else waits_for(("a", 1)))
+        assert not of(Restart, commands)
+        assert [restart.request_id for restart in of(Restart, bench.feed(Tick(), at_s=3.0))] == ["a"]
+        assert bench.core.num_running == int(is_first)
+
+
+def test_what_was_dropped_long_ago_waits_for_its_instance_as_any() -> None:
+    bench = CoreBench()
+    bench.feed(InstanceJoined(DECODE, (), dropped=((RequestId("a"), Epoch(0)),)))
+    bench.feed(waits_for(("b", 0)), at_s=1.0)
+    bench.feed(Tick(), at_s=4.0)
+    assert not of(Restart, bench.feed(waits_for(("a", 0)), at_s=4.0))
+    assert [restart.request_id for restart in of(Restart, bench.feed(Tick(), at_s=7.0))] == ["a"]
+
+
 def test_a_resident_nobody_waits_for_is_freed_after_the_grace() -> None:
     bench = CoreBench()
     bench.feed(InstanceJoined(DECODE, (resident("a"),)))

@@ -250,6 +250,36 @@ async def test_a_cancel_at_any_stage_frees_both_sides(reach_stage: Stage) -> Non
         await check_whole_way(pair, "next", list(range(30)), GREEDY, [7])
 
 
+@pytest.mark.parametrize(
+    ("reach_stage", "tell_dropped"),
+    [
+        (freed_before_the_first_chunk, (True, True)),
+        (freed_before_the_grant, (True, True)),
+        (freed_between_layers, (True, True)),
+        (freed_in_transfer, (False, True)),  # the receiver may have everything
+        (freed_while_decoding, (False, False)),
+    ],
+)
+async def test_the_next_scheduler_is_told_what_decodes_nowhere(
+    reach_stage: Stage, tell_dropped: tuple[bool, bool]
+) -> None:
+    gate, hold = StepGate(), anyio.Event()
+    fabric = MemoryFabric(MemoryFaults(gate=hold))
+    async with memory_pair(fabric, prefill_engine=FakeEngine(gate=gate)) as pair:
+        params = SamplingParams(max_tokens=200, temperature=0)
+        await reach_stage(make_generation("r", list(range(13)), params, epoch=2), pair, gate, hold)
+        async with anyio.create_task_group() as tasks:
+            for instance in pair:
+                tasks.start_soon(instance.instance.drop_all_but_decoding)
+            await anyio.wait_all_tasks_blocked()
+            gate.open()
+            hold.set()
+        for instance, tells in zip(pair, tell_dropped, strict=True):
+            assert instance.instance.dropped == ([("r", 2)] if tells else [])
+            assert all(resident.decoding for resident in instance.instance.residents())
+        free(pair[1], make_generation("r", [], params, epoch=2))
+
+
 async def test_a_hand_over_that_is_paused_gives_the_same_output() -> None:
     """Paused after the first of three chunks; the others are computed meanwhile."""
     prompt = list(range(70, 93))

@@ -571,6 +571,9 @@ async def test_only_decoding_requests_survive_a_new_registration() -> None:
             assert not dropped.is_set()  # the step that uses its blocks has not ended
             gate.open()
             await dropped.wait()
+        assert running.instance.dropped == [("prefilling", 0), ("queued", 0)]
+        running.instance.registered()
+        assert not running.instance.dropped
         (resident,) = running.instance.residents()
         assert (resident.request_id, resident.decoding) == ("decoding", True)
         assert resident.num_blocks == 3  # 4 + 8 - 1 tokens in blocks of 4

@@ -22,6 +22,7 @@ from pdmesh.model import (
     PrefixHashes,
     Request,
     RequestId,
+    RequestKey,
     Resident,
     TransferId,
 )
@@ -79,7 +80,8 @@ class InstanceJoined:
     """An instance (re)registered, with the KV it holds. One that is ``stopping`` takes no new work.
 
     ``kept`` are all granules that it keeps, and ``offloaded`` those in its tier, as in `CacheReported`: the first thing
-    that it is told may use them.
+    that it is told may use them. ``dropped`` are requests that it gave up because a scheduler was gone, and that decode
+    nowhere.
     """
 
     profile: InstanceProfile
@@ -87,6 +89,7 @@ class InstanceJoined:
     stopping: bool = False
     kept: PrefixHashes = ()
     offloaded: PrefixHashes = ()
+    dropped: tuple[RequestKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,11 @@ class KvSender:
             self.push.flush()
 
     @property
+    def may_have_landed(self) -> bool:
+        """Whether its receiver may have everything, and the request decode there."""
+        return self.push is not None and self.committed_s is not None
+
+    @property
     def has_all(self) -> bool:
         """Whether all is here that this source sends."""
         if not self.first_held:

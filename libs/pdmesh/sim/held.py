@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdmesh.model import NO_TRANSFER, PartMember, PrefixHash, PrefixHashes, RequestKey, TransferId
+from pdmesh.model import NO_TRANSFER, PartMember, PrefixHash, PrefixHashes, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import PrefillGroup, TransferPlan
 from pdmesh.sim.residents import Length
 
@@ -65,6 +65,15 @@ class Held:
     def takes_seat(self) -> bool:
         """Whether it decodes here, or will."""
         return self.leads and not self.moves_on and not self.is_committed
+
+    @property
+    def decodes_nowhere(self) -> bool:
+        """Whether it is to decode, and cannot have begun to, here or where its KV goes."""
+        if self.is_decoding or self.is_part or self.leaving is not None:
+            return False
+        if self.moves_on:
+            return not (self.is_computed and self.is_granted)
+        return self.transfer is None or self.transfer.purpose is TransferPurpose.HAND_OVER
 
     def is_leaving_by(self, transfer_id: TransferId) -> bool:
         return self.leaving is not None and self.leaving.transfer_id == transfer_id

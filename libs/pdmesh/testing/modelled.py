@@ -190,6 +190,7 @@ class ModelledInstance:
 
     def rejoin(self, gateway_of: dict[RequestKey, GatewayId]) -> InstanceJoined:
         """A new stream: what does not decode is dropped, what was on its way is lost, and copies have ended."""
+        dropped = tuple([key for key, held in self.untimed.held.items() if held.decodes_nowhere])
         self.untimed.drop_all_but_decoding()
         self.pieces.cut_off(self.instance_id)
         self.commands.clear()
@@ -216,6 +217,7 @@ class ModelledInstance:
             stopping=not self.untimed.admits,
             kept=self.untimed.kept.granules,
             offloaded=self.untimed.kept.offloaded,
+            dropped=dropped,
         )
 
     # --- what the untimed instance tells ---

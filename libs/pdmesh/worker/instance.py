@@ -47,7 +47,7 @@ from pdmesh.kv.outcome import (
     TransferOutcome,
 )
 from pdmesh.kv.store import KvStore
-from pdmesh.model import InstanceId, PrefixHashes, Resident, Role, TransferPurpose
+from pdmesh.model import InstanceId, PrefixHashes, RequestKey, Resident, Role, TransferPurpose
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import (
@@ -129,6 +129,8 @@ class Instance:
             pool, mover, windows=windows, keep_drawn=tables.keep_drawn, on_released=self._released
         )
         endings = Endings(instance_id, sequences=sequences, own=own, report=report)
+        #: What was given up since it was registered last, and decodes nowhere: a scheduler can start it again at once.
+        self.dropped: list[RequestKey] = []
         self.plans = Plans(
             instance_id,
             sequences,
@@ -325,7 +327,8 @@ class Instance:
     async def drop_all_but_decoding(self) -> None:
         """Forget all plans and all requests that do not decode, here or with a range here, and wait until all is free.
 
-        A scheduler that this instance registers with knows nothing of them; gateways start them again.
+        A scheduler that this instance registers with knows nothing of them; gateways start them again. It is told of
+        those that decode nowhere (`dropped`).
         """
         self._growth.end_alone()
         self.plans.clear()
@@ -334,8 +337,14 @@ class Instance:
         for request in self._sequences:
             is_part = request.stage is Stage.HOLDING and self._mover.parts.holds(request.request_id, request.epoch)
             if request.stage is not Stage.DECODING and not is_part:
+                if request.decodes_nowhere:
+                    self.dropped.append((request.request_id, request.epoch))
                 self._sequences.release(request)
         await self._sequences.settled()
+
+    def registered(self) -> None:
+        """Note that a scheduler knows what it was told with the registration."""
+        self.dropped.clear()
 
     def lose_scheduler(self) -> None:
         """Let residents go on by themselves until the instance registers again."""

@@ -157,6 +157,7 @@ async def serve_instance(
             kept=instance.kept,
             offloaded=instance.offloaded,
             stopping=not instance.admits,
+            dropped=tuple(instance.dropped),
         )
 
     def on_lost(granules: PrefixHashes) -> None:
@@ -206,6 +207,7 @@ async def serve_instance(
             channel,
             prepare=instance.drop_all_but_decoding,
             registration=registration,
+            registered=instance.registered,
             load=instance.load,
             handle=instance.handle,
             check=lambda message: checks.begin(message),

@@ -42,8 +42,8 @@ class WorkerSession:
     """The worker's session with the scheduler.
 
     Before each registration ``prepare`` is awaited (it may have to let a step end); ``registration`` returns what is
-    true at the moment of sending. ``handle`` takes the scheduler's messages, and ``lost`` is called whenever the stream
-    ends.
+    true at the moment of sending, and ``registered`` is called when it was accepted. ``handle`` takes the scheduler's
+    messages, and ``lost`` is called whenever the stream ends.
     """
 
     def __init__(
@@ -52,12 +52,14 @@ class WorkerSession:
         *,
         prepare: Callable[[], Awaitable[None]],
         registration: Callable[[], RegisterWorker],
+        registered: Callable[[], None],
         load: Callable[[], LoadReported],
         handle: Callable[[Instruction], None],
         check: Callable[[CheckPeers], None],
         lost: Callable[[], None],
     ) -> None:
         self._registration = registration
+        self._on_registered = registered
         self._load = load
         self._handle = handle
         self._check = check
@@ -99,6 +101,7 @@ class WorkerSession:
     def welcomed(self, welcome: Any) -> Terms:
         welcome = self._channel.check(welcome, WelcomeWorker)
         log.info("registered with the scheduler")
+        self._on_registered()
         self.registered.set()
         return Terms(heartbeat_s=welcome.heartbeat_s, max_unanswered=welcome.silent_beats)
 

@@ -31,6 +31,7 @@ from pdmesh.model import (
     RequestId,
     Resident,
     TransferId,
+    TransferPurpose,
     num_blocks_for,
 )
 from pdmesh.plans import ChunkPlan, TransferPlan
@@ -221,6 +222,23 @@ class LocalRequest:
             return is_news
         is_news, self.low_at_blocks = self.low_at_blocks != num_blocks, num_blocks
         return is_news
+
+    @property
+    def decodes_nowhere(self) -> bool:
+        """Whether it is to decode, and cannot have begun to, here or where its KV goes."""
+        match self.stage:
+            case Stage.PREFILLING:
+                return True
+            case Stage.SENDING:
+                return self.sender is not None and not self.sender.may_have_landed
+            case Stage.RECEIVING:
+                return (
+                    self.part is None
+                    and self.transfer is not None
+                    and self.transfer.purpose is TransferPurpose.HAND_OVER
+                )
+            case Stage.HOLDING | Stage.DECODING | Stage.LEAVING:
+                return False
 
     def end_trace(self, outcome: str) -> None:
         """What was open in its trace ended so. Does nothing the second time."""

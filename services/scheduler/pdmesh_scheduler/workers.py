@@ -117,6 +117,7 @@ class WorkerStreams:
                     registered.stopping,
                     registered.kept,
                     registered.offloaded,
+                    registered.dropped,
                 )
                 self.driver.post(joined, first=connection.open)
                 await converse(link, read, self.stopping)

@@ -54,6 +54,7 @@ class Membership:
             stopping=event.stopping,
             kept=event.kept,
             offloaded=event.offloaded,
+            dropped=event.dropped,
         )
         self._on_demand.joined(self._mesh.instances[instance_id])
         self._choice.joined(event.profile)

@@ -31,6 +31,8 @@ from pdmesh.model import (
 )
 from pdmesh.policy.views import Rank
 
+_DROPPED = "its instance dropped it while there was no scheduler"
+
 
 class Reconciler:
     def __init__(self, mesh: MeshState, grace_s: float) -> None:
@@ -40,6 +42,7 @@ class Reconciler:
         self._spread = SpreadResidents(mesh)
         self._unclaimed: Orphans[InstanceId] = Orphans()  # residents that no gateway waits for, so far
         self._unfound: Orphans[GatewayId] = Orphans()  # waited for, and on no instance, so far
+        self._dropped: dict[RequestKey, float] = {}  # by instances, with the time to forget it, and nobody waits so far
 
     @property
     def next_deadline_s(self) -> float:
@@ -52,6 +55,8 @@ class Reconciler:
         for unclaimed in self._unclaimed.pop_due(now_s):
             self._mesh.free(unclaimed.owner, unclaimed.key)
         self._spread.expire(now_s)
+        while self._dropped and self._dropped[key := next(iter(self._dropped))] <= now_s:
+            del self._dropped[key]
 
     # --- single requests ---
 
@@ -109,6 +114,8 @@ class Reconciler:
                 mesh.adopt(self._open_unknown(key, gateway_id, instance_id, now_s), instance_id)
             elif key[0] in unbegun:
                 mesh.ask_to_resume(gateway_id, key, "it was lost on the way to the scheduler")
+            elif self._dropped.pop(key, None) is not None:
+                mesh.ask_to_resume(gateway_id, key, _DROPPED)
             else:
                 self._unfound.add(key, gateway_id, gateway_id, now_s + self._grace_s)
 
@@ -130,6 +137,7 @@ class Reconciler:
         stopping: bool = False,
         kept: PrefixHashes = (),
         offloaded: PrefixHashes = (),
+        dropped: Iterable[RequestKey] = (),
     ) -> None:
         mesh, instance_id = self._mesh, profile.instance_id
         old = mesh.remove_instance(instance_id)  # what it was told of phases ends with its stream
@@ -186,6 +194,7 @@ class Reconciler:
             cut_off = [key for key in old.allocations if key not in instance.allocations]
             self._restart_without(instance_id, cut_off, f"instance {instance_id} was cut off", blames)
             mesh.drop_plans(old)
+        self._start_dropped(dropped, now_s)
         mesh.queue.unpark()
 
     def instance_lost(self, instance_id: InstanceId, now_s: float) -> None:
@@ -228,6 +237,16 @@ class Reconciler:
             state = self._mesh.find(key)
             if state is not None and state.needs(instance_id):
                 do_without(self._mesh, state, instance_id, reason, blame=blames.get(key, 0.0))
+
+    def _start_dropped(self, keys: Iterable[RequestKey], now_s: float) -> None:
+        """Start what an instance dropped again, if it is waited for; of what is known here its instances tell."""
+        for key in keys:
+            unfound = self._unfound.get(key[0])
+            if unfound is not None and unfound.key == key:
+                self._unfound.pop(key[0], unfound.owner)
+                self._mesh.ask_to_resume(unfound.owner, key, _DROPPED)
+            elif key[0] not in self._mesh.requests and self._unclaimed.get(key[0]) is None:
+                self._dropped[key] = now_s + self._grace_s
 
     # --- residents ---
 

@@ -19,6 +19,7 @@ from pdmesh.model import (
     InstanceId,
     InstanceProfile,
     PrefixHashes,
+    RequestKey,
     Resident,
 )
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
@@ -33,6 +34,7 @@ class RegisterWorker(Message, frozen=True, kw_only=True):
     kept: PrefixHashes = ()  # for requests to come, those used longest ago first
     offloaded: PrefixHashes = ()  # in its tier, likewise
     stopping: bool = False  # it takes no new work
+    dropped: tuple[RequestKey, ...] = ()  # since it was registered last, and they decode nowhere
     version: int = PROTOCOL_VERSION
 
 
