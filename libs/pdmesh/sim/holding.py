@@ -13,6 +13,7 @@ from pdmesh.sim.residents import Residents
 from pdmesh.sim.surroundings import Surroundings
 
 _TakesBlocks = AdmitPrefill | PlaceDecode | FetchKept | SendKept
+_MakesRoom = AdmitPrefill | PlaceDecode | FetchKept | KeepKv | GrowKv
 
 
 class Holding:
@@ -36,7 +37,7 @@ class Holding:
     def _take(self, held: Held, command: _TakesBlocks, num_reused: int) -> bool:
         """Give a request its blocks, of which it shares some. False if it is refused, and has been told so."""
         if not isinstance(command, SendKept):
-            self.kept.make_room(command.drop, command.offload, command.evict)
+            self._make_room(command)
         if not self.admits:
             self._report(RequestDropped(self.instance_id, *held.key, "the instance is stopping"))
             self._report(KvReleased(self.instance_id, *held.key, held.received_by))
@@ -50,6 +51,10 @@ class Holding:
         self.held[held.key] = held
         self._take_blocks(held, held.num_blocks - self.kept.share(held, num_reused))
         return True
+
+    def _make_room(self, command: _MakesRoom) -> None:
+        if lost := self.kept.make_room(command.drop, command.offload, command.evict):
+            self._report(OffloadedLost(self.instance_id, lost))
 
     def _take_blocks(self, held: Held, num_blocks: int) -> None:
         self._num_own_blocks += num_blocks

@@ -98,8 +98,11 @@ class SimulatedKept:
 
     def make_room(
         self, drop: Iterable[PrefixHash], offload: Iterable[PrefixHash] = (), evict: Iterable[PrefixHash] = ()
-    ) -> None:
-        """Give up what a command names, as in `pdmesh.core.instances.offloaded.RoomMade`."""
+    ) -> PrefixHashes:
+        """Give up what a command names, as in `pdmesh.core.instances.offloaded.RoomMade`.
+
+        Return what the tier loses for it: the scheduler may not know of all that is there, if it heard late of a loss.
+        """
         for granule in evict:
             has_it = self._offloaded.pop(granule, self._lost) is None
             assert has_it or granule in self._lost, "a granule is to be evicted that the tier does not have"
@@ -111,7 +114,9 @@ class SimulatedKept:
             assert granule not in self._offloaded, "a granule is to be offloaded again"
             self._offloaded[granule] = None
             self._lost.discard(granule)
-        assert len(self._offloaded) <= self._num_offload_granules, f"{len(self._offloaded)} granules are offloaded"
+        lost = tuple(self._offloaded)[: max(0, len(self._offloaded) - self._num_offload_granules)]
+        self.lose(lost)
+        return lost
 
     def lose(self, granules: Iterable[PrefixHash]) -> None:
         """Lose granules of the tier."""

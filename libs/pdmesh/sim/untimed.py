@@ -158,7 +158,7 @@ class UntimedInstance(Transferring):
                 self.is_told_to_stop = True
             case _:
                 if isinstance(command, KeepKv | GrowKv):
-                    self.kept.make_room(command.drop, command.offload, command.evict)
+                    self._make_room(command)
                 held = self.held.get((command.request_id, command.epoch))
                 if held is not None:  # else it ended while this was on its way
                     self._obey_for(held, command)

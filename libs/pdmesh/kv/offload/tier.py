@@ -198,7 +198,12 @@ class OffloadTier:
         if granule in self._entries:
             self.touch([granule])
             return True
-        if self.is_stuck or not self._free_host or len(self._entries) >= self.num_granules:
+        if len(self._entries) >= self.num_granules:
+            # The scheduler has heard of a loss after it had the granule offloaded again, and names it no more.
+            oldest = next(iter(self._entries))
+            self.evict([oldest])
+            self._on_lost((oldest,))
+        if self.is_stuck or not self._free_host:
             self._num_lost += 1
             return False
         entry = self._entries[granule] = _Entry(granule, self._free_host.pop())
