@@ -90,6 +90,7 @@ async def test_a_lost_process_costs_no_stream(served: Served, checkpoint: Path, 
     before, rows = answers(mesh), await instances(mesh)
     is_killed = anyio.Event()
     found: list[str] = []
+    name, pids = "", tuple[int, ...]()
 
     async def ask() -> None:
         async with mesh.client() as client:
