@@ -87,7 +87,7 @@ async def test_a_lost_process_costs_no_stream(served: Served, checkpoint: Path, 
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
     prompts = random_prompts([LIMIT + 2, 2 * LIMIT - 40], TINY.vocab_size, seed=8)  # all are spread
     references = [reference(checkpoint, prompt, 30) for prompt in prompts]
-    before, rows = answers(mesh), await instances(mesh)
+    before = answers(mesh)
     is_killed = anyio.Event()
     found: list[str] = []
     name, pids = "", tuple[int, ...]()
@@ -106,7 +106,7 @@ async def test_a_lost_process_costs_no_stream(served: Served, checkpoint: Path, 
                 while not (homes := [key for key, row in (await instances(mesh)).items() if row.num_decoding]):
                     pass
             name = homes[0]
-        pids = rows[name].rank_pids
+        pids = (await instances(mesh))[name].rank_pids
         os.kill(pids[0 if lost == "member" else -1], signal.SIGKILL)
         await until_ended(pids, 30.0)
         is_killed.set()
