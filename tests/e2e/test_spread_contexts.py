@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
@@ -42,14 +41,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Genera
     settings = {"WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(LIMIT), "POLICY_CHUNK_TOKENS": "48"}
     with running_mesh(tmp_path_factory.mktemp("mesh"), model=checkpoint, decode=4, settings=settings) as mesh:
         yield Served(mesh, references)
-
-
-def num_part_moves(mesh: RunningMesh) -> float:
-    """Ranges that changed their holder; 0 while a service that is started again does not answer."""
-    try:
-        return mesh.total("kv_part_moves")
-    except httpx.HTTPError:
-        return 0.0
 
 
 async def test_a_context_that_is_spread_answers_as_the_reference(served: Served) -> None:
@@ -91,8 +82,7 @@ async def test_an_instance_that_stops_hands_its_ranges_to_others(served: Served,
     mesh = served.mesh
     (prompt,) = random_prompts([2 * LIMIT + 2], TINY.vocab_size, seed=6)
     expected = reference(checkpoint, prompt, 3 * LIMIT - len(prompt))  # and does not grow
-    before, num_moved = answers(mesh), mesh.total("kv_part_moves")
-    rows = {str(row.instance_id): row.pid for row in mesh.status().instances}
+    num_moved = mesh.total("kv_part_moves")
     found: list[str] = []
     is_done = anyio.Event()
 
@@ -101,17 +91,24 @@ async def test_an_instance_that_stops_hands_its_ranges_to_others(served: Served,
             while not is_done.is_set():
                 found.extend(await mismatches(client, mesh.model, [expected] * 8, concurrency=8))
 
-    members: list[str] = []
+    async def stop_a_member() -> None:
+        before = answers(mesh)
+        await until(lambda: bool(since(before, answers(mesh))))
+        name, *_ = since(before, answers(mesh))
+        pid = mesh.pids()[name]
+        os.kill(pid, signal.SIGTERM)
+        await anyio.to_thread.run_sync(lambda: mesh.wait_until_replaced(name, pid))
+
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
         tasks.start_soon(ask)  # so that some decode while others come to their end
-        await until(lambda: bool(since(before, answers(mesh))))
-        members = since(before, answers(mesh))
-        os.kill(rows[members[0]], signal.SIGTERM)
-        await until(lambda: num_part_moves(mesh) > num_moved, 180.0)
+        for _ in range(4):  # on a busy machine one holds nothing any more by the time that it is told to stop
+            await stop_a_member()
+            if mesh.total("kv_part_moves") > num_moved:
+                break
         is_done.set()
     assert found == []
-    await anyio.to_thread.run_sync(lambda: mesh.wait_until_replaced(members[0], rows[members[0]]))
+    assert mesh.total("kv_part_moves") > num_moved
     assert mesh.total("request_restarts") == 0
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
 
