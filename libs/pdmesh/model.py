@@ -232,6 +232,7 @@ class Request:
     num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
     arithmetic: str = ""  # class of the instance that drew its last token, of one that is resumed
     prefix: PrefixHashes = ()  # of all full granules of its prompt, in order; empty: no KV is reused, and none kept
+    always_moves: bool = False  # set by the core: no instance holds its whole prompt, so that its KV has to leave
 
     @property
     def max_total_tokens(self) -> int:
@@ -241,7 +242,7 @@ class Request:
     @property
     def ends_with_prompt(self) -> bool:
         """Whether computing its prompt is all there is to do: its last token, or its embedding, comes of that."""
-        return self.max_tokens == 1
+        return self.max_tokens == 1 and not self.always_moves
 
     @property
     def chain(self) -> PrefixHashes:

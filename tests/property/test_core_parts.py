@@ -17,6 +17,7 @@ from pdmesh.core.events import (
     GatewayJoined,
     InstanceJoined,
     InstanceLost,
+    MembersSet,
     RequestArrived,
     RequestCancelled,
     Tick,
@@ -40,6 +41,14 @@ MESHES = {
     "five mixed": [Role.MIXED] * 5,
     "all kinds": [Role.PREFILL, Role.MIXED, Role.MIXED, Role.DECODE, Role.DECODE],
 }
+#: Blocks of the instances that compute prompts alone, the first and the second one.
+ROOMS = {
+    "as much as the others": (24, 24),
+    "one is short": (24, 6),
+    "two ranges": (8, 8),
+    "a range and a half": (6, 10),
+    "a range": (4, 4),
+}
 
 
 def new_core(config: CoreConfig, bundle: str) -> SchedulerCore:
@@ -49,14 +58,27 @@ def new_core(config: CoreConfig, bundle: str) -> SchedulerCore:
 class Driver:
     """A core over modelled instances; what happens next is drawn."""
 
-    def __init__(self, shape: str, bundle: str, reservation: KvReservation, rng: random.Random) -> None:
+    def __init__(
+        self,
+        shape: str,
+        bundle: str,
+        reservation: KvReservation,
+        rng: random.Random,
+        room: str = "as much as the others",
+    ) -> None:
         self.rng = rng
         policy = PolicyConfig(chunk_tokens=16)
         config = CoreConfig(policy=policy, kv_reservation=reservation)
         self.new_core = partial(new_core, config, bundle)
         self.core = self.new_core()
         profiles = [
-            modelled_profile(f"i{index}", role, num_blocks=24, block_size=BLOCK_SIZE, max_kv_tokens=LIMIT)
+            modelled_profile(
+                f"i{index}",
+                role,
+                num_blocks=ROOMS[room][index] if role is Role.PREFILL else 24,
+                block_size=BLOCK_SIZE,
+                max_kv_tokens=LIMIT,
+            )
             for index, role in enumerate(MESHES[shape])
         ]
         self.max_total_of: dict[RequestKey, int] = {}
@@ -66,6 +88,7 @@ class Driver:
         self.resumes: list[Request] = []
         self.most_members = 0
         self.num_part_moves = self.num_computed_again = self.num_moves = self.num_restarts = 0
+        self.num_given_back = 0  # ranges of prompts longer than the room where they are computed
         self.num_requests = 0
         self.feed(GatewayJoined(GATEWAY, ()))
         for profile in profiles:
@@ -77,6 +100,9 @@ class Driver:
 
     def feed(self, event: Event) -> None:
         self.now_s += 0.01
+        if isinstance(event, MembersSet):
+            state = self.core._mesh.find((event.request_id, event.epoch))
+            self.num_given_back += state is not None and state.phase is Phase.PREFILLING
         for command in self.core.handle(event, self.now_s):
             match command:
                 case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.HAND_OVER:
@@ -140,6 +166,7 @@ class Driver:
         """One thing that goes on by itself; False if there is nothing."""
         able: list[Callable[[], object]] = [call for each in self.instances for call in self.calls(each)]
         able += [partial(self.mesh.land, *each) for each in self.mesh.transfers() if each[0].held[each[2]].is_computed]
+        able += [partial(self.mesh.land_range, *each) for each in self.mesh.ranges()]
         able += [partial(self.mesh.land_part, *each) for each in self.mesh.part_moves()]
         able += [partial(self.mesh.land_move, *each) for each in self.mesh.moves()]
         able += [partial(self.mesh.acknowledge_move, *each) for each in self.mesh.landed_moves()]
@@ -158,6 +185,8 @@ class Driver:
             for each in self.mesh.transfers():
                 if each[0].held[each[2]].is_computed:
                     self.mesh.land(*each)
+            for ready in self.mesh.ranges():
+                self.mesh.land_range(*ready)
             for each in self.mesh.part_moves():
                 self.mesh.land_part(*each)
             for each in self.mesh.moves():
@@ -301,7 +330,13 @@ class Driver:
 @pytest.mark.parametrize("seed", range(examples(60)))
 def test_nothing_is_lost_or_left(seed: int) -> None:
     rng = random.Random(seed)
-    driver = Driver(rng.choice(sorted(MESHES)), rng.choice(["fcfs", "pdmesh"]), rng.choice([*KvReservation]), rng)
+    driver = Driver(
+        rng.choice(sorted(MESHES)),
+        rng.choice(["fcfs", "pdmesh"]),
+        rng.choice([*KvReservation]),
+        rng,
+        rng.choice(sorted(ROOMS)),
+    )
     for _ in range(300):
         match rng.randrange(12):
             case 0:
@@ -324,6 +359,68 @@ def test_a_prompt_is_spread_and_its_parts_are_freed() -> None:
     assert kinds.count(AllocationKind.PART) == 3
     assert driver.most_members == 3
     driver.end()
+
+
+@pytest.mark.parametrize("reservation", [*KvReservation])
+@pytest.mark.parametrize("output", [1, 6])
+@pytest.mark.parametrize("room", ["two ranges", "a range"])
+def test_a_prompt_longer_than_the_room_where_it_is_computed(reservation: KvReservation, output: int, room: str) -> None:
+    """Its first ranges are given back as they land, and another prompt has its room beside it."""
+    driver = Driver("two prefill, four decode", "fcfs", reservation, random.Random(1), room)
+    driver.submit(a_request("long", 3 * LIMIT + 1, output))
+    driver.submit(a_request("longer", 4 * LIMIT - 1, 1))
+    driver.submit(a_request("short", 5, 2))
+    while driver.running:
+        driver.step()
+    driver.end()
+    assert driver.num_given_back >= 4
+    assert driver.num_restarts == 0
+    assert driver.most_members == 3
+
+
+def test_a_prompt_stands_still_until_its_ranges_are_where_they_go() -> None:
+    """No more is planned than there is room for, and others go on meanwhile."""
+    driver = Driver("two prefill, four decode", "fcfs", KvReservation.FULL, random.Random(1), "two ranges")
+    driver.submit(a_request("long", 3 * LIMIT + 1, 6))
+    for _ in range(20):
+        for instance in driver.instances:
+            for call in driver.calls(instance):
+                call()
+    (state,) = driver.core._mesh.requests.values()
+    assert state.num_planned_tokens == LIMIT == state.held_tokens
+    driver.submit(a_request("short", 5, 1))
+    driver.submit(a_request("other", 5, 1))
+    for _ in range(20):
+        for instance in driver.instances:
+            for call in driver.calls(instance):
+                call()
+    assert list(driver.running) == ["long"]
+    driver.end()
+    assert driver.num_restarts == 0
+
+
+def test_a_prompt_that_some_instance_holds_whole_goes_there() -> None:
+    driver = Driver("two prefill, four decode", "fcfs", KvReservation.FULL, random.Random(1), "one is short")
+    for number in range(3):
+        driver.submit(a_request(f"r{number}", 3 * LIMIT + 1, 6))
+    while driver.running:
+        driver.step()
+    driver.end()
+    assert driver.num_given_back == 0
+
+
+@pytest.mark.parametrize("lost", ["member", "home", "prefill"])
+def test_a_prompt_starts_again_if_an_instance_is_lost_while_it_gives_ranges_back(lost: str) -> None:
+    driver = Driver("two prefill, four decode", "fcfs", KvReservation.FULL, random.Random(1), "a range and a half")
+    driver.submit(a_request("r", 3 * LIMIT, 6))
+    while not driver.num_given_back:
+        assert driver.advance()
+    (state,) = driver.core._mesh.requests.values()
+    home_id, member_id, *_ = state.decode_ids
+    lost_id = {"member": member_id, "home": home_id, "prefill": state.prefill_ids[0]}[lost]
+    driver.lose(driver.mesh.instances[lost_id])
+    driver.end()
+    assert driver.num_restarts == 1
 
 
 @pytest.mark.parametrize("comes", [False, True])

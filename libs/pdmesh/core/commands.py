@@ -78,6 +78,10 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     ``num_loaded_granules`` of these are in its tier, and loaded into blocks of their own. ``drop`` are granules to give
     up in the cache first, in this order, and with them those to ``offload``: the tier takes these, for which it gives
     up those to ``evict``. A member that does not lead keeps what it computes if it ``keeps_prefix``.
+
+    Of a prompt that is longer than the instance's room only ``num_blocks_at_once`` are held: its first ranges are given
+    back (`SetMembers`) once they are at the transfer's destinations, which the chunks that follow ask for their part of
+    attention.
     """
 
     shards: tuple[KvShard, ...]
@@ -90,6 +94,7 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     offload: PrefixHashes = ()
     evict: PrefixHashes = ()
     keeps_prefix: bool = False
+    num_blocks_at_once: int = 0  # 0: all of its shard's
 
     @property
     def moves_on(self) -> bool:
@@ -105,7 +110,8 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     @property
     def num_blocks(self) -> int:
         """Number of blocks to hold on this instance."""
-        return sum([shard.num_blocks for shard in self.shards if shard.instance_id == self.instance_id])
+        num_blocks = sum([shard.num_blocks for shard in self.shards if shard.instance_id == self.instance_id])
+        return self.num_blocks_at_once or num_blocks
 
     @property
     def decode_instance_id(self) -> InstanceId | None:
@@ -294,7 +300,8 @@ class SetHome(ToInstanceOfRequest, frozen=True, kw_only=True):
 class SetMembers(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Tell where a context decodes who holds its first ranges, one each, in their order; answered by MembersSet.
 
-    Absolute, and idempotent. What the instance held itself of these ranges it gives back, between two steps.
+    Absolute, and idempotent. What the instance held itself of these ranges it gives back, between two steps. Where a
+    prompt is computed that is longer than the instance's room, likewise: as many blocks are there for what follows.
     """
 
     members: tuple[PartMember, ...]

@@ -322,6 +322,7 @@ class MembersSet(RequestReport):
     """Where a context decodes, these others are asked for its first ranges from now on, and none before them."""
 
     member_ids: tuple[InstanceId, ...]
+    of_prompt: bool = False  # where a prompt is computed that is longer than the room there
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,10 +237,20 @@ class MeshState:
         self.queue.remove(state)
         stays, awaits_receiver = decode is prefill, decode is None
         num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
+        num_held_blocks, gives_back = num_blocks, prefill.gives_back(request)
         num_kept = prefill.num_kept_granules(request)
+        if gives_back:
+            assert len(members) == prefill.num_parts(request), f"{state.key} cannot leave {prefill.instance_id}"
+            num_held_blocks, num_loaded = prefill.num_prompt_blocks(request), 0
         num_reused = num_kept + num_loaded
         self.queue.counters.placed(request, num_reused * GRANULE_TOKENS)
-        state.place(prefill.shard(num_blocks), now_s, stays=stays, num_reused_tokens=num_reused * GRANULE_TOKENS)
+        state.place(
+            prefill.shard(num_blocks),
+            now_s,
+            stays=stays,
+            num_reused_tokens=num_reused * GRANULE_TOKENS,
+            held_tokens=num_held_blocks * prefill.block_size if gives_back else None,
+        )
         plan = None
         if decode is None:
             self.awaiting_decode.add(state, prefill.kv_group, prefill.num_first_blocks(request))
@@ -248,12 +258,12 @@ class MeshState:
             plan = self.promise(state, decode, long_tokens, members).plan
         prefill.take(
             state.key,
-            num_blocks,
+            num_held_blocks,
             AllocationKind.LOCAL if stays else AllocationKind.PREFILL,
             max_blocks=prefill.num_decode_blocks(request) if stays else 0,
             long_tokens=long_tokens,
             slo_tpot_s=request.slo_tpot_s,
-            chain=request.chain,
+            chain=() if gives_back else request.chain,
             num_reused=num_kept,
             tenant=request.tenant,
             share=request.share,
@@ -273,6 +283,7 @@ class MeshState:
                 drop=room.drop,
                 offload=room.offload,
                 evict=room.evict,
+                num_blocks_at_once=num_held_blocks if gives_back else 0,
             )
         )
         prefill.add_prefill(state)

@@ -40,6 +40,7 @@ TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
     "ask_helper": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "plan_chunk": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "draw_first_token": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
+    "give_back": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "plan_again_from": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
     "end_prompt": ((Phase.PREFILLING,), (Phase.AWAITING_DECODE, Phase.TRANSFERRING)),
     # what receives its KV
@@ -200,6 +201,8 @@ class RequestState:
     roomed_s: float | None = None  # when it had room to decode, if that was after its place
     num_planned_tokens: int = 0  # those that are reused among them
     num_reused_tokens: int = 0  # of its prompt, that were kept where it is computed; while it waits, that are anywhere
+    held_tokens: int | None = None  # of its prompt at most, where it is computed, at once; None: all
+    num_ranges_away: int = 0  # of its prompt, that others hold and that were given back where it is computed
     awaits_until_s: float | None = None  # waits no longer for the instance that keeps its prefix
     #: The instance and the plan of each; not of helpers that were lost, though these may yet report them.
     chunks_in_flight: set[tuple[InstanceId, int]] = field(default_factory=set[tuple[InstanceId, int]])
@@ -239,8 +242,17 @@ class RequestState:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it."""
-        return self.phase is Phase.PREFILLING and not self.is_planned and not self.chunks_in_flight
+        """Whether it is placed, with a part of its prompt still to compute, and no plan in flight has a chunk of it.
+
+        Not one that gives ranges back: it may stand still because these have not moved.
+        """
+        is_in_line = self.phase is Phase.PREFILLING and not self.is_planned and not self.chunks_in_flight
+        return is_in_line and not self.gives_back
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether its prompt is longer than the room where it is computed."""
+        return self.held_tokens is not None
 
     @property
     def is_computed(self) -> bool:
@@ -330,14 +342,28 @@ class RequestState:
         num_done = max(self.num_planned_tokens, self.num_reused_tokens)
         self.rank = order.rank(self.request, num_done, self.placed_s, self.num_reused_tokens)
 
-    def place(self, prefill: KvShard, now_s: float, *, stays: bool, num_reused_tokens: int = 0) -> None:
+    def place_as(self, request: Request) -> Request:
+        """Take what is to be placed, which differs from what came in `Request.always_moves` alone."""
+        self.request = request
+        return request
+
+    def place(
+        self,
+        prefill: KvShard,
+        now_s: float,
+        *,
+        stays: bool,
+        num_reused_tokens: int = 0,
+        held_tokens: int | None = None,
+    ) -> None:
         """Its prompt is computed with this room, but for its first tokens if these are kept there.
 
-        If it ``stays``, it decodes there.
+        If it ``stays``, it decodes there. ``held_tokens`` is how much of it may be there at once, if not all.
         """
         self._go("place", Phase.PREFILLING)
         self.placed_s = now_s
         self.num_reused_tokens = self.num_planned_tokens = num_reused_tokens
+        self.held_tokens = held_tokens
         self.prefill_shards = (prefill,)
         self._give(self.prefill_shards)
         if stays:
@@ -361,6 +387,11 @@ class RequestState:
     def end_chunk(self, instance_id: InstanceId, plan_id: int) -> None:
         """Note that a plan is no longer in flight; without effect if it had no chunk of this prompt."""
         self.chunks_in_flight.discard((instance_id, plan_id))
+
+    def give_back(self, num_ranges: int) -> None:
+        """Note that so many of its first ranges are given back where it is computed, since others hold them."""
+        self._go("give_back", Phase.PREFILLING)
+        self.num_ranges_away = max(self.num_ranges_away, num_ranges)
 
     def draw_first_token(self, now_s: float) -> None:
         """Its leader has computed the last chunk of its prompt."""

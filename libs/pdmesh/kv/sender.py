@@ -18,7 +18,7 @@ from pdmesh.kv.outbox import Outgoing
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import request_key
-from pdmesh.kv.receiver import FirstToken
+from pdmesh.kv.receiver import NO_BLOCK, FirstToken
 from pdmesh.kv.store import KvStore
 from pdmesh.kv.transfer import GrantedTransfer, KvDestination
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId, num_blocks_for
@@ -76,6 +76,7 @@ class KvSender:
             self.ledger.place(present)
         self.committed_s: float | None = None  # when all was computed that this source computes
         self.first_token: FirstToken | None = None  # if it drew it
+        self.gives_back = len(self.block_ids) > 0 and self.block_ids[-1] == NO_BLOCK  # there is room for a part at once
         self.push: KvPush | None = None  # under way
         self._store = store
         self._call_soon = call_soon
@@ -111,6 +112,18 @@ class KvSender:
         if self.push is not None:
             self.push.flush()
 
+    def give_back(self, num_blocks: int) -> None:
+        """Note that the first blocks are here no more: their destinations have acknowledged them."""
+        self.block_ids[:num_blocks] = [NO_BLOCK] * num_blocks
+
+    def hold(self, first_block: int, block_ids: Sequence[int]) -> None:
+        """Note where the blocks from ``first_block`` on are to be, of a context of which only a part is here at once."""
+        self.block_ids[first_block : first_block + len(block_ids)] = block_ids
+
+    def has(self, part: KvPart) -> bool:
+        """Whether all of a part was computed."""
+        return self.ledger.has(self.ledger.everything.within(part))
+
     @property
     def may_have_landed(self) -> bool:
         """Whether its receiver may have everything, and the request decode there."""
@@ -118,7 +131,7 @@ class KvSender:
 
     @property
     def has_all(self) -> bool:
-        """Whether all is here that this source sends."""
+        """Whether all was computed that this source sends."""
         if not self.first_held:
             return self.ledger.num_present == self.part.num_pages
         everything = self.ledger.everything.within(self.part)
@@ -130,7 +143,10 @@ class KvSender:
 
 
 class KvPush(GrantedTransfer):
-    """A granted transfer. Each destination gets what it and ``sender`` have in common."""
+    """A granted transfer. Each destination gets what it and ``sender`` have in common.
+
+    If only a part of the context is here at once, each range of it lands by itself, as soon as it is computed.
+    """
 
     def __init__(
         self,
@@ -197,6 +213,11 @@ class KvPush(GrantedTransfer):
             lane.resume()
         self._note()
 
+    def landed(self, destination: int) -> None:
+        if self.sender.gives_back and destination in self._unlanded:
+            self._lanes[destination].close()  # what went there may be here no longer
+        super().landed(destination)
+
     def close(self) -> None:
         super().close()
         if self.sender.push is self:
@@ -228,7 +249,26 @@ class KvPush(GrantedTransfer):
         super()._note()
 
     async def _send(self) -> None:
-        """The lanes send. The commits leave beside the last pieces: decode waits for one way, not for an answer too.
+        """Let the lanes send, and commit what they sent: of ranges that land by themselves the last one here."""
+        last = range(len(self.destinations))
+        if self.sender.gives_back:
+            for index in last[1:]:
+                self._tasks.start_soon(self._land_range, index)
+            last = last[:1]
+        await self._send_last(last)
+
+    async def _land_range(self, index: int) -> None:
+        """Commit a range as soon as it is computed. The request goes on here only if it lands, so that has a limit."""
+        await self._until(lambda: self.sender.has(self.destinations[index].part))
+        self._lanes[index].flush()
+        with anyio.move_on_after(self._deadline_s):
+            await self._commit_until_landed((index,))
+            await self._until(lambda: index not in self._unlanded)
+            return
+        self.fail(self._why_late())
+
+    async def _send_last(self, last: Sequence[int]) -> None:
+        """The commits leave beside the last pieces: decode waits for one way, not for an answer too.
 
         They leave again if nothing has landed for a while although all was taken: the receiver sees what was lost.
         The deadline runs once the whole KV is there: until then it waits for the computation, which may be long or
@@ -237,16 +277,21 @@ class KvPush(GrantedTransfer):
         await self._until(lambda: self.sender.committed_s is not None and not self._is_paused)
         self._work.deadline = anyio.current_time() + self._deadline_s
         await self._until(lambda: self.sender.has_all)
-        await self._tell_commits()
-        await self._until(lambda: all(lane.is_done for lane in self._lanes))
-        with anyio.move_on_after(COMMIT_AGAIN_S):
-            await self._until(lambda: not self._unlanded)
-            return
-        await self._tell_commits()
+        await self._commit_until_landed(last)
 
-    async def _tell_commits(self) -> None:
+    async def _commit_until_landed(self, indices: Sequence[int]) -> None:
+        """Tell these destinations that all was sent; once more if that was not enough."""
+        await self._tell_commits(indices)
+        await self._until(lambda: all(self._lanes[index].is_done for index in self._unlanded.intersection(indices)))
+        with anyio.move_on_after(COMMIT_AGAIN_S):
+            await self._until(lambda: self._unlanded.isdisjoint(indices))
+            return
+        await self._tell_commits([index for index in indices if index in self._unlanded])
+
+    async def _tell_commits(self, indices: Sequence[int]) -> None:
         try:
-            for index, (address, part) in enumerate(self.destinations):
+            for index in indices:
+                address, part = self.destinations[index]
                 sender, common = self.sender, self.sender.part.common(part)
                 header = self._commit(common, sender.num_context_tokens, sender.first_token)
                 await self._writer.tell(address, header._replace(destination=index), is_notice=True)

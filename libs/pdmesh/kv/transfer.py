@@ -98,7 +98,7 @@ class GrantedTransfer(ABC):
     def send_again(self, header: PieceHeader) -> str | None:
         """Send pages again that a destination could not use. Return why its request must be dropped, if it must."""
         blocks, layers, heads = header.part
-        if header.destination >= len(self.destinations) or not 0 < header.part.num_pages <= self._writer.max_pages:
+        if header.destination not in self._unlanded or not 0 < header.part.num_pages <= self._writer.max_pages:
             return "range"
         theirs = self.destinations[header.destination].part
         if (

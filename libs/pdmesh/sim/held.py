@@ -37,7 +37,9 @@ class Held:
     part: int | None = (
         None  # the number of the range of a context that this is, or the room for it; it decodes elsewhere
     )
-    members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context, if it decodes here
+    #: That hold the first ranges of its context, if it decodes here, or of a prompt that is longer than the room here.
+    members: tuple[PartMember, ...] = ()
+    num_blocks_at_once: int = 0  # of such a prompt
     handing: TransferPlan | None = None  # takes a range that is here on to another instance
     stands_still: bool = False  # a range of its context is lost, and another instance computes it again
     next_members: tuple[PartMember, ...] | None = None  # between two steps

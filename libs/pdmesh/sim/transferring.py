@@ -65,7 +65,10 @@ class Transferring(Holding):
         """Ask others for the first ranges of a context, and give back what was here of these."""
         num_more, held.next_members = len(members) - len(held.members), None
         held.members = members
-        if num_more:
+        if held.num_blocks_at_once:  # as many blocks are for the tokens that follow
+            limit = self.profile.max_kv_tokens
+            assert len(members) * limit <= held.num_computed_tokens, f"{held.key} gives back what is not computed"
+        elif num_more:
             num_blocks = num_more * self.profile.max_kv_tokens // self.profile.kv_layout.block_size
             held.num_blocks -= num_blocks
             self._num_own_blocks -= num_blocks - self.kept.end(held, ())
@@ -79,12 +82,15 @@ class Transferring(Holding):
         if held.key in self.residents:
             num_saved_tokens = len(members) * self.profile.max_kv_tokens
             self.residents.spread(held.key, num_saved_tokens, self._full_at_tokens(held))
-        self._report(MembersSet(self.instance_id, *held.key, tuple([each.instance_id for each in members])))
+        member_ids = tuple([each.instance_id for each in members])
+        self._report(MembersSet(self.instance_id, *held.key, member_ids, held.num_blocks_at_once > 0))
 
     def lose_member(self, instance_id: InstanceId) -> None:
-        """Stand still with all contexts of which that instance held a range: it is gone."""
-        for held in self.held.values():
+        """Stand still with all contexts of which that instance held a range: it is gone. A prompt is given up."""
+        for held in list(self.held.values()):
             member_ids = [member.instance_id for member in held.members]
+            if held.num_blocks_at_once and instance_id in member_ids:
+                self.drop(held, "another instance that holds KV of it does not answer")
             if held.is_decoding and instance_id in member_ids and not held.stands_still and held.leaving is None:
                 self._stand_still(held)
                 self._report(PartLost(self.instance_id, *held.key, member_ids.index(instance_id)))

@@ -250,7 +250,8 @@ class UntimedInstance(Transferring):
             key,
             command.num_blocks,
             length if command.leads else None,
-            chain=length.chain if command.leads or command.keeps_prefix else (),
+            chain=length.chain if (command.leads or command.keeps_prefix) and not command.num_blocks_at_once else (),
+            num_blocks_at_once=command.num_blocks_at_once,
             num_loaded_granules=command.num_loaded_granules,
             num_computed_tokens=command.num_reused_granules * GRANULE_TOKENS,
             leads=command.leads,
@@ -434,6 +435,9 @@ class UntimedInstance(Transferring):
             self.drop(held, "the chunk does not follow")
             return None
         assert chunk.start == held.num_computed_tokens, f"{chunk} after {held.num_computed_tokens} tokens"
+        if held.num_blocks_at_once:
+            num_tokens = self._num_context_blocks(held) * self.profile.kv_layout.block_size
+            assert chunk.start + chunk.num_tokens <= num_tokens, f"{chunk} where there is room for {num_tokens}"
         return held
 
     def _end_prompt(self, held: Held, chunk: ChunkPlan, *, ended_by_first_token: bool) -> None:

@@ -49,7 +49,7 @@ class ModelledMesh:
         for destination_id in plan.destination_ids:
             receiver = self.instances.get(destination_id)
             target = None if receiver is None else receiver.held.get(key)
-            if target is None or target.transfer != plan or target.num_tokens:
+            if target is None or target.transfer != plan or (target.num_tokens and not target.is_part):
                 return None
         return self.instances[plan.destination_ids[0]]
 
@@ -61,8 +61,27 @@ class ModelledMesh:
         else:
             others = [] if held.transfer is None else held.transfer.destination_ids[1:]
             for instance in [*(self.instances[instance_id] for instance_id in others), receiver]:
-                instance.untimed.land(instance.held[key], held.num_tokens, 1, 0.0)
+                if not instance.held[key].num_tokens:  # else it landed before
+                    instance.untimed.land(instance.held[key], held.num_tokens, 1, 0.0)
         sender.untimed.send(held, 1, 0.0, 0.0)
+
+    def ranges(self) -> list[tuple[ModelledInstance, RequestKey]]:
+        """Return ranges of prompts longer than their instances' room that may land, as (destination, request)."""
+        found: list[tuple[ModelledInstance, RequestKey]] = []
+        for sender, _, key in self.transfers():
+            held = sender.held[key]
+            if not held.num_blocks_at_once or held.transfer is None:
+                continue
+            for number, instance_id in enumerate(held.transfer.destination_ids[1:], 1):
+                is_computed = number * sender.profile.max_kv_tokens <= held.num_computed_tokens
+                if is_computed and not self.instances[instance_id].held[key].num_tokens:
+                    found.append((self.instances[instance_id], key))
+        return found
+
+    @staticmethod
+    def land_range(receiver: ModelledInstance, key: RequestKey) -> None:
+        """A range of a prompt is where it goes, which its sender does not know yet."""
+        receiver.untimed.land(receiver.held[key], 1, 1, 0.0)
 
     def moves(self) -> list[tuple[ModelledInstance, ModelledInstance, RequestKey]]:
         """Running decodes on their way, as (source, target that expects it, request)."""

@@ -12,6 +12,7 @@ from pdmesh.core.events import KvReleased, RequestDropped
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh.kv.offload.copies import KvLoad
+from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.model import (
     GRANULE_TOKENS,
     NO_TRANSFER,
@@ -67,7 +68,8 @@ class Intake:
                 num_tokens + num_output_tokens_kept,
                 num_reused_granules=command.num_reused_granules,
                 num_loaded_granules=command.num_loaded_granules,
-                keeps_prefix=command.leads or command.keeps_prefix,
+                keeps_prefix=(command.leads or command.keeps_prefix) and not command.num_blocks_at_once,
+                gives_back=command.num_blocks_at_once > 0,
             )
         except PdmeshError as error:
             self.refuse(generation, error)
@@ -83,7 +85,7 @@ class Intake:
             request.sender = self._context.mover.departures.offer(
                 request.request_id,
                 request.epoch,
-                block_ids=request.sequence.block_table,
+                block_ids=_whole_table(request),
                 num_context_tokens=num_tokens,
                 source=source,
                 blocks=sources[source].part.blocks,
@@ -137,19 +139,26 @@ class Intake:
         num_elsewhere_tokens: int = 0,
         num_coming_tokens: int = 0,
         keeps_prefix: bool = True,
+        gives_back: bool = False,
     ) -> LocalRequest:
         """Take the blocks of a request, the first of which are shared ones. Raises PdmeshError if that cannot be.
 
         The KV of its first ``num_coming_tokens`` is there, or is to come from another instance.
 
         Of the granules that are reused the last ``num_loaded_granules`` are to come from the offload tier. Other
-        instances hold the first ``num_elsewhere_tokens``: then nothing is kept.
+        instances hold the first ``num_elsewhere_tokens``: then nothing is kept. What ``gives_back`` ranges as they have
+        left holds only a part of its context at once, in so many blocks.
         """
         self.check_new(generation.request_id, generation.epoch)
+        num_all_blocks = num_blocks + num_elsewhere_tokens // self._context.block_size
+        if gives_back:
+            if not 0 < self._context.range_tokens <= num_blocks * self._context.block_size:
+                raise ProtocolError(f"{num_blocks} blocks cannot hold a range of {self._context.range_tokens} tokens")
+            num_all_blocks = max(num_blocks, num_blocks_for(len(token_ids), self._context.block_size))
         check_request(
             generation,
             len(token_ids),
-            num_blocks=num_blocks + num_elsewhere_tokens // self._context.block_size,
+            num_blocks=num_all_blocks,
             max_kv_tokens=max_kv_tokens,
             block_size=self._context.block_size,
             max_model_len=self._context.max_model_len,
@@ -176,6 +185,7 @@ class Intake:
             chain=chain,
             num_reused_tokens=num_reused_granules * GRANULE_TOKENS,
             num_shared_tokens=len(shared) * GRANULE_TOKENS,
+            gives_back=gives_back,
             trace=trace_of(self._context.tracing, generation, self._context.instance_id),
         )
         self._begin(request, num_coming_tokens)
@@ -259,6 +269,13 @@ class Intake:
         if isinstance(error, StalePrefix):
             self._context.metrics.stale_prefixes.inc()
             self._context.tables.report_kept()
+
+
+def _whole_table(request: LocalRequest) -> list[int]:
+    """Return the blocks of a whole prompt, those that are not here yet among them."""
+    table = request.sequence.block_table
+    num_blocks = num_blocks_for(len(request.sequence.token_ids), request.block_size)
+    return [*table, *[NO_BLOCK] * (num_blocks - len(table))]
 
 
 def transcript(generation: Generation) -> array.array[int]:

@@ -321,7 +321,7 @@ class Plans:
                 f"chunk {part.start}…{end} does not follow {request.num_computed_tokens} of {num_tokens} tokens",
             )
             return None
-        if not self._take_frames(request, end):
+        if not self._take_frames(request, end - request.sequence.num_elsewhere_tokens):
             return None
         if request.sender is not None and request.num_chunks == 0:
             transfer_id = NO_TRANSFER if request.transfer is None else request.transfer.transfer_id

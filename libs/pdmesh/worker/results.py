@@ -61,6 +61,8 @@ class Results:
                 continue
             if (why_aborted := chunk.aborted) is not None:
                 self._context.endings.drop(chunk.request, why_aborted)
+            elif chunk.request.gives_back:
+                self._context.endings.drop(chunk.request, "other instances that hold KV of it do not answer")
             elif chunk.exchange is not None:  # a member was lost, and what it waited for is planned anew
                 chunk.exchange.ledger.abandon(*chunk.begun_blocks(self._context.block_size))
         self._tell_of_step(batch, time, ended)
@@ -73,6 +75,7 @@ class Results:
                 self._lost_ranges.ended(chunk, is_computed=result is not None)
             elif result is not None:
                 self._finish_chunk(chunk, result, time)
+                self._spread.between_steps(chunk.request)
         for decode, result in zip(batch.decodes, results[len(batch.chunks) :], strict=True):
             if result is not None and decode.draft:
                 self._note_draft(decode, result)

@@ -126,7 +126,9 @@ class LocalRequest:
     exchange: KvExchange | None = None  # set if a group computes its prompt
     load: KvLoad | None = None  # set while some of its KV comes from the offload tier
     leaving: Leaving | None = None  # set while it decodes, and moves to another instance
-    members: tuple[PartMember, ...] = ()  # that hold the first ranges of its context, if it decodes here
+    gives_back: bool = False  # its prompt is longer than the room here: ranges of it leave while it is computed
+    #: That hold the first ranges of its context, if it decodes here, or of its prompt, if that gives them back.
+    members: tuple[PartMember, ...] = ()
     part: int | None = None  # the number of the range that is here, if it decodes elsewhere
     handing: TransferPlan | None = None  # set while a range that is here goes to another instance, too
     respread: Respread | None = None  # set until its members are these, between two steps
@@ -386,9 +388,11 @@ class Sequences:
         return self._pool.guards_of(request.sequence.block_table[first:end])
 
     def may_write(self, request: LocalRequest, part: ChunkPlan) -> bool:
-        """Whether the blocks that a chunk is to fill are this request's alone."""
-        first, end = part.start // request.block_size, num_blocks_for(part.start + part.num_tokens, request.block_size)
-        return not any(map(self._pool.is_shared, request.sequence.block_table[first:end]))
+        """Whether there are blocks for a chunk to fill, which are this request's alone."""
+        table, num_elsewhere_tokens = request.sequence.block_table, request.sequence.num_elsewhere_tokens
+        first = (part.start - num_elsewhere_tokens) // request.block_size
+        end = num_blocks_for(part.start - num_elsewhere_tokens + part.num_tokens, request.block_size)
+        return 0 <= first < end <= len(table) and not any(map(self._pool.is_shared, table[first:end]))
 
     async def settled(self) -> None:
         """Wait until every released request's blocks are free."""

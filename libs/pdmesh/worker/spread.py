@@ -14,6 +14,7 @@ import structlog
 from pdmesh.core.commands import PlaceDecode, WithdrawTransfer
 from pdmesh.core.events import DecodeReserved, MembersSet, PartLost, TransferFailed, TransferSent
 from pdmesh.errors import PdmeshError
+from pdmesh.kv.blocks import OutOfBlocks
 from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.parts import PartHolder, SpreadKv
 from pdmesh.kv.receiver import NO_BLOCK
@@ -248,7 +249,7 @@ class SpreadContexts:
     def respread(self, message: Respread) -> None:
         """Let a context have these members, as soon as no step computes it."""
         request = self._context.sequences.get(message.command.request_id, message.command.epoch)
-        if request is not None and request.stage is Stage.DECODING:
+        if request is not None and (request.stage is Stage.DECODING or request.gives_back):
             request.respread = message
             self.between_steps(request)
 
@@ -262,7 +263,10 @@ class SpreadContexts:
         members = members_at(command.members, message.member_addresses)
         num_tokens = len(members) * range_tokens
         num_more = num_tokens - request.sequence.num_elsewhere_tokens
-        if num_more < 0 or num_more > request.num_own_tokens - 1 or not members:
+        num_with_kv = len(request.sequence.token_ids) - 1
+        if request.gives_back:
+            num_with_kv = request.num_computed_tokens
+        if num_more < 0 or num_tokens > num_with_kv or not members:
             reason = f"{len(members)} others are to hold what they cannot of {len(request.sequence.token_ids)} tokens"
             self._context.endings.drop(request, reason)
             return
@@ -278,10 +282,31 @@ class SpreadContexts:
         del table[:num_blocks]
         request.chain = ()  # all of it was in what is given back
         request.low_at_blocks = request.out_at_blocks = 0
-        done = MembersSet(self._context.instance_id, request.request_id, request.epoch, command.member_ids)
+        done = MembersSet(
+            self._context.instance_id, request.request_id, request.epoch, command.member_ids, request.gives_back
+        )
+        if request.sender is not None:
+            request.sender.give_back(num_tokens // request.block_size)
+            self._context.tables.take_out(given_back, partial(self._given_back, request, num_blocks, done))
+            return
         self._context.tables.take_out(given_back, partial(self._context.report, done))
         self._growth.tell([request])
         self._context.wake()
+
+    def _given_back(self, request: LocalRequest, num_blocks: int, done: MembersSet) -> None:
+        """Take as many blocks for the tokens of a prompt that follow, as far as there are any, and say so."""
+        sender, table = request.sender, request.sequence.block_table
+        if request.doomed or sender is None:
+            return
+        first = request.sequence.num_elsewhere_tokens // request.block_size + len(table)
+        try:
+            new = self._context.tables.allocate(min(num_blocks, len(sender.block_ids) - first))
+        except OutOfBlocks as error:  # the scheduler's count is wrong
+            self._context.endings.drop(request, str(error))
+            return
+        table += new
+        sender.hold(first, new)
+        self._context.report(done)
 
 
 def members_at(members: Sequence[PartMember], addresses: Sequence[bytes]) -> list[PartHolder]:

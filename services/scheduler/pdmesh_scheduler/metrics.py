@@ -113,6 +113,11 @@ class SchedulerMetrics:
             "Ranges of contexts that went to another instance while their requests decoded",
             registry=registry,
         )
+        self._prompt_parts = Counter(
+            "pdmesh:kv_prompt_parts_given_back",
+            "Ranges of prompts longer than an instance's room, given back there as they were where they decode",
+            registry=registry,
+        )
         self._failed = Counter(
             "pdmesh:num_transfer_failed_reqs", "Transfers that failed at either end", registry=registry
         )
@@ -172,6 +177,8 @@ class SchedulerMetrics:
                 self._success.labels(event.reason).inc()
                 self._generation_tokens.inc(max(0, event.num_output_tokens))
                 self._own_steps(event.instance_id, event.own_steps)
+            case MembersSet(of_prompt=True):
+                self._prompt_parts.inc()
             case MembersSet():
                 self._part_moves.inc()
             case StepDone():

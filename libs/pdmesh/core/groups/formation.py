@@ -28,7 +28,8 @@ class Formation:
             return False
         able, free = Counter[str](), Counter[str]()
         for instance in self._mesh.instances.values():
-            if _may_be_member(instance, bundle) and instance.could_prefill(request):
+            is_able = instance.could_prefill(request) and not instance.gives_back(request)
+            if is_able and _may_be_member(instance, bundle):
                 able[instance.exact_group] += 1
                 free[instance.exact_group] += _is_free(instance, state, bundle)
         return bool(able) and all(free[name] < min(size, number) for name, number in able.items())
@@ -72,4 +73,5 @@ def _may_be_member(instance: InstanceState, bundle: Bundle) -> bool:
 
 def _is_free(instance: InstanceState, state: RequestState, bundle: Bundle) -> bool:
     takes = bundle.prefill_placement.takes
-    return instance.can_prefill(state.request) and takes(state.request, instance.view, state.num_reused_tokens)
+    has_room = instance.can_prefill(state.request) and not instance.gives_back(state.request)
+    return has_room and takes(state.request, instance.view, state.num_reused_tokens)

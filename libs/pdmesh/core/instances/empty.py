@@ -7,6 +7,11 @@ from pdmesh.model import InstanceProfile, Request, Role, num_blocks_for
 from pdmesh.policy.on_demand import first_tokens
 
 
+#: Of a prompt that is longer than an instance's whole room, so many ranges are held there at once, or half of the room
+#: if that is less: one that is computed, and those that are on their way to where it decodes.
+MOST_RANGES_HELD = 3
+
+
 class EmptyInstance:
     """An instance without requests."""
 
@@ -37,6 +42,16 @@ class EmptyInstance:
 
     def num_prefill_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
+
+    def gives_back(self, request: Request) -> bool:
+        """Whether a prompt is longer than the room here: ranges of it are given back once they are where it decodes."""
+        return self.num_prefill_blocks(request) > self.num_blocks >= self.part_blocks and self.num_parts(request) > 0
+
+    def num_prompt_blocks(self, request: Request) -> int:
+        """Return the blocks that a prompt holds at once where it is computed."""
+        if not self.gives_back(request):
+            return self.num_prefill_blocks(request)
+        return min(MOST_RANGES_HELD * self.part_blocks, max(self.part_blocks, self.num_blocks // 2))
 
     def num_parts(self, request: Request) -> int:
         """Return how many other instances hold the first ranges of a request's prompt while it decodes, one each.
@@ -75,11 +90,11 @@ class EmptyInstance:
         return num_blocks
 
     def could_prefill(self, request: Request) -> bool:
-        """Whether the prompt fits this instance when it is empty."""
+        """Whether the prompt fits this instance when it is empty: all of it, or as much as it holds at once."""
         return (
             self.role_prefills
             and request.num_prompt_tokens + request.max_tokens <= self.max_model_len
-            and self.num_prefill_blocks(request) <= self.num_blocks
+            and self.num_prompt_blocks(request) <= self.num_blocks
         )
 
     def could_decode(self, request: Request) -> bool:

@@ -205,7 +205,7 @@ class OccupiedInstance(EmptyInstance):
 
     def num_kept_granules(self, request: Request) -> int:
         """How many granules of a request's prompt are kept here, and need not be computed."""
-        if not request.prefix or self.kept.is_empty:
+        if not request.prefix or self.kept.is_empty or self.gives_back(request):
             return 0
         chain = request.chain
         return self.kept.depth(chain, len(chain))
@@ -356,11 +356,11 @@ class OccupiedInstance(EmptyInstance):
         return not waiting or waiting + num_blocks <= share * self.num_blocks
 
     def can_prefill(self, request: Request) -> bool:
-        """Whether the prompt fits now."""
+        """Whether the prompt fits now: all of it, or as much as it holds at once."""
         if not self._knows_room:
             self._count_room()
         return (
-            request.num_prompt_tokens <= self._prompt_tokens
+            self.num_prompt_blocks(request) * self.block_size <= self._prompt_tokens
             and request.max_total_tokens < self.max_model_len
             and (request.request_id, request.epoch) not in self.allocations
         )

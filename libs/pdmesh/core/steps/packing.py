@@ -20,7 +20,9 @@ from pdmesh.core.steps.batching import Modes
 from pdmesh.core.steps.placing import (
     Placement,
     Wait,
+    as_placed,
     could_place,
+    is_held_whole,
     place,
     place_locally,
     room_or_turn,
@@ -36,6 +38,10 @@ from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape
 from pdmesh.policy.reuse import ReuseCost
 from pdmesh.policy.views import PartialStep
+
+#: Tokens of a chunk that asks others for their part of attention. They answer so many rows at once, in fp32, in a piece:
+#: 128 rows of 32 heads of 128 are 2 MiB.
+SPREAD_CHUNK_TOKENS = 128
 
 #: So many requests step aside in one round, for instances that keep their prefixes.
 MAX_ASIDE = 64
@@ -157,6 +163,7 @@ class Round:
         self._reusing = Reusing(mesh, fetches, now_s)
         self._least_work_tokens = mesh.queue.least_work_tokens
         self._step_slots: dict[InstanceId, StepSlot] = {}
+        self._is_held_whole = True  # the head's prompt, by some instance
         for instance in instances:
             self._open(instance)
 
@@ -214,8 +221,11 @@ class Round:
         mesh, bundle, request = self._mesh, self._bundle, head.request
         if self._prefill_groups.awaits_members(head, bundle):
             return Wait.FOR_TURN
-        if mesh.spreads_contexts and not could_place(request, mesh.kinds):
-            return Wait.FOR_INSTANCE  # or it could not be resumed
+        if mesh.spreads_contexts:
+            if not could_place(request, mesh.kinds):
+                return Wait.FOR_INSTANCE  # or it could not be resumed
+            request = head.place_as(as_placed(request, mesh.kinds))
+            self._is_held_whole = is_held_whole(request, mesh.kinds)
         for step_slot in list(self._step_slots.values()):
             if step_slot.running:
                 line = self._in_order([*step_slot.running, head])
@@ -302,6 +312,8 @@ class Round:
 
     def _fits(self, instance: InstanceState, head: RequestState) -> bool:
         """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""
+        if self._mesh.spreads_contexts and self._is_held_whole and instance.gives_back(head.request):
+            return False  # others have room for all of it
         step_slot = self._step_slots.get(instance.instance_id)
         has_begun = step_slot is not None and bool(step_slot.step.chunks)
         if not self._modes.may_begin(instance, head, self._bundle, self._now_s, has_begun=has_begun):
@@ -366,9 +378,18 @@ class Round:
         )
         if most > 0:
             most = self._modes.within_phase(step_slot.instance, step_slot.step.shapes, ChunkShape(most, start))
+        if step_slot.instance.gives_back(state.request):
+            most = min(most, self._num_tokens_with_room(step_slot.instance, state, start))
         if state.group is None:
             return self._prefill_groups.first_tokens(step_slot.instance, state, most, self._known.idle(), self._bundle)
         return self._prefill_groups.leader_tokens(step_slot.instance, step_slot.step, state, most, self._bundle)
+
+    @staticmethod
+    def _num_tokens_with_room(instance: InstanceState, state: RequestState, start: int) -> int:
+        """Return how many tokens of a prompt may be computed now, of which only so many are held at once."""
+        num_held_tokens = instance.num_prompt_blocks(state.request) * instance.block_size
+        end = state.num_ranges_away * instance.max_kv_tokens + (state.held_tokens or num_held_tokens)
+        return max(0, min(SPREAD_CHUNK_TOKENS, end - start))
 
     def _plan_chunk(self, step_slot: StepSlot, state: RequestState) -> None:
         instance, start = step_slot.instance, state.num_planned_tokens

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from enum import Enum, auto
 from itertools import islice
 from typing import NamedTuple
@@ -157,6 +158,9 @@ def _place(
         members: Sequence[InstanceState] = ()
         if first is not None and prefill.num_parts(request):
             first, members = decoders.spread(prefill, request, avoided)
+        gives_back = prefill.gives_back(request)
+        if gives_back and not members:
+            first = None
         num_reused = _num_kept_tokens(depths, prefill)
         if handovers.holds_back(prefill, bundle):
             continue
@@ -164,7 +168,7 @@ def _place(
             wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
         elif first is None and not ends_here:
             takes = bundle.prefill_placement.takes
-            if may_be_ahead and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
+            if may_be_ahead and not gives_back and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
                 num_asked += 1
                 if handovers.begins_ahead(request, prefill, num_reused, decoders.sums, bundle, now_s):
                     return Placement(prefill, None)
@@ -176,7 +180,7 @@ def _place(
         else:
             if prefill.can_stay(request) and bundle.decode_placement.stays(request, prefill.view, first.view):
                 return Placement(prefill, prefill)
-            is_later = handovers.promises_later(request, prefill, num_reused, bundle)
+            is_later = not gives_back and handovers.promises_later(request, prefill, num_reused, bundle)
             return Placement(prefill, None) if is_later else Placement(prefill, first, members)
     return wait
 
@@ -229,6 +233,26 @@ def could_place(request: Request, instances: Collection[InstanceState], *, by_nu
     Where contexts are spread, as many as it may come to need: what it has drawn is part of its prompt if it is resumed.
     Or, if not ``by_number``, with others like them: one that was lost is soon there again.
     """
+    able = _able(as_placed(request, instances), instances, by_number=by_number)
+    return next(able, None) is not None
+
+
+def is_held_whole(request: Request, instances: Collection[InstanceState]) -> bool:
+    """Whether an instance that could compute the prompt, if all were empty, has room for all of it."""
+    return any(not each.gives_back(request) for each in _able(request, instances))
+
+
+def as_placed(request: Request, instances: Collection[InstanceState]) -> Request:
+    """Return the request as one that decodes elsewhere if it ends with a prompt that no instance holds whole."""
+    if request.ends_with_prompt and not is_held_whole(request, instances):
+        return replace(request, always_moves=True)
+    return request
+
+
+def _able(
+    request: Request, instances: Collection[InstanceState], *, by_number: bool = True
+) -> Iterator[InstanceState]:
+    """Yield the instances that could compute a prompt, if there are others to decode it; see `could_place`."""
     able = Counter([instance.kv_group for instance in instances if instance.could_decode(request)])
     for instance in instances:
         if not instance.could_prefill(request):
@@ -236,8 +260,7 @@ def could_place(request: Request, instances: Collection[InstanceState], *, by_nu
         num_parts = instance.most_parts(request) if by_number else 0
         num_others = able[instance.kv_group] - (num_parts > 0 and instance.could_decode(request))
         if num_others > num_parts:
-            return True
-    return False
+            yield instance
 
 
 def have_pair(instances: Collection[InstanceState]) -> bool:

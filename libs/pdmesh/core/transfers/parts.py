@@ -23,8 +23,8 @@ from pdmesh.core.requests import Phase, RequestState
 from pdmesh.core.steps.placing import could_place
 from pdmesh.core.transfers.lost_parts import LostParts
 from pdmesh.core.transfers.moves import MAX_AT_ONCE, MAX_FAILED
-from pdmesh.core.transfers.transfer import PartMove
-from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
+from pdmesh.core.transfers.transfer import PartMove, Transfer
+from pdmesh.model import InstanceId, PartMember, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.seams import DecodePlacement
 
@@ -174,15 +174,30 @@ class Parts:
         state.land_part()
         self._tell(state, state.decode_id)
 
+    def landed_of_prompt(self, state: RequestState, transfer: Transfer) -> None:
+        """A range of a prompt is where it decodes: where it is computed its room is needed for the next ones."""
+        num_ranges = transfer.num_landed_parts
+        if state.gives_back and state.phase is Phase.PREFILLING and num_ranges > state.num_ranges_away:
+            self._send(state, state.prefill_ids[0], state.members[:num_ranges])
+
     def _tell(self, state: RequestState, home_id: InstanceId) -> None:
+        self._send(state, home_id, state.next_members)
+
+    def _send(self, state: RequestState, instance_id: InstanceId, members: tuple[PartMember, ...]) -> None:
         request_id, epoch = state.key
         self._mesh.commands.append(
-            SetMembers(instance_id=home_id, request_id=request_id, epoch=epoch, members=state.next_members)
+            SetMembers(instance_id=instance_id, request_id=request_id, epoch=epoch, members=members)
         )
 
     def set(self, event: MembersSet) -> RequestState | None:
-        """The instance where it decodes has done so. Return the request, if that was waited for."""
+        """The instance where it decodes has done so. Return the request, if that was waited for.
+
+        Or the one that computes its prompt has given these ranges back.
+        """
         state = self._mesh.find((event.request_id, event.epoch))
+        if state is not None and state.phase is Phase.PREFILLING:
+            self._given_back(state, event)
+            return None
         move = None if state is None else state.part_move
         if (
             state is None
@@ -199,6 +214,14 @@ class Parts:
             home.hand_on(state.key, home.num_home_blocks(state.request, len(event.member_ids)))
         self._end(state, move, home)
         return state
+
+    def _given_back(self, state: RequestState, event: MembersSet) -> None:
+        members = state.members[: len(event.member_ids)]
+        member_ids = tuple([member.instance_id for member in members])
+        if not state.gives_back or event.instance_id != state.prefill_ids[0] or member_ids != event.member_ids:
+            self._mesh.ignore("MembersSet")
+            return
+        state.give_back(len(members))
 
     def _end(self, state: RequestState, move: PartMove, home: InstanceState) -> None:
         """The range has its next holder, and the instance where it decodes knows."""

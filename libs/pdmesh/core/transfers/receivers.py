@@ -42,10 +42,13 @@ def lose_part(mesh: MeshState, state: RequestState, instance_id: InstanceId) -> 
 
 
 def has_all_kv(mesh: MeshState, state: RequestState) -> bool:
-    """Whether all that is computed of a request that moves is where it was computed, for another receiver."""
+    """Whether all that is computed of a request that moves is where it was computed, for another receiver.
+
+    Not of one that gives ranges back: these are where it decodes alone.
+    """
     transfer = state.transfer
     too_often = state.num_lost_receivers >= mesh.max_lost_receivers
-    if not state.is_in_prefill or transfer is None or too_often:
+    if not state.is_in_prefill or transfer is None or too_often or state.gives_back:
         return False
     source_ids = transfer.source_ids
     allocations = [mesh.allocation_of(source_id, state.key) for source_id in source_ids]

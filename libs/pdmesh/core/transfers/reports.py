@@ -74,6 +74,8 @@ class TransferReports:
                 self._parts.landed(state)
             elif transfer.state is TransferState.LANDED and transfer.is_hand_over:
                 self._mesh.land(state)
+            elif transfer.is_hand_over:
+                self._parts.landed_of_prompt(state, transfer)
 
     def sent(self, event: TransferSent) -> None:
         """All that a source sent was acknowledged."""

@@ -97,6 +97,12 @@ class Transfer:
     def is_fetch(self) -> bool:
         return self.plan.purpose is TransferPurpose.FETCH
 
+    @property
+    def num_landed_parts(self) -> int:
+        """Return how many of a context's first ranges are where they go, with all before them."""
+        part_ids = self.destination_ids[1:]
+        return next((index for index, name in enumerate(part_ids) if name in self._unlanded), len(part_ids))
+
     def ids_of(self, side: Side) -> tuple[InstanceId, ...]:
         return self.source_ids if side is Side.SOURCE else self.destination_ids
 
