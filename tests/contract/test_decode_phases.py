@@ -109,6 +109,7 @@ class Simulated:
             runs=self.runs,
             report=self.events.append,
             land=lambda plan, key, duration_s: None,
+            land_ranges=lambda plan, key, num_tokens, duration_s: None,
             want_turn=self.want_turn,
             max_decode_steps=128,
         )

@@ -230,6 +230,7 @@ class Worker:
             runs=mesh.runs,
             report=self._report,
             land=mesh.land,
+            land_ranges=lambda plan, key, num_tokens, duration_s: None,
             want_turn=mesh.want_turn,
             max_decode_steps=SIM_CONFIG.max_decode_steps,
         )

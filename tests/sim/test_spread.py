@@ -29,7 +29,9 @@ def simulator(
     limit: int,
     reservation: KvReservation = KvReservation.ON_DEMAND,
     num_kv_tokens: int = 8 * LIMIT,
+    num_prefill_tokens: int = 8 * LIMIT,
     deaths: tuple[Death, ...] = (),
+    part_exchange_s: float = 0.0,
 ) -> Simulator:
     """Four instances that decode, with so much memory each, and one that computes prompts."""
     mesh = MeshShape(num_prefill=1, num_decode=4, num_mixed=0, kv_layout=LAYOUT, num_kv_tokens=8 * LIMIT)
@@ -38,14 +40,15 @@ def simulator(
             replace(
                 profile,
                 max_kv_tokens=limit,
-                num_blocks=(num_kv_tokens if profile.role is Role.DECODE else 8 * LIMIT) // LAYOUT.block_size,
+                num_blocks=(num_kv_tokens if profile.role is Role.DECODE else num_prefill_tokens) // LAYOUT.block_size,
             ),
             model,
         )
         for profile, model in mesh.instances(MODEL)
     ]
     core = study_core("pdmesh", PolicyConfig(latency=MODEL), 0, kv_reservation=reservation)
-    return Simulator(core, instances, arrivals, SimConfig(events_between_checks=1, deaths=deaths))
+    config = SimConfig(events_between_checks=1, deaths=deaths, part_exchange_s=part_exchange_s)
+    return Simulator(core, instances, arrivals, config)
 
 
 def test_a_context_that_grows_is_read_by_ever_more_instances() -> None:
@@ -100,3 +103,43 @@ def test_a_lost_member_costs_the_time_of_its_range() -> None:
     assert unhurt < 4e-3
     for gap_s in hurt:
         assert 8 * 1.128e-3 < gap_s < 20e-3
+
+
+def test_a_prompt_longer_than_the_room_takes_the_time_of_its_chunks_and_of_the_exchange() -> None:
+    """The first range's chunks ask nobody. Beside it a short one is computed, which waits for a step and no more."""
+    arrival = Arrival(arrival_s=0.0, num_prompt_tokens=3 * LIMIT + LIMIT // 2, num_output_tokens=5)
+    short = Arrival(arrival_s=0.1, num_prompt_tokens=100, num_output_tokens=5)
+
+    def first_token_s(num_prefill_tokens: int, part_exchange_s: float) -> tuple[float, float]:
+        run, beside = (
+            simulator(
+                [arrival, short],
+                limit=LIMIT,
+                num_prefill_tokens=num_prefill_tokens,
+                part_exchange_s=part_exchange_s,
+            )
+            .run()
+            .requests
+        )
+        assert [len(each.token_times_s) for each in (run, beside)] == [5, 5]
+        assert run.num_restarts == 0
+        return run.token_times_s[0], beside.token_times_s[0] - short.arrival_s
+
+    spread_s, short_s = first_token_s(3 * LIMIT, 0.0)
+    slow_s, _ = first_token_s(3 * LIMIT, 1e-3)
+    # Of 28 chunks of 128 tokens, those behind the room for 12 ask others, in four layers.
+    assert 4e-3 * (28 - 12) <= slow_s - spread_s <= 4e-3 * 28
+    assert spread_s >= 28 * 1.128e-3
+    assert short_s < 5e-3
+
+
+def test_prompts_longer_than_the_room_end_though_an_instance_dies() -> None:
+    arrivals = [
+        Arrival(arrival_s=0.01 * number, num_prompt_tokens=3 * LIMIT + 100 * number, num_output_tokens=50)
+        for number in range(4)
+    ]
+    for name in ("decode-000", "decode-003", "prefill-000"):
+        deaths = (Death(InstanceId(name), 0.02, 5.0),)
+        runs = simulator(arrivals, limit=LIMIT, num_prefill_tokens=2 * LIMIT, deaths=deaths).run().requests
+        assert [len(run.token_times_s) for run in runs] == [50] * 4
+        assert sum(run.num_restarts for run in runs) > 0

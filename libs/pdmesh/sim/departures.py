@@ -73,9 +73,13 @@ class SimulatedDepartures:
         self.prefills[held.key].num_sent_bytes -= self._flows.drop(held.key, transfer)
 
     def drained(self, key: RequestKey) -> None:
-        """All KV that may move so far has moved; it has landed if that is all of it."""
+        """All KV that may move so far has moved; it has landed if that is all of it.
+
+        Of a prompt longer than the room here each whole range has landed.
+        """
         prefill = self.prefills[key]
         if prefill.computed_s is None:
+            self._land_ranges(prefill)
             return
         held, run = prefill.held, prefill.run
         assert held.transfer is not None
@@ -86,6 +90,12 @@ class SimulatedDepartures:
         self._flows.land(held.transfer, key, duration_s)
         sent_s = self._flows.alone_s(held.transfer, num_bytes)
         self._flows.untimed.send(held, num_bytes, duration_s, run.exposed_s, sent_s=sent_s)
+
+    def _land_ranges(self, prefill: Prefill) -> None:
+        held = prefill.held
+        if held.num_blocks_at_once and held.transfer is not None:
+            duration_s = self._flows.agenda.now_s - prefill.granted_s
+            self._flows.land_ranges(held.transfer, held.key, held.num_computed_tokens, duration_s)
 
     def _move(self, prefill: Prefill, num_bytes: float) -> None:
         held = prefill.held

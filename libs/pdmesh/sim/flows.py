@@ -14,7 +14,8 @@ from pdmesh.sim.untimed import UntimedInstance
 class SimulatedFlows:
     """What leaves an instance: for each request whose KV it sends one flow over its links.
 
-    ``land`` hears of those that moved whole.
+    ``land`` hears of those that moved whole, ``land_ranges`` of how many tokens have moved of a prompt that gives ranges
+    back while it is computed.
     """
 
     def __init__(
@@ -25,11 +26,12 @@ class SimulatedFlows:
         links: SimulatedLinks,
         untimed: UntimedInstance,
         land: Callable[[TransferPlan, RequestKey, float], None],
+        land_ranges: Callable[[TransferPlan, RequestKey, int, float], None],
     ) -> None:
         self.layout = profile.kv_layout
         self.agenda = agenda
         self.untimed = untimed
-        self.land = land
+        self.land, self.land_ranges = land, land_ranges
         self._instance_id = profile.instance_id
         self._links = links
 

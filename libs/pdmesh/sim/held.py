@@ -59,6 +59,11 @@ class Held:
         return self.part is not None
 
     @property
+    def asks_others(self) -> bool:
+        """Whether its prompt is computed here, and others hold ranges of it."""
+        return self.num_blocks_at_once > 0 and len(self.members) > 0
+
+    @property
     def received_by(self) -> TransferId:
         """The transfer that brings its KV here, or did."""
         return NO_TRANSFER if self.moves_on or self.transfer is None else self.transfer.transfer_id

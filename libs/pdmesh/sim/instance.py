@@ -54,6 +54,7 @@ class SimContext:
     runs: dict[RequestKey, RequestRun]  # by their newest epoch
     report: Callable[[Event], None]  # to the scheduler
     land: Callable[[TransferPlan, RequestKey, float], None]
+    land_ranges: Callable[[TransferPlan, RequestKey, int, float], None]
     want_turn: Callable[[InstanceId], None]  # an instance asks to `begin` after all else of this instant
     max_decode_steps: int
     parallel_step_s: float = 0.0
@@ -78,7 +79,9 @@ class SimInstance:
         self._untimed = untimed = UntimedInstance(
             profile, report=context.report, length_of=self._length_of, surroundings=self
         )
-        flows = SimulatedFlows(profile, agenda=agenda, links=links, untimed=untimed, land=context.land)
+        flows = SimulatedFlows(
+            profile, agenda=agenda, links=links, untimed=untimed, land=context.land, land_ranges=context.land_ranges
+        )
         self._departures = departures = SimulatedDepartures(flows)
         self._groups = SimulatedGroups(
             profile,
@@ -283,6 +286,8 @@ class SimInstance:
         chunks = [chunk for chunk in running.plan.chunks if (chunk.request_id, chunk.epoch) in held]
         shapes = tuple([self._begin_chunk(chunk) for chunk in chunks])
         duration_s = self._step_s(StepShape(shapes, running.num_decodes, running.num_context_tokens))
+        if any(held[chunk.request_id, chunk.epoch].asks_others for chunk in chunks):
+            duration_s += self._part_exchange_s
         now_s = self._agenda.now_s
         return PlannedStep(running, now_s, duration_s, now_s + duration_s)
 
@@ -348,6 +353,10 @@ class SimInstance:
             prefill.run.num_preemptions += 1
         prefill.last_turn = self._num_turns
         self._departures.began(prefill, chunk.num_tokens)
+        if prefill.held.asks_others:  # who attend to a range each, at the same time
+            limit = self.profile.max_kv_tokens
+            num_here = chunk.start - len(prefill.held.members) * limit
+            shape = shape._replace(num_history_tokens=max(limit, num_here))
         return shape
 
     def _end_step(self) -> None:
@@ -453,11 +462,20 @@ class SimInstance:
         else:
             self._departures.drained(key)
 
+    def land_range(self, key: RequestKey, duration_s: float) -> None:
+        """A range of a prompt is here, which is still being computed elsewhere."""
+        held = None if self._is_dead else self._untimed.held.get(key)
+        if held is not None and not held.num_tokens:
+            num_bytes = self.profile.max_kv_tokens * self.profile.kv_layout.token_bytes
+            self._untimed.land(held, self.profile.max_kv_tokens, num_bytes, duration_s)
+
     def land(self, key: RequestKey, duration_s: float) -> None:
         """A request's whole KV is here, or all granules of a fetch."""
         if self._is_dead:
             return
         held = self._untimed.held[key]
+        if held.is_part and held.num_tokens:
+            return  # it landed before
         if held.transfer is not None and held.transfer.purpose is TransferPurpose.FETCH:
             self._untimed.land_kept(held, self._fetches.num_bytes(held), duration_s)
             return

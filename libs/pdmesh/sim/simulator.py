@@ -94,6 +94,7 @@ class Simulator:
             runs=self._runs,
             report=self._report,
             land=self._land,
+            land_ranges=self._land_ranges,
             want_turn=self._want_turn,
             parallel_step_s=config.parallel_step_s,
             part_exchange_s=config.part_exchange_s,
@@ -296,6 +297,14 @@ class Simulator:
         if not self._exchange.drained(flow):
             key, sender_id, _ = flow
             self._instances[sender_id].drained(key)
+
+    def _land_ranges(self, plan: TransferPlan, key: RequestKey, num_tokens: int, duration_s: float) -> None:
+        """So many tokens of a prompt have moved: whole ranges of it are where they go."""
+        for destination_id in plan.destination_ids[1:]:
+            instance = self._instances[destination_id]
+            num_tokens -= instance.profile.max_kv_tokens
+            if num_tokens >= 0:
+                instance.land_range(key, duration_s)
 
     def _land(self, plan: TransferPlan, key: RequestKey, duration_s: float) -> None:
         for destination_id in reversed(plan.destination_ids):  # where it decodes, last
