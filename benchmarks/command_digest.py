@@ -76,6 +76,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.arithmetic",
     "RequestArrived.unheard_id",
     "RequestArrived.request.prefix",
+    "RequestArrived.request.always_moves",
     "KvReleased.granules",
     "KvReleased.num_known",
     "AdmitPrefill.keeps_prefix",

@@ -7,7 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import anyio
 import httpx
@@ -59,6 +59,10 @@ def num_given_back(mesh: RunningMesh) -> float:
         return 0.0
 
 
+def gives_back_more(mesh: RunningMesh, before: float) -> bool:
+    return num_given_back(mesh) > before
+
+
 def num_answers(mesh: RunningMesh) -> dict[str, float]:
     """How often each instance has said what it makes of its range of a context."""
     found = {
@@ -97,7 +101,7 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing(served: Served) -> 
             before = num_given_back(mesh)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(mismatches_of, client, mesh, served.long[number % len(served.long)])
-                await until(lambda before=before: num_given_back(mesh) > before)
+                await until(partial(gives_back_more, mesh, before))
                 tasks.cancel_scope.cancel()
         await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
         assert await mismatches(client, mesh.model, served.long, concurrency=4) == []
@@ -126,7 +130,7 @@ async def test_an_instance_that_is_lost_meanwhile_costs_no_stream(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
-        await until(lambda: num_given_back(mesh) > before)
+        await until(partial(gives_back_more, mesh, before))
         members = [name for name, num in num_answers(mesh).items() if num > answers.get(name, 0)]
         name = next(iter(members)) if whom == "member" else next(each for each in rows if each.startswith("prefill"))
         os.kill(rows[name], number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,9 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.elsewhere import KvElsewhereLost
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
-from pdmesh.kv.parts import PartHolder, SpreadKv
-from pdmesh.model import Epoch, RequestId
+from pdmesh.kv.parts import JoinedPieces, PartHolder, SpreadKv
+from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
+from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport
 
@@ -123,6 +125,39 @@ async def test_members_answer_in_their_order_once_their_parts_have_landed(spread
         spread.land(0)
     assert answers == expected(spread, 2, b"12345678")
     assert await spread.ask(0, b"12345678" * 100) == expected(spread, 0, b"12345678" * 100)
+
+
+async def test_a_question_and_its_answers_may_take_several_pieces(spread: Spread) -> None:
+    """As those of a chunk of a large model do. Each is divided into as many as its own length takes."""
+    for number in range(NUM_MEMBERS):
+        spread.land(number)
+    limit = SMALL_TRANSFER.max_payload_bytes
+    for num_rows in (limit // ROW_BYTES, 5 * limit // ROW_BYTES + 3, 1):
+        query = bytes(range(ROW_BYTES)) * num_rows
+        assert await spread.ask(1, query) == expected(spread, 1, query)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_that_are_lost_or_of_another_question_join_nothing(seed: int) -> None:
+    """Whatever is dropped of three questions, of which each gives up the one before, what is joined is one of them."""
+    rng = random.Random(seed)
+    joined, found = JoinedPieces(), list[bytes]()
+    questions = [rng.randbytes(rng.randint(1, 12)) for _ in range(3)]
+    for number, question in enumerate(questions):
+        for begin in range(0, len(question), 3):
+            piece = question[begin : begin + 3]
+            header = PieceHeader(
+                kind=PieceKind.QUERY,
+                request_key=b"",
+                epoch=EPOCH,
+                capability=CAPABILITY,
+                chunk=number,
+                part=NO_PART._replace(blocks=IndexRange(begin, begin + len(piece))),
+                num_context_tokens=len(question),
+            )
+            if rng.random() < 0.8 and (whole := joined.take(header, piece)) is not None:
+                found.append(whole)
+    assert set(found) <= set(questions)
 
 
 @pytest.mark.parametrize(("layer", "query"), [(1, b"1234567"), (1, b""), (SMALL_LAYOUT.num_layers, b"12345678")])

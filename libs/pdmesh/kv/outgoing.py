@@ -10,7 +10,7 @@ import anyio.lowlevel
 
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.pages import Blocks
-from pdmesh.kv.piece import NO_PART, PieceHeader, pack_header
+from pdmesh.kv.piece import PieceHeader, pack_header
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.threads import CallThreads
@@ -81,12 +81,23 @@ class PieceWriter:
 
     async def send_bytes(self, address: bytes, start: int, data: bytes, about: PieceHeader) -> None:
         """Send bytes that are not KV, from number ``start`` on, one piece after the other. Raises KvTransferError."""
+        for taken, header in self.cut_bytes(address, start, data, about):
+            await self.send_payload(address, taken, header)
+            self.num_bytes += len(taken)
+
+    def divided(self, address: bytes, data: bytes, about: PieceHeader) -> Iterator[tuple[bytes, PieceHeader]]:
+        """Yield bytes in pieces, each of which says how many there are in all. Raises KvTransferError."""
+        return self.cut_bytes(address, 0, data, about._replace(num_context_tokens=len(data)))
+
+    def cut_bytes(
+        self, address: bytes, start: int, data: bytes, about: PieceHeader
+    ) -> Iterator[tuple[bytes, PieceHeader]]:
+        """Yield bytes in pieces that an address takes, from number ``start`` on. Raises KvTransferError."""
         size = min(self._transport.max_payload_bytes, self._transport.payload_limit(address))
         for offset in range(0, len(data), size):
             taken = data[offset : offset + size]
-            part = NO_PART._replace(blocks=IndexRange(start + offset, start + offset + len(taken)))
-            await self.send_payload(address, taken, about._replace(part=part))
-            self.num_bytes += len(taken)
+            blocks = IndexRange(start + offset, start + offset + len(taken))
+            yield taken, about._replace(part=about.part._replace(blocks=blocks))
 
     async def tell(
         self,

@@ -34,6 +34,31 @@ AttendPart = Callable[[int, Sequence[int], bytes], bytes]
 MAX_QUESTIONS = 4096
 
 
+#: Of a question, or an answer, in all its pieces: rows of a chunk come to a few MiB.
+MAX_JOINED_BYTES = 1 << 28
+
+
+@dataclass(slots=True)
+class JoinedPieces:
+    """What comes in several pieces, in their order; each says how many bytes there are in all."""
+
+    number: int = 0  # of the question
+    came: bytearray = field(default_factory=bytearray)
+
+    def take(self, header: PieceHeader, data: bytes) -> bytes | None:
+        """Add a piece, of which the first begins anew; return all once the last one is here."""
+        (begin, end), num_bytes = header.part.blocks, header.num_context_tokens
+        if (begin, end) == (0, num_bytes) and num_bytes == len(data):
+            return data
+        if begin == 0:
+            self.number, self.came = header.chunk, bytearray()
+        is_next = begin == len(self.came) and end == begin + len(data) <= num_bytes <= MAX_JOINED_BYTES
+        if not is_next or header.chunk != self.number:
+            return None
+        self.came += data
+        return bytes(self.came) if end == num_bytes else None
+
+
 class PartHolder(NamedTuple):
     """An instance that holds a range."""
 
@@ -66,6 +91,7 @@ class SpreadKv:
         self._send = send
         self._number = 0  # of the last question
         self._answers: dict[int, bytes] = {}  # to it, by member
+        self._coming: dict[int, JoinedPieces] = {}  # of the same
         self._failure: str | None = None
         self.lost_members: tuple[int, ...] = ()  # that gave no answer, or cannot
 
@@ -80,7 +106,7 @@ class SpreadKv:
 
     def ask(self, layer: int, query: bytes) -> None:
         self._number += 1
-        self._answers = {}
+        self._answers, self._coming = {}, {}
         self._send(self, self._number, layer, query)
 
     def answers(self) -> list[bytes]:
@@ -103,12 +129,15 @@ class SpreadKv:
 
     # --- on the event loop --------------------------------------------------------------------------------------------
 
-    def take(self, number: int, member: int, answer: bytes) -> bool:
-        """Take an answer. False if it is to no question that waits."""
-        if number != self._number or not 0 <= member < len(self.members):
+    def take(self, header: PieceHeader, data: bytes) -> bool:
+        """Take a piece of an answer. False if it is to no question that waits."""
+        member = header.source
+        if header.chunk != self._number or not 0 <= member < len(self.members):
             return False
-        self._answers[member] = answer
-        self._wakeup.ring()
+        answer = self._coming.setdefault(member, JoinedPieces()).take(header, data)
+        if answer is not None:
+            self._answers[member] = answer
+            self._wakeup.ring()
         return True
 
     def fail(self, reason: str, *members: int) -> None:
@@ -172,6 +201,7 @@ class HeldPart:
     block_ids: tuple[int, ...]
     member: int  # its place among them
     has_landed: bool = False
+    question: JoinedPieces = field(default_factory=JoinedPieces)  # that is coming
     waiting: list[tuple[PieceHeader, bytes]] = field(default_factory=list[tuple[PieceHeader, bytes]])
     lost: LostTokens | None = None  # set until these have come
     key: bytes = field(init=False)
@@ -350,14 +380,16 @@ class KvParts:
             data = bytes(piece.payload)
             piece.release()
             if isinstance(side, SpreadKv):
-                if not side.take(header.chunk, header.source, data):
+                if not side.take(header, data):
                     self._context.dropped["late answer"] += 1
             elif header.kind is PieceKind.TOKENS:
                 self._take_tokens(side, header, data)
+            elif (question := side.question.take(header, data)) is None:
+                pass  # more of it comes, or the home's limit ends the step
             elif side.has_landed:
-                self._context.tasks.start_soon(self._answer, side, header, data)
+                self._context.tasks.start_soon(self._answer, side, header, question)
             else:
-                side.waiting = [(header, data)]  # a home has one question under way
+                side.waiting = [(header, question)]  # a home has one question under way
 
     def _take_tokens(self, part: HeldPart, header: PieceHeader, data: bytes) -> None:
         lost = part.lost
@@ -398,9 +430,12 @@ class KvParts:
 
     async def _send_query(self, spread: SpreadKv, address: bytes, query: bytes, about: PieceHeader) -> None:
         try:
-            await self._writer.send_payload(address, query, about)
+            for piece, said in self._writer.divided(address, query, about):
+                if about.chunk != spread.question:
+                    return  # it has been asked something else since
+                await self._writer.send_payload(address, piece, said)
         except KvTransferError as error:
-            if about.chunk == spread.question:  # else it has been asked something else since
+            if about.chunk == spread.question:
                 spread.fail(str(error), about.destination)
 
     async def _answer(self, part: HeldPart, header: PieceHeader, query: bytes) -> None:
@@ -420,7 +455,8 @@ class KvParts:
             return
         about = header._replace(kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART)
         try:
-            await self._writer.send_payload(home_address, answer, about)
+            for piece, said in self._writer.divided(home_address, answer, about):
+                await self._writer.send_payload(home_address, piece, said)
             self.num_answers += 1
         except KvTransferError as error:
             self._context.failed(part, str(error), sending=False)

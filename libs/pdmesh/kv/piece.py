@@ -61,10 +61,10 @@ class PieceHeader(NamedTuple):
     num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by the one that computed it
     chunk: int = 0  # QUERY, ANSWER: the question's number; COMMIT of a move: in layers with a window, the first block
     part: KvPart = NO_PART  # KV, PEER_READ, AGAIN: what the payload is, or was; COMMIT: all that this source has sent;
-    # TRANSCRIPT, TOKENS: ``blocks`` are bytes; QUERY: ``layers`` is the one that is asked for
+    # TRANSCRIPT, TOKENS, QUERY, ANSWER: ``blocks`` are bytes; QUERY: ``layers`` is the one that is asked for
     payload_bytes: int = 0
     check: bytes = NO_CHECK  # of the payload: `MeshKey.close_payload`
-    num_context_tokens: int = 0  # COMMIT: tokens of the request's context
+    num_context_tokens: int = 0  # COMMIT: tokens of the request's context; QUERY, ANSWER: its bytes, in all pieces
     has_token: bool = False  # COMMIT: this source drew the first token
     token_id: int = 0
     token_index: int = 0  # its output index

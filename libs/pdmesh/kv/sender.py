@@ -76,7 +76,7 @@ class KvSender:
             self.ledger.place(present)
         self.committed_s: float | None = None  # when all was computed that this source computes
         self.first_token: FirstToken | None = None  # if it drew it
-        self.gives_back = len(self.block_ids) > 0 and self.block_ids[-1] == NO_BLOCK  # there is room for a part at once
+        self.gives_back = self.block_ids[-1] == NO_BLOCK  # there is room for a part of it at once
         self.push: KvPush | None = None  # under way
         self._store = store
         self._call_soon = call_soon

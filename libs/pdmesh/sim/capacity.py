@@ -117,11 +117,11 @@ def _reason(arrival: Arrival, model: LinearLatencyModel, slo: Slo, room: Context
     own = slo.with_own(arrival.slo_ttft_s, arrival.slo_tpot_s)
     num_tokens, num_output_tokens = arrival.num_prompt_tokens, arrival.num_output_tokens
     num_total_tokens = num_tokens + (arrival.max_tokens or num_output_tokens)
-    if num_tokens > room.num_kv_tokens:
+    if num_tokens > room.num_kv_tokens and not room.max_kv_tokens:
         return f"a prompt of {num_tokens:,} tokens fits no instance of {room.num_kv_tokens:,}, where it is computed"
     if num_total_tokens > room.longest:
         return f"{num_total_tokens:,} tokens of prompt and output are more than a context's most, {room.longest:,}"
-    prefill_s = _least_prefill_s(model, num_tokens)
+    prefill_s = _least_prefill_s(model, num_tokens, room)
     if own.ttft_s is not None and prefill_s > own.ttft_s:
         return (
             f"the prefill of a prompt of {num_tokens:,} tokens takes {prefill_s:.3g} s by itself, "
@@ -136,8 +136,13 @@ def _reason(arrival: Arrival, model: LinearLatencyModel, slo: Slo, room: Context
     return None
 
 
-def _least_prefill_s(model: LinearLatencyModel, num_tokens: int) -> float:
-    """Return the least time of a prefill in any number of chunks: cut small, earlier tokens stand for a chunk's."""
+def _least_prefill_s(model: LinearLatencyModel, num_tokens: int, room: ContextRoom) -> float:
+    """Return the least time of a prefill in any number of chunks: cut small, earlier tokens stand for a chunk's.
+
+    Of a prompt that one instance does not hold, others attend to the earlier tokens.
+    """
+    if num_tokens > room.num_kv_tokens:
+        return model.a_s + model.b_s * num_tokens
     whole_s = model.step_s(StepShape((ChunkShape(num_tokens, 0),), 0, 0))
     saved_s = max(0.0, model.d_s - model.c_s / 2) * num_tokens**2
     return whole_s - saved_s

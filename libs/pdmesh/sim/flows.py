@@ -14,8 +14,8 @@ from pdmesh.sim.untimed import UntimedInstance
 class SimulatedFlows:
     """What leaves an instance: for each request whose KV it sends one flow over its links.
 
-    ``land`` hears of those that moved whole, ``land_ranges`` of how many tokens have moved of a prompt that gives ranges
-    back while it is computed.
+    ``land`` hears of those that moved whole, ``land_ranges`` of how many tokens have moved of a prompt that gives
+    ranges back while it is computed.
     """
 
     def __init__(

@@ -169,6 +169,8 @@ class UntimedInstance(Transferring):
             case SetGroup():
                 if not held.is_computed:
                     self._regroup(held, command.group)
+            case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE and held.stands_still:
+                pass  # that it lost a range is told, and it starts again
             case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
                 assert held.is_decoding, f"{command}, which does not decode"
                 assert held.leaving is None, f"{command} of one that moves already"

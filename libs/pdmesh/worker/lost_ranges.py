@@ -25,7 +25,7 @@ from pdmesh.worker.sequences import LocalRequest, Stage
 
 log = structlog.get_logger()
 
-#: Tokens in a step. Members answer so many rows at once, in fp32, in a piece: 128 rows of 32 heads of 128 are 2 MiB.
+#: Tokens in a step. Members answer so many rows at once, in fp32: 128 rows of 32 heads of 128 are 2 MiB.
 CHUNK_TOKENS = 128
 
 

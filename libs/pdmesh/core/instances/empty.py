@@ -6,7 +6,6 @@ from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.model import InstanceProfile, Request, Role, num_blocks_for
 from pdmesh.policy.on_demand import first_tokens
 
-
 #: Of a prompt that is longer than an instance's whole room, so many ranges are held there at once, or half of the room
 #: if that is less: one that is computed, and those that are on their way to where it decodes.
 MOST_RANGES_HELD = 3

@@ -39,8 +39,8 @@ from pdmesh.policy.latency import ChunkShape
 from pdmesh.policy.reuse import ReuseCost
 from pdmesh.policy.views import PartialStep
 
-#: Tokens of a chunk that asks others for their part of attention. They answer so many rows at once, in fp32, in a piece:
-#: 128 rows of 32 heads of 128 are 2 MiB.
+#: Tokens of a chunk that asks others for their part of attention. They answer so many rows at once, in fp32: 128 rows
+#: of 32 heads of 128 are 2 MiB.
 SPREAD_CHUNK_TOKENS = 128
 
 #: So many requests step aside in one round, for instances that keep their prefixes.

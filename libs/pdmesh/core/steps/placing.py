@@ -249,9 +249,7 @@ def as_placed(request: Request, instances: Collection[InstanceState]) -> Request
     return request
 
 
-def _able(
-    request: Request, instances: Collection[InstanceState], *, by_number: bool = True
-) -> Iterator[InstanceState]:
+def _able(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> Iterator[InstanceState]:
     """Yield the instances that could compute a prompt, if there are others to decode it; see `could_place`."""
     able = Counter([instance.kv_group for instance in instances if instance.could_decode(request)])
     for instance in instances:
