@@ -287,7 +287,8 @@ class MeshState:
             )
         )
         prefill.add_prefill(state)
-        self.computing.begin(state)
+        if not gives_back:  # else nothing of it is kept
+            self.computing.begin(state)
 
     def promise(
         self, state: RequestState, decode: InstanceState, long_tokens: int, members: Sequence[InstanceState] = ()

@@ -117,7 +117,7 @@ class KvSender:
         self.block_ids[:num_blocks] = [NO_BLOCK] * num_blocks
 
     def hold(self, first_block: int, block_ids: Sequence[int]) -> None:
-        """Note where the blocks from ``first_block`` on are to be, of a context of which only a part is here at once."""
+        """Note which blocks hold a context from ``first_block`` on, of which only a part is here at once."""
         self.block_ids[first_block : first_block + len(block_ids)] = block_ids
 
     def has(self, part: KvPart) -> bool:

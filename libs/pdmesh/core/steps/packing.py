@@ -230,8 +230,10 @@ class Round:
             if step_slot.running:
                 line = self._in_order([*step_slot.running, head])
                 self._plan_running(step_slot, line[: line.index(head)])
-        offers, depths = self._offers(head), self._reusing.look_at(head, bundle.reuse)
+        offers, depths = self._offers(head), self._reusing.look_at(head, bundle.reuse if self._is_held_whole else None)
         computing = mesh.computing.shared_with(request)
+        if not self._is_held_whole:
+            depths, computing = {}, []  # what is kept of it is of no use
         if unheard := mesh.cut.of(request.gateway_id):  # what these keep is of no use to it
             depths = {
                 number: depth for number, depth in depths.items() if mesh.by_number[number].instance_id not in unheard
