@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, SetMembers
+from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, RunStep, SetMembers
 from pdmesh.core.events import (
     DecodeReserved,
     KvReleased,
@@ -24,7 +27,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import IndexRange, PartMember, RequestId, SamplingParams, TransferId, TransferPurpose, num_blocks_for
-from pdmesh.plans import KvShard, TransferPlan
+from pdmesh.plans import KvShard, StepPlan, TransferPlan
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.worker import CAPABILITY, RunningInstance, chunk_plans, make_generation, running_instance
@@ -170,14 +173,15 @@ async def check_all_free(instances: Sequence[RunningInstance]) -> None:
 
 async def alone(instance: RunningInstance, generation: Generation) -> list[int]:
     """What one instance draws that holds all."""
+    await instance.until(partial(is_empty, instance))
     instance.tokens.clear()
     instance._tokens.clear()
     instance._reports.clear()
     instance.admit(generation, kv_moves=False)
     for chunk in chunk_plans(generation, [64]):
         instance.run([chunk])
-    await instance.reported(RequestFinished, ID)
-    return [each.token_id for each in instance.tokens_of(ID) if each.token_id is not None]
+    await instance.reported(RequestFinished, generation.request_id)
+    return [each.token_id for each in instance.tokens_of(generation.request_id) if each.token_id is not None]
 
 
 async def test_ranges_leave_as_they_are_computed_and_their_blocks_hold_what_follows(
@@ -203,6 +207,44 @@ async def test_ranges_leave_as_they_are_computed_and_their_blocks_hold_what_foll
         assert member.mover.parts.num_answers > 0
     await check_all_free(instances)
     assert drawn == await alone(instances[0], hand_over.generation)
+
+
+async def test_an_urgent_prompt_is_computed_inside_a_step_that_asks_others(
+    instances: list[RunningInstance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the step waits for an answer in its first layer, and is computed between this one and the next."""
+    hand_over = HandOver(instances, num_held_blocks=2 * RANGE // BLOCK)
+    prefill, parts = hand_over.prefill, hand_over.members[0].mover.parts
+    attend = parts._attend
+    assert attend is not None
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def held_up(layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+        is_asked.set()
+        may_answer.wait(10)
+        return attend(layer, block_ids, query)
+
+    monkeypatch.setattr(parts, "_attend", held_up)
+    hand_over.compute(0, RANGE)
+    await hand_over.grant()
+    await hand_over.give_back(1)
+    hand_over.compute(RANGE, 2 * RANGE)
+    assert await anyio.to_thread.run_sync(is_asked.wait, 10)
+    (prompt,) = random_prompts([20], TINY.vocab_size, seed=2)
+    other = make_generation("other", prompt, SamplingParams(max_tokens=1, temperature=0))
+    prefill.admit(other, kv_moves=False)
+    plan = StepPlan(plan_id=100, chunks=tuple(chunk_plans(other, [20])), with_decodes=False, urgent=True)
+    prefill.instance.handle(RunStep(instance_id=prefill.instance.instance_id, plan=plan))
+    may_answer.set()
+    await prefill.reported(RequestFinished, "other")
+    await prefill.reported(StepDone, "", count=3)
+    plan_ids = [report.plan_id for report in prefill.reports_of(StepDone, "")]
+    assert plan_ids.index(100) < len(plan_ids) - 1, "the urgent one ended first"
+    drawn = [each.token_id for each in prefill.tokens_of("other")]
+    hand_over.compute(2 * RANGE, len(hand_over.prompt))
+    assert await hand_over.end() == await alone(instances[3], hand_over.generation)
+    assert drawn == await alone(instances[3], other)
+    await check_all_free(instances)
 
 
 async def test_a_member_that_is_gone_ends_the_prompt_and_nothing_else(instances: list[RunningInstance]) -> None:
