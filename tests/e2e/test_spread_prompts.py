@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +14,8 @@ import pytest
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.mesh import RunningMesh, layout_settings, running_mesh
+from pdmesh.testing.spread_meshes import answers, since, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,6 +27,9 @@ BLOCK_BYTES = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4 * BLOC
 SHORT, LONG = [5, 100], [161, 200, 230, 249]
 MAX_TOKENS = 7
 
+#: Degrees of prefill and of decode, tensor x stages.
+LAYOUTS = ["1x1-1x1", "1x2-2x1", "2x1-1x1"]
+
 
 @dataclass(frozen=True)
 class Served:
@@ -35,13 +38,14 @@ class Served:
     long: list[Reference]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
+@pytest.fixture(scope="module", params=LAYOUTS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
     prompts = random_prompts([*SHORT, *LONG, LONG[-1]], TINY.vocab_size, seed=2)
     max_tokens = [MAX_TOKENS] * (len(prompts) - 1) + [1]  # the last one ends with its prompt
     references = [reference(checkpoint, *each) for each in zip(prompts, max_tokens, strict=True)]
     settings = {
+        **layout_settings(request.param),
         "WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(LIMIT),
         "WORKER_BLOCK_SIZE": str(BLOCK_SIZE),
         "WORKER_KV_CACHE_BYTES": str(ROOM // BLOCK_SIZE * BLOCK_BYTES),
@@ -61,21 +65,6 @@ def num_given_back(mesh: RunningMesh) -> float:
 
 def gives_back_more(mesh: RunningMesh, before: float) -> bool:
     return num_given_back(mesh) > before
-
-
-def num_answers(mesh: RunningMesh) -> dict[str, float]:
-    """How often each instance has said what it makes of its range of a context."""
-    found = {
-        name: re.search(r"^pdmesh:kv_part_answers_total (\S+)$", text, re.M) for name, text in mesh.metrics().items()
-    }
-    return {name: float(each[1]) for name, each in found.items() if each}
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    """Wait until something is so in other processes."""
-    with anyio.fail_after(limit_s):
-        while not await anyio.to_thread.run_sync(condition):  # noqa: ASYNC110
-            await anyio.sleep(0.005)
 
 
 async def test_a_prompt_longer_than_the_room_answers_as_the_reference(served: Served) -> None:
@@ -119,7 +108,7 @@ async def test_an_instance_that_is_lost_meanwhile_costs_no_stream(
     mesh = served.mesh
     found: list[str] = []
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
-    before, answers = num_given_back(mesh), num_answers(mesh)
+    before, before_answers = num_given_back(mesh), answers(mesh)
     rows = {str(row.instance_id): row.pid for row in mesh.status().instances}
     is_lost = anyio.Event()
 
@@ -131,8 +120,8 @@ async def test_an_instance_that_is_lost_meanwhile_costs_no_stream(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
         await until(partial(gives_back_more, mesh, before))
-        members = [name for name, num in num_answers(mesh).items() if num > answers.get(name, 0)]
-        name = next(iter(members)) if whom == "member" else next(each for each in rows if each.startswith("prefill"))
+        members = since(before_answers, answers(mesh))
+        name = members[0] if whom == "member" else next(each for each in rows if each.startswith("prefill"))
         os.kill(rows[name], number)
         if number is signal.SIGSTOP:
             await anyio.sleep(8)
