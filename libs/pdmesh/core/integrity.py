@@ -6,7 +6,7 @@ from collections import Counter
 
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import Phase
+from pdmesh.core.requests import Phase, RequestState
 from pdmesh.model import InstanceId, RequestKey
 
 
@@ -43,6 +43,8 @@ def check_integrity(mesh: MeshState) -> None:
         assert known <= chunks, f"chunks {chunks} of {state.key} are in flight, recorded: {known}"
         lost = [each for each in chunks - known if each[0] in state.prefill_ids]
         assert not lost, f"chunks {lost} of {state.key} are in flight, and not in the mesh state"
+        if state.gives_back and state.phase is Phase.PREFILLING:
+            _check_giving_back(mesh, state)
         is_awaiting_decode = state.is_in_prefill and not state.decode_shards
         assert is_awaiting_decode == (state.key in mesh.awaiting_decode), (
             f"{state.key} has no receiver: {is_awaiting_decode}"
@@ -56,3 +58,18 @@ def check_integrity(mesh: MeshState) -> None:
                 assert held is not None, f"{state.key} has no room on {shard.instance_id}, where it decodes"
                 is_part, holds = shard is not state.decode_shards[0], held.kind is AllocationKind.PART
                 assert is_part == holds, f"{state.key} has a part on {shard.instance_id}: {is_part}, recorded: {holds}"
+
+
+def _check_giving_back(mesh: MeshState, state: RequestState) -> None:
+    """Check a prompt that is longer than the room where it is computed: its ranges are given back once they landed."""
+    instance = mesh.instances.get(state.prefill_ids[0])
+    allocation = mesh.allocation_of(state.prefill_ids[0], state.key)
+    if instance is None or allocation is None:
+        return  # lost, which is about to be heard
+    assert state.transfer is not None, f"{state.key} gives ranges back, and has no receiver"
+    num_landed, num_away = state.transfer.num_landed_parts, state.num_ranges_away
+    assert num_away <= num_landed, f"{state.key} has given {num_away} ranges back, of {num_landed} that have landed"
+    num_held_tokens = allocation.num_blocks * instance.block_size
+    assert num_held_tokens == state.held_tokens, f"{state.key} has room for {num_held_tokens}, not {state.held_tokens}"
+    end = num_away * instance.max_kv_tokens + num_held_tokens
+    assert state.num_planned_tokens <= end, f"{state.key}: {state.num_planned_tokens} planned, with room up to {end}"
