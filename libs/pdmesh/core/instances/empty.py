@@ -44,7 +44,9 @@ class EmptyInstance:
 
     def gives_back(self, request: Request) -> bool:
         """Whether a prompt is longer than the room here: ranges of it are given back once they are where it decodes."""
-        return self.num_prefill_blocks(request) > self.num_blocks >= self.part_blocks and self.num_parts(request) > 0
+        if not 0 < self.part_blocks <= self.num_blocks:
+            return False
+        return self.num_prefill_blocks(request) > self.num_blocks and self.num_parts(request) > 0
 
     def num_prompt_blocks(self, request: Request) -> int:
         """Return the blocks that a prompt holds at once where it is computed."""
