@@ -144,7 +144,12 @@ class HandOver:
         message = Respread(command=command, member_addresses=tuple([each.address for each in members]))
         self.prefill.instance.handle(message)
         self.prefill.instance.handle(message)  # said again
-        return await self.prefill.reported(MembersSet, ID, count=2 * num_ranges - 1)
+
+        def are_set() -> bool:  # once or twice: a step may have had the prompt when both were said
+            return any(len(each.member_ids) == num_ranges for each in self.prefill.reports_of(MembersSet, ID))
+
+        await self.prefill.until(are_set)
+        return self.prefill.reports_of(MembersSet, ID)[-1]
 
     async def end(self) -> list[int]:
         """Decode to the end, and free what others hold; the tokens."""
