@@ -18,7 +18,7 @@ from pdmesh.testing.architectures import NUM_OUTPUT_TOKENS, PARAMS, assert_equal
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.examples import examples
 from pdmesh.testing.levels import ARCHITECTURE_LEVELS, library_or_skip
-from pdmesh.testing.ranges import RANGE_TOKENS, Held, spread
+from pdmesh.testing.ranges import RANGE_TOKENS, HeldByEngines, spread
 from pdmesh.testing.reference import HfReference
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
@@ -111,9 +111,9 @@ def test_a_part_that_gives_no_answer_ends_the_step_and_nothing_else(engines: lis
     step(home, [(request, 1000), (other, 1000)])
     spread(request, engines)
     held = request.sequence.elsewhere
-    assert isinstance(held, Held)
+    assert isinstance(held, HeldByEngines)
 
-    class Silent(Held):
+    class Silent(HeldByEngines):
         def answers(self) -> list[bytes]:
             raise KvElsewhereLost(self, "silent")
 

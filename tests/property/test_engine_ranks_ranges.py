@@ -17,7 +17,7 @@ from pdmesh.kv.elsewhere import KvElsewhereLost
 from pdmesh.model import SamplingParams
 from pdmesh.testing.architectures import prompt_of
 from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.ranges import RANGE_TOKENS, Held, spread
+from pdmesh.testing.ranges import RANGE_TOKENS, HeldByEngines, spread
 from pdmesh.testing.ranks import ranked_engine
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 
@@ -132,12 +132,12 @@ def test_whoever_asks_whom_changes_no_bit(
         assert [drawn(request) for request in requests] == expected
 
 
-def one_silent(held: Held) -> list[bytes]:
+def one_silent(held: HeldByEngines) -> list[bytes]:
     raise KvElsewhereLost(held, "silent")
 
 
-def one_short(held: Held) -> list[bytes]:
-    first, *others = Held(held.members, held.asked).answers()
+def one_short(held: HeldByEngines) -> list[bytes]:
+    first, *others = HeldByEngines(held.members, held.asked).answers()
     return [first[:-4], *others]
 
 
@@ -145,11 +145,11 @@ def one_short(held: Held) -> list[bytes]:
 @pytest.mark.parametrize("lost_in", range(SHAPE.num_layers))
 @pytest.mark.parametrize("layout", [Layout(1), *DIVIDED], ids=str)
 def test_a_lost_member_ends_the_step_on_all_ranks_and_leaves_them_in_step(
-    checkpoint: Path, layout: Layout, lost_in: int, answers: Callable[[Held], list[bytes]]
+    checkpoint: Path, layout: Layout, lost_in: int, answers: Callable[[HeldByEngines], list[bytes]]
 ) -> None:
     """Others go on, in a step without the context; it does, once another holds the range."""
 
-    class Losing(Held):
+    class Losing(HeldByEngines):
         def answers(self) -> list[bytes]:
             return answers(self) if self.asked[-1][0] == lost_in else super().answers()
 
@@ -164,7 +164,7 @@ def test_a_lost_member_ends_the_step_on_all_ranks_and_leaves_them_in_step(
             spread(request, [home, member], first_block)
         first = requests[0].sequence
         held = first.elsewhere
-        assert isinstance(held, Held)
+        assert isinstance(held, HeldByEngines)
         first.elsewhere = Losing(held.members)
         for _ in range(2):
             with pytest.raises(KvElsewhereLost) as lost:
@@ -180,7 +180,7 @@ def test_a_lost_member_ends_the_step_on_all_ranks_and_leaves_them_in_step(
 def test_a_step_inside_another_loses_a_member(checkpoint: Path, num_ranks: int) -> None:
     """The outer one, which asks too, goes on as if nothing had been."""
 
-    class Silent(Held):
+    class Silent(HeldByEngines):
         def answers(self) -> list[bytes]:
             raise KvElsewhereLost(self, "silent")
 
@@ -190,7 +190,7 @@ def test_a_step_inside_another_loses_a_member(checkpoint: Path, num_ranks: int) 
         for first_block, request in zip((0, 24), requests, strict=True):
             spread(request, [home, member], first_block)
         held = inner.sequence.elsewhere
-        assert isinstance(held, Held)
+        assert isinstance(held, HeldByEngines)
 
         def run_inside(layer: int) -> None:
             inner.sequence.elsewhere = Silent(held.members)
@@ -210,7 +210,7 @@ def test_a_step_inside_another_loses_a_member(checkpoint: Path, num_ranks: int) 
 @pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 2)], ids=str)
 def test_a_step_of_stages_that_waits_may_lose_a_member(checkpoint: Path, layout: Layout) -> None:
 
-    class Losing(Held):
+    class Losing(HeldByEngines):
         def answers(self) -> list[bytes]:
             if self.asked[-1][0] == 1:
                 raise KvElsewhereLost(self, "silent")
@@ -224,7 +224,7 @@ def test_a_step_of_stages_that_waits_may_lose_a_member(checkpoint: Path, layout:
         (request,) = begin(home, 200)
         spread(request, [home, member])
         held = request.sequence.elsewhere
-        assert isinstance(held, Held)
+        assert isinstance(held, HeldByEngines)
         part, seen = request.next_slice(1), list[int]()
         request.sequence.elsewhere = Losing(held.members)
         with pytest.raises(KvElsewhereLost):

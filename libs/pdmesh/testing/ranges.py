@@ -12,7 +12,7 @@ RANGE_TOKENS = 64
 
 
 @dataclass(slots=True)
-class Held:
+class HeldByEngines:
     """Ranges of one sequence on other engines, each in blocks of its own."""
 
     members: Sequence[tuple[TorchEngine, list[int]]]
@@ -38,7 +38,7 @@ def spread(request: SteppedRequest, engines: Sequence[TorchEngine], first_block:
     table, home, before = request.sequence.block_table, engines[0], request.sequence.elsewhere
     size, layout = RANGE_TOKENS // home.kv.layout.block_size, home.kv.layout
     num_parts = (len(request.sequence.token_ids) - 1) // RANGE_TOKENS
-    members: list[tuple[TorchEngine, list[int]]] = [*before.members] if isinstance(before, Held) else []
+    members: list[tuple[TorchEngine, list[int]]] = [*before.members] if isinstance(before, HeldByEngines) else []
     for number in range(len(members), num_parts):
         blocks, member = table[:size], engines[1 + number % (len(engines) - 1)]
         taken = [first_block + number * size + index for index in reversed(range(size))]
@@ -49,4 +49,4 @@ def spread(request: SteppedRequest, engines: Sequence[TorchEngine], first_block:
             home.kv.scatter(layer, blocks, memoryview(bytearray(b"\x7e") * len(data)))  # nobody reads it any more
         members.append((member, taken))
         del table[:size]
-    request.sequence.elsewhere = Held(members)
+    request.sequence.elsewhere = HeldByEngines(members)
