@@ -410,9 +410,16 @@ class TransferConfig:
     device_payload_bytes: Annotated[
         int, Range(4096, 1 << 30), "the same for KV in a device's memory, where each copy costs more"
     ] = 8 * 1024 * 1024
-    num_send_buffers: Annotated[int, COUNT, "send buffers, each the size of a piece, or of 0.5 MiB of small ones"] = 16
+    message_bytes: Annotated[
+        int,
+        Range(1 << 19, 1 << 30),
+        "pieces that wait for an instance on another host travel together, with up to so many bytes of KV",
+    ] = 2 * 1024 * 1024
+    num_send_buffers: Annotated[
+        int, COUNT, "send buffers, each the size of a piece, or of a message between hosts if KV may go there"
+    ] = 16
     num_receive_buffers: Annotated[
-        int, COUNT, "receive buffers, each the size of a piece, or of 0.5 MiB of small ones"
+        int, COUNT, "receive buffers, each the size of a piece, or of a message between hosts if KV may come from there"
     ] = 16
     deadline_s: Annotated[
         float, "longest time for KV to land, once the transfer is granted and the prompt computed"

@@ -26,7 +26,7 @@ from pdmesh.testing.kv import SMALL_TRANSFER, introduce, send_together
 from pdmesh.transport import ring
 from pdmesh.transport.address import pack_address, unpack_address
 from pdmesh.transport.base import ReceivedPiece
-from pdmesh.transport.buffers import HEADER_BYTES
+from pdmesh.transport.buffers import HEADER_BYTES, MAX_PIECES, MESSAGE_BYTES
 from pdmesh.transport.prefix import PREFIX_BYTES
 from pdmesh.transport.reading import read_memory
 from pdmesh.transport.ucx import UcxTransport
@@ -398,6 +398,31 @@ async def test_an_address_of_another_host_goes_over_ucx() -> None:
         peer.process.wait()
         with pytest.raises(KvTransferError):
             await send(transport, elsewhere, b"gone", bytes(4096))
+
+
+async def test_pieces_travel_together_between_hosts_as_far_as_both_have_room() -> None:
+    smaller, larger = (replace(CONFIG, ucx_tls="tcp", message_bytes=size << 20) for size in (1, 2))
+    async with UcxTransport(smaller) as a, UcxTransport(larger) as b:
+        introduce(a, b)
+        limit = b.message_limit(a.address)
+        assert 1 << 20 <= limit < 1 << 21
+        assert a.message_limit(b.address) == 1 << 20
+        payloads = [os.urandom(4096) for _ in range(min(limit // 4096, MAX_PIECES))]
+        pieces = aiter(a.receive())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_together, b, a.address, payloads)
+            for number, payload in enumerate(payloads):
+                assert await take(pieces) == (b"%d" % number, payload)
+        a.check_integrity()
+        b.check_integrity()
+
+
+async def test_pieces_within_a_host_travel_together_in_smaller_messages() -> None:
+    """They are read at once, on the receiver's event loop."""
+    config = replace(CONFIG, ucx_net_devices="lo", message_bytes=2 << 20)
+    async with UcxTransport(config) as a, UcxTransport(config) as b:
+        introduce(a, b)
+        assert a.message_limit(b.address) == MESSAGE_BYTES
 
 
 @pytest.mark.parametrize("claim", [{"pid": 1 << 20}, {"local_name": bytes(16)}], ids=["another_pid", "another_name"])

@@ -15,7 +15,7 @@ from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.threads import CallThreads
 from pdmesh.transport.base import KvTransport, SendBuffer
-from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES
+from pdmesh.transport.buffers import MAX_PIECES
 from pdmesh.transport.seal import MeshKey
 
 #: Blocks to send, and what the headers of their pieces say.
@@ -62,7 +62,10 @@ class PieceWriter:
 
     def pages_a_message(self, address: bytes) -> int:
         """Return the number of pages up to which pieces to this address travel together."""
-        return MESSAGE_BYTES // self._store.layout.block_bytes
+        try:
+            return self._transport.message_limit(address) // self._store.layout.block_bytes
+        except KvTransferError:
+            return 1
 
     def refused(self, address: bytes, num_pages: int) -> bool:
         """Note that the peer refused to read so many pages, which go as bytes then. False if fewer were offered."""
@@ -75,7 +78,7 @@ class PieceWriter:
         """Send blocks in pieces, as many in a message as fit. Raises KvTransferError."""
         limit = self._pages_taken(address)
         pieces = [(piece, about) for some, about in blocks for piece in some.cut(limit)]
-        for message in self._messages(pieces):
+        for message in self._messages(pieces, self._transport.message_limit(address)):
             async with self._transport.lend() as buffer:
                 await self._send_message(address, message, buffer)
 
@@ -147,14 +150,14 @@ class PieceWriter:
             raise KvTransferError(f"the receiver takes pieces of {limit} bytes, less than one KV block")
         return limit // self._store.layout.block_bytes
 
-    def _messages(self, pieces: Sequence[BlocksAbout]) -> Iterator[list[BlocksAbout]]:
-        """Divide pieces into messages."""
-        message, num_left, block_bytes = list[BlocksAbout](), MESSAGE_BYTES, self._store.layout.block_bytes
+    def _messages(self, pieces: Sequence[BlocksAbout], message_bytes: int) -> Iterator[list[BlocksAbout]]:
+        """Divide pieces into messages of so many bytes of pages, or of one piece."""
+        message, num_left, block_bytes = list[BlocksAbout](), message_bytes, self._store.layout.block_bytes
         for piece in pieces:
             num_bytes = piece[0].num_pages * block_bytes
             if message and (num_left < num_bytes or len(message) == MAX_PIECES):
                 yield message
-                message, num_left = [], MESSAGE_BYTES
+                message, num_left = [], message_bytes
             message.append(piece)
             num_left -= num_bytes
         if message:

@@ -36,7 +36,7 @@ class WorkerAddress(NamedTuple):
     pid: int
     local_name: bytes  # where peers on the same host connect
     memory_address: int  # of its send buffers, which peers on the same host may read
-    buffer_stride: int
+    buffer_stride: int  # bytes of each of its buffers
     num_buffers: int
     worker: bytes
 

@@ -15,8 +15,8 @@ from typing import Protocol
 class SendBuffer(Protocol):
     """A registered buffer lent by the transport: room for a header and a payload, one after the other.
 
-    Small pieces may travel in one message, as many as `pdmesh.transport.buffers` says. They arrive as if each had been
-    sent alone.
+    Pieces may travel in one message, at most `pdmesh.transport.buffers.MAX_PIECES` with payloads of
+    `KvTransport.message_limit` together. They arrive as if each had been sent alone.
     """
 
     @property
@@ -66,6 +66,10 @@ class KvTransport(Protocol):
 
     def payload_limit(self, address: bytes) -> int:
         """Return the largest payload that a peer takes from here. Raises `KvTransferError` if ``address`` is none."""
+        ...
+
+    def message_limit(self, address: bytes) -> int:
+        """Return the bytes of payloads up to which pieces to a peer travel together; raises as `payload_limit` does."""
         ...
 
     def process_of(self, address: bytes) -> int | None:

@@ -13,13 +13,13 @@ import anyio
 HEADER_BYTES = 320
 
 
-#: Small pieces may travel in one message, with so many bytes of payloads and so many pieces at most, because a message
-#: costs tens of µs of Python on each side whatever its size. Every buffer has room for it.
+#: Pieces may travel in one message, with so many bytes of payloads (a transport may have room for more) and so many
+#: pieces at most, because a message costs tens of µs of Python on each side whatever its size.
 MESSAGE_BYTES, MAX_PIECES = 1 << 19, 64
 
 
 class PieceBuffer:
-    """Room for one message of one piece, or of several small ones.
+    """Room for one message of one piece, or of several.
 
     Each is a transport's own prefix, a header and a payload, one after the other.
     """
@@ -66,13 +66,17 @@ class PieceBuffer:
         self.payload = self.memory[payload : payload + self._payload_bytes]
 
 
-def allocate_buffers(num_buffers: int, payload_bytes: int, prefix_bytes: int = 0) -> list[PieceBuffer]:
+def allocate_buffers(
+    num_buffers: int, payload_bytes: int, prefix_bytes: int = 0, *, message_bytes: int = MESSAGE_BYTES
+) -> list[PieceBuffer]:
     """Allocate buffers of whole pages in one mapping. Their pages are touched now, not during a transfer.
+
+    Each holds a piece with a payload of so many bytes, or `MAX_PIECES` whose payloads have ``message_bytes`` together.
 
     Huge pages, if the system has them, save a sixth of the time of a copy between processes (measured).
     """
     head_bytes = prefix_bytes + HEADER_BYTES
-    size = max(head_bytes + payload_bytes, MAX_PIECES * head_bytes + MESSAGE_BYTES)
+    size = max(head_bytes + payload_bytes, MAX_PIECES * head_bytes + message_bytes)
     stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     arena = mmap.mmap(-1, num_buffers * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -17,7 +17,7 @@ import anyio.lowlevel
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.base import SendBuffer
-from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer, SendPool, allocate_buffers
+from pdmesh.transport.buffers import HEADER_BYTES, MESSAGE_BYTES, PieceBuffer, SendPool, allocate_buffers
 
 #: Chooses pieces by their header.
 Chooser = Callable[[bytes], bool]
@@ -117,6 +117,9 @@ class MemoryTransport:
 
     def payload_limit(self, address: bytes) -> int:
         return min(self._config.max_payload_bytes, self._fabric.find(address).max_payload_bytes)
+
+    def message_limit(self, address: bytes) -> int:
+        return MESSAGE_BYTES
 
     def process_of(self, address: bytes) -> int | None:
         return os.getpid()

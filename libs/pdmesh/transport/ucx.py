@@ -24,6 +24,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -35,11 +36,11 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.address import WorkerAddress, host_id, pack_address
 from pdmesh.transport.base import SendBuffer
-from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
+from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES, PieceBuffer, SendPool, allocate_buffers
 from pdmesh.transport.links import Link, Links
 from pdmesh.transport.local import LocalLink, LocalPort, answers_here
 from pdmesh.transport.peers import KnownPeers, Peer
-from pdmesh.transport.prefix import PREFIX_BYTES
+from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES
 from pdmesh.transport.reading import allow_readers
 from pdmesh.transport.ring import MAX_POSTED, Piece, ReceiveRing
 from pdmesh.transport.ucx_api import names_shared_memory, open_ucx, ucx_devices, ucx_tls
@@ -66,9 +67,15 @@ class UcxTransport:
         self._loop = asyncio.get_running_loop()
         self._api = open_ucx(config) if ucx_devices(config) else None
         num_posted = min(MAX_POSTED, config.num_receive_buffers) if self._api is not None else 0
-        send_buffers = allocate_buffers(config.num_send_buffers, config.max_payload_bytes, PREFIX_BYTES)
-        num_buffers = config.num_receive_buffers + num_posted
-        receive_buffers = allocate_buffers(num_buffers, config.max_payload_bytes, PREFIX_BYTES)
+        self._message_bytes = MESSAGE_BYTES if self._api is None else config.message_bytes
+        allocate = partial(
+            allocate_buffers,
+            payload_bytes=config.max_payload_bytes,
+            prefix_bytes=PREFIX_BYTES,
+            message_bytes=self._message_bytes,
+        )
+        send_buffers = allocate(config.num_send_buffers)
+        receive_buffers = allocate(config.num_receive_buffers + num_posted)
         self._memory = [buffer.memory for buffer in (*send_buffers, *receive_buffers)]
         self._pool = SendPool(send_buffers)
         self._soon: asyncio.Handle | None = None
@@ -142,6 +149,12 @@ class UcxTransport:
 
     def payload_limit(self, address: bytes) -> int:
         return min(self._config.max_payload_bytes, self._peers.admit(address).facts.max_payload_bytes)
+
+    def message_limit(self, address: bytes) -> int:
+        peer = self._peers.admit(address)
+        if self._reads(peer):
+            return MESSAGE_BYTES
+        return min(self._message_bytes, peer.facts.buffer_stride - MAX_PIECES * HEAD_BYTES)
 
     def process_of(self, address: bytes) -> int | None:
         peer = self._peers.admit(address)
