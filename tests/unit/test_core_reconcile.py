@@ -15,6 +15,7 @@ from pdmesh.core.commands import (
     Reject,
     Restart,
     RunStep,
+    SetMembers,
     WakeAt,
 )
 from pdmesh.core.events import (
@@ -25,6 +26,7 @@ from pdmesh.core.events import (
     InstanceLost,
     InstanceUnreachable,
     KvReleased,
+    PartLost,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
@@ -289,6 +291,20 @@ def test_of_two_that_hold_the_same_range_the_one_stays_that_is_asked(order: tupl
         freed += [free.instance_id for free in of(FreeKv, bench.feed(events[number]))]
     assert bench.core.num_running == 1
     assert freed == ["m2"]
+
+
+@pytest.mark.parametrize("waits", ["before", "after"])
+def test_the_home_of_a_context_that_is_found_asks_all_members_again(waits: str) -> None:
+    """It may stand still because one gave no answer, and no scheduler has heard of that."""
+    bench = CoreBench()
+    events: list[Event] = [home_of(MEMBERS), holds_range("m0", 0), holds_range("m1", 1)]
+    events.insert(0 if waits == "before" else 3, waits_for(("a", 0)))
+    bench.feed(PartLost(D, RequestId("a"), Epoch(0), 1))
+    told = [members for event in events for members in of(SetMembers, bench.feed(event))]
+    assert [(each.instance_id, each.members) for each in told] == [("d", MEMBERS)]
+    bench.feed(home_of(MEMBERS))
+    again = of(SetMembers, bench.feed(home_of(MEMBERS)))
+    assert [each.members for each in again] == [MEMBERS]
 
 
 def test_all_that_hold_a_range_are_freed_if_its_home_does_not_register() -> None:

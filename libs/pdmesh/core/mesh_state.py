@@ -19,6 +19,7 @@ from pdmesh.core.commands import (
     Reject,
     Restart,
     SendKept,
+    SetMembers,
 )
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -212,7 +213,13 @@ class MeshState:
         ]
         shard = instance.shard(allocation.num_blocks, len(parts) * size)
         state.adopt(shard, tuple(parts), allocation.told_members)
+        if parts:
+            self.ask_again(state.key, instance_id, allocation.told_members)
         allocation.told_members = ()
+
+    def ask_again(self, key: RequestKey, home_id: InstanceId, members: tuple[PartMember, ...]) -> None:
+        """Let a context decode on with these members, which it has: the home may have given one up, unheard."""
+        self.commands.append(SetMembers(instance_id=home_id, request_id=key[0], epoch=key[1], members=members))
 
     # --- it is placed ---
 

@@ -270,8 +270,9 @@ class SpreadContexts:
             reason = f"{len(members)} others are to hold what they cannot of {len(request.sequence.token_ids)} tokens"
             self._context.endings.drop(request, reason)
             return
-        number = request.lost_part
-        if number is not None and command.members[number : number + 1] != request.members[number : number + 1]:
+        number, before = request.lost_part, request.members
+        asks_again = command.members == before  # a scheduler says so that may not have heard of the lost one
+        if number is not None and (asks_again or command.members[number : number + 1] != before[number : number + 1]):
             request.lost_part = None
         request.members = command.members
         request.sequence.elsewhere = self._context.mover.parts.open(
