@@ -11,6 +11,7 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick, TokenLinkReported
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.recovery.cut_pairs import MAX_PAIRS, CutPairs
+from pdmesh.core.steps.placing import have_way
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -118,6 +119,28 @@ def test_nor_is_a_prompt_computed_where_its_gateway_does_not_hear_of_it() -> Non
     (other,) = {"p0", "p1"} - {admitted.instance_id}
     again = RequestArrived(a_request("r", epoch=1), unheard_id=admitted.instance_id)
     assert [each.instance_id for each in of(AdmitPrefill, bench.feed(again))] == [other]
+
+
+def test_who_does_not_reach_a_gateway_holds_ranges_of_its_contexts() -> None:
+    """Of three, one computes the prompt, one decodes, and the third only answers the second."""
+    bench = CoreBench(*(named_profile(f"m{number}", max_kv_tokens=16) for number in range(3)))
+    again = RequestArrived(a_request("r", prompt=20, epoch=1), unheard_id=InstanceId("m0"))
+    home, member = [place.instance_id for place in of(PlaceDecode, bench.feed(again))]
+    (admitted,) = of(AdmitPrefill, bench.commands)
+    assert member == "m0"
+    assert {home, admitted.instance_id} == {"m1", "m2"}
+
+
+def test_a_context_that_is_spread_does_not_decode_where_its_prompt_is_computed() -> None:
+    """So it takes two that its gateway hears, or one that it does not."""
+    bench = CoreBench(*(named_profile(f"m{number}", max_kv_tokens=16) for number in range(3)))
+    instances = list(bench.core._mesh.instances.values())
+    cut = CutPairs(MEMORY_S)
+    cut.note(GATEWAY, "m0", 0.0)
+    assert have_way(a_request("r", prompt=20), instances, cut)
+    cut.note(GATEWAY, "m1", 0.0)
+    assert not have_way(a_request("r", prompt=20), instances, cut)
+    assert have_way(a_request("r", prompt=8), instances, cut)
 
 
 def test_an_instance_that_nobody_knows_is_not_remembered() -> None:

@@ -218,13 +218,14 @@ class Decoders:
     ) -> tuple[InstanceState | None, list[InstanceState]]:
         """Where a request decodes whose context is spread, and who holds its first ranges, in their order.
 
-        All are in the exact group of ``source``, which computes its prompt, and none is ``source`` or ``avoided``.
+        All are in the exact group of ``source``, which computes its prompt, and none is ``source``. It decodes on none
+        of ``avoided``, which its gateway may not hear: those that only hold ranges send it nothing.
         """
         out = {source.instance_id, *avoided}
         home = self.first_in(source.exact_group, request, NOTHING_KEPT, out)
         if home is None:
             return None, []
-        members = self._groups[source.exact_group].members(home, request, out)
+        members = self._groups[source.exact_group].members(home, request, {source.instance_id})
         return (None, []) if len(members) < home.num_parts(request) else (home, members)
 
     def across(self, firsts: dict[str, InstanceState], source: InstanceState) -> InstanceState | None:

@@ -95,7 +95,9 @@ def have_way(request: Request, instances: Collection[InstanceState], cut: CutPai
     heard = [each for each in instances if each.is_usable and each.instance_id not in unheard]
     decoders = [each for each in heard if each.role_decodes]
     return any(
-        each.exact_group == prefill.exact_group and each.instance_id not in cut.of(prefill.instance_id)
+        each.exact_group == prefill.exact_group
+        and each.instance_id not in cut.of(prefill.instance_id)
+        and (each is not prefill or not each.num_parts(request))
         for prefill in heard
         if prefill.role_prefills
         for each in decoders
