@@ -4,6 +4,7 @@
     python benchmarks/dst.py --first 5000 --seeds 1000      # other seeds
     python benchmarks/dst.py --processes 2                  # on two cores
     python benchmarks/dst.py --tiers                        # only seeds whose instances have offload tiers
+    python benchmarks/dst.py --spread                       # only seeds whose contexts are spread over instances
     python benchmarks/dst.py --show 408                     # one seed's timeline
 
 The first seed that breaks a law is cut down to what the failure needs, and its timeline is printed; the exit code is
@@ -92,6 +93,8 @@ def _tallies(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Tally]
     seeds: Iterator[int] = count(arguments.first)
     if arguments.tiers:
         seeds = filter(has_tiers, seeds)
+    if arguments.spread:
+        seeds = filter(spreads_contexts, seeds)
     seeds = islice(seeds, arguments.seeds)
     batches = iter(lambda: list(islice(seeds, BATCH)), [])
     if arguments.processes == 1:
@@ -113,6 +116,11 @@ def has_tiers(seed: int) -> bool:
     return draw(seed).num_offload_granules > 0
 
 
+def spreads_contexts(seed: int) -> bool:
+    """Whether contexts of the seed's plan are spread over several instances."""
+    return draw(seed).range_tokens > 0
+
+
 def _tally(seeds: Iterable[int]) -> Tally:
     tally = Tally()
     for seed in seeds:
@@ -132,6 +140,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one")
     parser.add_argument("--tiers", action="store_true", help="take only seeds whose instances have offload tiers")
+    parser.add_argument("--spread", action="store_true", help="take only seeds whose contexts are spread")
     parser.add_argument("--processes", type=int, default=1, help="that share them")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="stop after so many seconds")
     parser.add_argument("--max-failures", type=int, default=1, help="stop after so many failing seeds")

@@ -2,6 +2,7 @@
 
 import array
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -98,6 +99,83 @@ def test_seeds_matter_only_when_sampling() -> None:
 
     assert drawn(0, 1) == drawn(0, 2)
     assert drawn(1, 1) == drawn(1, 1) != drawn(1, 2)
+
+
+class Divided:
+    """`KvElsewhere` of the first tokens of a context, a block on each of some engines."""
+
+    def __init__(self, members: list[FakeEngine]) -> None:
+        self.members = members
+        self.num_tokens = len(members) * FAKE_LAYOUT.block_size
+        self.asked: list[tuple[int, bytes]] = []
+        self.wrong: Callable[[Divided, int, bytes], list[bytes]] = Divided.to
+
+    def ask(self, layer: int, query: bytes) -> None:
+        self.asked.append((layer, query))
+
+    def answers(self) -> list[bytes]:
+        return self.wrong(self, *self.asked[-1])
+
+    def to(self, layer: int, query: bytes) -> list[bytes]:
+        return [member.attend_part(layer, [2], query) for member in self.members]
+
+
+def divided(prompt: list[int], num_members: int) -> tuple[FakeEngine, EngineSequence, Divided]:
+    """An engine that has the end of a context, which others hold the first blocks of."""
+    whole, table = FakeEngine(), [7, 3, 5, 9]
+    prefill(whole, sequence_of(prompt, table), [len(prompt)])
+    home, members = FakeEngine(), [FakeEngine() for _ in range(num_members)]
+    for member, block in zip(members, table, strict=False):
+        member.kv.words[:, 2] = whole.kv.words[:, block]
+    elsewhere = Divided(members)
+    home.kv.words[:, :4] = whole.kv.words[:, table[num_members:] + table[:num_members]]
+    sequence = sequence_of(prompt, list(range(4 - num_members)))
+    sequence.elsewhere = elsewhere
+    return home, sequence, elsewhere
+
+
+@pytest.mark.parametrize("num_members", [1, 2])
+def test_a_context_that_is_divided_draws_as_one_engine_does(num_members: int) -> None:
+    prompt = list(range(100, 111))
+    expected = reference_output(prompt, GREEDY)
+    home, sequence, elsewhere = divided(prompt, num_members)
+    for token in expected[1:]:
+        sequence.token_ids.append(expected[len(sequence.token_ids) - len(prompt)])
+        start = len(sequence.token_ids) - 1
+        (result,) = home.execute([SequenceSlice(sequence=sequence, start=start, num_tokens=1, sample=True)])
+        assert result.token_id == token
+    assert len({query for _, query in elsewhere.asked}) == len(elsewhere.asked)
+
+
+def misordered(elsewhere: Divided, layer: int, query: bytes) -> list[bytes]:
+    return elsewhere.to(layer, query)[::-1]
+
+
+def with_a_wrong_bit(elsewhere: Divided, layer: int, query: bytes) -> list[bytes]:
+    first, *others = elsewhere.to(layer, query)
+    return [first[:-1] + bytes([first[-1] ^ 1]), *others]
+
+
+def of_the_first_layer(elsewhere: Divided, layer: int, query: bytes) -> list[bytes]:
+    return elsewhere.to(0, query)
+
+
+def to_another_question(elsewhere: Divided, layer: int, query: bytes) -> list[bytes]:
+    return elsewhere.to(layer, bytes(len(query)))
+
+
+@pytest.mark.parametrize("wrong", [misordered, with_a_wrong_bit, of_the_first_layer, to_another_question])
+def test_a_wrong_answer_changes_what_is_drawn(wrong: Callable[[Divided, int, bytes], list[bytes]]) -> None:
+    num_same = 0
+    for first in range(40):
+        prompt = list(range(first, first + 11))
+        expected = reference_output(prompt, GREEDY)
+        home, sequence, elsewhere = divided(prompt, 2)
+        elsewhere.wrong = wrong
+        sequence.token_ids.append(expected[0])
+        (result,) = home.execute([SequenceSlice(sequence=sequence, start=11, num_tokens=1, sample=True)])
+        num_same += result.token_id == expected[1]
+    assert num_same <= 4  # of 40, with 60 tokens to draw
 
 
 def test_gather_and_scatter_are_inverse() -> None:

@@ -132,6 +132,7 @@ class _FakeStep:
     """A step between two layers."""
 
     hidden: list[Words]  # of each slice
+    elsewhere: list[Words]  # of each slice, KV that others hold, as they answer: (layers, 2, tokens, lanes)
     owed_s: float = 0.0  # that it should have taken, and has not
 
 
@@ -182,7 +183,10 @@ class FakeEngine:
         flight = flight or StepFlight()
         if self._checks_kv:
             self.batches.append(tuple((s.sequence.request_id, s.start, s.num_tokens) for s in batch))
-        step = _FakeStep([np.zeros(part.num_tokens, dtype=np.uint32) for part in batch])
+        step = _FakeStep(
+            hidden=[np.zeros(part.num_tokens, dtype=np.uint32) for part in batch],
+            elsewhere=[self._no_kv(part.sequence.num_elsewhere_tokens) for part in batch],
+        )
         number, num_stages, stage = self._turns.enter(), self._turns.num_stages, 0
         try:
             for stage in range(num_stages):
@@ -193,7 +197,7 @@ class FakeEngine:
                     self._pass(batch, step, RankShare(stage=stage, num_stages=num_stages), on_layer)
         finally:
             self._turns.give_up(stage + 1, number)
-        return [self._result(part) for part in batch]
+        return [self._result(part, elsewhere) for part, elsewhere in zip(batch, step.elsewhere, strict=True)]
 
     def _pass(
         self, batch: Sequence[SequenceSlice], step: _FakeStep, share: RankShare, on_layer: LayerHook | None
@@ -206,15 +210,17 @@ class FakeEngine:
             if self._gate is not None:
                 self._gate.wait()
             if self._checks_kv:
-                for part, before in zip(batch, step.hidden, strict=True):
-                    self._write(layer, part, before)
+                queries = [self._write(layer, *each) for each in zip(batch, step.hidden, strict=True)]
+                for part, query in zip(batch, queries, strict=True):
+                    if part.sequence.elsewhere is not None:
+                        part.sequence.elsewhere.ask(layer, query.tobytes())
             if on_layer is not None:
                 on_layer(layer)
-            for part in batch:
-                if part.sequence.elsewhere is not None:
-                    self._ask(part.sequence.elsewhere, layer)
             if self._checks_kv:
-                step.hidden = [self._attend(layer, part) for part in batch]
+                for part, query, elsewhere in zip(batch, queries, step.elsewhere, strict=True):
+                    if part.sequence.elsewhere is not None:
+                        elsewhere[layer] = self._answered(part.sequence.elsewhere, query)
+                step.hidden = [self._attend(layer, *each) for each in zip(batch, step.elsewhere, strict=True)]
             step.owed_s += layer_s
             if step.owed_s > 0 and (on_layer is not None or layer == layers[-1]):
                 began_s = time.perf_counter()
@@ -228,49 +234,66 @@ class FakeEngine:
         """Steps compute as they are called."""
 
     def attend_part(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
-        """Answer with what was asked: it draws by what it has itself."""
-        return query
+        """Answer with the range's KV, disguised by what was asked: it is of use to nobody who asked anything else."""
+        if len(query) != _WORD_BYTES:
+            raise ValueError(f"a question of {len(query)} bytes")
+        pages = self.kv.words[layer, list(block_ids)].swapaxes(0, 1)
+        return (pages ^ np.frombuffer(query, dtype=np.uint32)).tobytes()
 
-    def _ask(self, elsewhere: KvElsewhere, layer: int) -> None:
-        query = layer.to_bytes(4, "little")
-        elsewhere.ask(layer, query)
-        assert set(elsewhere.answers()) == {query}, "an answer to another question"
+    def _answered(self, elsewhere: KvElsewhere, query: np.uint32) -> Words:
+        """The KV of a layer that others hold, from their answers in this order: (2, num_tokens, lanes)."""
+        ranges = [
+            np.frombuffer(answer, dtype=np.uint32).reshape(2, -1, len(self._lanes)) for answer in elsewhere.answers()
+        ]
+        answered: Words = np.concatenate(ranges, axis=1) ^ query
+        assert answered.shape[1] == elsewhere.num_tokens, "answers of other ranges than were asked about"
+        return answered
 
-    def _write(self, layer: int, part: SequenceSlice, hidden: Words) -> None:
+    def _no_kv(self, num_tokens: int) -> Words:
+        return np.zeros((self.kv.layout.num_layers, 2, num_tokens, len(self._lanes)), dtype=np.uint32)
+
+    def _write(self, layer: int, part: SequenceSlice, hidden: Words) -> np.uint32:
+        """Write the KV of ``part``; return what it asks others who hold KV before it."""
         end = part.start + part.num_tokens
         block_size = self.kv.layout.block_size
         positions = np.arange(part.start, end)
-        blocks = np.asarray(part.sequence.block_table)[positions // block_size]
+        own = positions - part.sequence.num_elsewhere_tokens
+        blocks = np.asarray(part.sequence.block_table)[own // block_size]
         tokens = np.asarray(part.token_ids, dtype=np.uint32)
         keys = (tokens * np.uint32(_MIX) + np.uint32(layer))[:, None] + self._lanes
         values = hidden + keys[:, 0] * self._weights[part.start : end]
-        self.kv.words[layer, blocks, 0, positions % block_size] = keys
-        self.kv.words[layer, blocks, 1, positions % block_size] = values[:, None] ^ self._lanes
+        self.kv.words[layer, blocks, 0, own % block_size] = keys
+        self.kv.words[layer, blocks, 1, own % block_size] = values[:, None] ^ self._lanes
+        query: np.uint32 = (values * self._weights[: part.num_tokens]).sum(dtype=np.uint32)
+        return query
 
-    def _attend(self, layer: int, part: SequenceSlice) -> Words:
+    def _attend(self, layer: int, part: SequenceSlice, elsewhere: Words) -> Words:
         """Return, for each token of ``part``, a mix of all tokens up to it in this layer: (num_tokens,)."""
         end = part.start + part.num_tokens
-        keys, values = self._read(part.sequence, end, slice(layer, layer + 1))[0].sum(axis=2, dtype=np.uint32)
+        keys, values = self._read(part.sequence, end, slice(layer, layer + 1), elsewhere)[0].sum(
+            axis=2, dtype=np.uint32
+        )
         mixed = (keys * np.uint32(31) + values) * self._weights[:end]
         attended: Words = np.cumsum(mixed, dtype=np.uint32)[part.start :]
         return attended
 
-    def _read(self, sequence: EngineSequence, num_tokens: int, layers: slice) -> Words:
-        """The context as it lies in the cache: (layers, 2, num_tokens, lanes)."""
-        block_size = self.kv.layout.block_size
-        table = sequence.block_table[: num_blocks_for(num_tokens, block_size)]
+    def _read(self, sequence: EngineSequence, num_tokens: int, layers: slice, elsewhere: Words) -> Words:
+        """The context as it lies in the cache behind what others answered: (layers, 2, num_tokens, lanes)."""
+        block_size, num_own_tokens = self.kv.layout.block_size, num_tokens - elsewhere.shape[2]
+        table = sequence.block_table[: num_blocks_for(num_own_tokens, block_size)]
         pages = self.kv.words[layers][:, table]
         by_token = pages.swapaxes(1, 2)
-        return by_token.reshape(pages.shape[0], 2, len(table) * block_size, len(self._lanes))[:, :, :num_tokens]
+        own = by_token.reshape(pages.shape[0], 2, len(table) * block_size, len(self._lanes))[:, :, :num_own_tokens]
+        return np.concatenate((elsewhere[layers], own), axis=2) if elsewhere.size else own
 
-    def _context_hash(self, sequence: EngineSequence, num_tokens: int) -> int:
+    def _context_hash(self, sequence: EngineSequence, num_tokens: int, elsewhere: Words) -> int:
         if not self._checks_kv:
             return (sequence.token_ids[num_tokens - 1] + num_tokens) * _MIX
-        by_position = self._read(sequence, num_tokens, slice(None)).sum(axis=(0, 3), dtype=np.uint32)
+        by_position = self._read(sequence, num_tokens, slice(None), elsewhere).sum(axis=(0, 3), dtype=np.uint32)
         keys, values = (by_position * self._weights[:num_tokens]).sum(axis=1, dtype=np.uint32)
         return (int(keys) * 31 + int(values)) * _MIX
 
-    def _result(self, part: SequenceSlice) -> SliceResult:
+    def _result(self, part: SequenceSlice, elsewhere: Words) -> SliceResult:
         sequence, params = part.sequence, part.sequence.params
         prompt_logprobs: tuple[Logprobs, ...] = ()
         if part.prompt_logprobs:
@@ -280,15 +303,17 @@ class FakeEngine:
         if not part.sample:
             return SliceResult(prompt_logprobs=prompt_logprobs)
         if params.embeds:
-            return SliceResult(embedding=_embedding(self._context_hash(sequence, part.start + part.num_tokens)))
+            return SliceResult(
+                embedding=_embedding(self._context_hash(sequence, part.start + part.num_tokens, elsewhere))
+            )
         first = part.start + part.num_tokens - len(part.draft)
-        drawn = (self._drawn(each, first + number) for number, each in enumerate(with_draft(part)))
+        drawn = (self._drawn(each, first + number, elsewhere) for number, each in enumerate(with_draft(part)))
         return SliceResult(drawn=accepted(part.draft, drawn), prompt_logprobs=prompt_logprobs)
 
-    def _drawn(self, sequence: EngineSequence, num_tokens: int) -> DrawnToken:
+    def _drawn(self, sequence: EngineSequence, num_tokens: int, elsewhere: Words) -> DrawnToken:
         """What follows the first ``num_tokens`` tokens, as they lie in the cache."""
         params = sequence.params
-        mixed = self._context_hash(sequence, num_tokens)
+        mixed = self._context_hash(sequence, num_tokens, elsewhere)
         if params.temperature > 0:
             mixed += params.seed * 0x27D4EB2F
         num_output_tokens = sequence.num_output_tokens + 1

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TypeVar
 
+from pdmesh.engine.fake import FAKE_LAYOUT
 from pdmesh.model import Role
 from pdmesh.testing.dst.clients import expectation
+from pdmesh.testing.dst.engine import STEP_S
 from pdmesh.testing.dst.plan import MAX_MODEL_LEN, MAX_PROMPT_TOKENS, SCHEDULER, Ask, Fault, FaultKind, Plan
 
 T = TypeVar("T")
@@ -28,6 +30,18 @@ SHAPES: tuple[tuple[Role, ...], ...] = (
     (Role.MIXED, Role.MIXED),
     (Role.PREFILL, Role.MIXED, Role.DECODE),
 )
+
+#: Meshes whose contexts are spread over the instances that decode, and how many tokens each holds at most.
+SPREAD_SHAPES: tuple[tuple[Role, ...], ...] = (
+    (Role.PREFILL, Role.DECODE, Role.DECODE),
+    (Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE),
+    (Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE, Role.DECODE),
+    (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE),
+    (Role.MIXED, Role.MIXED, Role.MIXED),
+    (Role.PREFILL, Role.MIXED, Role.MIXED, Role.DECODE),
+)
+SPREAD_RANGE_TOKENS = (8, 16, 24, 32)
+SHARE_OF_SPREAD_PLANS = 0.2
 
 BUNDLES = ("pdmesh", "pdmesh", "fcfs", "sjf", "lars", "medha")
 
@@ -87,6 +101,10 @@ def draw(seed: int) -> Plan:
     """The plan of a seed: always the same one."""
     rng = random.Random(seed)
     roles = rng.choice(SHAPES)
+    spread = random.Random(f"spread {seed}")
+    is_spread = spread.random() < SHARE_OF_SPREAD_PLANS
+    if is_spread:
+        roles = spread.choice(SPREAD_SHAPES)
     instances = tuple(f"i{index}" for index in range(len(roles)))
     gateways = tuple(f"g{index}" for index in range(rng.choice((1, 1, 2, 2, 3))))
     swarm = _Swarm(
@@ -124,9 +142,40 @@ def draw(seed: int) -> Plan:
         clocks={name: rng.uniform(0, 1e6) for name in (SCHEDULER, *gateways, *instances)},
         peer_reads=rng.random() < 0.5,
         drafts=random.Random(f"drafts {seed}").random() < SHARE_OF_PLANS,
+        range_tokens=spread.choice(SPREAD_RANGE_TOKENS) if is_spread else 0,
     )
     conversations = random.Random(f"conversations {seed}")
-    return _with_conversations(conversations, swarm, plan) if conversations.random() < SHARE_OF_PLANS else plan
+    if conversations.random() < SHARE_OF_PLANS:
+        plan = _with_conversations(conversations, swarm, plan)
+    return _spread(spread, plan) if is_spread else plan
+
+
+def _spread(rng: random.Random, plan: Plan) -> Plan:
+    """Most requests come to need several instances, and none more than there are."""
+    num_holders = sum(role.can_decode for role in plan.roles) - (Role.PREFILL not in plan.roles)
+    most = min(plan.range_tokens * num_holders, plan.max_model_len)
+    asks: list[Ask] = []
+    for ask in plan.asks:
+        wanted = rng.randint(plan.range_tokens + 2, most) if rng.random() < 0.7 else 0
+        prompt, max_tokens = ask.prompt, ask.max_tokens
+        if rng.random() < 0.5:  # it grows over the instances, or begins on them
+            max_tokens = max(max_tokens, min(wanted - len(prompt), 90))
+        prompt += tuple(rng.randrange(200) for _ in range(wanted - len(prompt) - max_tokens))
+        prompt = prompt[: most - 1]
+        asks.append(replace(ask, prompt=prompt, max_tokens=min(max_tokens, most - len(prompt))))
+    names = [name for name, role in zip(plan.instances, plan.roles, strict=True) if role.can_decode]
+    faults = [_while_it_decodes(rng, asks, names) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
+    num_blocks = -(-plan.max_model_len // FAKE_LAYOUT.block_size)
+    return replace(
+        plan,
+        asks=tuple(asks),
+        faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.at_s)),
+        copy_s=min(plan.copy_s, 0.01),  # a thread takes it for each answer, of which a token needs one in each layer
+        num_blocks=max(plan.num_blocks, num_blocks),  # who computes a prompt holds all of it
+        blocks_per_piece=max(
+            plan.blocks_per_piece, plan.range_tokens // FAKE_LAYOUT.block_size + 1
+        ),  # or no answer fits
+    )
 
 
 def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
@@ -150,6 +199,33 @@ def _with_conversations(rng: random.Random, swarm: _Swarm, plan: Plan) -> Plan:
         chunk_tokens=plan.chunk_tokens * 8,
         blocks_per_piece=plan.blocks_per_piece * 8,
         max_model_len=MAX_MODEL_LEN * 8,
+        range_tokens=plan.range_tokens * 8,
+    )
+
+
+def _while_it_decodes(rng: random.Random, asks: Sequence[Ask], names: Sequence[str]) -> Fault:
+    """What strikes somebody who has a part in a context that is spread: its home, a member, or the scheduler."""
+    ask = rng.choice(asks)
+    at_s = ask.at_s + rng.uniform(0.1, 0.5) + rng.uniform(0, STEP_S * ask.max_tokens)
+    kind = rng.choice(
+        (
+            FaultKind.KILL,
+            FaultKind.KILL,
+            FaultKind.STOP,
+            FaultKind.TERMINATE,
+            FaultKind.CUT,
+            FaultKind.PIECES,
+            FaultKind.DRAIN,
+            FaultKind.MOVE,
+        )
+    )
+    of_scheduler = kind in (FaultKind.KILL, FaultKind.CUT) and rng.random() < 0.3
+    return Fault(
+        at_s=at_s,
+        kind=kind,
+        target=SCHEDULER if of_scheduler else rng.choice(names),
+        duration_s=rng.choice((rng.uniform(0, 0.5), rng.uniform(0.5, 4.0))),
+        other=rng.choice(names) if kind is FaultKind.MOVE else "",
     )
 
 

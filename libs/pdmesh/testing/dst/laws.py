@@ -29,7 +29,7 @@ class Laws:
     def __init__(self, timeline: Timeline, *, is_healthy: bool) -> None:
         self._timeline = timeline
         self._is_healthy = is_healthy  # nothing goes wrong
-        self._capabilities: set[int] = set()
+        self._capabilities: set[tuple[int, str]] = set()
         self._ended: dict[int, set[tuple[RequestId, Epoch]]] = {}  # by core
         self._plan_ids: dict[int, set[tuple[str, int]]] = {}
         self._cores: list[SchedulerCore] = []  # kept, so that no two have the same id()
@@ -63,9 +63,10 @@ class Laws:
         for command in commands:
             match command:
                 case PlaceDecode():
-                    if command.transfer.capability in self._capabilities:
+                    capability = (command.transfer.capability, command.instance_id)  # a transfer may have several ends
+                    if capability in self._capabilities:
                         timeline.broke(CAPABILITY, str(command))
-                    self._capabilities.add(command.transfer.capability)
+                    self._capabilities.add(capability)
                 case ForgetRequest():
                     key = (command.request_id, command.epoch)
                     if key in self._ended[id(core)]:
@@ -108,6 +109,8 @@ def _held(process: Process) -> Iterator[str]:
         counters = instance._mover.counters()
         if counters.num_sending or counters.num_receiving:
             yield f"{process.name}: {counters.num_sending} transfers go out, {counters.num_receiving} come in"
+        if num_parts := len(instance._mover.parts):
+            yield f"{process.name}: {num_parts} parts of spread contexts"
     gateway: Gateway | None = process.parts.get("gateway")
     if gateway is not None and len(gateway.transcripts):
         yield f"{process.name}: {len(gateway.transcripts)} transcripts"

@@ -93,6 +93,7 @@ class Plan:
     max_model_len: int = MAX_MODEL_LEN
     keeps_ids: bool = False  # an instance that is started again has the id it had
     max_num_seqs: int = 4
+    range_tokens: int = 0  # of a context that is spread over instances; 0: none is
     num_offload_granules: int = 0  # of each instance's tier in host memory
     drafts: bool = False  # instances guess tokens, and verify them
     max_queue_entries: int = 4096

@@ -55,6 +55,7 @@ def config_of(plan: Plan) -> MeshConfig:
         worker=WorkerConfig(
             engine="fake",
             max_num_seqs=plan.max_num_seqs,
+            max_kv_tokens_per_instance=plan.range_tokens,
             kv_offload_host_bytes=plan.num_offload_granules * GRANULE_TOKENS * FAKE_LAYOUT.token_bytes,
             speculation="ngram" if plan.drafts else "off",
             prompt_lookup_min=1,  # what is drawn hardly ever repeats more
@@ -67,6 +68,7 @@ def config_of(plan: Plan) -> MeshConfig:
             num_receive_buffers=plan.num_buffers,
             deadline_s=8.0 + 40 * plan.copy_s,  # some twenty copies to a hand-over, several at once
             no_progress_s=2.0,
+            group_no_progress_s=2.0,
             peer_reads=plan.peer_reads,
         ),
     )

@@ -28,6 +28,7 @@ _WEATHER = (
     "peer_reads",
     "drafts",
     "num_offload_granules",
+    "range_tokens",
 )
 
 #: Runs that a plan is shrunk with at most.
