@@ -175,7 +175,7 @@ class LostTokens:
 
     num_bytes: int
     on_all: Callable[[bytes, int], None]  # with them, and the number of its client's own prompt tokens
-    on_damage: Callable[[], None]
+    on_failure: Callable[[str], None]  # with the reason: they came damaged, or not in time
     came: bytearray = field(default_factory=bytearray)
 
     def take(self, header: PieceHeader, data: bytes) -> bool:
@@ -279,6 +279,15 @@ class KvParts:
         self._context.admit(home_address)
         part = HeldPart(request_id, epoch, capability, tuple(block_ids), member, lost=lost)
         self._held[part.key] = part
+        if lost is not None:
+            self._context.tasks.start_soon(self._limit, part, lost)
+
+    async def _limit(self, part: HeldPart, lost: LostTokens) -> None:
+        """Give up tokens that do not come in time: nobody acknowledges them, so their sender does not know."""
+        limit_s = self._context.config.deadline_s
+        await anyio.sleep(limit_s)
+        if part.lost is lost and self._held.get(part.key) is part:
+            lost.on_failure(f"its tokens did not come within {limit_s:g} s")
 
     def rehome(self, request_id: RequestId, epoch: Epoch, address: bytes) -> None:
         """Answer questions that come from this address, too."""
@@ -375,7 +384,7 @@ class KvParts:
         elif not piece.load() or not self._context.key.opens_payload(piece.payload, header.check):
             self._context.drop(piece, "checksum")  # nobody asks again: the home's limit ends the step
             if header.kind is PieceKind.TOKENS and isinstance(side, HeldPart) and side.lost is not None:
-                side.lost.on_damage()
+                side.lost.on_failure("its tokens came damaged")
         else:
             data = bytes(piece.payload)
             piece.release()
@@ -396,7 +405,7 @@ class KvParts:
         if lost is None:
             self._context.dropped["unwanted tokens"] += 1
         elif not lost.take(header, data):
-            lost.on_damage()
+            lost.on_failure("its tokens came damaged")
         elif lost.are_all:
             part.lost = None
             lost.on_all(bytes(lost.came), header.num_context_tokens)

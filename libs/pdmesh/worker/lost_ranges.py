@@ -59,7 +59,7 @@ class LostRanges:
             lost=LostTokens(
                 4 * num_tokens,
                 on_all=lambda tokens, num_prompt_tokens: self._begin(request, tokens, num_prompt_tokens),
-                on_damage=lambda: self._fail(request, "its tokens came damaged"),
+                on_failure=lambda reason: self._fail(request, reason),
             ),
         )
         if members:
