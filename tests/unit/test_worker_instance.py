@@ -762,6 +762,20 @@ class Asking(FakeEngine):
         return super().execute(batch, on_layer=on_layer, flight=flight)
 
 
+async def test_a_request_that_comes_in_a_later_epoch_frees_its_kv_of_earlier_ones() -> None:
+    """Its hand-over waits for an acknowledgement that was lost; the scheduler knows that it has landed."""
+    async with mixed(FakeEngine(num_blocks=64)) as running:
+        for epoch in (0, 1):
+            generation = make_generation("r", [1, 2, 3], GREEDY, epoch=epoch)
+            running.admit(generation, kv_moves=True)
+            running.run(chunk_plans(generation, [3]))
+        await running.until(lambda: len(running.tokens_of("r", 1)) == 1)
+        released = await running.reported(KvReleased, "r")
+        assert released.epoch == 0
+        free(running, generation)
+        await running.reported(KvReleased, "r", count=2)
+
+
 async def test_no_chunk_follows_one_that_is_computed_again() -> None:
     """In a step of stages, beside a context whose member is lost: the next chunk needs it."""
     prompt, layout = list(range(40)), dataclasses.replace(FAKE_LAYOUT, num_layers=6)

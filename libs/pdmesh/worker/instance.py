@@ -47,7 +47,7 @@ from pdmesh.kv.outcome import (
     TransferOutcome,
 )
 from pdmesh.kv.store import KvStore
-from pdmesh.model import InstanceId, PrefixHashes, RequestKey, Resident, Role, TransferPurpose
+from pdmesh.model import Epoch, InstanceId, PrefixHashes, RequestId, RequestKey, Resident, Role, TransferPurpose
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import (
@@ -180,7 +180,8 @@ class Instance:
         match message:
             case RunStep(plan=plan):
                 self.plans.queue(plan)
-            case Admit():
+            case Admit(generation=generation):
+                self._release_older(generation.request_id, generation.epoch)
                 self._intake.admit(message)
             case ExpectKv():
                 self._arrivals.expect(message)
@@ -280,6 +281,11 @@ class Instance:
         if not self._sequences.is_leaving(request_id, epoch) and all(request.epoch != epoch for request in requests):
             self._report(KvReleased(self.instance_id, request_id, epoch, command.transfer_id))
         for request in requests:
+            self._sequences.release(request)
+
+    def _release_older(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Free a request's KV of epochs before: perhaps an acknowledgement is waited for that was lost on its way."""
+        for request in self._sequences.up_to(request_id, Epoch(epoch - 1)):
             self._sequences.release(request)
 
     def _released(self, request: LocalRequest, drawn: Drawn) -> None:
