@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdmesh.core.events import Event, MembersSet
@@ -68,6 +70,14 @@ def test_a_home_whose_member_is_silent_while_there_is_no_scheduler_asks_it_again
         result = run(a_plan(silent, away))
         assert result.broken is None
         assert result.num_tokens == GROWS.max_tokens + 4
+
+
+@pytest.mark.parametrize("seed", [3, 4, 6])
+def test_a_range_whose_tokens_are_lost_on_their_way_is_computed_nevertheless(seed: int) -> None:
+    """They were waited for without end."""
+    member_dies = Fault(at_s=0.35, kind=FaultKind.KILL, target="i2", duration_s=0.2)
+    pieces_are_lost = Fault(at_s=0.3, kind=FaultKind.PIECES, target="i1", duration_s=6.0)
+    assert run(replace(a_plan(pieces_are_lost, member_dies), seed=seed)).broken is None
 
 
 def test_spread_contexts_are_drawn_beside_all_kinds_of_faults(heard: list[Event]) -> None:

@@ -165,16 +165,17 @@ def _spread(rng: random.Random, plan: Plan) -> Plan:
         asks.append(replace(ask, prompt=prompt, max_tokens=min(max_tokens, most - len(prompt))))
     names = [name for name, role in zip(plan.instances, plan.roles, strict=True) if role.can_decode]
     faults = [_while_it_decodes(rng, asks, names) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
-    num_blocks = -(-plan.max_model_len // FAKE_LAYOUT.block_size)
+    range_blocks = plan.range_tokens // FAKE_LAYOUT.block_size
+    num_blocks = max(plan.num_blocks, -(-plan.max_model_len // FAKE_LAYOUT.block_size))
+    if random.Random(f"give back {plan.seed}").random() < SHARE_OF_PLANS:
+        num_blocks = 2 * range_blocks + 2  # who computes a long prompt gives ranges of it back, and asks who has them
     return replace(
         plan,
         asks=tuple(asks),
         faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.at_s)),
         copy_s=min(plan.copy_s, 0.01),  # a thread takes it for each answer, of which a token needs one in each layer
-        num_blocks=max(plan.num_blocks, num_blocks),  # who computes a prompt holds all of it
-        blocks_per_piece=max(
-            plan.blocks_per_piece, plan.range_tokens // FAKE_LAYOUT.block_size + 1
-        ),  # or no answer fits
+        num_blocks=num_blocks,
+        blocks_per_piece=max(plan.blocks_per_piece, range_blocks + 1),  # or no answer fits
     )
 
 
