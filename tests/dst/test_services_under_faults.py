@@ -25,6 +25,7 @@ FAILED_ONCE = (
     408418,  # what was decided before an instance joined again was sent on its new stream, and never freed
     12431,  # a home stood still whose member's answer was lost while there was no scheduler
     13038,  # a context that is spread waited for another instance than one that its gateway had not heard
+    301165,  # a home whose range had landed, unacknowledged, moved, and waited for that acknowledgement
     100473,  # nobody acknowledged a hand-over, and the request came again to who waited for that
 )
 

@@ -20,6 +20,7 @@ from pdmesh.kv.parts import PartHolder, SpreadKv
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import IndexRange, PartMember, TransferId, TransferPurpose
+from pdmesh.plans import TransferPlan
 from pdmesh.wire.messages import ExpectKv, ExpectPart, Grant, Rehome, Respread, pack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
@@ -196,6 +197,21 @@ class SpreadContexts:
             TransferFailed(self._context.instance_id, request.request_id, request.epoch, transfer_id, reason)
         )
 
+    def _has_landed(self, request: LocalRequest, transfer: TransferPlan) -> None:
+        """End what only waits for an acknowledgement, which was perhaps lost: the request may go elsewhere next."""
+        self._stop(request)
+        sent = TransferSent(
+            self._context.instance_id,
+            request.request_id,
+            request.epoch,
+            transfer.transfer_id,
+            num_bytes=0,  # nobody says
+            duration_s=0.0,
+            exposed_s=0.0,
+            destination_id=transfer.destination_ids[0],
+        )
+        self._context.report(sent)
+
     def _stop(self, request: LocalRequest) -> None:
         request.handing = None
         self._context.mover.departures.cancel(request.request_id, request.epoch)
@@ -275,6 +291,8 @@ class SpreadContexts:
         if number is not None and (asks_again or command.members[number : number + 1] != before[number : number + 1]):
             request.lost_part = None
         request.members = command.members
+        if request.handing is not None and request.handing.capability in [each.capability for each in command.members]:
+            self._has_landed(request, request.handing)
         request.sequence.elsewhere = self._context.mover.parts.open(
             request.request_id, request.epoch, members=members, num_tokens=num_tokens
         )
