@@ -72,6 +72,13 @@ def test_a_home_whose_member_is_silent_while_there_is_no_scheduler_asks_it_again
         assert result.num_tokens == GROWS.max_tokens + 4
 
 
+@pytest.mark.parametrize("number", range(4, 9))
+def test_a_context_that_ends_while_its_instances_register_again_leaves_nothing(number: int) -> None:
+    """With another scheduler, one after the other."""
+    restart = Fault(at_s=0.3 + 0.05 * number, kind=FaultKind.TERMINATE, target=SCHEDULER, duration_s=0.1)
+    assert run(replace(a_plan(restart), seed=number)).broken is None
+
+
 @pytest.mark.parametrize("seed", [3, 4, 6])
 def test_a_range_whose_tokens_are_lost_on_their_way_is_computed_nevertheless(seed: int) -> None:
     """They were waited for without end."""
