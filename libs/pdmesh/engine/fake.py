@@ -209,6 +209,7 @@ class FakeEngine:
         for layer in layers:
             if self._gate is not None:
                 self._gate.wait()
+            queries: list[np.uint32] = []
             if self._checks_kv:
                 queries = [self._write(layer, *each) for each in zip(batch, step.hidden, strict=True)]
                 for part, query in zip(batch, queries, strict=True):
