@@ -52,6 +52,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=512)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread, as each rank does beside others."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def nothing_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let every task of an asynchronous test end before its loop is closed.

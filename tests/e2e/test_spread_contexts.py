@@ -4,16 +4,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 import pytest
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.spread_meshes import answers, since, until
+from pdmesh.testing.exactness import mismatches, random_prompts, reference
+from pdmesh.testing.mesh import RunningMesh
+from pdmesh.testing.spread_meshes import Served, answers, serving_spread, since, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,12 +22,6 @@ PROMPT_LENGTHS = [5, 63, 64, 65, 100, 129, 160, 190]
 MAX_TOKENS = 60
 
 
-@dataclass(frozen=True)
-class Served:
-    mesh: RunningMesh
-    references: list[Reference]
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
@@ -36,11 +29,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Generator[Served]:
-    prompts = random_prompts(PROMPT_LENGTHS, TINY.vocab_size, seed=2)
-    references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
-    settings = {"WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(LIMIT), "POLICY_CHUNK_TOKENS": "48"}
-    with running_mesh(tmp_path_factory.mktemp("mesh"), model=checkpoint, decode=4, settings=settings) as mesh:
-        yield Served(mesh, references)
+    folder = tmp_path_factory.mktemp("mesh")
+    with serving_spread(folder, checkpoint, LIMIT, PROMPT_LENGTHS, MAX_TOKENS, decode=4) as served:
+        yield served
 
 
 async def test_a_context_that_is_spread_answers_as_the_reference(served: Served) -> None:

@@ -3,16 +3,15 @@
 import os
 import signal
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 import pytest
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, layout_settings, running_mesh
-from pdmesh.testing.spread_meshes import answers, since, until, until_ended
+from pdmesh.testing.exactness import mismatches, random_prompts, reference
+from pdmesh.testing.mesh import RunningMesh, layout_settings
+from pdmesh.testing.spread_meshes import Served, answers, serving_spread, since, until, until_ended
 from pdmesh.wire.messages import InstanceStatus
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -25,12 +24,6 @@ MAX_TOKENS = 40
 LAYOUTS = ["2x1-2x1", "1x2-2x1", "2x2-1x2"]
 
 
-@dataclass(frozen=True)
-class Served:
-    mesh: RunningMesh
-    references: list[Reference]
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
@@ -40,15 +33,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, checkpoint: Path
 ) -> Generator[Served]:
-    prompts = random_prompts(PROMPT_LENGTHS, TINY.vocab_size, seed=2)
-    references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
-    settings = {
-        **layout_settings(request.param),
-        "WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(LIMIT),
-        "POLICY_CHUNK_TOKENS": "48",
-    }
-    with running_mesh(tmp_path_factory.mktemp("mesh"), model=checkpoint, decode=3, settings=settings) as mesh:
-        yield Served(mesh, references)
+    folder, settings = tmp_path_factory.mktemp("mesh"), layout_settings(request.param)
+    with serving_spread(folder, checkpoint, LIMIT, PROMPT_LENGTHS, MAX_TOKENS, decode=3, settings=settings) as served:
+        yield served
 
 
 async def instances(mesh: RunningMesh) -> dict[str, InstanceStatus]:

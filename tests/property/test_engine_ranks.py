@@ -3,7 +3,6 @@
 import random
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +24,8 @@ from pdmesh.testing.ranks import ranked_engine
 from pdmesh.testing.stepping import SteppedRequest, block_table, generate, new_sequence, separate_tables, step
 from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = CheckpointShape(hidden_size=128, intermediate_size=192, num_heads=8, num_kv_heads=2, head_dim=32)
 ALL = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=2, prompt_logprobs=1)
 SEEDED = SamplingParams(max_tokens=1 << 20, temperature=0.8, seed=7, logprobs=0, repetition_penalty=1.1)
@@ -35,14 +36,6 @@ EXACT: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "cpu_level": "baseline"},
     {"dtype": "float32", "deterministic": True},
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

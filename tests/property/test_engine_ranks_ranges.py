@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +22,8 @@ from pdmesh.testing.ranks import ranked_engine
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 
 #: Four ranks share two key-value heads.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = CheckpointShape(hidden_size=128, intermediate_size=192, num_heads=8, num_kv_heads=2, head_dim=32)
 ALL = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=2)
 
@@ -45,14 +47,6 @@ class Layout(NamedTuple):
 
 
 DIVIDED = [Layout(2), Layout(4), Layout(1, 2), Layout(2, 2)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

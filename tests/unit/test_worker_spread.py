@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,6 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
-import torch
 
 from pdmesh.config import TransferConfig
 from pdmesh.core.commands import GrantTransfer, GrowKv, PlaceDecode, SetHome, SetMembers, WithdrawTransfer
@@ -47,7 +46,7 @@ from pdmesh.testing.worker import CAPABILITY, RunningInstance, chunk_plans, make
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import ExpectMove, ExpectPart, Grant, Rehome, Respread
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_thread")]
 
 RANGE, BLOCK = 32, 16
 CONFIG = TransferConfig(max_payload_bytes=1 << 16, num_send_buffers=4, num_receive_buffers=4)
@@ -57,14 +56,6 @@ KEY = RequestId("r"), Epoch(0)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), architecture="qwen3", seed=3)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 #: Of four instances, ranks of a stage and stages: where requests begin, and where they go.

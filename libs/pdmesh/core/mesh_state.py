@@ -214,12 +214,12 @@ class MeshState:
         shard = instance.shard(allocation.num_blocks, len(parts) * size)
         state.adopt(shard, tuple(parts), allocation.told_members)
         if parts:
-            self.ask_again(state.key, instance_id, allocation.told_members)
+            self.set_members(state.key, instance_id, allocation.told_members)  # it may have given one up, unheard
         allocation.told_members = ()
 
-    def ask_again(self, key: RequestKey, home_id: InstanceId, members: tuple[PartMember, ...]) -> None:
-        """Let a context decode on with these members, which it has: the home may have given one up, unheard."""
-        self.commands.append(SetMembers(instance_id=home_id, request_id=key[0], epoch=key[1], members=members))
+    def set_members(self, key: RequestKey, instance_id: InstanceId, members: tuple[PartMember, ...]) -> None:
+        """Tell an instance where a context decodes, or is computed, who holds its first ranges."""
+        self.commands.append(SetMembers(instance_id=instance_id, request_id=key[0], epoch=key[1], members=members))
 
     # --- it is placed ---
 

@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 
 import anyio
 
 from pdmesh.cli.processes import process_id, wait_for_end
-from pdmesh.testing.mesh import RunningMesh
+from pdmesh.testing.checkpoints import TINY
+from pdmesh.testing.exactness import Reference, random_prompts, reference
+from pdmesh.testing.mesh import RunningMesh, running_mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A mesh, and what ``transformers`` answers to some prompts."""
+
+    mesh: RunningMesh
+    references: list[Reference]
+
+
+@contextmanager
+def serving_spread(
+    folder: Path,
+    checkpoint: Path,
+    limit: int,
+    prompt_lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    decode: int,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Served]:
+    """Serve a checkpoint of `TINY`, with contexts that are spread in ranges of ``limit`` tokens."""
+    prompts = random_prompts(prompt_lengths, TINY.vocab_size, seed=2)
+    references = [reference(checkpoint, prompt, max_tokens) for prompt in prompts]
+    spread = {"WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(limit), "POLICY_CHUNK_TOKENS": "48"}
+    with running_mesh(folder, model=checkpoint, decode=decode, settings={**spread, **settings}) as mesh:
+        yield Served(mesh, references)
 
 
 def answers(mesh: RunningMesh) -> dict[str, float]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from pdmesh.core.commands import SetHome, SetMembers, WithdrawTransfer
+from pdmesh.core.commands import SetHome, WithdrawTransfer
 from pdmesh.core.events import MembersSet
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -24,7 +24,7 @@ from pdmesh.core.steps.placing import could_place
 from pdmesh.core.transfers.lost_parts import LostParts
 from pdmesh.core.transfers.moves import MAX_AT_ONCE, MAX_FAILED
 from pdmesh.core.transfers.transfer import PartMove, Transfer
-from pdmesh.model import InstanceId, PartMember, RequestKey, TransferId, TransferPurpose
+from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.seams import DecodePlacement
 
@@ -178,16 +178,10 @@ class Parts:
         """A range of a prompt is where it decodes: where it is computed its room is needed for the next ones."""
         num_ranges = transfer.num_landed_parts
         if state.gives_back and state.phase is Phase.PREFILLING and num_ranges > state.num_ranges_away:
-            self._send(state, state.prefill_ids[0], state.members[:num_ranges])
+            self._mesh.set_members(state.key, state.prefill_ids[0], state.members[:num_ranges])
 
     def _tell(self, state: RequestState, home_id: InstanceId) -> None:
-        self._send(state, home_id, state.next_members)
-
-    def _send(self, state: RequestState, instance_id: InstanceId, members: tuple[PartMember, ...]) -> None:
-        request_id, epoch = state.key
-        self._mesh.commands.append(
-            SetMembers(instance_id=instance_id, request_id=request_id, epoch=epoch, members=members)
-        )
+        self._mesh.set_members(state.key, home_id, state.next_members)
 
     def set(self, event: MembersSet) -> RequestState | None:
         """The instance where it decodes has done so. Return the request, if that was waited for.
