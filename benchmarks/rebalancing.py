@@ -34,8 +34,9 @@ from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.testing.operating import operator_of
 
-#: Of the stand-in: a context takes longer to compute again than to move.
-FAKE_LATENCY = "a_s=0.005,b_s=5e-4,decode_a_s=0.005"
+#: Of the stand-in: a context takes longer to compute again than to move, and its streams last for seconds after all of
+#: them are seen to decode, also where others have most of the machine.
+FAKE_LATENCY = "a_s=0.005,b_s=5e-4,decode_a_s=0.03"
 FAKE_BLOCK_BYTES = 2 * 2 * 2 * 64 * BLOCK_SIZE * 4  # layers, keys and values, heads, dimension, tokens, bytes
 
 #: Answers that are short, before.

@@ -47,6 +47,9 @@ COMPLETE = {PASSED, FAILED, NOTHING}
 #: nearly the same on a machine that is busy, but not on one that is slower.
 BUDGET_S, TOLERANCE = 2.0, 4.0
 
+#: Characters of a failure that are printed again at the end: a log may be kept without what came before it.
+WHY_LENGTH = 400
+
 PYTEST = (sys.executable, "-m", "pytest")
 
 
@@ -81,8 +84,11 @@ class Outcomes:
         """Add the tests of a JUnit report."""
         for case in ElementTree.parse(report).iter("testcase"):
             skipped = case.find("skipped")
-            if case.find("failure") is not None or case.find("error") is not None:
+            broke = [*case.findall("failure"), *case.findall("error")]
+            if broke:
                 self.num_failed += 1
+                why = " ".join(broke[0].get("message", "").split())[:WHY_LENGTH]
+                self.notes.append(f"{case.get('classname')}::{case.get('name')} failed: {why}")
             elif skipped is not None:
                 self.num_skipped += 1
                 self.skipped[skipped.get("message", "").partition("\n")[0]] += 1

@@ -105,7 +105,10 @@ def served(
     ) as mesh:
         yield Served(mesh, references)
         mesh.wait_until_idle()
-        assert (mesh.peer_read_bytes() > 0) == (case.prefill > 0 and not case.over_ucx)
+        if case.over_ucx:
+            assert mesh.peer_read_bytes() == 0
+        elif case.prefill:
+            assert mesh.peer_read_bytes() > 0  # mixed instances move what one of them has no room for, or nothing
         assert (mesh.num_accepted_tokens() > 0) == case.drafts
 
 

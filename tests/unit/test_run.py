@@ -91,7 +91,12 @@ PASSES = (0, [a_test("one")])
     ("machine", "code", "last", "said"),
     [
         (Machine(PASSES, PASSES), 0, "5 passed, 0 failed, 0 skipped", ""),
-        (Machine(PASSES, (1, [a_test("a"), a_test("b", "failure")])), 1, "5 passed, 1 failed, 0 skipped", ""),
+        (
+            Machine(PASSES, (1, [a_test("a"), a_test("b", "failure", "assert 3 == 4\n where 3 = f()")])),
+            1,
+            "5 passed, 1 failed, 0 skipped",
+            "tests.unit.test_it::b failed: assert 3 == 4 where 3 = f()\n",
+        ),
         (Machine((1, [a_test("a", "error")]), PASSES), 1, "4 passed, 1 failed, 0 skipped", ""),
         (
             Machine(
