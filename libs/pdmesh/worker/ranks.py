@@ -32,6 +32,7 @@ from pdmesh.engine.ranks.commands import (
 )
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.failures import describe_exit
+from pdmesh.worker.starvation import Thread, is_starved, threads_of
 
 if TYPE_CHECKING:  # torch takes seconds to import, and an instance of one rank may need none
     from torch import Tensor
@@ -42,8 +43,10 @@ if TYPE_CHECKING:  # torch takes seconds to import, and an instance of one rank 
 log = structlog.get_logger()
 
 #: Interval of a rank's heartbeats, and how many may be missing: a rank that stands still ends its instance in a second.
+#: One that the machine does not let run may miss ten times as many.
 BEAT_S = 0.1
 _MAX_MISSED_BEATS = 9
+_STARVED_BEATS = 0.1
 #: A leader that was itself not run for so long knows nothing of the others.
 _OWN_PAUSE_S = 0.3
 _END_S = 1.0
@@ -120,7 +123,8 @@ class RankProcesses:
 
     async def watch(self) -> str:
         """Return once a rank has ended, or was silent and is killed with the others: why the instance must end."""
-        last, missed = self._beats(), [0] * len(self._processes)
+        last, missed = self._beats(), [0.0] * len(self._processes)
+        threads = [dict[int, Thread]() for _ in missed]  # of each rank that missed the last one
         while True:
             began_s = monotonic()
             await anyio.sleep(BEAT_S)
@@ -130,10 +134,13 @@ class RankProcesses:
                 return self._why
             now = self._beats()
             for number in range(len(missed)):
-                stands_still = now[number] == last[number] and monotonic() - began_s < _OWN_PAUSE_S
-                missed[number] = missed[number] + 1 if stands_still else 0
+                if now[number] != last[number] or monotonic() - began_s >= _OWN_PAUSE_S:
+                    missed[number], threads[number] = 0.0, {}
+                    continue
+                before, threads[number] = threads[number], threads_of(self._processes[number].pid)
+                missed[number] += _STARVED_BEATS if is_starved(before, threads[number]) else 1.0
                 if missed[number] >= _MAX_MISSED_BEATS:
-                    self._why = f"{self._name(number)} stood still for {missed[number] * BEAT_S:.1f} s"
+                    self._why = f"{self._name(number)} stood still for {missed[number] * BEAT_S:.1f} s or more"
                     self.kill()
                     return self._why
             last = now
