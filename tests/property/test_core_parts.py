@@ -23,7 +23,8 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.core.instances.allocations import AllocationKind
-from pdmesh.core.requests import MAX_LOST_PARTS, Phase
+from pdmesh.core.phases import Phase
+from pdmesh.core.requests import MAX_LOST_PARTS
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.core.transfers.lost_parts import FIND_ROOM_S
 from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, Role, TransferPurpose

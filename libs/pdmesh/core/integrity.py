@@ -6,7 +6,8 @@ from collections import Counter
 
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.phases import Phase
+from pdmesh.core.requests import RequestState
 from pdmesh.model import InstanceId, RequestKey
 
 

@@ -1,92 +1,25 @@
 """What the core knows of each request, and the one place where that changes.
 
-A request goes through `Phase`. Its methods are its transitions: `TRANSITIONS` says in which phases each may be called
-and where it leads, `FACTS` what is true of a request in each phase. Nobody else assigns a field of it.
+A request goes through the phases of `pdmesh.core.phases`. Its methods are its transitions. Nobody else assigns a field
+of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum, auto
 from math import inf
 from typing import NamedTuple
 
-from msgspec import structs
-
+from pdmesh.core.groups.state import GroupState
+from pdmesh.core.phases import DECODES, FACTS, IN_PREFILL, TRANSITIONS, Facts, IllegalTransition, Phase
 from pdmesh.core.transfers.transfer import Move, PartMove, Transfer
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, PrefixHash, Request, RequestId, RequestKey
 from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder
 from pdmesh.policy.views import Rank
 
-
-class Phase(StrEnum):
-    WAITING = auto()  # in the queue
-    PREFILLING = auto()  # placed: its prompt is computed, and what is computed of its KV may move on meanwhile
-    AWAITING_DECODE = auto()  # its prompt is computed where it does not stay, and nobody receives its KV
-    TRANSFERRING = auto()  # its prompt is computed, and its KV on its way to where it decodes
-    DECODING = auto()  # its whole KV is where it decodes
-    MOVING = auto()  # decodes, and is on its way to another instance
-
-
-_IN_PREFILL = (Phase.PREFILLING, Phase.AWAITING_DECODE, Phase.TRANSFERRING)
-_DECODES = (Phase.DECODING, Phase.MOVING)
-
-#: Of each transition: the phases in which it may begin, and those that it may lead to.
-TRANSITIONS: dict[str, tuple[tuple[Phase, ...], tuple[Phase, ...]]] = {
-    "place": ((Phase.WAITING,), (Phase.PREFILLING,)),
-    "adopt": ((Phase.WAITING,), (Phase.DECODING,)),
-    # while its prompt is computed
-    "ask_helper": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
-    "plan_chunk": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
-    "draw_first_token": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
-    "give_back": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
-    "plan_again_from": ((Phase.PREFILLING,), (Phase.PREFILLING,)),
-    "end_prompt": ((Phase.PREFILLING,), (Phase.AWAITING_DECODE, Phase.TRANSFERRING)),
-    # what receives its KV
-    "receive": ((Phase.PREFILLING, Phase.AWAITING_DECODE), (Phase.PREFILLING, Phase.TRANSFERRING)),
-    "lose_receiver": ((Phase.PREFILLING, Phase.TRANSFERRING), (Phase.PREFILLING, Phase.AWAITING_DECODE)),
-    "keep": ((Phase.PREFILLING, Phase.AWAITING_DECODE), (Phase.PREFILLING, Phase.AWAITING_DECODE)),
-    "land": (_IN_PREFILL, (Phase.DECODING,)),
-    # while it decodes
-    "begin_move": ((Phase.DECODING,), (Phase.MOVING,)),
-    "end_move": ((Phase.MOVING,), (Phase.DECODING,)),
-    "land_move": ((Phase.MOVING,), (Phase.DECODING,)),
-    "begin_part_move": ((Phase.DECODING,), (Phase.DECODING,)),
-    "land_part": ((Phase.DECODING,), (Phase.DECODING,)),
-    "end_part_move": ((Phase.DECODING,), (Phase.DECODING,)),
-    "lose_part": ((Phase.DECODING,), (Phase.DECODING,)),
-}
-
-
 #: A request that has lost ranges so often starts again when it loses the next one: it may be what ends instances.
 MAX_LOST_PARTS = 3
-
-
-class Facts(NamedTuple):
-    """Facts about a request in a phase; None: either is possible."""
-
-    is_placed: bool
-    has_receiver: bool | None  # an instance where it decodes, or will
-    has_transfer: bool | None
-    has_group: bool | None
-    moves: bool
-    moves_part: bool | None  # of its context
-    is_planned: bool | None  # its whole prompt
-
-
-FACTS: dict[Phase, Facts] = {
-    Phase.WAITING: Facts(False, False, False, False, False, False, False),
-    Phase.PREFILLING: Facts(True, None, None, None, False, False, None),
-    Phase.AWAITING_DECODE: Facts(True, False, False, False, False, False, True),
-    Phase.TRANSFERRING: Facts(True, True, True, False, False, False, True),
-    Phase.DECODING: Facts(True, True, None, False, False, None, True),
-    Phase.MOVING: Facts(True, True, None, False, True, False, True),
-}
-
-
-class IllegalTransition(Exception):
-    """A bug in the core: this transition is not allowed in the request's phase."""
 
 
 class RequestView(NamedTuple):
@@ -103,75 +36,7 @@ class RequestView(NamedTuple):
     @property
     def decodes(self) -> bool:
         """Whether it decodes, even while it moves."""
-        return self.phase in _DECODES
-
-
-class ComputedPart(NamedTuple):
-    """Tokens of a prompt that a member of its group has computed."""
-
-    start: int
-    end: int
-    instance_id: InstanceId
-
-
-@dataclass(slots=True, eq=False)
-class GroupState:
-    """The instances that compute a prompt together, from when the first helper is asked until all of it is computed."""
-
-    told: PrefillGroup  # as its members know it: the leader, the helpers that have joined, and those that were lost
-    asked_ids: tuple[InstanceId, ...] = ()  # to help: those helpers, and others that have not answered, or refused
-    computed_parts: list[ComputedPart] = field(default_factory=list[ComputedPart])  # of which the leader may lack some
-    is_recovering: bool = False  # a helper was lost, and what of the prompt is computed is not known yet
-    prefix_tokens: int | None = None  # of the prompt, that the leader said it had since then
-
-    @property
-    def member_ids(self) -> tuple[InstanceId, ...]:
-        """The leader and all helpers that ever joined."""
-        return self.told.member_ids
-
-    @property
-    def living_ids(self) -> tuple[InstanceId, ...]:
-        """Return the members that were not lost, the leader first."""
-        return self.told.living_ids
-
-    @property
-    def lost_ids(self) -> tuple[InstanceId, ...]:
-        return self.told.lost_ids
-
-    def join(self, instance_id: InstanceId, num_computed_tokens: int) -> None:
-        """A helper has room for the prompt, of which the leader has computed so many tokens."""
-        if not self.computed_parts:
-            self.computed_parts = [ComputedPart(0, num_computed_tokens, self.living_ids[0])]
-        self.told = structs.replace(self.told, member_ids=(*self.member_ids, instance_id))
-
-    def lose(self, instance_id: InstanceId) -> None:
-        """A helper is lost; what it computed is known when `hear_prefix` was called and nothing is in flight."""
-        self.told = structs.replace(self.told, lost_ids=(*self.lost_ids, instance_id))
-        self.asked_ids = tuple([helper_id for helper_id in self.asked_ids if helper_id != instance_id])
-        self.is_recovering, self.prefix_tokens = True, None
-
-    def hear_prefix(self, num_tokens: int) -> None:
-        """The leader has so many tokens of the prompt, from the first on."""
-        self.prefix_tokens = num_tokens
-
-    def compute(self, instance_id: InstanceId, start: int, end: int) -> None:
-        """A member has computed a chunk. The leader then has all that the chunk attended to."""
-        if instance_id == self.living_ids[0]:
-            self.computed_parts = [ComputedPart(0, start, instance_id)]
-        self.computed_parts.append(ComputedPart(start, end, instance_id))
-
-    def recover(self, most_tokens: int) -> int:
-        """How many tokens, of ``most_tokens``, its members have computed from the first on: what it goes on from."""
-        leader_id = self.living_ids[0]
-        end = min(self.prefix_tokens or 0, most_tokens)
-        parts = [part for part in self.computed_parts if part.instance_id in self.living_ids]
-        self.computed_parts = [ComputedPart(0, end, leader_id)]
-        for part in sorted(parts):
-            if part.start <= end < part.end:
-                end = part.end
-                self.computed_parts.append(part)
-        self.is_recovering = False
-        return end
+        return self.phase in DECODES
 
 
 @dataclass(slots=True, eq=False)
@@ -221,12 +86,12 @@ class RequestState:
     @property
     def is_in_prefill(self) -> bool:
         """Whether it is placed, and its whole KV is not where it decodes."""
-        return self.phase in _IN_PREFILL
+        return self.phase in IN_PREFILL
 
     @property
     def decodes(self) -> bool:
         """Whether it draws tokens: its whole KV is where it decodes."""
-        return self.phase in _DECODES
+        return self.phase in DECODES
 
     @property
     def is_planned(self) -> bool:

@@ -68,10 +68,11 @@ from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.operators.judging import Judge
 from pdmesh.core.operators.records import OperationView
+from pdmesh.core.phases import Phase
 from pdmesh.core.recovery.membership import Membership
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.recovery.unheard import on_token_link
-from pdmesh.core.requests import Phase, RequestView
+from pdmesh.core.requests import RequestView
 from pdmesh.core.steps.batching import BatchingView, Modes
 from pdmesh.core.steps.packing import Packer
 from pdmesh.core.steps.placing import unready_reason

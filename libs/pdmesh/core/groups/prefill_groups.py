@@ -36,7 +36,8 @@ from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.phases import Phase
+from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.batching import Modes
 from pdmesh.core.waiting.queue import in_order
 from pdmesh.model import InstanceId, RequestKey

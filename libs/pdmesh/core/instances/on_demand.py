@@ -17,7 +17,8 @@ from pdmesh.core.commands import GrowKv
 from pdmesh.core.instances.allocations import READ_BY_STEPS, Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.phases import Phase
+from pdmesh.core.requests import RequestState
 from pdmesh.core.transfers.parts import can_resume
 from pdmesh.core.transfers.rebalancing import Rebalancer
 from pdmesh.model import InstanceId, RequestId, RequestKey

@@ -12,10 +12,11 @@ from pdmesh.core.commands import Outcome
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.phases import Phase
 from pdmesh.core.recovery.orphans import Orphans
 from pdmesh.core.recovery.spread import SpreadResidents
 from pdmesh.core.recovery.suspects import Deaths
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.requests import RequestState
 from pdmesh.core.transfers.receivers import do_without
 from pdmesh.model import (
     Epoch,

@@ -14,7 +14,8 @@ from math import inf
 from pdmesh.core.events import PartLost
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.phases import Phase
+from pdmesh.core.requests import RequestState
 from pdmesh.core.transfers.moves import MAX_FAILED
 from pdmesh.core.transfers.receivers import do_without
 from pdmesh.model import RequestKey

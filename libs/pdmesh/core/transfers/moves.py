@@ -16,7 +16,8 @@ from pdmesh.core.events import MoveFailed, MoveSent
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.phases import Phase
+from pdmesh.core.requests import RequestState
 from pdmesh.core.transfers.transfer import Move
 from pdmesh.model import InstanceId, RequestKey, TransferPurpose
 from pdmesh.policy.on_demand import granted_blocks

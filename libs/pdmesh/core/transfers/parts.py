@@ -19,7 +19,8 @@ from pdmesh.core.events import MembersSet
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import Phase, RequestState
+from pdmesh.core.phases import Phase
+from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.placing import could_place
 from pdmesh.core.transfers.lost_parts import LostParts
 from pdmesh.core.transfers.moves import MAX_AT_ONCE, MAX_FAILED
