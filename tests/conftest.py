@@ -1,9 +1,12 @@
-"""Fixtures every test may use, how much is drawn, what a test takes, and what is skipped where a machine lacks it."""
+"""Fixtures every test may use, how much is drawn, what a test takes and leaves to read if it fails, and what is skipped
+where a machine lacks it.
+"""
 
 import asyncio
 import gc
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextvars import Context
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from hypothesis import is_hypothesis_test, settings
 
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.mesh_logs import warnings_since
 
 # `pytest --hypothesis-profile=all` draws as many examples as a test asks for, any other run a quarter (see
 # `pdmesh.testing.examples`). A machine that is busy is slow: how long an example takes says nothing about the code.
@@ -19,6 +23,8 @@ settings.register_profile("quarter", deadline=None, max_examples=25)
 settings.load_profile("quarter")
 
 NO_DEVICE = "torch finds no CUDA device"
+
+_FOLDER, _BEGAN_S = pytest.StashKey[Path](), pytest.StashKey[float]()
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -79,6 +85,24 @@ def nothing_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     while left := asyncio.all_tasks(loop) - of_fixtures:
         _, pending = loop.run_until_complete(asyncio.wait(left, timeout=20))
         assert not pending, f"outlives its test: {pending}"
+
+
+@pytest.fixture(autouse=True)
+def began(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    request.node.stash[_FOLDER] = tmp_path_factory.getbasetemp()
+    request.node.stash[_BEGAN_S] = time.time() - 1.0  # times of files are coarse
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Quote what meshes warned of while a test failed: their folders are gone where its report is read."""
+    report = yield
+    if report.failed and _FOLDER in item.stash:
+        warned = "\n".join(warnings_since(item.stash[_FOLDER], item.stash[_BEGAN_S]))
+        report.sections.append(("warnings of meshes", warned))
+        for properties in (item.user_properties, report.user_properties):  # of later reports, and of this one
+            properties.append(("warned", warned))
+    return report
 
 
 @pytest.fixture(autouse=True)

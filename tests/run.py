@@ -47,8 +47,9 @@ COMPLETE = {PASSED, FAILED, NOTHING}
 #: nearly the same on a machine that is busy, but not on one that is slower.
 BUDGET_S, TOLERANCE = 2.0, 4.0
 
-#: Characters of a failure that are printed again at the end: a log may be kept without what came before it.
-WHY_LENGTH = 400
+#: Characters of a failure, and lines that its meshes warned of, that are printed again at the end: a log may be kept
+#: without what came before it.
+WHY_LENGTH, MAX_WARNINGS = 400, 20
 
 PYTEST = (sys.executable, "-m", "pytest")
 
@@ -88,7 +89,8 @@ class Outcomes:
             if broke:
                 self.num_failed += 1
                 why = " ".join(broke[0].get("message", "").split())[:WHY_LENGTH]
-                self.notes.append(f"{case.get('classname')}::{case.get('name')} failed: {why}")
+                warned = [f"  {line}" for text in noted(case, "warned")[:1] for line in text.splitlines()]
+                self.notes += [f"{case.get('classname')}::{case.get('name')} failed: {why}", *warned[:MAX_WARNINGS]]
             elif skipped is not None:
                 self.num_skipped += 1
                 self.skipped[skipped.get("message", "").partition("\n")[0]] += 1

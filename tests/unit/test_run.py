@@ -57,9 +57,11 @@ def test_who_names_files_has_them_run_alone(run: ModuleType, named: str) -> None
     assert not part.linters
 
 
-def a_test(name: str, outcome: str = "", message: str = "", cpu_s: float = 0.1) -> str:
+def a_test(name: str, outcome: str = "", message: str = "", cpu_s: float = 0.1, warned: str = "") -> str:
     inner = f"<{outcome} message={quoteattr(message)}/>" if outcome else ""
-    note = f'<properties><property name="cpu_s" value="{cpu_s}"/></properties>'
+    notes = {"cpu_s": str(cpu_s), **({"warned": warned} if warned else {})}
+    properties = "".join(f"<property name={quoteattr(key)} value={quoteattr(text)}/>" for key, text in notes.items())
+    note = f"<properties>{properties}</properties>"
     return f'<testcase classname="tests.unit.test_it" name="{name}">{note}{inner}</testcase>'
 
 
@@ -92,10 +94,13 @@ PASSES = (0, [a_test("one")])
     [
         (Machine(PASSES, PASSES), 0, "5 passed, 0 failed, 0 skipped", ""),
         (
-            Machine(PASSES, (1, [a_test("a"), a_test("b", "failure", "assert 3 == 4\n where 3 = f()")])),
+            Machine(
+                PASSES,
+                (1, [a_test("a"), a_test("b", "failure", "assert 3 == 4\n where 3 = f()", warned="a: lost\nb: gone")]),
+            ),
             1,
             "5 passed, 1 failed, 0 skipped",
-            "tests.unit.test_it::b failed: assert 3 == 4 where 3 = f()\n",
+            "tests.unit.test_it::b failed: assert 3 == 4 where 3 = f()\n  a: lost\n  b: gone\n",
         ),
         (Machine((1, [a_test("a", "error")]), PASSES), 1, "4 passed, 1 failed, 0 skipped", ""),
         (
