@@ -328,7 +328,8 @@ class WorkerConfig:
     free_behind_windows: Annotated[
         bool,
         "give up the KV of layers with a window behind it, where an instance has one rank, no device and no offload "
-        "tier; then no groups compute long prompts. All instances of a mesh must have the same",
+        "tier, and contexts are not spread; then no groups compute long prompts. All instances of a mesh must have the "
+        "same",
     ] = True
     prefill_attention: Annotated[
         str, one_of("auto", "fa2", "fa3"), "FlashInfer kernels for chunks on a device; auto: by the chunk's length"

@@ -20,6 +20,7 @@ from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
 from pdmesh.testing.ranges import RANGE_TOKENS, HeldByEngines, spread
 from pdmesh.testing.ranks import ranked_engine
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 
 #: Four ranks share two key-value heads.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,6 +127,53 @@ def test_whoever_asks_whom_changes_no_bit(
         assert [drawn(request) for request in requests] == expected
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("gemma2", {"sliding_window": 80, "attn_logit_softcapping": 2.0}),
+        ("gpt_oss", {"sliding_window": 24, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    ],
+    ids=["gemma2", "gpt_oss"],
+)
+def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with windows, one of which ends in a range, and capped scores or sinks."""
+    family, options = request.param
+    return write_transformers_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        family,
+        seed=1,
+        hidden_size=128,
+        intermediate_size=192,
+        num_attention_heads=8,
+        head_dim=32,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("home", [Layout(2), Layout(1, 2), Layout(2, 2)], ids=str)
+def test_ranks_ask_only_whose_range_is_seen(windowed: Path, home: Layout) -> None:
+    """A prompt that is computed in chunks while others hold its first ranges, and decodes; beside one that does not."""
+    lengths, num_tokens = (200, 150, 20), 6
+    with ExitStack() as stack:
+
+        def engine_of(layout: Layout) -> TorchEngine:
+            return stack.enter_context(ranked_engine(windowed, layout.tensor, num_stages=layout.stages, **BF16))
+
+        alone, engines = engine_of(Layout(1)), [engine_of(home), engine_of(Layout(2)), engine_of(Layout(1))]
+        expected = [drawn(generate(alone, prompt_of(length), num_tokens, params=ALL)) for length in lengths]
+        tables = separate_tables(engines[0], [length + num_tokens for length in lengths])
+        requests = [
+            SteppedRequest(new_sequence(prompt_of(length), table, ALL), num_tokens)
+            for length, table in zip(lengths, tables, strict=True)
+        ]
+        while left := [request for request in requests if not request.done]:
+            step(engines[0], [(request, 50) for request in left])
+            for first_block, request in zip((0, 24), requests, strict=False):
+                spread(request, engines, first_block)
+        assert [drawn(request) for request in requests] == expected
+        assert [request.sequence.num_elsewhere_tokens for request in requests] == [192, 128, 0]
+
+
 def one_silent(held: HeldByEngines) -> list[bytes]:
     raise KvElsewhereLost(held, "silent")
 
@@ -145,7 +193,7 @@ def test_a_lost_member_ends_the_step_on_all_ranks_and_leaves_them_in_step(
 
     class Losing(HeldByEngines):
         def answers(self) -> list[bytes]:
-            return answers(self) if self.asked[-1][0] == lost_in else super().answers()
+            return answers(self) if self.asked[-1].layer == lost_in else super().answers()
 
     lengths = (200, 150, 20)
     with (
@@ -206,7 +254,7 @@ def test_a_step_of_stages_that_waits_may_lose_a_member(checkpoint: Path, layout:
 
     class Losing(HeldByEngines):
         def answers(self) -> list[bytes]:
-            if self.asked[-1][0] == 1:
+            if self.asked[-1].layer == 1:
                 raise KvElsewhereLost(self, "silent")
             return super().answers()
 

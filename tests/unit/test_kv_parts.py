@@ -12,7 +12,8 @@ import anyio.to_thread
 import pytest
 
 from pdmesh.kv.blocks import BlockPool
-from pdmesh.kv.elsewhere import KvElsewhereLost
+from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
+from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.parts import JoinedPieces, PartHolder, SpreadKv
@@ -26,14 +27,16 @@ pytestmark = pytest.mark.anyio
 REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0x1234
 NUM_MEMBERS = 2
 ROW_BYTES = 8
+START = 1 << 31  # a position
 LIMIT_S = 0.5
 
 
-def attend(layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+def attend(number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
     """Rows of 8 bytes, answered by what was asked and where it was looked for."""
+    layer, start, query, _ = question
     if not query or len(query) % ROW_BYTES:
         raise ValueError("no rows")
-    return repr((layer, list(block_ids), query)).encode()
+    return repr((number, list(block_ids), layer, start, query)).encode()
 
 
 @dataclass
@@ -53,11 +56,11 @@ class Spread:
     kv: SpreadKv
     blocks: list[list[int]]
 
-    async def ask(self, layer: int, query: bytes) -> Sequence[bytes]:
+    async def ask(self, layer: int, query: bytes, first_range: int = 0) -> Sequence[bytes]:
         """As an engine does, on a thread."""
 
         def asked() -> Sequence[bytes]:
-            self.kv.ask(layer, query)
+            self.kv.ask(PartQuestion(layer, START, query, first_range))
             return self.kv.answers()
 
         return await anyio.to_thread.run_sync(asked, abandon_on_cancel=True)
@@ -106,7 +109,8 @@ async def spread(request: pytest.FixtureRequest) -> AsyncIterator[Spread]:
 
 
 def expected(spread: Spread, layer: int, query: bytes) -> list[bytes]:
-    return [attend(layer, blocks, query) for blocks in spread.blocks]
+    question = PartQuestion(layer, START, query)
+    return [attend(number, blocks, question) for number, blocks in enumerate(spread.blocks)]
 
 
 async def test_members_answer_in_their_order_once_their_parts_have_landed(spread: Spread) -> None:
@@ -135,6 +139,44 @@ async def test_a_question_and_its_answers_may_take_several_pieces(spread: Spread
     for num_rows in (limit // ROW_BYTES, 5 * limit // ROW_BYTES + 3, 1):
         query = bytes(range(ROW_BYTES)) * num_rows
         assert await spread.ask(1, query) == expected(spread, 1, query)
+
+
+async def test_who_holds_a_range_that_is_not_seen_is_not_asked(spread: Spread) -> None:
+    spread.land(1)
+    for _ in range(3):
+        assert await spread.ask(1, b"12345678", 1) == expected(spread, 1, b"12345678")[1:]
+    assert spread.members[0].mover.parts.num_answers == 0
+    with pytest.raises(KvElsewhereLost, match=r"no answer within 0\.5 s from members 0 of 2"):
+        await spread.ask(1, b"12345678")
+    assert spread.kv.lost_members == (0,)
+
+
+def test_an_answer_that_was_not_asked_for_is_none() -> None:
+    asked: list[PartQuestion] = []
+    kv = SpreadKv(
+        REQUEST,
+        EPOCH,
+        members=[PartHolder(b"", CAPABILITY)] * 2,
+        num_tokens=16,
+        limit_s=LIMIT_S,
+        wakeup=Wakeup(),
+        send=lambda _spread, _number, question: asked.append(question),
+    )
+    kv.ask(PartQuestion(0, START, b"12345678", first_range=1))
+    whole = NO_PART._replace(blocks=IndexRange(0, 1))
+    for member in (0, 1):
+        header = PieceHeader(
+            kind=PieceKind.ANSWER,
+            request_key=kv.key,
+            epoch=EPOCH,
+            capability=CAPABILITY,
+            source=member,
+            chunk=kv.question,
+            part=whole,
+            num_context_tokens=1,
+        )
+        assert kv.take(header, bytes([member])) == (member == 1)
+    assert kv.answers() == [b"\1"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -174,6 +216,23 @@ async def test_what_is_no_question_is_dropped_and_ends_nothing_but_its_step(
         side.mover.cancel(REQUEST, EPOCH)
         assert len(side.mover.parts) == 0
         assert side.outcomes == []
+
+
+async def test_what_is_too_short_for_a_question_is_dropped(spread: Spread) -> None:
+    for number in range(NUM_MEMBERS):
+        spread.land(number)
+    about = PieceHeader(
+        kind=PieceKind.QUERY,
+        request_key=spread.kv.key,
+        epoch=EPOCH,
+        capability=CAPABILITY,
+        part=NO_PART._replace(layers=IndexRange(0, 1), blocks=IndexRange(0, 3)),
+        num_context_tokens=3,
+    )
+    member = spread.members[0]
+    await spread.home.mover.parts._writer.send_payload(member.transport.address, b"123", about)
+    assert await spread.ask(0, b"12345678") == expected(spread, 0, b"12345678")
+    assert member.mover.counters().dropped == {"malformed question": 1}
 
 
 async def test_a_member_that_is_gone_ends_the_step_at_once(spread: Spread) -> None:

@@ -99,6 +99,7 @@ def test_a_model_of_windows_alone_has_as_many_blocks_as_its_requests_can_fill() 
         ({}, True),
         ({"free_behind_windows": False}, False),
         ({"kv_offload_host_bytes": 1 << 20}, False),
+        ({"max_kv_tokens_per_instance": 64}, False),
     ],
 )
 def test_kv_behind_windows_is_given_up_where_nothing_needs_it(

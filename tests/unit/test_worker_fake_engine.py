@@ -8,6 +8,7 @@ import pytest
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice, SliceResult
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, reference_output
+from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import FinishReason, KvLayout, RequestId, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
@@ -107,17 +108,17 @@ class Divided:
     def __init__(self, members: list[FakeEngine]) -> None:
         self.members = members
         self.num_tokens = len(members) * FAKE_LAYOUT.block_size
-        self.asked: list[tuple[int, bytes]] = []
-        self.wrong: Callable[[Divided, int, bytes], list[bytes]] = Divided.to
+        self.asked: list[PartQuestion] = []
+        self.wrong: Callable[[Divided, PartQuestion], list[bytes]] = Divided.to
 
-    def ask(self, layer: int, query: bytes) -> None:
-        self.asked.append((layer, query))
+    def ask(self, question: PartQuestion) -> None:
+        self.asked.append(question)
 
     def answers(self) -> list[bytes]:
-        return self.wrong(self, *self.asked[-1])
+        return self.wrong(self, self.asked[-1])
 
-    def to(self, layer: int, query: bytes) -> list[bytes]:
-        return [member.attend_part(layer, [2], query) for member in self.members]
+    def to(self, question: PartQuestion) -> list[bytes]:
+        return [member.attend_part(number, [2], question) for number, member in enumerate(self.members)]
 
 
 def divided(prompt: list[int], num_members: int) -> tuple[FakeEngine, EngineSequence, Divided]:
@@ -144,28 +145,28 @@ def test_a_context_that_is_divided_draws_as_one_engine_does(num_members: int) ->
         start = len(sequence.token_ids) - 1
         (result,) = home.execute([SequenceSlice(sequence=sequence, start=start, num_tokens=1, sample=True)])
         assert result.token_id == token
-    assert len({query for _, query in elsewhere.asked}) == len(elsewhere.asked)
+    assert len({question.query for question in elsewhere.asked}) == len(elsewhere.asked)
 
 
-def misordered(elsewhere: Divided, layer: int, query: bytes) -> list[bytes]:
-    return elsewhere.to(layer, query)[::-1]
+def misordered(elsewhere: Divided, question: PartQuestion) -> list[bytes]:
+    return elsewhere.to(question)[::-1]
 
 
-def with_a_wrong_bit(elsewhere: Divided, layer: int, query: bytes) -> list[bytes]:
-    first, *others = elsewhere.to(layer, query)
+def with_a_wrong_bit(elsewhere: Divided, question: PartQuestion) -> list[bytes]:
+    first, *others = elsewhere.to(question)
     return [first[:-1] + bytes([first[-1] ^ 1]), *others]
 
 
-def of_the_first_layer(elsewhere: Divided, layer: int, query: bytes) -> list[bytes]:
-    return elsewhere.to(0, query)
+def of_the_first_layer(elsewhere: Divided, question: PartQuestion) -> list[bytes]:
+    return elsewhere.to(question._replace(layer=0))
 
 
-def to_another_question(elsewhere: Divided, layer: int, query: bytes) -> list[bytes]:
-    return elsewhere.to(layer, bytes(len(query)))
+def to_another_question(elsewhere: Divided, question: PartQuestion) -> list[bytes]:
+    return elsewhere.to(question._replace(query=bytes(len(question.query))))
 
 
 @pytest.mark.parametrize("wrong", [misordered, with_a_wrong_bit, of_the_first_layer, to_another_question])
-def test_a_wrong_answer_changes_what_is_drawn(wrong: Callable[[Divided, int, bytes], list[bytes]]) -> None:
+def test_a_wrong_answer_changes_what_is_drawn(wrong: Callable[[Divided, PartQuestion], list[bytes]]) -> None:
     num_same = 0
     for first in range(40):
         prompt = list(range(first, first + 11))

@@ -19,7 +19,7 @@ from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep, SetRole
 from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished, StepDone
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
-from pdmesh.kv.elsewhere import KvElsewhereLost
+from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.model import FinishReason, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.testing.worker import RunningInstance, a_shard, a_transfer, chunk_plans, make_generation, running_instance
@@ -732,16 +732,15 @@ class LostBesideChunks:
     """`KvElsewhere` that gives no answer in the fourth layer of a step that has others' rows, too."""
 
     num_tokens = 0
-    asked: tuple[int, bytes] = 0, b""
+    layer = 0  # of the last question
     has_others: bool = False
     is_lost: bool = False
 
-    def ask(self, layer: int, query: bytes) -> None:
-        self.asked = layer, query
+    def ask(self, question: PartQuestion) -> None:
+        self.layer = question.layer
 
     def answers(self) -> list[bytes]:
-        layer, _ = self.asked
-        if self.has_others and layer == 3:
+        if self.has_others and self.layer == 3:
             self.is_lost = True
             raise KvElsewhereLost(self, "silent")
         return [b""]

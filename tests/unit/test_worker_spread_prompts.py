@@ -26,6 +26,7 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.engine.runner import TorchEngine
+from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import IndexRange, PartMember, RequestId, SamplingParams, TransferId, TransferPurpose, num_blocks_for
 from pdmesh.plans import KvShard, StepPlan, TransferPlan
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
@@ -224,10 +225,10 @@ async def test_an_urgent_prompt_is_computed_inside_a_step_that_asks_others(
     assert attend is not None
     is_asked, may_answer = threading.Event(), threading.Event()
 
-    def held_up(layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+    def held_up(number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
         is_asked.set()
         may_answer.wait(10)
-        return attend(layer, block_ids, query)
+        return attend(number, block_ids, question)
 
     monkeypatch.setattr(parts, "_attend", held_up)
     hand_over.compute(0, RANGE)

@@ -34,8 +34,8 @@ _GROUP_BYTES = 8 * 1024 * 1024
 class QuerySpan:
     """Rows ``row`` … ``row + num_tokens - 1`` of a step: the tokens from ``start`` on of one sequence.
 
-    With ``num_keys`` the rows are tokens behind these keys, and each sees all of them. The first tokens' keys may be
-    ``elsewhere``: then ``block_table`` begins behind them.
+    With ``num_keys`` the rows are tokens behind these keys, and each sees all of them, or some if there is a window.
+    The first tokens' keys may be ``elsewhere``: then ``block_table`` begins behind them.
     """
 
     row: int
@@ -47,7 +47,7 @@ class QuerySpan:
 
     @property
     def end(self) -> int:
-        """The keys that its last row sees."""
+        """Behind the last key that a row sees."""
         return self.start + self.num_tokens if self.num_keys is None else self.num_keys
 
 
@@ -81,8 +81,11 @@ class AttentionBackend(Protocol):
 class PartialPlan(AttentionPlan, Protocol):
     """A plan whose spans may be ranges of keys, to be merged."""
 
-    def attend_partly(self, query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp as `attend` has them, both in fp32; rows of no span have any values."""
+    def attend_partly(self, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp as `attend` has them, both in fp32; rows of no span have any values.
+
+        With a ``window``, each row of a span sees a key at least.
+        """
         ...
 
 
@@ -119,7 +122,8 @@ class TorchAttention:
             table[used:] = span.block_table[used - 1]  # padding, masked: a sequence reads only its own blocks
         positions = np.arange(tables.shape[1] * self.layout.block_size)
         starts = [span.start for span in spans]
-        ahead = positions - np.asarray(starts)[:, None]
+        ends = np.asarray([span.end for span in spans])[:, None]
+        ahead = np.where(positions < ends, positions - np.asarray(starts)[:, None], 1)
         rows = torch.tensor([span.row for span in spans], device=self.device)
         return _Decodes(rows, min(starts), self._head_rows(tables), torch.from_numpy(ahead).to(self.device))
 
@@ -162,7 +166,7 @@ class _Decodes:
     rows: Tensor  # (sequences,)
     start: int  # of the first token
     head_rows: Tensor  # (2, sequences, num_kv_heads, num_blocks)
-    ahead: Tensor  # (sequences, num_blocks * block_size): by how much a key comes after the query
+    ahead: Tensor  # (sequences, num_blocks * block_size): by how much a key comes after the query, or what is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +185,10 @@ class _TorchPlan:
         self._attend(multiplicable(query) * self.scale, cache, window, output, lse)
         return AttentionOutput(output, lse)
 
-    def attend_partly(self, query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    def attend_partly(self, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         output = query.new_empty(query.shape, dtype=torch.float32)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self._attend(query.float() * self.scale, cache, None, output, lse)
+        self._attend(query.float() * self.scale, cache, window, output, lse)
         return output, lse
 
     def _attend(self, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor | None) -> None:
@@ -228,7 +232,8 @@ class _TorchPlan:
                     by_token[..., visible - size :].masked_fill_(later[:, None], -torch.inf)
                 if window is not None:
                     earlier = torch.ones(size, visible, dtype=torch.bool, device=query.device)
-                    by_token.masked_fill_(earlier.tril(visible - size - window)[:, None], -torch.inf)
+                    passed = chunk.start + first - window - origin  # the last key that the first row sees no more
+                    by_token.masked_fill_(earlier.tril(passed)[:, None], -torch.inf)
                 attended = torch.softmax(scores, dim=-1) @ values[:visible]
                 output[tile, heads] = attended.view(size, group, -1)
                 if lse is not None:

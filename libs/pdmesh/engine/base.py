@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdmesh.engine.guide import Guide
-from pdmesh.kv.elsewhere import KvElsewhere
+from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
 from pdmesh.kv.store import KvStore
 from pdmesh.model import ComputePath, FinishReason, RequestId, SamplingParams
 
@@ -173,10 +173,10 @@ class Engine(Protocol):
         """Compile a grammar, so that no step waits for it. Blocking; any thread."""
         ...
 
-    def attend_part(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
-        """Attend to a range of another instance's sequence that lies in these blocks: see `KvElsewhere`. Any thread.
+    def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
+        """Attend to the range of this number of another instance's sequence, which lies in these blocks. Any thread.
 
-        Raises ValueError if ``query`` is no number of whole rows.
+        See `KvElsewhere`. Raises ValueError if the question is none about this range.
         """
         ...
 

@@ -33,7 +33,7 @@ from pdmesh.engine.base import (
 )
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.engine.turns import StageTurns
-from pdmesh.kv.elsewhere import KvElsewhere
+from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
@@ -214,7 +214,7 @@ class FakeEngine:
                 queries = [self._write(layer, *each) for each in zip(batch, step.hidden, strict=True)]
                 for part, query in zip(batch, queries, strict=True):
                     if part.sequence.elsewhere is not None:
-                        part.sequence.elsewhere.ask(layer, query.tobytes())
+                        part.sequence.elsewhere.ask(PartQuestion(layer, part.start, query.tobytes()))
             if on_layer is not None:
                 on_layer(layer)
             if self._checks_kv:
@@ -234,12 +234,13 @@ class FakeEngine:
     def settle(self) -> None:
         """Steps compute as they are called."""
 
-    def attend_part(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+    def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
         """Answer with the range's KV, disguised by what was asked: it is of use to nobody who asked anything else."""
-        if len(query) != _WORD_BYTES:
-            raise ValueError(f"a question of {len(query)} bytes")
-        pages = self.kv.words[layer, list(block_ids)].swapaxes(0, 1)
-        return (pages ^ np.frombuffer(query, dtype=np.uint32)).tobytes()
+        del number
+        if len(question.query) != _WORD_BYTES:
+            raise ValueError(f"a question of {len(question.query)} bytes")
+        pages = self.kv.words[question.layer, list(block_ids)].swapaxes(0, 1)
+        return (pages ^ np.frombuffer(question.query, dtype=np.uint32)).tobytes()
 
     def _answered(self, elsewhere: KvElsewhere, query: np.uint32) -> Words:
         """The KV of a layer that others hold, from their answers in this order: (2, num_tokens, lanes)."""

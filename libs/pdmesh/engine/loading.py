@@ -136,11 +136,6 @@ def load_model(
     if isinstance(config, UndescribedModel):
         return _load_undescribed(checkpoint_dir, config, options)
     assert isinstance(config, ModelConfig)
-    if options.range_tokens and (config.masks_more or config.has_sinks):
-        raise ConfigError(
-            "worker.max_kv_tokens_per_instance is set, but this model has windows, capped scores or sinks, and its "
-            "contexts cannot be divided yet: set it to 0"
-        )
     kernels = KernelChoice(None, "the reference")
     if options.native:
         part = share.config_of(config)

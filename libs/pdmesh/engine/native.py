@@ -67,11 +67,11 @@ class _NativePlan:
         self._attend(query, cache, output, None, lse, window or 0)
         return AttentionOutput(output, lse)
 
-    def attend_partly(self, query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    def attend_partly(self, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         """Of ordered libraries alone."""
         wide = query.new_empty(query.shape, dtype=torch.float32)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self._attend(query, cache, None, wide, lse, 0)
+        self._attend(query, cache, None, wide, lse, window or 0)
         return wide, lse
 
     def _attend(

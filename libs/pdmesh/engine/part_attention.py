@@ -13,6 +13,7 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.loading import ComputeOptions
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranged_attention import RangedAttention
+from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import KvLayout
 
 
@@ -22,16 +23,20 @@ class PartAttention:
 
     attention: RangedAttention
     num_heads: int
+    windows: Sequence[int | None]  # of the layers
     layout: KvLayout
     caches: Sequence[Tensor]
 
-    def attend(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+    def attend(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
         """See `pdmesh.engine.base.Engine.attend_part`."""
         dtype, head_dim = TORCH_DTYPES[self.layout.dtype], self.layout.head_dim
+        layer, start, query, _ = question
         if not query or len(query) % (self.num_heads * head_dim * dtype.itemsize):
             raise ValueError(f"{len(query)} bytes are no query rows of this model")
+        if (distance := start - number * self.attention.range_tokens) < self.attention.range_tokens:
+            raise ValueError(f"a token at {start} asks about range {number}, behind which it is not")
         rows = torch.frombuffer(bytearray(query), dtype=dtype).view(-1, self.num_heads, head_dim)
-        return self.attention.attend_part(rows, self.caches[layer], block_ids)
+        return self.attention.attend_part(rows, distance, self.caches[layer], block_ids, self.windows[layer])
 
 
 def part_attention(
@@ -42,4 +47,5 @@ def part_attention(
     library = kernels.library if options.native else None
     attention, _ = choose_attention(config, layout, library, deterministic=options.deterministic)
     ranged = RangedAttention(attention, options.range_tokens, layout.block_size)
-    return PartAttention(ranged, config.num_heads, layout, caches)
+    windows = [layer.window for layer in config.layers]
+    return PartAttention(ranged, config.num_heads, windows, layout, caches)

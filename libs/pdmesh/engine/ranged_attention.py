@@ -2,7 +2,8 @@
 
 Each range is attended to apart, in fp32, and the results are merged by their log-sum-exp in the order of the context.
 Where ranges end follows from the position alone, so results are the same bits whether one instance holds all ranges or
-others hold some. A context of one range is computed as if there were none.
+others hold some. A context of one range is computed as if there were none. In a layer with a window, a row attends to
+the ranges that it sees any of.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, AttentionPlan, PartialBackend, PartialPlan, QuerySpan
 from pdmesh.engine.kernels import by_value
-from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost
+from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost, PartQuestion
 
 
 class _Part(NamedTuple):
@@ -25,7 +26,7 @@ class _Part(NamedTuple):
 
     rows: Tensor | slice
     output: Tensor  # (rows, heads, head_dim), fp32
-    lse: Tensor  # (rows, heads), fp32
+    lse: Tensor  # (rows, heads), fp32; -inf: the row sees nothing of the range
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,66 +40,89 @@ class RangedAttention:
     def plan(self, spans: Sequence[QuerySpan]) -> AttentionPlan:
         if all(span.end <= self.range_tokens for span in spans):
             return self.whole.plan(spans)
-        by_range: dict[int, list[QuerySpan]] = {}
-        for span in spans:
-            self._divide(span, by_range)
-        ranges = [(_rows(by_range[number]), self.whole.plan(by_range[number])) for number in sorted(by_range)]
-        asked = [
-            (slice(span.row, span.row + span.num_tokens), span.elsewhere)
-            for span in spans
-            if span.elsewhere is not None
-        ]
-        return _RangedPlan(ranges, asked)
+        return _RangedPlan(self, spans)
 
-    def attend_part(self, query: Tensor, cache: Tensor, block_ids: Sequence[int]) -> bytes:
-        """Return what rows (num_rows, num_heads, head_dim) behind a range make of it: outputs, then log-sum-exps."""
-        output, lse = self.whole.plan([self._behind(0, len(query), block_ids)]).attend_partly(query, cache)
+    def attend_part(
+        self, query: Tensor, start: int, cache: Tensor, block_ids: Sequence[int], window: int | None
+    ) -> bytes:
+        """Return what rows (num_rows, num_heads, head_dim) behind a range make of it: outputs, then log-sum-exps.
+
+        The first row is ``start`` tokens behind where the range begins. Rows that see nothing of it have zeros, and a
+        log-sum-exp of -inf.
+        """
+        num_seeing = self._end_of_sight(window, start + len(query)) - start
+        output = query.new_zeros(query.shape, dtype=torch.float32)
+        lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+        if num_seeing > 0:
+            plan = self.whole.plan([self._behind(0, num_seeing, start, block_ids)])
+            output[:num_seeing], lse[:num_seeing] = plan.attend_partly(query[:num_seeing], cache, window)
         return output.numpy().tobytes() + lse.numpy().tobytes()
 
-    def _divide(self, span: QuerySpan, by_range: dict[int, list[QuerySpan]]) -> None:
-        """Add what a span attends to here, by range: rows inside of it, and those behind it."""
+    def by_range(self, spans: Sequence[QuerySpan], window: int | None) -> list[tuple[Tensor, PartialPlan]]:
+        """Return a plan for each range of which some is here, in their order, and the rows that see any of it."""
+        by_range: dict[int, list[QuerySpan]] = {}
+        for span in spans:
+            self._divide(span, window, by_range)
+        return [(_rows(by_range[number]), self.whole.plan(by_range[number])) for number in sorted(by_range)]
+
+    def first_range(self, start: int, window: int | None) -> int:
+        """Return the first range of which a token sees any."""
+        return 0 if window is None else max(0, start + 1 - window) // self.range_tokens
+
+    def _divide(self, span: QuerySpan, window: int | None, by_range: dict[int, list[QuerySpan]]) -> None:
+        """Add what a span attends to here, by range: rows inside of it, and those behind it that see it."""
         size, elsewhere = self.range_tokens, 0 if span.elsewhere is None else span.elsewhere.num_tokens
-        for begin in range(elsewhere, span.end, size):
+        seen = self.first_range(span.start, window) * size
+        for begin in range(max(elsewhere, seen), span.end, size):
             first = (begin - elsewhere) // self.block_size
             blocks = span.block_table[first : first + size // self.block_size]
             spans = by_range.setdefault(begin // size, [])
             inside, behind = max(span.start, begin), max(span.start, begin + size)
             if inside < (end := min(span.end, begin + size)):
                 spans.append(QuerySpan(span.row + inside - span.start, end - inside, inside - begin, blocks))
-            if behind < span.end:
-                spans.append(self._behind(span.row + behind - span.start, span.end - behind, blocks))
+            if behind < (end := begin + self._end_of_sight(window, span.end - begin)):
+                spans.append(self._behind(span.row + behind - span.start, end - behind, behind - begin, blocks))
 
-    def _behind(self, row: int, num_rows: int, blocks: Sequence[int]) -> QuerySpan:
-        """Rows that see a whole range. One alone is as its last token, which is a decode to what computes it."""
-        if num_rows == 1:
-            return QuerySpan(row, 1, self.range_tokens - 1, blocks)
-        return QuerySpan(row, num_rows, self.range_tokens, blocks, num_keys=self.range_tokens)
+    def _end_of_sight(self, window: int | None, end: int) -> int:
+        """Return behind which token, of those before ``end``, no more see a range. Tokens count from its begin."""
+        return end if window is None else min(end, self.range_tokens + window - 1)
+
+    def _behind(self, row: int, num_rows: int, start: int, blocks: Sequence[int]) -> QuerySpan:
+        """Rows behind a range, in which the first is as far from its begin as ``start`` says."""
+        return QuerySpan(row, num_rows, start, blocks, num_keys=self.range_tokens)
 
 
 class _RangedPlan:
-    def __init__(
-        self, ranges: Sequence[tuple[Tensor, PartialPlan]], asked: Sequence[tuple[slice, KvElsewhere]]
-    ) -> None:
-        self._ranges = ranges  # those here, in their order, with the rows that see each
-        self._asked = asked
+    def __init__(self, ranged: RangedAttention, spans: Sequence[QuerySpan]) -> None:
+        self._ranged = ranged
+        self._spans = spans
+        self._here: dict[int | None, list[tuple[Tensor, PartialPlan]]] = {}  # by window
+        self._asking = [(span, span.elsewhere) for span in spans if span.elsewhere is not None]
         self._layer = 0  # of the next call
 
     def attend(
         self, query: Tensor, cache: Tensor, *, window: int | None = None, with_lse: bool = False
     ) -> AttentionOutput:
         """Called once for each layer, in their order. The instances elsewhere attend meanwhile."""
-        assert window is None, "models with windows are refused"
-        assert not with_lse, "models with sinks are refused"
-        for asking, elsewhere in self._asked:
-            elsewhere.ask(self._layer, query[asking].contiguous().view(torch.uint8).numpy().tobytes())
+        asked: list[tuple[slice, KvElsewhere]] = []
+        for span, elsewhere in self._asking:
+            first = self._ranged.first_range(span.start, window)
+            if first * self._ranged.range_tokens >= elsewhere.num_tokens:
+                continue  # all of it is behind the window
+            rows = slice(span.row, span.row + span.num_tokens)
+            values = query[rows].contiguous().view(torch.uint8).numpy().tobytes()
+            elsewhere.ask(PartQuestion(self._layer, span.start, values, first))
+            asked.append((rows, elsewhere))
         self._layer += 1
+        if window not in self._here:
+            self._here[window] = self._ranged.by_range(self._spans, window)
         here: list[_Part] = []
-        for rows, plan in self._ranges:
-            output, lse = plan.attend_partly(query, cache)
-            here.append(_Part(rows, output[rows], lse[rows]))
+        for own, plan in self._here[window]:
+            output, lse = plan.attend_partly(query, cache, window)
+            here.append(_Part(own, output[own], lse[own]))
         # Ranges elsewhere are the first ones of their rows.
-        there = [_part(rows, answer, query, asked) for rows, asked in self._asked for answer in asked.answers()]
-        return AttentionOutput(_merged([*there, *here], query), None)
+        there = [_part(rows, answer, query, each) for rows, each in asked for answer in each.answers()]
+        return _merged([*there, *here], query, with_lse=with_lse)
 
 
 def _rows(spans: Iterable[QuerySpan]) -> Tensor:
@@ -116,7 +140,7 @@ def _part(rows: slice, answer: bytes, query: Tensor, elsewhere: KvElsewhere) -> 
     return _Part(rows, values[:size].view(num_rows, num_heads, head_dim), values[size:].view(num_rows, num_heads))
 
 
-def _merged(parts: Sequence[_Part], query: Tensor) -> Tensor:
+def _merged(parts: Sequence[_Part], query: Tensor, *, with_lse: bool) -> AttentionOutput:
     """Merge the parts of each row, in their order."""
     peak = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     for part in parts:
@@ -126,4 +150,5 @@ def _merged(parts: Sequence[_Part], query: Tensor) -> Tensor:
         weights = by_value(torch.exp, part.lse - peak[part.rows])
         total[part.rows] += weights
         output[part.rows] += part.output * weights[..., None]
-    return (output / total[..., None]).to(query.dtype)
+    lse = peak + by_value(torch.log, total) if with_lse else None
+    return AttentionOutput((output / total[..., None]).to(query.dtype), lse)

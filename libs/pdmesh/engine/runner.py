@@ -39,6 +39,7 @@ from pdmesh.engine.ranks.share import WHOLE
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
 from pdmesh.grammars import Grammars
+from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import ComputePath, FinishReason, KvLayout
 
 log = structlog.get_logger()
@@ -62,7 +63,8 @@ class TorchEngine:
     those that give the same bits on every processor. Raises ConfigError for a level that the processor lacks.
     ``lora`` is the directory of an adapter, which is merged into the weights. ``range_tokens``: attention is merged of
     ranges of so many tokens (`pdmesh.engine.ranged_attention`); 0: of none. Layers with a window hold no more blocks
-    than ``max_frames`` at once (`pdmesh.kv.frames`); None: they hold all, as on a device and with other ranks.
+    than ``max_frames`` at once (`pdmesh.kv.frames`); None: they hold all, as on a device, with other ranks and with
+    ranges.
     ``followers`` are the other ranks, which compute with this one; ``stages`` those that compute in place of it.
     """
 
@@ -112,7 +114,11 @@ class TorchEngine:
             ordered=ordered,
             lora=lora,
             range_tokens=range_tokens,
-            frees_windows=max_frames is not None and followers is None and stages is None and on_cpu,
+            frees_windows=max_frames is not None
+            and followers is None
+            and stages is None
+            and on_cpu
+            and not range_tokens,
         )
         model = None
         if stages is None:
@@ -195,9 +201,9 @@ class TorchEngine:
         self._grammars.matcher(grammar)
 
     @torch.inference_mode()
-    def attend_part(self, layer: int, block_ids: Sequence[int], query: bytes) -> bytes:
+    def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
         assert self._parts is not None, "contexts are not divided"
-        return self._parts.attend(layer, block_ids, query)
+        return self._parts.attend(number, block_ids, question)
 
     def settle(self) -> None:
         self._forward.settle()

@@ -51,10 +51,10 @@ class _TiledPlan:
         self._attend(multiplicable(query), cache, window, output, lse)
         return AttentionOutput(output, lse if with_lse else None)
 
-    def attend_partly(self, query: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    def attend_partly(self, query: Tensor, cache: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         output = query.new_empty(query.shape, dtype=torch.float32)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        self._attend(query.float(), cache, None, output, lse)
+        self._attend(query.float(), cache, window, output, lse)
         return output, lse
 
     def _attend(self, query: Tensor, cache: Tensor, window: int | None, output: Tensor, lse: Tensor) -> None:
@@ -63,38 +63,35 @@ class _TiledPlan:
         group = num_heads // self.num_kv_heads
         for span, table in self.spans:
             rows = slice(span.row, span.row + span.num_tokens)
-            positions = _last_keys(span).repeat_interleave(group)
+            seen = _seen_keys(span, window).repeat_interleave(group, dim=0)
             for head in range(self.num_kv_heads):
                 heads = slice(head * group, (head + 1) * group)
                 pages = cache[table, :, head].transpose(0, 1).reshape(2, -1, head_dim)[:, : span.end]
                 keys, values = functional.pad(pages.to(query.dtype), (0, 0, 0, -span.end % _TILE_KEYS))
                 own = query[rows, heads].reshape(-1, head_dim) * self.scale
                 parts = [
-                    _attend_rows(tile, tile_positions, keys, values, window, self.score_cap)
-                    for tile, tile_positions in zip(
-                        torch.split(own, _TILE_ROWS), torch.split(positions, _TILE_ROWS), strict=True
-                    )
+                    _attend_rows(tile, tile_seen, keys, values, self.score_cap)
+                    for tile, tile_seen in zip(torch.split(own, _TILE_ROWS), torch.split(seen, _TILE_ROWS), strict=True)
                 ]
                 output[rows, heads] = torch.cat([part for part, _ in parts]).view(-1, group, head_dim)
                 lse[rows, heads] = torch.cat([part for _, part in parts]).view(-1, group)
 
 
-def _last_keys(span: QuerySpan) -> Tensor:
-    """Return the last key that each row sees."""
-    if span.num_keys is not None:
-        return torch.full((span.num_tokens,), span.num_keys - 1)
-    return torch.arange(span.start, span.end)
+def _seen_keys(span: QuerySpan, window: int | None) -> Tensor:
+    """Return (num_tokens, 2): the first and the last key that each row sees."""
+    positions = torch.arange(span.start, span.start + span.num_tokens)
+    firsts = torch.zeros_like(positions) if window is None else (positions + 1 - window).clamp(min=0)
+    return torch.stack((firsts, positions.clamp(max=span.end - 1)), dim=1)
 
 
 def _attend_rows(
-    rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor, window: int | None, score_cap: float | None
+    rows: Tensor, seen: Tensor, keys: Tensor, values: Tensor, score_cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Results and log-sum-exp of up to 64 scaled query rows."""
+    """Results and log-sum-exp of up to 64 scaled query rows, which see these keys, the first and the last ones."""
     num_rows = len(rows)
-    visible = int(positions[-1]) + 1
-    begin = 0 if window is None else max(0, int(positions[0]) + 1 - window) // _TILE_KEYS * _TILE_KEYS
+    begin, visible = int(seen[0, 0]) // _TILE_KEYS * _TILE_KEYS, int(seen[-1, 1]) + 1
     rows = functional.pad(rows, (0, 0, 0, _TILE_ROWS - num_rows))
-    positions = functional.pad(positions, (0, _TILE_ROWS - num_rows))[:, None]
+    firsts, lasts = functional.pad(seen, (0, 0, 0, _TILE_ROWS - num_rows)).unsqueeze(-1).unbind(1)
     result = torch.zeros_like(rows)
     maximum = rows.new_full((_TILE_ROWS, 1), torch.finfo(rows.dtype).min)  # finite: all of a tile may be masked
     total = rows.new_zeros(_TILE_ROWS, 1)
@@ -102,8 +99,8 @@ def _attend_rows(
         scores = rows @ keys[first : first + _TILE_KEYS].t()
         if score_cap is not None:
             scores = cap_scores(scores, score_cap)
-        ahead = torch.arange(first, first + _TILE_KEYS) - positions
-        scores.masked_fill_(ahead > 0 if window is None else (ahead > 0) | (ahead <= -window), -torch.inf)
+        numbers = torch.arange(first, first + _TILE_KEYS)
+        scores.masked_fill_((numbers < firsts) | (numbers > lasts), -torch.inf)
         higher = torch.maximum(maximum, scores.amax(dim=-1, keepdim=True))
         keep, weights = torch.exp(maximum - higher), torch.exp(scores - higher)
         total = total * keep + weights.sum(dim=-1, keepdim=True)

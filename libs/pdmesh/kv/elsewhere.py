@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class PartQuestion(NamedTuple):
+    """Query rows that attend, in a layer, to ranges that others hold."""
+
+    layer: int
+    start: int  # position of the first row; the others follow it
+    query: bytes  # (num_rows, num_heads, head_dim)
+    first_range: int = 0  # the rows see nothing of those before it, so these are not asked
 
 
 class KvElsewhere(Protocol):
@@ -12,12 +21,12 @@ class KvElsewhere(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
-    def ask(self, layer: int, query: bytes) -> None:
-        """Send query rows (num_rows, num_heads, head_dim) to all of them."""
+    def ask(self, question: PartQuestion) -> None:
+        """Send a question to who holds the first range that it asks, or one behind that."""
         ...
 
     def answers(self) -> Sequence[bytes]:
-        """Return what each made of the rows last asked, in the order of the context: `Engine.attend_part`.
+        """Return what each made of the last question, in the order of the context: `Engine.attend_part`.
 
         Waits. Raises KvElsewhereLost.
         """

@@ -1,13 +1,14 @@
 """A context spread over several instances: its *home*, where it decodes, asks the *members*, which hold a range each.
 
-In each layer the home sends its query rows to all members at once, and attends to what it holds itself meanwhile. A
-member answers what it makes of its range, on a thread of its own, beside its steps: a range never changes. A query that
-comes before the range has landed waits for that. A member that gives no answer in time, gives up, or is gone ends the
-request's step at its home, and nothing else.
+In each layer the home sends its query rows to all members at once, and attends to what it holds itself meanwhile. In a
+layer with a window it asks only those whose range its rows see any of. A member answers what it makes of its range, on
+a thread of its own, beside its steps: a range never changes. A query that comes before the range has landed waits for
+that. A member that gives no answer in time, gives up, or is gone ends the request's step at its home, and nothing else.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ import anyio
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.context import KvContext, TransferSide, mismatch
-from pdmesh.kv.elsewhere import KvElsewhereLost
+from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
@@ -26,13 +27,16 @@ from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.threads import CallThreads
 from pdmesh.transport.base import ReceivedPiece
 
-#: What an engine makes of query rows in a layer and the blocks of a range (`pdmesh.engine.base.Engine.attend_part`);
-#: ValueError: they are none.
-AttendPart = Callable[[int, Sequence[int], bytes], bytes]
+#: What an engine makes of a question, given a range's number and blocks (`pdmesh.engine.base.Engine.attend_part`);
+#: ValueError: it is none.
+AttendPart = Callable[[int, Sequence[int], PartQuestion], bytes]
 
 #: That wait to be sent, of all contexts of an instance: each has one.
 MAX_QUESTIONS = 4096
 
+
+#: Before the home's address and the rows of a question: its first row's position, and the address's length.
+_START_AND_LENGTH = struct.Struct("<IH")
 
 #: Of a question, or an answer, in all its pieces: rows of a chunk come to a few MiB.
 MAX_JOINED_BYTES = 1 << 28
@@ -78,9 +82,9 @@ class SpreadKv:
         num_tokens: int,
         limit_s: float,
         wakeup: Wakeup,
-        send: Callable[[SpreadKv, int, int, bytes], object],
+        send: Callable[[SpreadKv, int, PartQuestion], object],
     ) -> None:
-        """``send`` takes a question by its number, its layer and its rows; on the engine's thread."""
+        """``send`` takes a question and its number; on the engine's thread."""
         self.request_id = request_id
         self.epoch = epoch
         self.key = request_key(request_id)
@@ -90,6 +94,7 @@ class SpreadKv:
         self._wakeup = wakeup
         self._send = send
         self._number = 0  # of the last question
+        self._asked = range(0)  # members, of whom it was asked
         self._answers: dict[int, bytes] = {}  # to it, by member
         self._coming: dict[int, JoinedPieces] = {}  # of the same
         self._failure: str | None = None
@@ -104,23 +109,24 @@ class SpreadKv:
         """Number of the last question."""
         return self._number
 
-    def ask(self, layer: int, query: bytes) -> None:
+    def ask(self, question: PartQuestion) -> None:
         self._number += 1
+        self._asked = range(question.first_range, len(self.members))
         self._answers, self._coming = {}, {}
-        self._send(self, self._number, layer, query)
+        self._send(self, self._number, question)
 
     def answers(self) -> list[bytes]:
         def is_over() -> bool:
-            return self._failure is not None or len(self._answers) == len(self.members)
+            return self._failure is not None or len(self._answers) == len(self._asked)
 
         if not self._wakeup.wait_for(is_over, self._limit_s):
-            missing = tuple([number for number in range(len(self.members)) if number not in self._answers])
+            missing = tuple([number for number in self._asked if number not in self._answers])
             names = ", ".join(map(str, missing))
             self._failure = f"no answer within {self._limit_s:g} s from members {names} of {len(self.members)}"
             self.lost_members = missing
         if self._failure is not None:
             raise KvElsewhereLost(self, self._failure)
-        return [self._answers[number] for number in range(len(self.members))]
+        return [self._answers[number] for number in self._asked]
 
     def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
         """Ask these from now on, who hold so many tokens. Between two steps."""
@@ -132,7 +138,7 @@ class SpreadKv:
     def take(self, header: PieceHeader, data: bytes) -> bool:
         """Take a piece of an answer. False if it is to no question that waits."""
         member = header.source
-        if header.chunk != self._number or not 0 <= member < len(self.members):
+        if header.chunk != self._number or member not in self._asked:
             return False
         answer = self._coming.setdefault(member, JoinedPieces()).take(header, data)
         if answer is not None:
@@ -161,12 +167,11 @@ class _Side(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """Query rows of a context, by the question's number."""
+    """A question about a context, by its number."""
 
     spread: SpreadKv
     number: int
-    layer: int
-    query: bytes
+    asked: PartQuestion
 
 
 @dataclass(slots=True, eq=False)
@@ -422,7 +427,7 @@ class KvParts:
     async def run(self) -> None:
         """Send what the engine's thread asks."""
         async with self._questions:
-            async for spread, number, layer, query in self._questions:
+            async for spread, number, (layer, start, query, first_range) in self._questions:
                 about = PieceHeader(
                     kind=PieceKind.QUERY,
                     request_key=spread.key,
@@ -431,9 +436,9 @@ class KvParts:
                     chunk=number,
                     part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
                 )
-                home = self._context.transport.address
-                asked = len(home).to_bytes(2, "little") + home + query  # a home moves: each question says where it is
-                for index, (address, capability) in enumerate(spread.members):
+                home = self._context.transport.address  # it moves: each question says where it is
+                asked = _START_AND_LENGTH.pack(start, len(home)) + home + query
+                for index, (address, capability) in [*enumerate(spread.members)][first_range:]:
                     header = about._replace(destination=index, capability=capability)
                     self._context.tasks.start_soon(self._send_query, spread, address, asked, header)
 
@@ -454,11 +459,10 @@ class KvParts:
         assert self._attend is not None, "a part is held where nothing attends to it"
         if part is not self._held.get(part.key) or not 0 <= layer < self._context.store.layout.num_layers:
             return
-        end = 2 + int.from_bytes(query[:2], "little")
-        home_address, query = query[2:end], query[end:]
         try:
+            home_address, question = _question_of(query, layer)
             with self._pool.pinned(part.block_ids):
-                answer = await self._threads.run(partial(self._attend, layer, part.block_ids, query))
+                answer = await self._threads.run(partial(self._attend, part.member, part.block_ids, question))
         except ValueError:
             self._context.dropped["malformed question"] += 1
             return
@@ -469,3 +473,12 @@ class KvParts:
             self.num_answers += 1
         except KvTransferError as error:
             self._context.failed(part, str(error), sending=False)
+
+
+def _question_of(sent: bytes, layer: int) -> tuple[bytes, PartQuestion]:
+    """Return the home's address, and its question. Raises ValueError for what is too short to be one."""
+    if len(sent) < _START_AND_LENGTH.size:
+        raise ValueError(f"a question of {len(sent)} bytes")
+    start, length = _START_AND_LENGTH.unpack_from(sent)
+    end = _START_AND_LENGTH.size + length
+    return sent[_START_AND_LENGTH.size : end], PartQuestion(layer, start, sent[end:])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.engine.runner import TorchEngine
+from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.testing.stepping import SteppedRequest
 
 RANGE_TOKENS = 64
@@ -16,28 +17,32 @@ class HeldByEngines:
     """Ranges of one sequence on other engines, each in blocks of its own."""
 
     members: Sequence[tuple[TorchEngine, list[int]]]
-    asked: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
+    asked: list[PartQuestion] = field(default_factory=list[PartQuestion])
 
     @property
     def num_tokens(self) -> int:
         return len(self.members) * RANGE_TOKENS
 
-    def ask(self, layer: int, query: bytes) -> None:
-        self.asked.append((layer, query))
+    def ask(self, question: PartQuestion) -> None:
+        self.asked.append(question)
 
     def answers(self) -> list[bytes]:
-        layer, query = self.asked[-1]
-        return [engine.attend_part(layer, blocks, query) for engine, blocks in self.members]
+        question = self.asked[-1]
+        return [
+            engine.attend_part(number, blocks, question)
+            for number, (engine, blocks) in enumerate(self.members)
+            if number >= question.first_range
+        ]
 
 
 def spread(request: SteppedRequest, engines: Sequence[TorchEngine], first_block: int = 0) -> None:
     """Leave a request's last range in its place; give those before it to other engines, from a block there on.
 
-    Of one that is spread already, those that are full since.
+    Of one that is spread already, those that are full since; of a prompt, those that are computed.
     """
     table, home, before = request.sequence.block_table, engines[0], request.sequence.elsewhere
     size, layout = RANGE_TOKENS // home.kv.layout.block_size, home.kv.layout
-    num_parts = (len(request.sequence.token_ids) - 1) // RANGE_TOKENS
+    num_parts = request.num_computed // RANGE_TOKENS
     members: list[tuple[TorchEngine, list[int]]] = [*before.members] if isinstance(before, HeldByEngines) else []
     for number in range(len(members), num_parts):
         blocks, member = table[:size], engines[1 + number % (len(engines) - 1)]
@@ -49,4 +54,5 @@ def spread(request: SteppedRequest, engines: Sequence[TorchEngine], first_block:
             home.kv.scatter(layer, blocks, memoryview(bytearray(b"\x7e") * len(data)))  # nobody reads it any more
         members.append((member, taken))
         del table[:size]
-    request.sequence.elsewhere = HeldByEngines(members)
+    if members:
+        request.sequence.elsewhere = HeldByEngines(members)

@@ -156,11 +156,13 @@ def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
 def frees_behind_windows(config: MeshConfig) -> bool:
     """Whether KV of layers with a window is given up behind it, in all instances of a mesh, or it is held in all.
 
-    It is held by an instance of several ranks, on a device, and by one with an offload tier.
+    It is held by an instance of several ranks, on a device, by one with an offload tier, and where contexts are spread:
+    who holds a range holds it in all layers.
     """
     worker = config.worker
     return (
         worker.free_behind_windows
+        and not worker.max_kv_tokens_per_instance
         and all(config.degrees_of(role).num_ranks == 1 for role in Role)
         and not (worker.kv_offload_host_bytes or worker.kv_offload_disk_bytes)
         and device_name(config) == "cpu"

@@ -18,6 +18,7 @@ import msgspec
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 _LENGTH = struct.Struct("<I")
@@ -131,12 +132,11 @@ class Written(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Question(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A stage asks, in a layer, about the KV elsewhere of the sequence that has this place in a step."""
+    """A stage asks about the KV elsewhere of the sequence that has this place in a step."""
 
     number: int
     place: int
-    layer: int
-    query: bytes
+    asked: PartQuestion
 
 
 class Awaiting(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -268,7 +268,7 @@ class ToldElsewhere:
 
     num_tokens: int
 
-    def ask(self, layer: int, query: bytes) -> None:
+    def ask(self, question: PartQuestion) -> None:
         raise NotImplementedError("the leader asks")
 
     def answers(self) -> Sequence[bytes]:

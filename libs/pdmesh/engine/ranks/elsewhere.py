@@ -19,7 +19,7 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.share import RankShare
-from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost
+from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost, PartQuestion
 from pdmesh.model import KvLayout
 
 
@@ -75,25 +75,26 @@ class _OfRanks(ABC):
         self._group = group
         self._asked = asked
         self._num_rows = 0  # of the last question
+        self._first_range = 0  # that it asks
 
     @property
     def num_tokens(self) -> int:
         return self._elsewhere.num_tokens
 
-    def ask(self, layer: int, query: bytes) -> None:
+    def ask(self, question: PartQuestion) -> None:
         share = self._group.share
-        rows = self._asked.query_rows(query, share.num_ranks)
-        self._num_rows = len(rows)
+        rows = self._asked.query_rows(question.query, share.num_ranks)
+        self._num_rows, self._first_range = len(rows), question.first_range
         if not share.is_whole:
             rows = self._group.gather(rows, [rows.shape[1]] * share.num_ranks, to_all=False)
         if share.rank == 0:
-            self._ask(layer, rows.view(torch.uint8).numpy().tobytes())
+            self._ask(question._replace(query=rows.view(torch.uint8).numpy().tobytes()))
 
     def answers(self) -> Sequence[bytes]:
         return self._asked.own_answers(self._answer_rows(), self._num_rows, self._group.share)
 
     @abstractmethod
-    def _ask(self, layer: int, query: bytes) -> None:
+    def _ask(self, question: PartQuestion) -> None:
         """Ask, on the first rank, with rows of all heads."""
 
     @abstractmethod
@@ -104,12 +105,12 @@ class _OfRanks(ABC):
 class ElsewhereOfRanks(_OfRanks):
     """`KvElsewhere` on each rank of an instance of one stage: the leader asks, and tells the others what it hears."""
 
-    def _ask(self, layer: int, query: bytes) -> None:
-        self._elsewhere.ask(layer, query)
+    def _ask(self, question: PartQuestion) -> None:
+        self._elsewhere.ask(question)
 
     def _answer_rows(self) -> Tensor:
         share, num_values = self._group.share, self._asked.answer_values
-        num_rows = self.num_tokens // self._asked.range_tokens * self._num_rows
+        num_rows = (self.num_tokens // self._asked.range_tokens - self._first_range) * self._num_rows
         given = torch.zeros(1 + num_rows, num_values if share.rank == 0 else 0)  # the first row: whether all answered
         lost = KvElsewhereLost(self._elsewhere, "the leader has no answers")
         if share.rank == 0:
@@ -141,7 +142,7 @@ class ElsewhereOfStage(_OfRanks):
         group: RankGroup,
         asked: AskedRows,
         *,
-        ask: Callable[[int, bytes], object],
+        ask: Callable[[PartQuestion], object],
         answer: Callable[[], bytes | None],
     ) -> None:
         """``answer`` waits for `AskedRows.answer_rows`, as bytes; None: there are none."""
@@ -149,8 +150,8 @@ class ElsewhereOfStage(_OfRanks):
         self._ask_leader = ask
         self._answer = answer
 
-    def _ask(self, layer: int, query: bytes) -> None:
-        self._ask_leader(layer, query)
+    def _ask(self, question: PartQuestion) -> None:
+        self._ask_leader(question)
 
     def _answer_rows(self) -> Tensor:
         if (answer := self._answer()) is None:

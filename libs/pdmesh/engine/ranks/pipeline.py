@@ -42,7 +42,7 @@ from pdmesh.engine.ranks.commands import (
 from pdmesh.engine.ranks.elsewhere import AskedRows
 from pdmesh.engine.sampler import sample
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost
+from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost, PartQuestion
 
 
 class Stages(Protocol):
@@ -90,9 +90,9 @@ class _Asked:
         self._asked = asked
         self._num_rows = 0  # of the last question
 
-    def ask(self, layer: int, query: bytes) -> None:
-        self._num_rows = len(self._asked.query_rows(query))
-        self._elsewhere.ask(layer, query)
+    def ask(self, question: PartQuestion) -> None:
+        self._num_rows = len(self._asked.query_rows(question.query))
+        self._elsewhere.ask(question)
 
     def answers(self) -> Answers:
         """Wait for what each rank is to be told. Raises KvElsewhereLost."""
@@ -129,8 +129,8 @@ class _UnderWay:
             match report:
                 case Begun():
                     flight.on_begin()
-                case Question(place=place, layer=layer, query=query):
-                    self._asked[place].ask(layer, query)
+                case Question(place=place, asked=asked):
+                    self._asked[place].ask(asked)
                 case Awaiting(place=place):
                     try:
                         self._stages.tell(self._asked[place].answers(), stage)

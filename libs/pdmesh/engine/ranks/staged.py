@@ -42,7 +42,7 @@ from pdmesh.engine.ranks.commands import (
 from pdmesh.engine.ranks.elsewhere import AskedRows, ElsewhereOfStage
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.kv.elsewhere import KvElsewhereLost
+from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 
 log = structlog.get_logger()
 
@@ -160,8 +160,9 @@ class StageFollower:
         if span.elsewhere is None:
             return span
 
-        def ask(layer: int, query: bytes) -> None:
-            self._tell(Question(number, place, self._transformer.first_layer + layer, query))
+        def ask(question: PartQuestion) -> None:
+            layer = self._transformer.first_layer + question.layer
+            self._tell(Question(number, place, question._replace(layer=layer)))
 
         def answer() -> bytes | None:
             self._tell(Awaiting(number, place))

@@ -39,12 +39,11 @@ struct Task {
     float* lse;  // or null
     int64_t num_heads;
 
+    int64_t position(const Cache<Value>& cache, int64_t row) const { return start + (first_row + row) / cache.group; }
     // The last key that a row sees.
-    int64_t position(const Cache<Value>& cache, int64_t row) const {
-        return std::min(start + (first_row + row) / cache.group, last);
-    }
+    int64_t last_key(const Cache<Value>& cache, int64_t row) const { return std::min(position(cache, row), last); }
     // Keys that its last row sees.
-    int64_t end(const Cache<Value>& cache) const { return position(cache, num_rows - 1) + 1; }
+    int64_t end(const Cache<Value>& cache) const { return last_key(cache, num_rows - 1) + 1; }
     // The first key that a row sees; and the first block of those that its first row sees.
     int64_t first_key(const Cache<Value>& cache, int64_t row) const {
         return cache.window > 0 ? std::max<int64_t>(position(cache, row) + 1 - cache.window, 0) : 0;
@@ -157,7 +156,7 @@ template <int R, class Value>
 void attend_tile(
     const Cache<Value>& cache, const Task<Value>& task, int64_t begin, int64_t first_key,
     const KeyBlock<Value>& block, const Value* const* ahead, State& state, Scratch<Value>& scratch) {
-    const int64_t dims = cache.head_dim, last = task.position(cache, begin + R - 1);
+    const int64_t dims = cache.head_dim, last = task.last_key(cache, begin + R - 1);
     const int count = static_cast<int>(std::min<int64_t>(last + 1 - first_key, block.count));
     const int64_t first_seen = task.first_key(cache, begin);
     if (count <= 0 || first_key + count <= first_seen) return;
@@ -172,7 +171,7 @@ void attend_tile(
         float* scores = scratch.scores + row * kScores;
         if (cache.cap > 0) squeeze(scores, count, cache.cap / cache.scale);
         shrink[row] = weigh(
-            scores, count, within(task.first_key(cache, begin + row)), within(task.position(cache, begin + row) + 1),
+            scores, count, within(task.first_key(cache, begin + row)), within(task.last_key(cache, begin + row) + 1),
             cache.scale * kLog2E, state.maximum[begin + row], state.sums + (begin + row) * kTreeLanes);
     }
     gather_rows<R>(block.values, count, dims, scratch.scores, scratch.gathered, state.stride, ahead);
@@ -262,7 +261,8 @@ void write(const Cache<Value>& cache, const Task<Value>& task, const State& stat
     }
 }
 
-// Spans are (row, num_tokens, start, offset of the block table in `tables`, last key that is seen), 5 numbers each.
+// Spans are (row, num_tokens, start, offset of the block table in `tables`, last key that is seen), 5 numbers each. Each
+// row sees a key at least.
 template <class Value>
 void attention(
     const Value* query, int64_t query_stride, const Value* cache_data, Value* output, float* wide, float* lse,
