@@ -176,6 +176,20 @@ def test_torch_attends_to_parts_as_to_all(case: Case, others: list[Case], score_
     torch.testing.assert_close(found.lse, expected.lse, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", [None, 80])
+def test_a_decode_behind_a_range_sees_no_more_beside_a_longer_one(window: int | None) -> None:
+    """Torch computes both together, over as many blocks as the longer one has."""
+    layout = KvLayout(num_layers=1, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, dtype="float32")
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(8, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM, generator=generator)
+    query = torch.randn(2, HEADS, HEAD_DIM, generator=generator)
+    behind, longer = QuerySpan(0, 1, 100, [0, 1, 2], num_keys=40), QuerySpan(1, 1, 60, [4, 5, 6, 7])
+    plan = TorchAttention(layout, SCALE, CPU).plan
+    alone, _ = plan([behind]).attend_partly(query, cache, window)
+    together, _ = plan([behind, longer]).attend_partly(query, cache, window)
+    torch.testing.assert_close(together[0], alone[0])
+
+
 @pytest.mark.parametrize("window", [1, 17, 64, 65])
 def test_rows_that_see_nothing_of_a_range_are_answered_with_nothing(window: int) -> None:
     """Of 100 behind a range of 64, the first window - 1 see its end, and the others add nothing."""
