@@ -17,6 +17,7 @@ from pdmesh.core.events import (
     GatewayJoined,
     InstanceJoined,
     InstanceLost,
+    InstanceSuspected,
     MembersSet,
     RequestArrived,
     RequestCancelled,
@@ -37,6 +38,7 @@ from pdmesh.testing.modelled_mesh import ModelledMesh
 
 BLOCK_SIZE, LIMIT = 4, 16
 MOST_TOKENS = 4 * LIMIT  # of a context: in each mesh there are four instances for it beside the one that computes it
+TWO_RANGES = 2 * LIMIT // BLOCK_SIZE
 MESHES = {
     "two prefill, four decode": [Role.PREFILL] * 2 + [Role.DECODE] * 4,
     "five mixed": [Role.MIXED] * 5,
@@ -66,7 +68,9 @@ class Driver:
         reservation: KvReservation,
         rng: random.Random,
         room: str = "as much as the others",
+        num_blocks: int = 24,
     ) -> None:
+        """``num_blocks`` are of each instance that decodes."""
         self.rng = rng
         policy = PolicyConfig(chunk_tokens=16)
         config = CoreConfig(policy=policy, kv_reservation=reservation)
@@ -76,7 +80,7 @@ class Driver:
             modelled_profile(
                 f"i{index}",
                 role,
-                num_blocks=ROOMS[room][index] if role is Role.PREFILL else 24,
+                num_blocks=ROOMS[room][index] if role is Role.PREFILL else num_blocks,
                 block_size=BLOCK_SIZE,
                 max_kv_tokens=LIMIT,
             )
@@ -460,6 +464,49 @@ def test_a_context_of_one_range_grows_onto_others_and_leaves_one_that_stops(rese
     assert driver.most_members == 3
     assert driver.num_part_moves == 4
     assert driver.num_restarts == 0
+
+
+def test_a_full_context_waits_for_an_instance_that_is_silent_for_a_moment() -> None:
+    """It started again: it had all of its instance, and no other one could take its range just then."""
+    driver = Driver(
+        "two prefill, four decode",
+        "fcfs",
+        KvReservation.ON_DEMAND,
+        random.Random(2),
+        num_blocks=2 * LIMIT // BLOCK_SIZE,
+    )
+    driver.submit(a_request("r", LIMIT + 2, MOST_TOKENS - LIMIT - 2))
+    driver.settle()
+    unused = [each.instance_id for each in driver.instances if each.profile.role is Role.DECODE and not each.held]
+    for instance_id in unused:
+        driver.feed(InstanceSuspected(instance_id))
+    for _ in range(MOST_TOKENS):
+        driver.step()
+    assert (driver.num_part_moves, driver.num_restarts, len(driver.running)) == (0, 0, 1)
+    for instance_id in unused:
+        driver.feed(InstanceSuspected(instance_id, suspected=False))
+    driver.end()
+    assert driver.num_part_moves == 2
+    assert driver.num_restarts == 0
+
+
+def test_a_full_context_starts_again_if_no_instance_has_room_for_its_range() -> None:
+    driver = Driver(
+        "two prefill, four decode",
+        "fcfs",
+        KvReservation.ON_DEMAND,
+        random.Random(2),
+        num_blocks=2 * LIMIT // BLOCK_SIZE,
+    )
+    driver.submit(a_request("r", LIMIT + 2, MOST_TOKENS - LIMIT - 2))
+    driver.settle()
+    for each in driver.instances:
+        if each.profile.role is Role.DECODE and not each.held:
+            driver.feed(DrainRequested(each.instance_id))
+    for _ in range(MOST_TOKENS):
+        driver.step()
+    assert (driver.num_part_moves, driver.num_restarts) == (0, 1)
+    driver.end()
 
 
 def test_a_scheduler_finds_contexts_that_are_spread() -> None:

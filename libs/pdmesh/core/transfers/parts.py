@@ -108,23 +108,24 @@ class Parts:
         if sum(move.source_id == source.instance_id for move in under_way) >= MAX_AT_ONCE:
             return True  # it waits for its turn
         num_coming = Counter(move.target_id for move in under_way)
-        able = [
+        with_room = [
             each
             for each in self._mesh.instances.values()
             if each is not source
             and each.instance_id != home_id
-            and num_coming[each.instance_id] < MAX_AT_ONCE
             and state.key not in each.allocations
             and each.exact_group == source.exact_group
-            and each.takes_new
+            and each.is_usable
             and each.role_decodes
             and source.part_blocks <= each.room.bounded
         ]
+        able = [each for each in with_room if each.takes_new and num_coming[each.instance_id] < MAX_AT_ONCE]
+        if not able:
+            return bool(with_room)  # it waits for one that is silent for the moment, or for its turn there
         cut = self._mesh.cut.of(source.instance_id) | self._mesh.cut.of(home_id or source.instance_id)
         slow = self._mesh.slow_from(source, source.part_blocks, [each.instance_id for each in able])
         target = min(
             able,
-            default=None,
             key=lambda each: (
                 each.instance_id in cut,
                 each.instance_id in slow,
@@ -132,8 +133,6 @@ class Parts:
                 each.instance_id,
             ),
         )
-        if target is None:
-            return False
         self._hand_on(state, source, target, number)
         return True
 
