@@ -14,7 +14,7 @@ import pytest
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, layout_settings, running_mesh
+from pdmesh.testing.mesh import PATIENT, RunningMesh, layout_settings, running_mesh
 from pdmesh.testing.spread_meshes import answers, since, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -45,6 +45,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     max_tokens = [MAX_TOKENS] * (len(prompts) - 1) + [1]  # the last one ends with its prompt
     references = [reference(checkpoint, *each) for each in zip(prompts, max_tokens, strict=True)]
     settings = {
+        **PATIENT,
         **layout_settings(request.param),
         "WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(LIMIT),
         "WORKER_BLOCK_SIZE": str(BLOCK_SIZE),

@@ -31,6 +31,10 @@ STAND_IN: Mapping[str, str] = {
     "WORKER_FAKE_LATENCY": "a_s=0.003,b_s=2e-5,decode_a_s=0.005",
 }
 
+#: Settings of a mesh whose test counts what starts again: on a machine with other work an instance is soon suspected,
+#: and then what it has not begun starts again elsewhere.
+PATIENT: Mapping[str, str] = {"SCHEDULER_SUSPECT_S": "4.0"}
+
 #: Degrees of prefill and of decode, tensor x stages, that the exactness of ranks is shown for.
 LAYOUTS = tuple(
     f"{tensor}x{stages}-{decode}x1"

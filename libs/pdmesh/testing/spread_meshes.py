@@ -14,7 +14,7 @@ import anyio
 from pdmesh.cli.processes import process_id, wait_for_end
 from pdmesh.testing.checkpoints import TINY
 from pdmesh.testing.exactness import Reference, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh.testing.mesh import PATIENT, RunningMesh, running_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def serving_spread(
     prompts = random_prompts(prompt_lengths, TINY.vocab_size, seed=2)
     references = [reference(checkpoint, prompt, max_tokens) for prompt in prompts]
     spread = {"WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(limit), "POLICY_CHUNK_TOKENS": "48"}
-    with running_mesh(folder, model=checkpoint, decode=decode, settings={**spread, **settings}) as mesh:
+    with running_mesh(folder, model=checkpoint, decode=decode, settings={**PATIENT, **spread, **settings}) as mesh:
         yield Served(mesh, references)
 
 
