@@ -32,11 +32,12 @@ class Engine(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.compiled = threading.Event()
+        self.begun, self.compiled = threading.Event(), threading.Event()
         self.asked: list[str] = []
 
     def prepare(self, grammar: str) -> None:
         self.asked.append(grammar)
+        self.begun.set()
         self.compiled.wait(20)
 
 
@@ -65,6 +66,7 @@ async def test_residents_decode_while_a_plan_waits_for_its_grammar(holds_decodes
             running.run([chunk])
         await running.reported(KvReleased, "plain")
         assert [token.token_id for token in running.tokens_of("plain")] == reference_output([1] * 5, PLAIN)
+        assert await to_thread.run_sync(engine.begun.wait, 20), "on a thread, which may begin late"
         assert (running.tokens_of("slow"), engine.asked) == ([], ["slow"])
         engine.compiled.set()
         await running.reported(KvReleased, "slow")
