@@ -11,7 +11,7 @@ import pytest
 from pdmesh.testing.exactness import complete
 from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
 
-pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

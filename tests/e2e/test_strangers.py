@@ -16,7 +16,7 @@ import pytest
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire.endpoint import TOKEN_METADATA
 
-pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 #: What either service may grow by, beside allocators' habits a few of gRPC's windows of 64 KiB to 4 MiB for each call.
 MAX_GROWTH_BYTES = 96 << 20

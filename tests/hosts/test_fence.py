@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.anyio,
     pytest.mark.ucx,
     pytest.mark.slow,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
 

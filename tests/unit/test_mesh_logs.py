@@ -19,8 +19,8 @@ def test_what_services_warned_of_since_a_test_began_is_quoted(tmp_path: Path) ->
     write_log(tmp_path, "scheduler", [f'{{"number": {number}, "level": "error"}}' for number in range(99)], 11.0)
     write_log(tmp_path, "prefill-0", ["x" * 1000], 12.0)
     quoted = list(warnings_since(tmp_path, 10.0))
-    assert quoted[0] == "decode-0: Fatal Python error"
-    assert quoted[1] == f"prefill-0: {'x' * LINE_LENGTH}"
+    assert quoted[0] == "test/decode-0: Fatal Python error"
+    assert quoted[1] == f"test/prefill-0: {'x' * LINE_LENGTH}"
     assert quoted[2:] == [
-        f'scheduler: {{"number": {number}, "level": "error"}}' for number in range(99 - NUM_LINES, 99)
+        f'test/scheduler: {{"number": {number}, "level": "error"}}' for number in range(99 - NUM_LINES, 99)
     ]
