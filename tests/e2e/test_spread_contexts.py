@@ -191,29 +191,33 @@ async def test_a_lost_member_costs_no_stream(served: Served, number: signal.Sign
 async def test_a_lost_member_costs_its_part_only(served: Served, checkpoint: Path) -> None:
     """Another instance computes its range again, from tokens and the ranges before it, and nothing else is computed."""
     mesh = served.mesh
-    await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
     (prompt,) = random_prompts([2 * LIMIT + 2], TINY.vocab_size, seed=8)
     expected = reference(checkpoint, prompt, LIMIT - 2)
     found: list[str] = []
-    before, rows = answers(mesh), {str(row.instance_id): row.pid for row in mesh.status().instances}
-    again, restarts = mesh.total("kv_part_recomputed_tokens"), mesh.total("request_restarts")
 
-    is_killed = anyio.Event()
-
-    async def ask() -> None:
+    async def ask(is_killed: anyio.Event) -> None:
         async with mesh.client() as client:
             while not is_killed.is_set():
                 found.extend(await mismatches(client, mesh.model, [expected] * 24, concurrency=8))
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
-        with anyio.fail_after(60):
-            while not (members := since(before, answers(mesh))):  # noqa: ASYNC110  # of other processes
-                await anyio.sleep(0.002)
-        os.kill(rows[members[0]], signal.SIGKILL)
-        is_killed.set()
+    async def lose_a_member() -> float:
+        """Tokens that were computed again."""
+        await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
+        before, pids, is_killed = answers(mesh), mesh.pids(), anyio.Event()
+        num_before = mesh.total("kv_part_recomputed_tokens")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, is_killed)
+            await until(lambda: bool(since(before, answers(mesh))))
+            name, *_ = since(before, answers(mesh))
+            os.kill(pids[name], signal.SIGKILL)
+            is_killed.set()
+        await anyio.to_thread.run_sync(lambda: mesh.wait_until_replaced(name, pids[name]))
+        return mesh.total("kv_part_recomputed_tokens") - num_before
+
+    num_again = 0.0
+    for _ in range(4):  # on a busy machine it may hold no range of a context that decodes by the time that it is killed
+        num_again = num_again or await lose_a_member()
     assert found == []
-    num_again = mesh.total("kv_part_recomputed_tokens") - again
-    assert num_again > 0, f"{mesh.total('request_restarts') - restarts} requests started again"
+    assert num_again > 0
     assert num_again % LIMIT == 0, "whole ranges"
     await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))

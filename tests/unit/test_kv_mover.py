@@ -292,6 +292,29 @@ async def test_cancel_at_any_moment_frees_everything(maker: TransportMaker) -> N
             pair.b.outcomes.clear()
 
 
+async def test_a_transfer_that_is_cancelled_has_no_outcome_at_any_moment(memory: TransportMaker) -> None:
+    """As it ended, a home took its outcome for that of a whole hand-over, and let the request go."""
+    has_ended = False
+    for num_checkpoints in range(1000):
+        async with open_pair(memory) as pair:
+            hand_over(pair)
+            for _ in range(num_checkpoints):
+                await anyio.lowlevel.checkpoint()
+            has_ended = bool(pair.a.outcomes)
+            if not has_ended:
+                pair.a.mover.departures.cancel(REQUEST, EPOCH)
+                pair.b.mover.cancel(REQUEST, EPOCH)
+            await anyio.wait_all_tasks_blocked()
+            assert bool(pair.a.outcomes) == has_ended, f"after {num_checkpoints} checkpoints"
+            assert len(pair.a.mover.departures) == 0
+            pair.a.outcomes.clear()
+            pair.b.outcomes.clear()
+            pair.free_all()
+        if has_ended:
+            break
+    assert has_ended
+
+
 async def test_blocks_freed_during_a_copy_stay_quarantined_until_it_ends(memory: TransportMaker) -> None:
     entered, go_on = threading.Event(), threading.Event()
 

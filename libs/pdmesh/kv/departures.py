@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.context import KvContext, mismatch
 from pdmesh.kv.moving import MoveSender
-from pdmesh.kv.outcome import PausedTransfer
+from pdmesh.kv.outcome import PausedTransfer, SentTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.sender import KvPush, KvSender
 from pdmesh.kv.transfer import GrantedTransfer, KvDestination
@@ -220,15 +220,19 @@ class KvDepartures:
     async def _run(self, transfer: GrantedTransfer) -> None:
         try:
             with transfer.scope:
+                outcome: SentTransfer | KvTransferError
                 try:
                     outcome = await transfer.run()
                 except KvTransferError as error:
-                    self._forget(transfer)
-                    self._context.failed(transfer, str(error), sending=True)
+                    outcome = error
+                if transfer.scope.cancel_called:
+                    return  # as it ended: nobody expects an outcome any more
+                self._forget(transfer)
+                if isinstance(outcome, KvTransferError):
+                    self._context.failed(transfer, str(outcome), sending=True)
                     for index, destination in enumerate(transfer.destinations):
                         await self._context.tell(PieceKind.ABORT, transfer, destination.address, destination=index)
                 else:
-                    self._forget(transfer)
                     if isinstance(transfer, KvPush) and self._senders.get(transfer.key) is transfer.sender:
                         del self._senders[transfer.key]
                     self._context.on_outcome(outcome)

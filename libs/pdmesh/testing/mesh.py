@@ -32,8 +32,8 @@ STAND_IN: Mapping[str, str] = {
 }
 
 #: Settings of a mesh whose test counts what starts again: on a machine with other work an instance is soon suspected,
-#: and then what it has not begun starts again elsewhere.
-PATIENT: Mapping[str, str] = {"SCHEDULER_SUSPECT_S": "4.0"}
+#: and then what it has not begun starts again elsewhere; and it takes longer to register with another scheduler.
+PATIENT: Mapping[str, str] = {"SCHEDULER_SUSPECT_S": "4.0", "SCHEDULER_ORPHAN_GRACE_S": "20.0"}
 
 #: Degrees of prefill and of decode, tensor x stages, that the exactness of ranks is shown for.
 LAYOUTS = tuple(
