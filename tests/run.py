@@ -51,6 +51,10 @@ BUDGET_S, TOLERANCE = 2.0, 4.0
 #: without what came before it.
 WHY_LENGTH, MAX_WARNINGS = 400, 20
 
+#: Longest time of a part, in seconds: a test that hung past its own time limit, in code that swallowed that, kept a run
+#: from its end for half an hour.
+PART_LIMIT_S = 45 * 60.0
+
 PYTEST = (sys.executable, "-m", "pytest")
 
 
@@ -200,6 +204,9 @@ def exit_codes_of(commands: Sequence[Sequence[str]], folder: Path) -> list[int]:
 
 def exit_code_of(process: subprocess.Popen[bytes]) -> int:
     try:
+        return process.wait(PART_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
         return process.wait()
     except KeyboardInterrupt:  # it is told as we are, and has a summary to print
         return process.wait() or FAILED

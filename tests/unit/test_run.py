@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -148,3 +149,8 @@ def test_what_runs_beside_others_is_printed_after_the_first(
     programs = ("print('second')", "import sys; print('third'); sys.exit(3)")
     commands = [[sys.executable, "-c", program] for program in ("input(); print('first')", *programs)]
     assert run.exit_codes_of(commands, tmp_path) == [1, 0, 3]
+
+
+def test_a_part_that_hangs_is_ended(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PART_LIMIT_S", 0.1)
+    assert run.exit_codes_of([[sys.executable, "-c", "import time; time.sleep(60)"]], tmp_path) == [-signal.SIGKILL]
