@@ -93,7 +93,7 @@ async def complete(
         },
         timeout=600,
     )
-    response.raise_for_status()
+    assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]
     return Answer(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), choice["text"])
 

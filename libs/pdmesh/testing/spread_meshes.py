@@ -46,10 +46,19 @@ def serving_spread(
 
 def answers(mesh: RunningMesh) -> dict[str, float]:
     """How often each instance has said what it makes of its part of a context."""
+    return _counted(mesh, "kv_part_answers")
+
+
+def recomputed(mesh: RunningMesh) -> dict[str, float]:
+    """Tokens of lost ranges that each instance has computed again."""
+    return _counted(mesh, "kv_part_recomputed_tokens")
+
+
+def _counted(mesh: RunningMesh, name: str) -> dict[str, float]:
     found = {
-        name: re.search(r"^pdmesh:kv_part_answers_total (\S+)$", text, re.M) for name, text in mesh.metrics().items()
+        service: re.search(rf"^pdmesh:{name}_total (\S+)$", text, re.M) for service, text in mesh.metrics().items()
     }
-    return {name: float(each[1]) for name, each in found.items() if each}
+    return {service: float(each[1]) for service, each in found.items() if each}
 
 
 def since(before: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
