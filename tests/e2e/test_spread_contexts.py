@@ -208,7 +208,8 @@ async def test_a_lost_member_costs_its_part_only(served: Served, checkpoint: Pat
 
         def busy_members() -> list[str]:
             """Those that have answered in ten steps: by then it is known where these contexts decode."""
-            return [name for name, number in answers(mesh).items() if number >= before.get(name, number) + 10 * TINY.num_layers]
+            num_answers = 10 * TINY.num_layers
+            return [name for name, number in answers(mesh).items() if number - before.get(name, number) >= num_answers]
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, is_killed)
