@@ -203,7 +203,7 @@ async def test_a_lost_member_costs_its_part_only(served: Served, checkpoint: Pat
     async def lose_a_member() -> float:
         """Tokens that were computed again."""
         await anyio.to_thread.run_sync(lambda: mesh.wait_until_idle(60.0))
-        before, pids, is_killed = answers(mesh), mesh.pids(), anyio.Event()
+        before, pids, is_killed, name = answers(mesh), mesh.pids(), anyio.Event(), ""
         computed_before = recomputed(mesh)
 
         def busy_members() -> list[str]:
