@@ -14,8 +14,8 @@ import pytest
 
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import PATIENT, RunningMesh, layout_settings, running_mesh
-from pdmesh.testing.spread_meshes import answers, since, until
+from pdmesh.testing.mesh import RunningMesh, layout_settings, running_mesh
+from pdmesh.testing.spread_meshes import answers, since, spread_settings, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,14 +44,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     prompts = random_prompts([*SHORT, *LONG, LONG[-1]], TINY.vocab_size, seed=2)
     max_tokens = [MAX_TOKENS] * (len(prompts) - 1) + [1]  # the last one ends with its prompt
     references = [reference(checkpoint, *each) for each in zip(prompts, max_tokens, strict=True)]
-    settings = {
-        **PATIENT,
-        **layout_settings(request.param),
-        "WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(LIMIT),
-        "WORKER_BLOCK_SIZE": str(BLOCK_SIZE),
-        "WORKER_KV_CACHE_BYTES": str(ROOM // BLOCK_SIZE * BLOCK_BYTES),
-        "POLICY_CHUNK_TOKENS": "48",
-    }
+    spread = spread_settings(LIMIT, room=ROOM, block_size=BLOCK_SIZE, block_bytes=BLOCK_BYTES)
+    settings = {**spread, **layout_settings(request.param)}
     with running_mesh(tmp_path_factory.mktemp("mesh"), model=checkpoint, decode=4, settings=settings) as mesh:
         yield Served(mesh, references[: len(SHORT)], references[len(SHORT) :])
 

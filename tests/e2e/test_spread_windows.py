@@ -15,7 +15,7 @@ import pytest
 
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, layout_settings, running_mesh
-from pdmesh.testing.spread_meshes import answers, since, until
+from pdmesh.testing.spread_meshes import answers, since, spread_settings, until
 from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -50,13 +50,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
     prompts = random_prompts(PROMPT_LENGTHS, VOCAB_SIZE, seed=2)
     references = [reference(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
-    settings = {
-        **layout_settings(layout),
-        "WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(LIMIT),
-        "WORKER_BLOCK_SIZE": str(BLOCK_SIZE),
-        "WORKER_KV_CACHE_BYTES": str(ROOM // BLOCK_SIZE * BLOCK_BYTES),
-        "POLICY_CHUNK_TOKENS": "48",
-    }
+    spread = spread_settings(LIMIT, room=ROOM, block_size=BLOCK_SIZE, block_bytes=BLOCK_BYTES)
+    settings = {**spread, **layout_settings(layout)}
     with running_mesh(tmp_path_factory.mktemp("mesh"), model=checkpoint, decode=4, settings=settings) as mesh:
         yield Served(mesh, references)
 

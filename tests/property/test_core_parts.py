@@ -466,18 +466,24 @@ def test_a_context_of_one_range_grows_onto_others_and_leaves_one_that_stops(rese
     assert driver.num_restarts == 0
 
 
-def test_a_full_context_waits_for_an_instance_that_is_silent_for_a_moment() -> None:
-    """It started again: it had all of its instance, and no other one could take its range just then."""
+def filling_context() -> tuple[Driver, list[InstanceId]]:
+    """A context that will need all instances, which have room for two ranges each; and those it does not use yet."""
     driver = Driver(
         "two prefill, four decode",
         "fcfs",
         KvReservation.ON_DEMAND,
         random.Random(2),
-        num_blocks=2 * LIMIT // BLOCK_SIZE,
+        num_blocks=TWO_RANGES,
     )
     driver.submit(a_request("r", LIMIT + 2, MOST_TOKENS - LIMIT - 2))
     driver.settle()
     unused = [each.instance_id for each in driver.instances if each.profile.role is Role.DECODE and not each.held]
+    return driver, unused
+
+
+def test_a_full_context_waits_for_an_instance_that_is_silent_for_a_moment() -> None:
+    """It started again: it had all of its instance, and no other one could take its range just then."""
+    driver, unused = filling_context()
     for instance_id in unused:
         driver.feed(InstanceSuspected(instance_id))
     for _ in range(MOST_TOKENS):
@@ -491,18 +497,9 @@ def test_a_full_context_waits_for_an_instance_that_is_silent_for_a_moment() -> N
 
 
 def test_a_full_context_starts_again_if_no_instance_has_room_for_its_range() -> None:
-    driver = Driver(
-        "two prefill, four decode",
-        "fcfs",
-        KvReservation.ON_DEMAND,
-        random.Random(2),
-        num_blocks=2 * LIMIT // BLOCK_SIZE,
-    )
-    driver.submit(a_request("r", LIMIT + 2, MOST_TOKENS - LIMIT - 2))
-    driver.settle()
-    for each in driver.instances:
-        if each.profile.role is Role.DECODE and not each.held:
-            driver.feed(DrainRequested(each.instance_id))
+    driver, unused = filling_context()
+    for instance_id in unused:
+        driver.feed(DrainRequested(instance_id))
     for _ in range(MOST_TOKENS):
         driver.step()
     assert (driver.num_part_moves, driver.num_restarts) == (0, 1)

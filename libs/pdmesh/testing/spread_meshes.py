@@ -25,6 +25,18 @@ class Served:
     references: list[Reference]
 
 
+def spread_settings(limit: int, *, room: int = 0, block_size: int = 0, block_bytes: int = 0) -> dict[str, str]:
+    """Settings of a mesh whose contexts are spread in ranges of ``limit`` tokens.
+
+    Each instance has room for so many tokens, in blocks of ``block_bytes``; 0: as much as by default.
+    """
+    settings = {**PATIENT, "WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(limit), "POLICY_CHUNK_TOKENS": "48"}
+    if room:
+        settings["WORKER_BLOCK_SIZE"] = str(block_size)
+        settings["WORKER_KV_CACHE_BYTES"] = str(room // block_size * block_bytes)
+    return settings
+
+
 @contextmanager
 def serving_spread(
     folder: Path,
@@ -39,8 +51,7 @@ def serving_spread(
     """Serve a checkpoint of `TINY`, with contexts that are spread in ranges of ``limit`` tokens."""
     prompts = random_prompts(prompt_lengths, TINY.vocab_size, seed=2)
     references = [reference(checkpoint, prompt, max_tokens) for prompt in prompts]
-    spread = {"WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(limit), "POLICY_CHUNK_TOKENS": "48"}
-    with running_mesh(folder, model=checkpoint, decode=decode, settings={**PATIENT, **spread, **settings}) as mesh:
+    with running_mesh(folder, model=checkpoint, decode=decode, settings={**spread_settings(limit), **settings}) as mesh:
         yield Served(mesh, references)
 
 
