@@ -1,7 +1,8 @@
 # make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
 # make test   lint and tests on all cores, and what took how long (ARGS="-k groups" for some, ARGS=tests/unit/test_ranges.py for a
 #             file alone, ARGS="-n 0" for one process)
-# make test-all  that, then what is slow, all examples and seeds, and pyright: what CI runs
+# make test-all  that, then what is slow, all examples and seeds, and pyright; without a time limit
+# make ci     as test-all, with the slow tests that the newest commits touch and the day's share of the others (tests/rotation.py)
 # make lint   ruff, both type checkers, and which module may import which
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing/simulation.md)
 # make results  run the benchmarks (ARGS="engine peer" for some, ARGS="engine -- --rounds 3" with options) and write docs/results/printed.md
@@ -39,7 +40,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 
 LINTS := ruff mypy pyright imports
 
-.PHONY: up test test-all lint $(LINTS) dst results fuzz resolve docs wheels fmt clean
+.PHONY: up test test-all ci lint $(LINTS) dst results fuzz resolve docs wheels fmt clean
 
 up: $(RUN_STAMP)
 	@$(BIN)/pdmesh up $(ARGS)
@@ -49,6 +50,9 @@ test: $(TEST_STAMP)
 
 test-all: $(TEST_STAMP)
 	@$(TEST_ENV) $(BIN)/python tests/run.py --all $(ARGS)
+
+ci: $(TEST_STAMP)
+	@$(TEST_ENV) $(BIN)/python tests/run.py --ci $(ARGS)
 
 # Two at once with --jobs=2: mypy and pyright each take one core for as long.
 lint: $(LINTS)

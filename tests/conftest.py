@@ -107,10 +107,27 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(autouse=True)
 def cpu_s(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Note the CPU time of each test, in seconds, of this process and of those it waited for; ``run.py`` reads it."""
+    """Note the CPU time of each test, in seconds, of this process and its ended children; ``run.py`` lists it."""
     began_s = cpu_time_s()
     yield
     request.node.user_properties.append(("cpu_s", round(cpu_time_s() - began_s, 3)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def module_cpu_s(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Note the CPU time of a test file with its fixtures, where ``run.py --record`` collects the notes."""
+    began_s = cpu_time_s()
+    yield
+    if folder := os.environ.get("PDMESH_TEST_CPU_NOTES"):
+        with Path(folder, str(os.getpid())).open("a", encoding="utf-8") as notes:
+            name = request.path.relative_to(request.config.rootpath).as_posix()
+            notes.write(f"{name} {cpu_time_s() - began_s:.3f}\n")
+
+
+def pytest_runtest_setup() -> None:
+    """Skip the slow tests that a run of CI has no time for: the next runs have other shares of them."""
+    if time.time() > float(os.environ.get("PDMESH_SLOW_TESTS_UNTIL", "inf")):
+        pytest.skip("the time for slow tests is over in this run of CI")
 
 
 def cpu_time_s() -> float:

@@ -1,7 +1,9 @@
-"""What ``make test`` and ``make test-all`` run, and one line that counts all of it.
+"""Run the tests and linters of ``make test``, ``make test-all`` and CI, and count them in one line.
 
     python tests/run.py                   # linters and meshes beside the other tests; not what is marked ``slow``
     python tests/run.py --all             # that, then pyright, what is slow, all examples and seeds, the device's tests
+    python tests/run.py --ci              # as --all, with a part of the slow tests, which changes from day to day
+    python tests/run.py --all --record    # measure anew how long slow tests take, for --ci
     python tests/run.py tests/unit/test_ranges.py -k empty   # only these, in one process
 
 Other arguments are pytest's, for each part. Tests run on all cores, and more of them than there are cores, since many
@@ -10,7 +12,9 @@ for its file. What they print comes when they are through. The tests of the mach
 drawn examples is the date: who runs the tests on the same day draws the same, and ``--hypothesis-seed`` with a date
 draws that day's again.
 
-A test has a budget of CPU time, and one that needs several times as much fails the run.
+CI takes the slow tests of files that the newest commits touch, and each day another share of the other files
+(``rotation.py``). No test fails for the time it takes, because processors differ. The slowest tests are listed at the
+end. Only CI has a time limit: slow tests that have not begun by then are skipped.
 
 The last line is ``N passed, N failed, N skipped``. Each linter counts as a test, and so does a part that broke off.
 """
@@ -31,6 +35,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
+import rotation
+
 ROOT = Path(__file__).parents[1]
 
 #: Folders of tests that need the machine's device for themselves, and of those whose meshes are processes.
@@ -43,17 +49,26 @@ MAX_PROCESSES = 12
 PASSED, FAILED, NOTHING = 0, 1, 5
 COMPLETE = {PASSED, FAILED, NOTHING}
 
-#: CPU time that a test may take in `make test`, in seconds, and how many times that much fails the run: CPU time is
-#: nearly the same on a machine that is busy, but not on one that is slower.
-BUDGET_S, TOLERANCE = 2.0, 4.0
+#: Tests listed at the end with their CPU time, if that is this many seconds or more.
+NUM_SLOWEST, SLOW_CPU_S = 10, 2.0
+
+#: CPU seconds of each file's slow tests, as ``--record`` measured them.
+RECORD = ROOT / "tests/cpu_seconds.json"
+
+#: Seconds after the start of a run of CI at which slow tests no longer begin, and at which a part that hangs is ended.
+#: CI itself ends a run after 90 minutes, on whatever processor.
+CI_NO_MORE_S, CI_LIMIT_S = 40 * 60.0, 65 * 60.0
 
 #: Characters of a failure, and lines that its meshes warned of, that are printed again at the end: a log may be kept
 #: without what came before it.
 WHY_LENGTH, MAX_WARNINGS = 400, 20
 
-#: Longest time of a part, in seconds: a test that hung past its own time limit, in code that swallowed that, kept a run
-#: from its end for half an hour.
-PART_LIMIT_S = 45 * 60.0
+#: Options of this script; all others are pytest's.
+OPTIONS = {"--all", "--ci", "--record"}
+
+#: Place of the slow tests among the stages, and variables that ``conftest.py`` reads there: a folder for notes of CPU
+#: time, and when slow tests no longer begin (seconds since 1970).
+SLOW_STAGE, CPU_NOTES, SLOW_UNTIL = 1, "PDMESH_TEST_CPU_NOTES", "PDMESH_SLOW_TESTS_UNTIL"
 
 PYTEST = (sys.executable, "-m", "pytest")
 
@@ -65,7 +80,6 @@ class Part:
     name: str
     pytest: Sequence[str]  # its arguments
     linters: Sequence[str] = ()  # targets of the Makefile
-    budget_s: float | None = None  # of CPU time, for each test
 
 
 @dataclass(slots=True)
@@ -77,6 +91,7 @@ class Outcomes:
     num_skipped: int = 0
     skipped: Counter[str] = field(default_factory=Counter[str])  # by reason
     cpu_levels: Counter[str] = field(default_factory=Counter[str])  # that tests were about and ran at
+    cpu_s: dict[str, float] = field(default_factory=dict[str, float])  # by test, of tests that passed
     notes: list[str] = field(default_factory=list[str])  # to be read at the end
 
     def add(self, name: str, *, passed: bool) -> None:
@@ -85,7 +100,7 @@ class Outcomes:
         if not passed:
             self.notes.append(f"{name} failed")
 
-    def add_report(self, report: Path, budget_s: float | None) -> None:
+    def add_report(self, report: Path) -> None:
         """Add the tests of a JUnit report."""
         for case in ElementTree.parse(report).iter("testcase"):
             skipped = case.find("skipped")
@@ -98,19 +113,17 @@ class Outcomes:
             elif skipped is not None:
                 self.num_skipped += 1
                 self.skipped[skipped.get("message", "").partition("\n")[0]] += 1
-            elif budget_s is not None and (cpu_s := cpu_s_of(case)) > TOLERANCE * budget_s:
-                name = f"{case.get('classname')}::{case.get('name')}"
-                self.num_failed += 1
-                self.notes.append(
-                    f"{name} took {cpu_s:.1f} s of CPU time; its budget is {budget_s:g} s: make it faster, or `slow`"
-                )
             else:
                 self.num_passed += 1
+                self.cpu_s[f"{case.get('classname')}::{case.get('name')}"] = cpu_s_of(case)
                 self.cpu_levels.update(noted(case, "cpu_level"))
 
     def lines(self) -> Iterator[str]:
         """What the run ends with."""
         yield from self.notes
+        for name, cpu_s in sorted(self.cpu_s.items(), key=lambda each: -each[1])[:NUM_SLOWEST]:
+            if cpu_s >= SLOW_CPU_S:
+                yield f"{cpu_s:.1f} s of CPU time: {name}"
         for reason, number in self.skipped.most_common():
             yield f"{number} skipped: {reason}"
         if self.cpu_levels:
@@ -129,8 +142,13 @@ def noted(case: ElementTree.Element, name: str) -> list[str]:
     return [note.get("value", "") for note in case.iter("property") if note.get("name") == name]
 
 
-def stages(arguments: Sequence[str], *, everything: bool) -> Iterator[Sequence[Part]]:
-    """Parts that run beside each other, and then those that come after them."""
+def stages(
+    arguments: Sequence[str], *, everything: bool, slow_files: Sequence[str] | None = None
+) -> Iterator[Sequence[Part]]:
+    """Yield parts that run beside each other, then the parts that follow them.
+
+    With ``everything``, slow tests come second: the ones in ``slow_files``, or all of them if that is None.
+    """
     if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments if not argument.startswith("-")):
         yield [Part("tests", arguments)]
         return
@@ -142,26 +160,46 @@ def stages(arguments: Sequence[str], *, everything: bool) -> Iterator[Sequence[P
     by_file = ("-n", str(min(num_cores, MAX_PROCESSES)), "--dist", "loadfile", seed)
     fast, drawn = ("-m", "not slow"), ("-m", "slow or drawn", "--hypothesis-profile=all")
     yield [
-        Part("tests", [*spread, *fast, *arguments, *others], linters=["ruff", "imports", "mypy"], budget_s=BUDGET_S),
+        Part("tests", [*spread, *fast, *arguments, *others], linters=["ruff", "imports", "mypy"]),
         Part("meshes", [*by_file, *fast, *arguments, f"tests/{MESHES}"]),
     ]
-    if everything:
-        yield [
-            Part("slow and drawn tests", [*spread, *drawn, *arguments, *others], linters=["pyright"]),
-            Part("slow meshes", [*by_file, *drawn, *arguments, f"tests/{MESHES}"]),
-        ]
-        yield [Part("device", [*arguments, f"tests/{ALONE}"])]
+    if not everything:
+        return
+    slow_others, slow_meshes = others, [f"tests/{MESHES}"]
+    if slow_files is not None:
+        slow_meshes = [file for file in slow_files if is_below(file, MESHES)]
+        slow_others = [file for file in slow_files if not is_below(file, MESHES, ALONE)]
+    slow = []
+    if slow_others:
+        slow.append(Part("slow and drawn tests", [*spread, *drawn, *arguments, *slow_others], linters=["pyright"]))
+    if slow_meshes:
+        slow.append(Part("slow meshes", [*by_file, *drawn, *arguments, *slow_meshes]))
+    yield slow
+    yield [Part("device", [*arguments, f"tests/{ALONE}"])]
 
 
-def run(parts: Sequence[Part], outcomes: Outcomes, folder: Path) -> set[int]:
+def is_below(file: str, *folders: str) -> bool:
+    """Tell whether a test file is in one of these folders of ``tests``."""
+    return any(file.startswith(f"tests/{folder}/") for folder in folders)
+
+
+def slow_files_of_today() -> list[str]:
+    """Choose the test files of which CI runs the slow tests today."""
+    files = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("tests/*/**/test_*.py"))
+    seconds = rotation.recorded(RECORD)
+    touched = rotation.touched_tests(ROOT, files, rotation.changed_files(ROOT))
+    return rotation.choose(files, seconds, touched, datetime.now(UTC).toordinal())
+
+
+def run(parts: Sequence[Part], outcomes: Outcomes, folder: Path, limit_s: float | None = None) -> set[int]:
     """Run parts beside each other and their linters, count what became of them, and return pytest's exit codes."""
     reports = [folder / f"{number}.xml" for number in range(len(parts))]
     commands = [[*PYTEST, *part.pytest, f"--junitxml={report}"] for part, report in zip(parts, reports, strict=True)]
     with linting([name for part in parts for name in part.linters], outcomes):
-        codes = exit_codes_of(commands, folder)
+        codes = exit_codes_of(commands, folder, limit_s)
     for part, report, code in zip(parts, reports, codes, strict=True):
         if report.exists():
-            outcomes.add_report(report, part.budget_s)
+            outcomes.add_report(report)
             report.unlink()
         if code not in COMPLETE:
             outcomes.add(f"{part.name}: pytest, with exit code {code},", passed=False)
@@ -186,15 +224,19 @@ def lint(name: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
-def exit_codes_of(commands: Sequence[Sequence[str]], folder: Path) -> list[int]:
-    """Run commands beside each other. The first prints as it goes; what the others print follows it."""
+def exit_codes_of(commands: Sequence[Sequence[str]], folder: Path, limit_s: float | None = None) -> list[int]:
+    """Run commands beside each other, and kill them after ``limit_s``.
+
+    The first command prints while it runs. The output of the others follows.
+    """
     with ExitStack() as stack:
         outputs = [stack.enter_context((folder / f"{number}.out").open("w+")) for number in range(1, len(commands))]
         processes = [
             stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output))
             for command, output in zip(commands, [None, *outputs], strict=True)
         ]
-        codes = [exit_code_of(process) for process in processes]
+        ends_s = None if limit_s is None else time.monotonic() + limit_s
+        codes = [exit_code_of(process, ends_s) for process in processes]
         for output in outputs:
             output.seek(0)
             sys.stdout.write(output.read())
@@ -202,27 +244,41 @@ def exit_codes_of(commands: Sequence[Sequence[str]], folder: Path) -> list[int]:
     return codes
 
 
-def exit_code_of(process: subprocess.Popen[bytes]) -> int:
+def exit_code_of(process: subprocess.Popen[bytes], ends_s: float | None) -> int:
+    """Wait for a process until ``ends_s`` by the monotonic clock, then kill it."""
     try:
-        return process.wait(PART_LIMIT_S)
+        return process.wait(None if ends_s is None else max(0.0, ends_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-    except KeyboardInterrupt:  # it is told as we are, and has a summary to print
+    except KeyboardInterrupt:  # pytest is interrupted too, and prints a summary
         return process.wait() or FAILED
 
 
 def main(arguments: Sequence[str]) -> int:
     """1 if anything failed or no test was found, else 0."""
     outcomes, codes, took = Outcomes(), set[int](), list[str]()
-    chosen = stages([each for each in arguments if each != "--all"], everything="--all" in arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        for parts in chosen:
-            began_s = time.monotonic()
-            codes |= run(parts, outcomes, Path(folder))
-            took.append(f"{' beside '.join(part.name for part in parts)}: {time.monotonic() - began_s:.0f} s")
+    began_s = time.monotonic()
+    is_ci, records = "--ci" in arguments, "--record" in arguments
+    chosen = stages(
+        [each for each in arguments if each not in OPTIONS],
+        everything=is_ci or "--all" in arguments,
+        slow_files=slow_files_of_today() if is_ci else None,
+    )
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cpu_notes:
+        for number, parts in enumerate(chosen):
+            if number == SLOW_STAGE and records:
+                os.environ[CPU_NOTES] = cpu_notes
+            if number == SLOW_STAGE and is_ci:
+                os.environ[SLOW_UNTIL] = str(time.time() + CI_NO_MORE_S - (time.monotonic() - began_s))
+            stage_began_s = time.monotonic()
+            limit_s = CI_LIMIT_S - (stage_began_s - began_s) if is_ci else None
+            codes |= run(parts, outcomes, Path(folder), limit_s)
+            took.append(f"{' beside '.join(part.name for part in parts)}: {time.monotonic() - stage_began_s:.0f} s")
             if not codes <= COMPLETE:
                 break
+        if records:
+            rotation.record(RECORD, Path(cpu_notes))
     if codes == {NOTHING}:
         outcomes.add("choosing tests: none was found, which", passed=False)
     sys.stdout.write("\n".join(["; ".join(took), *outcomes.lines()]) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def run() -> ModuleType:
+def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TESTS))  # type: ignore[no-untyped-call]
     spec = importlib.util.spec_from_file_location("run_tests", TESTS / "run.py")
     assert spec is not None
     assert spec.loader is not None
@@ -73,7 +75,7 @@ class Machine:
         self.parts = list(parts)
         self.broken_linter = broken_linter
 
-    def exit_codes_of(self, commands: Sequence[Sequence[str]], folder: Path) -> list[int]:
+    def exit_codes_of(self, commands: Sequence[Sequence[str]], folder: Path, limit_s: float | None = None) -> list[int]:
         codes = []
         for command in commands:
             code, cases = self.parts.pop(0)
@@ -118,13 +120,13 @@ PASSES = (0, [a_test("one")])
         (Machine((-9, []), PASSES), 1, "4 passed, 1 failed, 0 skipped", "tests: pytest, with exit code -9, failed"),
         (Machine(PASSES, PASSES, broken_linter="mypy"), 1, "4 passed, 1 failed, 0 skipped", "mypy complains\n"),
         (
-            Machine((0, [a_test("a", cpu_s=7.9), a_test("b", cpu_s=8.1)]), (0, [a_test("c", cpu_s=90.0)])),
-            1,
-            "5 passed, 1 failed, 0 skipped",
-            "test_it::b took 8.1 s of CPU time; its budget is 2 s",
+            Machine((0, [a_test("a", cpu_s=0.9), a_test("b", cpu_s=8.1)]), (0, [a_test("c", cpu_s=90.0)])),
+            0,
+            "6 passed, 0 failed, 0 skipped",
+            "90.0 s of CPU time: tests.unit.test_it::c\n8.1 s of CPU time: tests.unit.test_it::b\n",
         ),
     ],
-    ids=["all", "failure", "error", "skipped", "some", "nothing", "usage", "killed", "lint", "budget"],
+    ids=["all", "failure", "error", "skipped", "some", "nothing", "usage", "killed", "lint", "slowest"],
 )
 def test_one_line_counts_all_parts(
     run: ModuleType,
@@ -151,6 +153,85 @@ def test_what_runs_beside_others_is_printed_after_the_first(
     assert run.exit_codes_of(commands, tmp_path) == [1, 0, 3]
 
 
-def test_a_part_that_hangs_is_ended(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "PART_LIMIT_S", 0.1)
-    assert run.exit_codes_of([[sys.executable, "-c", "import time; time.sleep(60)"]], tmp_path) == [-signal.SIGKILL]
+def test_a_part_that_hangs_is_ended(run: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert run.exit_codes_of([command], tmp_path, limit_s=0.1) == [-signal.SIGKILL]
+
+
+def test_ci_runs_the_slow_tests_of_chosen_files_only(run: ModuleType) -> None:
+    files = ["tests/e2e/test_exact.py", "tests/gpu/test_device.py", "tests/unit/test_run.py"]
+    fast, slow, device = run.stages([], everything=True, slow_files=files)
+    assert [list(stage) for stage in (fast, device)] == [
+        list(stage) for number, stage in enumerate(run.stages([], everything=True)) if number != 1
+    ]
+    others, meshes = slow
+    assert [argument for argument in others.pytest if argument.startswith("tests/")] == ["tests/unit/test_run.py"]
+    assert [argument for argument in meshes.pytest if argument.startswith("tests/")] == ["tests/e2e/test_exact.py"]
+
+
+@pytest.fixture
+def rotation(run: ModuleType) -> Any:
+    return run.rotation
+
+
+def test_each_recorded_file_runs_once_in_seven_days(rotation: Any) -> None:
+    seconds = {f"tests/unit/test_{number}.py": float(number % 13) for number in range(40)}
+    days = [rotation.choose(seconds, seconds, [], day) for day in range(100, 107)]
+    assert sorted(name for day in days for name in day) == sorted(seconds)
+    totals_s = [sum(seconds[name] for name in day) for day in days]
+    assert max(totals_s) - min(totals_s) <= 13
+
+
+def test_new_and_touched_files_run_in_addition_to_the_share(rotation: Any) -> None:
+    limit_s = rotation.TOUCHED_CPU_S
+    seconds = {"a.py": 1.0, "large.py": limit_s + 1, "small.py": 10.0, **{f"{n}.py": 2 * limit_s for n in range(7)}}
+    files, touched = [*seconds, "new.py"], ["large.py", "small.py", "no.py"]
+    with_none, chosen = (rotation.choose(files, seconds, names, 3) for names in ([], touched))
+    assert "new.py" in with_none
+    assert set(chosen) == {*with_none, "small.py"}
+
+
+def test_a_test_is_touched_by_the_modules_that_it_uses(rotation: Any, tmp_path: Path) -> None:
+    for name, text in {
+        "libs/pdmesh/ranges.py": "",
+        "libs/pdmesh/kv/__init__.py": "",
+        "libs/pdmesh/testing/mesh.py": "from pdmesh.kv import Pool",
+        "services/gateway/pdmesh_gateway/http.py": "",
+        "tests/unit/test_direct.py": "import pdmesh.ranges",
+        "tests/unit/test_through.py": "from pdmesh.testing.mesh import Mesh",
+        "tests/unit/test_other.py": "from pdmesh_gateway.http import serve",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    tests = [f"tests/unit/test_{name}.py" for name in ("direct", "through", "other")]
+
+    def touched(*changed: str) -> list[str]:
+        return [Path(name).stem for name in rotation.touched_tests(tmp_path, tests, changed)]
+
+    assert touched("libs/pdmesh/ranges.py") == ["test_direct"]
+    assert touched("libs/pdmesh/kv/__init__.py") == ["test_through"]
+    assert touched("services/gateway/pdmesh_gateway/http.py", tests[1]) == ["test_through", "test_other"]
+
+
+def test_the_change_is_the_newest_commits(rotation: Any, tmp_path: Path) -> None:
+    def git(*arguments: str, date_s: int = 0) -> None:
+        who = ["-c", "user.name=t", "-c", "user.email=t@localhost"]
+        environment = {**os.environ, "GIT_COMMITTER_DATE": f"{date_s} +0000"}
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, env=environment)
+
+    git("init")
+    for number, hours in enumerate([0, 10, 11]):
+        (tmp_path / f"{number}.py").write_text("")
+        git("add", ".")
+        git("commit", "-m", "a change", date_s=1_700_000_000 + hours * 3600)
+    assert rotation.changed_files(tmp_path) == ["1.py", "2.py"]
+
+
+def test_cpu_seconds_of_processes_are_added_up(rotation: Any, tmp_path: Path) -> None:
+    notes, file = tmp_path / "notes", tmp_path / "record.json"
+    notes.mkdir()
+    (notes / "1").write_text("tests/a.py 1.5\ntests/b.py 2\n")
+    (notes / "2").write_text("tests/a.py 0.25\n")
+    assert rotation.recorded(file) == {}
+    rotation.record(file, notes)
+    assert rotation.recorded(file) == {"tests/a.py": 1.8, "tests/b.py": 2.0}
