@@ -6,8 +6,9 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import Context
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,15 @@ from hypothesis import is_hypothesis_test, settings
 
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.mesh_logs import warnings_since
+from pdmesh.testing.rotation import left_out, read_record
 
-# `pytest --hypothesis-profile=all` draws as many examples as a test asks for, any other run a quarter (see
+# `pytest --hypothesis-profile=all` draws as many examples as a test asks for, any other run an eighth (see
 # `pdmesh.testing.examples`). A machine that is busy is slow: how long an example takes says nothing about the code.
 settings.register_profile("all", deadline=None, max_examples=100)
-settings.register_profile("quarter", deadline=None, max_examples=25)
-settings.load_profile("quarter")
+settings.register_profile("eighth", deadline=None, max_examples=12)
+settings.load_profile("eighth")
+
+RECORD = read_record(Path(__file__).with_name("cpu_seconds.json"))
 
 NO_DEVICE = "torch finds no CUDA device"
 
@@ -140,8 +144,24 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("drawn")
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip ``gpu`` tests where there is no CUDA device; torch is loaded only if there are any."""
+    """Mark what `make test` leaves out today as ``slow``, and skip ``gpu`` tests where there is no CUDA device."""
+    day = int(os.environ.get("PDMESH_TEST_DAY", datetime.now(UTC).toordinal()))
+    by_name = {name_of(item): item for item in items if item.get_closest_marker("slow") is None}
+    for name in left_out(list(by_name), RECORD, day):
+        by_name[name].add_marker("slow")
+    skip_without_device(items)
+
+
+def name_of(item: pytest.Item) -> str:
+    """Return the name that a JUnit report has for a test: classname and name."""
+    place = item.nodeid.removesuffix(f"::{item.name}")
+    return f"{place.replace('.py', '').replace('/', '.').replace('::', '.')}::{item.name}"
+
+
+def skip_without_device(items: Sequence[pytest.Item]) -> None:
+    """Skip ``gpu`` tests where there is no CUDA device. Torch is loaded only if there are such tests."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -12,8 +12,8 @@ for its file. What they print comes when they are through. The tests of the mach
 drawn examples is the date: who runs the tests on the same day draws the same, and ``--hypothesis-seed`` with a date
 draws that day's again.
 
-CI takes the slow tests of files that the newest commits touch, and each day another share of the other files
-(``rotation.py``). No test fails for the time it takes, because processors differ. The slowest tests are listed at the
+Of test functions that take long, ``make test`` runs a few parameters, other ones each day; CI takes the slow tests of
+files that the newest commits touch, and each day another share of the other files (`pdmesh.testing.rotation`). No test fails for the time it takes, because processors differ. The slowest tests are listed at the
 end. Only CI has a time limit: slow tests that have not begun by then are skipped.
 
 The last line is ``N passed, N failed, N skipped``. Each linter counts as a test, and so does a part that broke off.
@@ -35,7 +35,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
-import rotation
+from pdmesh.testing import rotation
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,8 +67,9 @@ WHY_LENGTH, MAX_WARNINGS = 400, 20
 OPTIONS = {"--all", "--ci", "--record"}
 
 #: Place of the slow tests among the stages, and variables that ``conftest.py`` reads there: a folder for notes of CPU
-#: time, and when slow tests no longer begin (seconds since 1970).
+#: time, and when slow tests no longer begin (seconds since 1970). The day of the run is set for all stages.
 SLOW_STAGE, CPU_NOTES, SLOW_UNTIL = 1, "PDMESH_TEST_CPU_NOTES", "PDMESH_SLOW_TESTS_UNTIL"
+DAY = "PDMESH_TEST_DAY"
 
 PYTEST = (sys.executable, "-m", "pytest")
 
@@ -115,7 +116,8 @@ class Outcomes:
                 self.skipped[skipped.get("message", "").partition("\n")[0]] += 1
             else:
                 self.num_passed += 1
-                self.cpu_s[f"{case.get('classname')}::{case.get('name')}"] = cpu_s_of(case)
+                # A drawn test runs twice in ``--all``. Its first run, with few examples, is the one of `make test`.
+                self.cpu_s.setdefault(f"{case.get('classname')}::{case.get('name')}", cpu_s_of(case))
                 self.cpu_levels.update(noted(case, "cpu_level"))
 
     def lines(self) -> Iterator[str]:
@@ -183,12 +185,12 @@ def is_below(file: str, *folders: str) -> bool:
     return any(file.startswith(f"tests/{folder}/") for folder in folders)
 
 
-def slow_files_of_today() -> list[str]:
-    """Choose the test files of which CI runs the slow tests today."""
+def slow_files_of(today: datetime) -> list[str]:
+    """Choose the test files of which CI runs the slow tests."""
     files = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("tests/*/**/test_*.py"))
-    seconds = rotation.recorded(RECORD)
+    seconds = rotation.read_record(RECORD).slow_files
     touched = rotation.touched_tests(ROOT, files, rotation.changed_files(ROOT))
-    return rotation.choose(files, seconds, touched, datetime.now(UTC).toordinal())
+    return rotation.choose(files, seconds, touched, today.toordinal())
 
 
 def run(parts: Sequence[Part], outcomes: Outcomes, folder: Path, limit_s: float | None = None) -> set[int]:
@@ -259,11 +261,13 @@ def main(arguments: Sequence[str]) -> int:
     """1 if anything failed or no test was found, else 0."""
     outcomes, codes, took = Outcomes(), set[int](), list[str]()
     began_s = time.monotonic()
+    today = datetime.now(UTC)
+    os.environ[DAY] = str(today.toordinal())  # the same in all processes, also beyond midnight
     is_ci, records = "--ci" in arguments, "--record" in arguments
     chosen = stages(
         [each for each in arguments if each not in OPTIONS],
         everything=is_ci or "--all" in arguments,
-        slow_files=slow_files_of_today() if is_ci else None,
+        slow_files=slow_files_of(today) if is_ci else None,
     )
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cpu_notes:
         for number, parts in enumerate(chosen):
@@ -278,7 +282,7 @@ def main(arguments: Sequence[str]) -> int:
             if not codes <= COMPLETE:
                 break
         if records:
-            rotation.record(RECORD, Path(cpu_notes))
+            rotation.write_record(RECORD, outcomes.cpu_s, Path(cpu_notes))
     if codes == {NOTHING}:
         outcomes.add("choosing tests: none was found, which", passed=False)
     sys.stdout.write("\n".join(["; ".join(took), *outcomes.lines()]) + "\n")

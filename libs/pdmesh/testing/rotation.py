@@ -1,8 +1,10 @@
-"""Choose the slow test files of one CI run: the ones a change touches, and the day's share of the others.
+"""Choose what a run of the tests leaves out, by CPU time that was recorded before, and in turn by date.
 
-``cpu_seconds.json`` holds the CPU seconds of each file's slow tests, as ``run.py --all --record`` measured them. The
-files are divided into seven shares of nearly equal CPU time, one for each day, so that every slow test runs within a
-week. A file that is not recorded counts as touched.
+`Record` is read from ``tests/cpu_seconds.json``, which ``tests/run.py --all --record`` writes. Budgets are in recorded
+seconds, so that every processor runs the same tests. What is left out of one run comes in another:
+
+* ``make test`` takes a few parameters of an expensive test function, other ones each day (`left_out`);
+* CI takes the slow tests of the files that a change touches, and a seventh of the other files each day (`choose`).
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ import ast
 import json
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 #: Days in which each recorded file runs once.
 NUM_SHARES = 7
+
+#: Recorded CPU seconds that `make test` spends on one test function, and on one test.
+FUNCTION_CPU_S, TEST_CPU_S = 0.75, 2.0
 
 #: Recorded CPU seconds of touched files that one run takes in addition to the day's share.
 TOUCHED_CPU_S = 400.0
@@ -26,24 +32,65 @@ CHANGE_AGE_S = 4 * 3600
 SOURCE_ROOTS = ("libs", "services/gateway", "services/scheduler", "services/prefill", "services/decode")
 
 
-def recorded(file: Path) -> dict[str, float]:
-    """Read CPU seconds by test file; empty if nothing was recorded."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """CPU seconds of tests: of one call of an expensive test function, and of all slow tests of a file."""
+
+    functions: Mapping[str, float]
+    slow_files: Mapping[str, float]
+
+
+def read_record(file: Path) -> Record:
+    """Read a record; an empty one if the file does not exist."""
     try:
-        seconds: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
+        values: dict[str, dict[str, float]] = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
-    return seconds
+        return Record({}, {})
+    return Record(values["functions"], values["slow_files"])
 
 
-def record(file: Path, folder: Path) -> None:
-    """Sum what test processes noted below ``folder``, lines of a test file and its CPU seconds, into ``file``."""
-    seconds: dict[str, float] = {}
-    for notes in sorted(folder.iterdir()):
-        for line in notes.read_text(encoding="utf-8").splitlines():
-            name, _, cpu_s = line.rpartition(" ")
-            seconds[name] = seconds.get(name, 0.0) + float(cpu_s)
-    rounded = {name: round(cpu_s, 1) for name, cpu_s in sorted(seconds.items())}
-    file.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
+def write_record(file: Path, cpu_s: Mapping[str, float], notes: Path) -> None:
+    """Write the record of tests that took ``cpu_s``, and of test files that noted their CPU seconds below ``notes``."""
+    functions: dict[str, list[float]] = {}
+    for test, each_s in cpu_s.items():
+        functions.setdefault(function_of(test), []).append(each_s)
+    files: dict[str, float] = {}
+    for noted in sorted(notes.iterdir()):
+        for line in noted.read_text(encoding="utf-8").splitlines():
+            name, _, file_s = line.rpartition(" ")
+            files[name] = files.get(name, 0.0) + float(file_s)
+    expensive = {name: sum(calls) / len(calls) for name, calls in functions.items() if sum(calls) > FUNCTION_CPU_S}
+    values = {
+        "functions": {name: round(each_s, 3) for name, each_s in sorted(expensive.items())},
+        "slow_files": {name: round(file_s, 1) for name, file_s in sorted(files.items())},
+    }
+    file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def function_of(test: str) -> str:
+    """Return a test's name without its parameters."""
+    return test.partition("[")[0]
+
+
+def left_out(tests: Sequence[str], record: Record, day: int) -> set[str]:
+    """Return the tests that ``make test`` leaves out on ``day``.
+
+    Of a function's tests, as many run as fit into `FUNCTION_CPU_S`, at least one; none if one alone takes more than
+    `TEST_CPU_S`. Which ones run moves along the parameters from day to day.
+    """
+    functions: dict[str, list[str]] = {}
+    for test in tests:
+        functions.setdefault(function_of(test), []).append(test)
+    out: set[str] = set()
+    for name, calls in functions.items():
+        each_s = record.functions.get(name, 0.0)
+        if each_s * len(calls) <= FUNCTION_CPU_S:
+            continue
+        num_kept = 0 if each_s > TEST_CPU_S else max(1, int(FUNCTION_CPU_S / each_s))
+        first = day * num_kept % len(calls)
+        turned = [*calls[first:], *calls[:first]]
+        out.update(turned[num_kept:])
+    return out
 
 
 def shares(seconds: Mapping[str, float], num_shares: int = NUM_SHARES) -> list[list[str]]:
