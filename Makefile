@@ -1,7 +1,7 @@
 # make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
-# make test   lint and tests on all cores, and what took how long (ARGS="-k groups" for some, ARGS=tests/unit/test_ranges.py for a
+# make test   ruff and tests on all cores, and what took how long (ARGS="-k groups" for some, ARGS=tests/unit/test_ranges.py for a
 #             file alone, ARGS="-n 0" for one process)
-# make test-all  that, then what is slow, all examples and seeds, and pyright; without a time limit
+# make test-all  that, then both type checkers, what is slow, all examples and seeds; without a time limit
 # make ci     as test-all, with the slow tests that the newest commits touch and the day's share of the others (tests/rotation.py)
 # make lint   ruff, both type checkers, and which module may import which
 # make dst    simulate the services under faults drawn from SEEDS seeds (docs/testing/simulation.md)

@@ -122,7 +122,7 @@ def module_cpu_s(request: pytest.FixtureRequest) -> Iterator[None]:
     """Note the CPU time of a test file with its fixtures, where ``run.py --record`` collects the notes."""
     began_s = cpu_time_s()
     yield
-    if folder := os.environ.get("PDMESH_TEST_CPU_NOTES"):
+    if folder := os.environ.get("TESTS_CPU_NOTES"):
         with Path(folder, str(os.getpid())).open("a", encoding="utf-8") as notes:
             name = request.path.relative_to(request.config.rootpath).as_posix()
             notes.write(f"{name} {cpu_time_s() - began_s:.3f}\n")
@@ -130,7 +130,7 @@ def module_cpu_s(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_runtest_setup() -> None:
     """Skip the slow tests that a run of CI has no time for: the next runs have other shares of them."""
-    if time.time() > float(os.environ.get("PDMESH_SLOW_TESTS_UNTIL", "inf")):
+    if time.time() > float(os.environ.get("TESTS_SLOW_UNTIL", "inf")):
         pytest.skip("the time for slow tests is over in this run of CI")
 
 
@@ -147,7 +147,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves out today as ``slow``, and skip ``gpu`` tests where there is no CUDA device."""
-    day = int(os.environ.get("PDMESH_TEST_DAY", datetime.now(UTC).toordinal()))
+    day = int(os.environ.get("TESTS_DAY", datetime.now(UTC).toordinal()))
     by_name = {name_of(item): item for item in items if item.get_closest_marker("slow") is None}
     for name in left_out(list(by_name), RECORD, day):
         by_name[name].add_marker("slow")

@@ -1,7 +1,7 @@
 """Run the tests and linters of ``make test``, ``make test-all`` and CI, and count them in one line.
 
-    python tests/run.py                   # linters and meshes beside the other tests; not what is marked ``slow``
-    python tests/run.py --all             # that, then pyright, what is slow, all examples and seeds, the device's tests
+    python tests/run.py                   # ruff, import-linter, and the tests that are not marked ``slow``
+    python tests/run.py --all             # that, then type checkers, slow tests, all examples and seeds, the device
     python tests/run.py --ci              # as --all, with a part of the slow tests, which changes from day to day
     python tests/run.py --all --record    # measure anew how long slow tests take, for --ci
     python tests/run.py tests/unit/test_ranges.py -k empty   # only these, in one process
@@ -12,9 +12,10 @@ for its file. What they print comes when they are through. The tests of the mach
 drawn examples is the date: who runs the tests on the same day draws the same, and ``--hypothesis-seed`` with a date
 draws that day's again.
 
-Of test functions that take long, ``make test`` runs a few parameters, other ones each day; CI takes the slow tests of
-files that the newest commits touch, and each day another share of the other files (`pdmesh.testing.rotation`). No test fails for the time it takes, because processors differ. The slowest tests are listed at the
-end. Only CI has a time limit: slow tests that have not begun by then are skipped.
+Of test functions that take long, ``make test`` runs a few parameters, other ones each day. CI takes the slow tests of
+files that the newest commits touch, and each day another share of the other files (`pdmesh.testing.rotation`). No test
+fails for the time it takes, because processors differ. The slowest tests are listed at the end. Only CI has a time
+limit: slow tests that have not begun by then are skipped.
 
 The last line is ``N passed, N failed, N skipped``. Each linter counts as a test, and so does a part that broke off.
 """
@@ -30,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
@@ -68,8 +69,8 @@ OPTIONS = {"--all", "--ci", "--record"}
 
 #: Place of the slow tests among the stages, and variables that ``conftest.py`` reads there: a folder for notes of CPU
 #: time, and when slow tests no longer begin (seconds since 1970). The day of the run is set for all stages.
-SLOW_STAGE, CPU_NOTES, SLOW_UNTIL = 1, "PDMESH_TEST_CPU_NOTES", "PDMESH_SLOW_TESTS_UNTIL"
-DAY = "PDMESH_TEST_DAY"
+SLOW_STAGE, CPU_NOTES, SLOW_UNTIL = 1, "TESTS_CPU_NOTES", "TESTS_SLOW_UNTIL"
+DAY = "TESTS_DAY"
 
 PYTEST = (sys.executable, "-m", "pytest")
 
@@ -159,11 +160,13 @@ def stages(
     num_cores = len(os.sched_getaffinity(0))
     seed = f"--hypothesis-seed={datetime.now(UTC):%Y%m%d}"
     spread = ("-n", str(min(num_cores + (num_cores + 1) // 2, MAX_PROCESSES)), "--dist", "worksteal", seed)
-    by_file = ("-n", str(min(num_cores, MAX_PROCESSES)), "--dist", "loadfile", seed)
+    by_file, one_by_one = (
+        ("-n", str(number), "--dist", "loadfile", seed) for number in (min(num_cores, MAX_PROCESSES), 1)
+    )
     fast, drawn = ("-m", "not slow"), ("-m", "slow or drawn", "--hypothesis-profile=all")
     yield [
-        Part("tests", [*spread, *fast, *arguments, *others], linters=["ruff", "imports", "mypy"]),
-        Part("meshes", [*by_file, *fast, *arguments, f"tests/{MESHES}"]),
+        Part("tests", [*spread, *fast, *arguments, *others], linters=["ruff", "imports"]),
+        Part("meshes", [*one_by_one, *fast, *arguments, f"tests/{MESHES}"]),
     ]
     if not everything:
         return
@@ -171,11 +174,15 @@ def stages(
     if slow_files is not None:
         slow_meshes = [file for file in slow_files if is_below(file, MESHES)]
         slow_others = [file for file in slow_files if not is_below(file, MESHES, ALONE)]
-    slow = []
-    if slow_others:
-        slow.append(Part("slow and drawn tests", [*spread, *drawn, *arguments, *slow_others], linters=["pyright"]))
-    if slow_meshes:
-        slow.append(Part("slow meshes", [*by_file, *drawn, *arguments, *slow_meshes]))
+    slow = [
+        Part(name, [*processes, *drawn, *arguments, *chosen])
+        for name, processes, chosen in (
+            ("slow and drawn tests", spread, slow_others),
+            ("slow meshes", by_file, slow_meshes),
+        )
+        if chosen
+    ]
+    slow[:1] = [replace(first, linters=["mypy", "pyright"]) for first in slow[:1]]
     yield slow
     yield [Part("device", [*arguments, f"tests/{ALONE}"])]
 

@@ -73,7 +73,7 @@ def reference_of(checkpoint: Path, prompt: tuple[int, ...]) -> Reference:
 
 @pytest.fixture(
     scope="module",
-    params=slow_beyond(2, CASES),
+    params=slow_beyond(1, CASES),
     ids=lambda case: f"{case.architecture}-{case.bundle}{case.batching}-{case.chunk_tokens}",
 )
 def served(

@@ -26,7 +26,7 @@ with running_mesh(Path(sys.argv[1]), model=None, settings={"WORKER_ENGINE": "fak
 """
 
 
-@pytest.mark.parametrize("number", slow_beyond(1, [signal.SIGKILL, signal.SIGTERM]))
+@pytest.mark.parametrize("number", slow_beyond(0, [signal.SIGKILL, signal.SIGTERM]))
 def test_a_killed_benchmark_takes_its_mesh_along(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as benchmark:

@@ -56,7 +56,7 @@ GROUPS = {
 }
 
 
-@pytest.fixture(scope="module", params=slow_beyond(1, ((group,) for group in GROUPS.values())), ids=list(GROUPS))
+@pytest.fixture(scope="module", params=slow_beyond(0, ((group,) for group in GROUPS.values())), ids=list(GROUPS))
 def together(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[RunningMesh]:
