@@ -227,11 +227,24 @@ def test_the_change_is_the_newest_commits(rotation: Any, tmp_path: Path) -> None
     assert rotation.changed_files(tmp_path) == ["1.py", "2.py"]
 
 
-def test_cpu_seconds_of_processes_are_added_up(rotation: Any, tmp_path: Path) -> None:
+def test_a_record_holds_expensive_functions_and_the_slow_tests_of_files(rotation: Any, tmp_path: Path) -> None:
     notes, file = tmp_path / "notes", tmp_path / "record.json"
     notes.mkdir()
     (notes / "1").write_text("tests/a.py 1.5\ntests/b.py 2\n")
     (notes / "2").write_text("tests/a.py 0.25\n")
-    assert rotation.recorded(file) == {}
-    rotation.record(file, notes)
-    assert rotation.recorded(file) == {"tests/a.py": 1.8, "tests/b.py": 2.0}
+    assert rotation.read_record(file) == rotation.Record({}, {})
+    rotation.write_record(file, {"t.a::f[1]": 3.0, "t.a::f[2]": 1.0, "t.a::cheap": 0.1}, notes)
+    assert rotation.read_record(file) == rotation.Record({"t.a::f": 2.0}, {"tests/a.py": 1.8, "tests/b.py": 2.0})
+
+
+def test_each_parameter_of_an_expensive_function_has_its_day(rotation: Any) -> None:
+    calls, cheap = [f"f[{number}]" for number in range(7)], [f"g[{number}]" for number in range(7)]
+    record = rotation.Record({"f": rotation.FUNCTION_CPU_S / 2.5}, {})
+    days = [{*calls, *cheap} - rotation.left_out([*calls, *cheap], record, day) for day in range(7)]
+    assert all(set(cheap) <= day and len(day - set(cheap)) == 2 for day in days)
+    assert set(calls) <= set().union(*days)
+
+
+def test_one_parameter_runs_unless_it_alone_takes_too_long(rotation: Any) -> None:
+    record = rotation.Record({"f": rotation.TEST_CPU_S, "g": rotation.TEST_CPU_S + 0.1}, {})
+    assert rotation.left_out(["f[0]", "f[1]", "g"], record, 0) == {"f[1]", "g"}
