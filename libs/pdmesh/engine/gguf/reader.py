@@ -34,7 +34,7 @@ class StoredType(NamedTuple):
 
 #: The number of what vectors are stored as.
 F32 = 0
-#: By the file's number. What is not among them is refused by its number.
+#: Served types, by the file's number.
 TYPES: Mapping[int, StoredType] = {
     F32: StoredType("F32", 1, 4),
     1: StoredType("F16", 1, 2),
@@ -43,12 +43,33 @@ TYPES: Mapping[int, StoredType] = {
     6: StoredType("Q5_0", 32, 22),
     7: StoredType("Q5_1", 32, 24),
     8: StoredType("Q8_0", 32, 34),
+    10: StoredType("Q2_K", 256, 84),
+    11: StoredType("Q3_K", 256, 110),
     12: StoredType("Q4_K", 256, 144),
     13: StoredType("Q5_K", 256, 176),
     14: StoredType("Q6_K", 256, 210),
+    16: StoredType("IQ2_XXS", 256, 66),
+    17: StoredType("IQ2_XS", 256, 74),
+    18: StoredType("IQ3_XXS", 256, 98),
+    19: StoredType("IQ1_S", 256, 50),
+    20: StoredType("IQ4_NL", 32, 18),
+    21: StoredType("IQ3_S", 256, 110),
+    22: StoredType("IQ2_S", 256, 82),
+    23: StoredType("IQ4_XS", 256, 136),
+    29: StoredType("IQ1_M", 256, 56),
     30: StoredType("BF16", 1, 2),
+    34: StoredType("TQ1_0", 256, 54),
+    35: StoredType("TQ2_0", 256, 66),
     39: StoredType("MXFP4", 32, 17),
+    40: StoredType("NVFP4", 64, 36),
+    41: StoredType("Q1_0", 128, 18),
+    42: StoredType("Q2_0", 64, 18),
 }
+#: Names of types that GGML has, or had, and no weights are served of.
+_OTHER_TYPES: Mapping[int, str] = {
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,206 @@
+"""What blocks of GGML's types below four bits stand for, and of its types whose codes name values of a table.
+
+Each is brought into a `GroupedWeight`: integer codes times a scale, which gives GGML's values bit by bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pdmesh.engine.gguf.grids import IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, Grid
+from pdmesh.engine.grouped import CodeKind, Factors, GroupedWeight
+
+_NO_SCALE = 0x7F  # NVFP4's byte for a scale of zero
+#: Values of IQ4's codes.
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+#: Levels of an IQ1 value are eighths: the grid's level, and one eighth more or less.
+_IQ1_LEVELS = 8
+
+
+def _half(data: Tensor, first: int) -> Tensor:
+    """Return the float16 at byte ``first`` of each block, (n, 1)."""
+    return data[:, first : first + 2].contiguous().view(torch.float16)
+
+
+def _words(data: Tensor, num_bytes: int) -> Tensor:
+    """Return groups of ``num_bytes`` little-endian bytes as integers, int32."""
+    parts = data.reshape(len(data), -1, num_bytes).int()
+    return (parts << (8 * torch.arange(num_bytes, dtype=torch.int32))).sum(-1, dtype=torch.int32)
+
+
+def _fields(data: Tensor, bits: int, count: int) -> Tensor:
+    """Split each integer of the last dimension into ``count`` numbers of ``bits``, lowest first: one dimension more."""
+    shifts = torch.arange(0, bits * count, bits, dtype=data.dtype)
+    return (data[..., None] >> shifts) & ((1 << bits) - 1)
+
+
+def _planes(data: Tensor, bits: int, width: int) -> Tensor:
+    """Return numbers of ``bits``, where ``width`` bytes hold the lowest of each byte first, then the next; (n, values)."""
+    chunks = data.reshape(len(data), -1, 1, width)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return ((chunks >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def _signed(codes: Tensor, bits: int, group_size: int, scales: Factors) -> GroupedWeight:
+    """Return a weight of integers (n, values) that fit ``bits``."""
+    return GroupedWeight(
+        codes=codes.to(torch.uint8) & ((1 << bits) - 1),
+        bits=bits,
+        kind=CodeKind.SIGNED,
+        group_size=group_size,
+        scales=scales,
+    )
+
+
+def q1_0(data: Tensor) -> GroupedWeight:
+    signs = _fields(data[:, 2:], 1, 8).flatten(1).to(torch.int8)
+    return _signed(2 * signs - 1, 4, 128, Factors(_half(data, 0), 1))
+
+
+def q2_0(data: Tensor) -> GroupedWeight:
+    codes = _fields(data[:, 2:], 2, 4).flatten(1).to(torch.int8)
+    return _signed(codes - 1, 4, 64, Factors(_half(data, 0), 1))
+
+
+def q2_k(data: Tensor) -> GroupedWeight:
+    scales = data[:, :16]
+    return GroupedWeight(
+        codes=_planes(data[:, 16:80], 2, 32),
+        bits=4,
+        kind=CodeKind.UNSIGNED,
+        group_size=16,
+        scales=Factors(_half(data, 80), 16, (scales & 15).to(torch.int8)),
+        minima=Factors(_half(data, 82), 16, (scales >> 4).to(torch.int8)),
+    )
+
+
+def q3_k(data: Tensor) -> GroupedWeight:
+    low = _planes(data[:, 96:104], 4, 8) | (_planes(data[:, 104:108], 2, 4) << 4)
+    codes = _planes(data[:, 32:96], 2, 32).to(torch.int8) + 4 * _planes(data[:, :32], 1, 32).to(torch.int8) - 4
+    return _signed(codes, 4, 16, Factors(_half(data, 108), 16, low.to(torch.int8) - 32))
+
+
+def tq1_0(data: Tensor) -> GroupedWeight:
+    """Read five values of three levels from a byte, and four from each of the last four bytes."""
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
+    parts = [
+        (data[:, first:last].reshape(len(data), 1, -1) * powers[:count]).flatten(1)
+        for first, last, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4))
+    ]
+    codes = ((torch.cat(parts, dim=1).int() * 3) >> 8).to(torch.int8) - 1
+    return _signed(codes, 4, 128, Factors(_half(data, 52), 2))
+
+
+def tq2_0(data: Tensor) -> GroupedWeight:
+    codes = _planes(data[:, :64], 2, 32).to(torch.int8) - 1
+    return _signed(codes, 4, 128, Factors(_half(data, 64), 2))
+
+
+def iq4_nl(data: Tensor) -> GroupedWeight:
+    codes = torch.tensor(_IQ4_VALUES)[_planes(data[:, 2:], 4, 16).int()]
+    return _signed(codes, 8, 32, Factors(_half(data, 0), 1))
+
+
+def iq4_xs(data: Tensor) -> GroupedWeight:
+    low, high = _fields(data[:, 4:8], 4, 2).flatten(1), _fields(data[:, 2:4], 2, 4).flatten(1)
+    codes = torch.tensor(_IQ4_VALUES)[_planes(data[:, 8:], 4, 16).int()]
+    return _signed(codes, 8, 32, Factors(_half(data, 0), 8, (low | (high << 4)).to(torch.int8) - 32))
+
+
+def nvfp4(data: Tensor) -> GroupedWeight:
+    codes = _planes(data[:, 4:], 4, 8)
+    scales = _nvfp4_scales()[data[:, :4].int()]
+    return GroupedWeight(codes=codes, bits=4, kind=CodeKind.FLOAT, group_size=16, scales=Factors(scales, 1))
+
+
+@cache
+def _nvfp4_scales() -> Tensor:
+    """Return half of what each byte is as an E4M3 without a sign; codes are twice their values."""
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    exponents, mantissas = ((bytes_ >> 3) & 15).float(), (bytes_ & 7).float()
+    normal = (1 + mantissas / 8) * 2.0 ** (exponents - 7)
+    values = torch.where(exponents == 0, mantissas * 2.0**-9, normal) / 2
+    return torch.where(bytes_ == _NO_SCALE, 0.0, values)
+
+
+@cache
+def _points(grid: Grid) -> Tensor:
+    return torch.from_numpy(grid.points)
+
+
+def _lattice(
+    grid: Grid, numbers: Tensor, signs: Tensor, scales: Factors, *, bits: int, group_size: int
+) -> GroupedWeight:
+    """Return points of a grid by ``numbers`` (n, points), negative where ``signs`` (n, values) are 1."""
+    values = _points(grid)[numbers.int()].flatten(1)
+    return _signed(values * (1 - 2 * signs.to(torch.int8)), bits, group_size, scales)
+
+
+def _seven_signs(numbers: Tensor) -> Tensor:
+    """Return eight signs for each number of seven bits: the last one makes an even number of negative ones."""
+    seven = _fields(numbers, 1, 7)
+    return torch.cat((seven, seven.sum(-1, keepdim=True) & 1), dim=-1).flatten(1)
+
+
+def _odd_multipliers(halves: Tensor) -> Tensor:
+    """Return 2 x + 1: scales are x + 1/2."""
+    return (2 * halves + 1).to(torch.int8)
+
+
+def iq2_xxs(data: Tensor) -> GroupedWeight:
+    pairs = data[:, 2:].reshape(len(data), 8, 8)
+    words = _words(pairs[:, :, 4:].flatten(1), 4)
+    scales = Factors(_half(data, 0).float() / 8, 8, _odd_multipliers((words >> 28) & 15))
+    signs = _seven_signs(_fields(words, 7, 4))
+    return _lattice(IQ2_XXS, pairs[:, :, :4].flatten(1), signs, scales, bits=8, group_size=32)
+
+
+def iq2_xs(data: Tensor) -> GroupedWeight:
+    words = _words(data[:, 2:66], 2)
+    scales = Factors(_half(data, 0).float() / 8, 16, _odd_multipliers(_fields(data[:, 66:74], 4, 2).flatten(1)))
+    return _lattice(IQ2_XS, words & 511, _seven_signs(words >> 9), scales, bits=8, group_size=16)
+
+
+def iq2_s(data: Tensor) -> GroupedWeight:
+    numbers = data[:, 2:34].int() | (_fields(data[:, 66:74], 2, 4).flatten(1).int() << 8)
+    scales = Factors(_half(data, 0).float() / 8, 16, _odd_multipliers(_fields(data[:, 74:82], 4, 2).flatten(1)))
+    signs = _fields(data[:, 34:66], 1, 8).flatten(1)
+    return _lattice(IQ2_S, numbers, signs, scales, bits=8, group_size=16)
+
+
+def iq3_xxs(data: Tensor) -> GroupedWeight:
+    words = _words(data[:, 66:98], 4)
+    scales = Factors(_half(data, 0).float() / 4, 8, _odd_multipliers((words >> 28) & 15))
+    return _lattice(IQ3_XXS, data[:, 2:66], _seven_signs(_fields(words, 7, 4)), scales, bits=8, group_size=32)
+
+
+def iq3_s(data: Tensor) -> GroupedWeight:
+    numbers = data[:, 2:66].int() | (_fields(data[:, 66:74], 1, 8).flatten(1).int() << 8)
+    scales = Factors(_half(data, 0), 8, _odd_multipliers(_fields(data[:, 106:110], 4, 2).flatten(1)))
+    signs = _fields(data[:, 74:106], 1, 8).flatten(1)
+    return _lattice(IQ3_S, numbers, signs, scales, bits=5, group_size=32)
+
+
+def _iq1(numbers: Tensor, shifts_down: Tensor, scales: Factors, group_size: int) -> GroupedWeight:
+    """Return points by ``numbers`` (n, points), an eighth below or above a level as ``shifts_down`` (n, points) says."""
+    values = _IQ1_LEVELS * _points(IQ1_S)[numbers.int()] + (1 - 2 * shifts_down.to(torch.int8))[..., None]
+    return _signed(values.flatten(1), 5, group_size, scales)
+
+
+def iq1_s(data: Tensor) -> GroupedWeight:
+    words = _words(data[:, 34:50], 2)
+    numbers = data[:, 2:34].int() | (_fields(words, 3, 4).flatten(1) << 8)
+    scales = Factors(_half(data, 0).float() / 8, 8, _odd_multipliers((words >> 12) & 7))
+    return _iq1(numbers, ((words >> 15) & 1).repeat_interleave(4, dim=1), scales, 32)
+
+
+def iq1_m(data: Tensor) -> GroupedWeight:
+    words = _words(data[:, 48:56], 2)
+    base = (words >> 12 << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(1, keepdim=True, dtype=torch.int32)
+    halves = base.to(torch.int16).view(torch.float16)
+    high = _fields(data[:, 32:48], 4, 2).flatten(1).int()
+    scales = Factors(halves.float() / 8, 16, _odd_multipliers(_fields(words, 3, 4).flatten(1)))
+    return _iq1(data[:, :32].int() | ((high & 7) << 8), high >> 3, scales, 16)
