@@ -146,7 +146,10 @@ def test_answers_end_with_what_llama_cpp_ends_them_with() -> None:
 
 
 def test_blocks_stand_for_what_ggml_says() -> None:
-    """Digests of the ``gguf`` package's (0.19) values of these bytes; equal bit by bit when they were taken."""
+    """Digests of the ``gguf`` package's values of these bytes (Q1_0's and Q2_0's are by their definition).
+
+    Values were equal bit by bit when the digests were taken.
+    """
     digests = {}
     for number, stored in TYPES.items():
         data = np.random.default_rng(number).integers(0, 256, (64, stored.num_bytes), dtype=np.uint8)
@@ -166,11 +169,27 @@ DIGESTS = {
     "Q5_0": "43992a8f2b20",
     "Q5_1": "e4668ef1cfb1",
     "Q8_0": "b5a02f868190",
+    "Q2_K": "95d37432b0d4",
+    "Q3_K": "a746eed0f92a",
     "Q4_K": "ed04b9216820",
     "Q5_K": "978bc23709a6",
     "Q6_K": "3d57dc3a170f",
+    "IQ2_XXS": "21264a7cca02",
+    "IQ2_XS": "4349e447ed05",
+    "IQ3_XXS": "a94745e112a4",
+    "IQ1_S": "1af0ad6c7bf7",
+    "IQ4_NL": "7316ebf36e3e",
+    "IQ3_S": "2d776760a5d8",
+    "IQ2_S": "a2531c8f4a78",
+    "IQ4_XS": "b15fce075bcf",
+    "IQ1_M": "65a64f0fd2c0",
     "BF16": "099b912bafa7",
+    "TQ1_0": "e9324c30ed35",
+    "TQ2_0": "7ebed792988c",
     "MXFP4": "26978122ce46",
+    "NVFP4": "06e3417c991a",
+    "Q1_0": "fb238d32165d",
+    "Q2_0": "54d161e57d7a",
 }
 
 
@@ -189,7 +208,8 @@ DIGESTS = {
         (encoded({"general.architecture": "llama"}, {}), "no matrix 'token_embd.weight'"),
         (encoded({}, {"x": ((1 << 40, 32), 8, b"")}), "tensor 'x' reaches beyond the file"),
         (encoded({}, {"x": ((2, 33), 8, b"")}), "tensor 'x' has rows of 33 values in blocks of 32"),
-        (encoded({}, {"x": ((2, 32), 18, b"")}), "GGML's type 18, which is not served; served are F32"),
+        (encoded({}, {"x": ((2, 32), 31, b"")}), "GGML's type Q4_0_4_4, which is not served; served are F32"),
+        (encoded({}, {"x": ((2, 32), 77, b"")}), "GGML's type number 77, which is not served; served are F32"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused_in_a_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -89,9 +89,10 @@ def load_weights(
     lora: Path | None = None,
     share: RankShare = WHOLE,
 ) -> ModelWeights:
-    """Read every tensor the configuration asks for. Raises ConfigError for one that is missing or misshapen.
+    """Read every tensor the configuration asks for.
 
-    All are compared by name and shape before memory is taken for any.
+    Raises ConfigError for a tensor that is missing or misshapen, or that no layer asks for. Names and shapes of all are
+    compared before memory is taken for any.
 
     ``packed`` allows projections in the order that their products read fastest; ``library`` has kernels for them.
     A rank reads its ``share``, which it computes with its ``group`` if others compute the same layers.
@@ -99,13 +100,25 @@ def load_weights(
     """
     with ExitStack() as stack:
         tensors = stack.enter_context(open_tensors(directory, config, dtype))
-        adapter = None if lora is None else stack.enter_context(adapted(tensors, lora, config, dtype))
-        tensors = adapter or tensors
+        config = _untied_if_unlike(config, tensors)
+        if lora is not None:
+            tensors = stack.enter_context(adapted(tensors, lora, config, dtype))
         unread = UnreadTensors(tensors)
         _Reader(config, unread, dtype, torch.device("meta"), False, None, None, WHOLE).model()
-        if adapter is not None:
-            adapter.check_all_used(unread.names)
+        if (head := f"{config.names.lm_head}.weight") in tensors:  # also where it equals the embedding
+            unread.check(head, (config.vocab_size, config.hidden_size))
+        tensors.check_all_used(unread.used)
         return _Reader(config, tensors, dtype, device, packed, library, group, share).model()
+
+
+def _untied_if_unlike(config: ModelConfig, tensors: Tensors) -> ModelConfig:
+    """Return the configuration, untied if the checkpoint has a head that is not the embedding, as transformers does."""
+    head = f"{config.names.lm_head}.weight"
+    if not config.tie_word_embeddings or head not in tensors:
+        return config
+    shape = (config.vocab_size, config.hidden_size)
+    is_same = torch.equal(tensors.read(head, shape), tensors.read(f"{config.names.embedding}.weight", shape))
+    return replace(config, tie_word_embeddings=is_same)
 
 
 def random_weights(

@@ -47,19 +47,17 @@ class ModelInfo:
 
 
 def resolve_model(model: str) -> Path:
-    """The directory of ``model``: itself, or the snapshot of a hub id, downloaded if need be.
+    """Return the directory of ``model``: itself, one made of a GGUF model, or a hub id's snapshot, perhaps downloaded.
 
     Blocking. Hugging Face's own variables (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT) apply.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
-        return path
+        return _of_folder(path)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(f"model {model!r} is a file; give the directory that holds config.json, or a .gguf file")
-        from pdmesh.engine.gguf.directory import gguf_directory  # imported late: only such a file needs it
-
-        return gguf_directory(path)
+        return _of_folder(path)
     # Only hub ids are looked up: "name" or "owner/name". Anything else was meant as a path.
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model:
         raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face hub id")
@@ -85,6 +83,16 @@ def resolve_model(model: str) -> Path:
         raise ConfigError(f"model {model!r} could not be downloaded: {error}") from error
 
 
+def _of_folder(path: Path) -> Path:
+    """Return a checkpoint's folder itself, or the one that is made of a GGUF file, or of a folder's only model."""
+    if path.is_dir() and not any(path.glob("*.gguf")):
+        return path
+    from pdmesh.engine.gguf.directory import find_model, gguf_directory  # imported late: only GGUF models need them
+
+    model = find_model(path) if path.is_dir() else path
+    return path if model is None else gguf_directory(model)
+
+
 def with_adapter(name: str, lora: Path | None) -> str:
     """A model's name with that of the adapter that is merged into it: other weights need another name."""
     return name if lora is None else f"{name}+{lora.absolute().name}"
@@ -97,12 +105,12 @@ def load_model_config(directory: Path) -> ModelConfig | UndescribedModel:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights: safetensors, or one GGUF.
+    """Return the files that hold a checkpoint's weights: safetensors, or GGUF.
 
     Raises ConfigError for one that is missing or not its content.
     """
-    if (weights := directory / "model.gguf").exists():  # as `pdmesh.engine.gguf.directory` made it
-        return [weights]
+    if (first := directory / "model.gguf").exists():  # as `pdmesh.engine.gguf.directory` made it
+        return [first, *sorted(directory.glob("model-?????.gguf"))]
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists():
         paths = [single]

@@ -7,6 +7,7 @@ Plain ones are (experts, inputs, outputs); in MXFP4, (experts, outputs, inputs /
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,12 +46,19 @@ class FusedExpertTensors:
     tensors: FileTensors
     config: ModelConfig
 
-    def check(self, name: str, shape: Shape) -> None:
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def check(self, name: str, shape: Shape) -> Sequence[str]:
         if (expert := _expert(name)) is None:
             return self.tensors.check(name, shape)
-        for part, stored in self._stored(expert, shape).items():
+        parts = self._stored(expert, shape)
+        for part, stored in parts.items():
             self.tensors.check_stored(part, stored)
-        return None
+        return tuple(parts)
+
+    def check_all_used(self, used: Set[str]) -> None:
+        self.tensors.check_all_used(used)
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         if (expert := _expert(name)) is None:

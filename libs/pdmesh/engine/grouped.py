@@ -68,6 +68,11 @@ class Factors:
         offsets = None if self.offsets is None else self.offsets[rows]
         return Factors(self.bases[rows], self.groups_per_base, multipliers, self.table, offsets)
 
+    def times(self, factor: float) -> Factors:
+        """Return all factors times a number; there is no table."""
+        bases = _powers_of_two(self.bases) if self.bases.dtype == torch.uint8 else self.bases.float()
+        return replace(self, bases=bases * factor)
+
     @property
     def is_finite(self) -> bool:
         """Whether all are numbers."""

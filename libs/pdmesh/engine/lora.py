@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +98,17 @@ class AdaptedTensors:
     names: dict[str, dict[str, str]]
     dtype: torch.dtype
 
-    def check(self, name: str, shape: Shape) -> None:
-        self.base.check(name, shape)
-        if (own := self.names.get(name)) is not None:
-            outputs, inputs = shape
-            self.stored.check_stored(own["A"], Stored(((self.adapter.rank, inputs),), FLOATS))
-            self.stored.check_stored(own["B"], Stored(((outputs, self.adapter.rank),), FLOATS))
+    def __contains__(self, name: str) -> bool:
+        return name in self.base
+
+    def check(self, name: str, shape: Shape) -> Sequence[str]:
+        names = self.base.check(name, shape)
+        if (own := self.names.get(name)) is None:
+            return names
+        outputs, inputs = shape
+        self.stored.check_stored(own["A"], Stored(((self.adapter.rank, inputs),), FLOATS))
+        self.stored.check_stored(own["B"], Stored(((outputs, self.adapter.rank),), FLOATS))
+        return (*names, *own.values())
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         if (own := self.names.get(name)) is None:
@@ -117,10 +122,10 @@ class AdaptedTensors:
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
         return None if name in self.names else self.base.grouped(name, shape, rows)
 
-    def check_all_used(self, names: set[str]) -> None:
-        """Raise ConfigError for adapters of weights that are not among ``names``."""
-        if foreign := sorted(self.names.keys() - names):
+    def check_all_used(self, used: Set[str]) -> None:
+        if foreign := sorted(name for name, own in self.names.items() if used.isdisjoint(own.values())):
             raise ConfigError(
                 f"{self.adapter.directory}: the adapter is for {foreign[0]!r}, which the model does not have; give the "
                 "model that it was trained on"
             )
+        self.base.check_all_used(used)

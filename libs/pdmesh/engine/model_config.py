@@ -47,6 +47,7 @@ class Quantization:
     table: str = ""  # bitsandbytes': which numbers codes stand for
     has_nested_scales: bool = False  # bitsandbytes': scales are quantised, too
     interleaves_rotation: bool = False  # rows of queries and keys are stored as neighbours that rotate
+    biases: frozenset[str] = frozenset()  # GGUF's: projections that have some: "qkv", "output", "mlp"
 
     @property
     def has_integers(self) -> bool:

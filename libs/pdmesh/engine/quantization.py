@@ -30,8 +30,13 @@ def quantization_of(fields: Fields) -> Quantization | None:
         case "mxfp4":
             return Quantization(format=QuantizedFormat.MXFP4)
         case "gguf":  # as `pdmesh.engine.gguf.directory` writes it
+            biases = found.raw.get("biases") or []
+            if not isinstance(biases, list) or not set(map(str, biases)) <= {"qkv", "output", "mlp"}:
+                raise found.error(f"biases is {biases!r}; it must list projections")
             interleaves = found.boolean("interleaves_rotation")
-            return Quantization(format=QuantizedFormat.GGUF, interleaves_rotation=interleaves)
+            return Quantization(
+                format=QuantizedFormat.GGUF, interleaves_rotation=interleaves, biases=frozenset(map(str, biases))
+            )
         case other:
             raise fields.error(
                 f"the checkpoint is quantised by {other!r}, which is not served; served are {_SERVED}, or one in "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pdmesh.engine.grouped import GroupedWeight
 from pdmesh.engine.quantized import FLOATS, Shape, Stored
+from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
@@ -24,8 +26,12 @@ class FileTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def check(self, name: str, shape: Shape) -> None:
+    def check(self, name: str, shape: Shape) -> Sequence[str]:
         self.check_stored(name, Stored((shape,), FLOATS))
+        return (name,)
+
+    def check_all_used(self, used: Set[str]) -> None:
+        check_unused(self._files.keys() - used, str(self._directory), self.read_stored)
 
     def check_stored(self, name: str, stored: Stored) -> None:
         """Raise ConfigError unless a tensor is of one of the shapes and types."""

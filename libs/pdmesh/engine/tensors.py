@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,19 @@ _WEIGHT = ".weight"
 class Tensors(Protocol):
     """Weights by name."""
 
-    def check(self, name: str, shape: Shape) -> None:
-        """Raise ConfigError unless there is such a tensor: before memory is taken for what config.json claims."""
+    def __contains__(self, name: str) -> bool:
+        """Return whether a tensor of this name is stored."""
+        ...
+
+    def check(self, name: str, shape: Shape) -> Sequence[str]:
+        """Return the names of the stored tensors that make up a weight.
+
+        Raise ConfigError unless they are there: before memory is taken for what config.json claims.
+        """
+        ...
+
+    def check_all_used(self, used: Set[str]) -> None:
+        """Raise ConfigError for a stored tensor that is not among ``used`` and may change what the model computes."""
         ...
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
@@ -55,7 +66,13 @@ class RandomTensors:
         self._quantization = quantization
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def check(self, name: str, shape: Shape) -> None:
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def check(self, name: str, shape: Shape) -> Sequence[str]:
+        return ()
+
+    def check_all_used(self, used: Set[str]) -> None:
         pass
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
@@ -104,11 +121,18 @@ class UnreadTensors:
     """Stands for tensors that are compared only: none is read."""
 
     tensors: Tensors
-    names: set[str] = field(default_factory=set[str])  # that were asked for
+    used: set[str] = field(default_factory=set[str])  # names of stored tensors that were asked for
 
-    def check(self, name: str, shape: Shape) -> None:
-        self.names.add(name)
-        self.tensors.check(name, shape)
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def check(self, name: str, shape: Shape) -> Sequence[str]:
+        names = self.tensors.check(name, shape)
+        self.used.update(names)
+        return names
+
+    def check_all_used(self, used: Set[str]) -> None:
+        self.tensors.check_all_used(used)
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         self.check(name, shape)
@@ -127,13 +151,20 @@ class QuantizedTensors:
     bits: int
     dtype: torch.dtype
 
-    def check(self, name: str, shape: Shape) -> None:
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def check(self, name: str, shape: Shape) -> Sequence[str]:
         if not self._is_quantized(name):
             return self.tensors.check(name, shape)
-        for part, stored in self._stored(name, shape).items():
-            if part in self.tensors or not stored.is_optional:
-                self.tensors.check_stored(part, stored)
-        return None
+        parts = self._stored(name, shape)
+        used = [part for part, stored in parts.items() if part in self.tensors or not stored.is_optional]
+        for part in used:
+            self.tensors.check_stored(part, parts[part])
+        return used
+
+    def check_all_used(self, used: Set[str]) -> None:
+        self.tensors.check_all_used(used)
 
     def read(self, name: str, shape: Shape, rows: IndexRange | None = None) -> Tensor:
         if not self._is_quantized(name):
@@ -181,8 +212,7 @@ def open_tensors(directory: Path, config: ModelConfig, dtype: torch.dtype) -> It
     """The weights of a checkpoint."""
     quantization = config.quantization
     if quantization is not None and quantization.format is QuantizedFormat.GGUF:
-        [file] = weight_files(directory)
-        yield GgufTensors(file, dtype)
+        yield GgufTensors(weight_files(directory), dtype)
         return
     with ExitStack() as stack:
         files: dict[str, tuple[Any, str]] = {}

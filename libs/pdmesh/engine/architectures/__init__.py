@@ -61,7 +61,10 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig | Unde
 
 
 def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
-    """How a GGUF file keeps a model: rows in their own order, whole weights of norms, experts side by side."""
+    """How a GGUF file keeps a model: rows in their own order, whole weights of norms, experts side by side.
+
+    A file's tensors say where there are biases, whatever the architecture.
+    """
     names = config.names
     if names.fuses_experts:
         names = replace(names, expert_gate_up=TensorNames().expert_gate_up, fuses_experts=False)
@@ -69,6 +72,9 @@ def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
         config,
         interleaves_rotation=quantization.interleaves_rotation,
         norm=replace(config.norm, offset=0.0),
+        qkv_bias="qkv" in quantization.biases,
+        output_bias="output" in quantization.biases,
+        mlp_bias="mlp" in quantization.biases,
         names=names,
     )
 

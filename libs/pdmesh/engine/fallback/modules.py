@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from pdmesh.engine.fallback.attention import IMPLEMENTATION, Attended, passing, register
 from pdmesh.engine.files import read_json_object, weight_files
 from pdmesh.engine.model_config import UndescribedModel
+from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError
 
 #: Tensors that modules make for themselves, such as masks: none that we know needs more.
@@ -50,7 +52,7 @@ def probed(directory: Path, model: UndescribedModel) -> UndescribedModel:
 def load_modules(directory: Path, model: UndescribedModel, dtype: torch.dtype) -> Any:
     """Return transformers' modules with the checkpoint's weights; code that comes with it is not run.
 
-    Raises ConfigError for weights that are missing or misshapen.
+    Raises ConfigError for weights that are missing or misshapen, or that no module asks for.
     """
     try:
         with _quiet():
@@ -70,7 +72,18 @@ def load_modules(directory: Path, model: UndescribedModel, dtype: torch.dtype) -
         raise ConfigError(f"{directory}: the weights hold no tensor {missing[0]!r}")
     for name, shape, needed in sorted(found["mismatched_keys"]):
         raise ConfigError(f"{directory}: tensor {name!r} has shape {tuple(shape)}; config.json needs {tuple(needed)}")
+    check_unused(found["unexpected_keys"], str(directory), partial(_tensor, directory))
     return modules.eval().requires_grad_(False)
+
+
+def _tensor(directory: Path, name: str) -> Tensor:
+    """Read one tensor of a checkpoint's files."""
+    for path in weight_files(directory):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+    raise ConfigError(f"{directory}: the weights hold no tensor {name!r}")
 
 
 @contextmanager

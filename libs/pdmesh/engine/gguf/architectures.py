@@ -11,6 +11,12 @@ from pdmesh.errors import ConfigError
 
 _MAX_VECTOR = 1 << 16  # values of what is listed: more than half of any head
 _MAX_LISTED_LAYERS = 1024  # nothing is listed for more layers than any model has
+#: Biases of a layer, by the projections of `pdmesh.engine.model_config.Quantization.biases`.
+_BIASES = {
+    "qkv": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"),
+    "output": ("attn_output.bias",),
+    "mlp": ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +38,23 @@ class GgufModel:
             return self.of("attention.key_length")
         return hidden_size // num_heads
 
-    def has(self, tensor: str) -> bool:
-        """Whether the first layer has a tensor."""
-        return f"blk.0.{tensor}" in self.header.tensors
+    @property
+    def num_draft_layers(self) -> int:
+        """Return how many of the last layers guess further tokens: they are not computed."""
+        number = self.of("nextn_predict_layers")
+        return number if _are_positive(number, self.of("block_count")) and number < self.of("block_count") else 0
+
+    @property
+    def num_layers(self) -> Any:
+        number = self.of("block_count")
+        return number - self.num_draft_layers if _are_positive(number) else number
+
+    def biases(self) -> list[str]:
+        """Return which projections of layers have biases: architectures that never had any are published with some."""
+        names = {
+            name.split(".", 2)[2] for name in self.header.tensors if name.startswith("blk.") and name.count(".") > 2
+        }
+        return [place for place, tensors in _BIASES.items() if not names.isdisjoint(tensors)]
 
     def vector(self, name: str) -> list[float] | None:
         """Values of a tensor; None where there is none."""
@@ -45,7 +65,9 @@ class GgufModel:
             raise ConfigError(f"{self.where}: {name!r} is no vector in fp32 of at most {_MAX_VECTOR} values")
         import numpy as np
 
-        values: list[float] = np.fromfile(self.where, dtype="<f4", count=stored.shape[0], offset=stored.offset).tolist()
+        values: list[float] = np.fromfile(
+            stored.file, dtype="<f4", count=stored.shape[0], offset=stored.offset
+        ).tolist()
         return values
 
     def rope(self) -> dict[str, Any]:
@@ -54,6 +76,8 @@ class GgufModel:
         original = self.of("rope.scaling.original_context_length") or context
         base = {"rope_theta": self.of("rope.freq_base") or 10_000.0}
         if kind in ("linear", "yarn"):
+            if factors := [name for name in self.header.tensors if name.startswith("rope_f")]:
+                raise ConfigError(f"{self.where}: RoPE scaling {kind!r} together with {factors[0]!r} is not served")
             yarn = {
                 "attention_factor": self.of("rope.scaling.yarn_attn_factor"),
                 "beta_fast": self.of("rope.scaling.yarn_beta_fast"),
@@ -98,7 +122,7 @@ class GgufModel:
     def windows(self, *, period: int, default: int | None = None) -> dict[str, Any]:
         """Which layers have a window: listed in the file, or all but every last one of ``period``."""
         window = self.of("attention.sliding_window") or default
-        pattern, num_layers = self.of("attention.sliding_window_pattern"), self.of("block_count")
+        pattern, num_layers = self.of("attention.sliding_window_pattern"), self.num_layers
         if not window or not _are_positive(num_layers) or num_layers > _MAX_LISTED_LAYERS:
             return {"sliding_window": None}
         if not isinstance(pattern, list):
@@ -196,18 +220,12 @@ def _granite(model: GgufModel) -> dict[str, Any]:
         "embedding_multiplier": model.of("embedding_scale") or 1.0,
         "residual_multiplier": model.of("residual_scale") or 1.0,
         "logits_scaling": model.of("logit_scale") or 1.0,
-        "attention_bias": model.has("attn_q.bias"),
-        "mlp_bias": model.has("ffn_up.bias"),
     }
-
-
-def _glm4(model: GgufModel) -> dict[str, Any]:
-    return {"attention_bias": model.has("attn_q.bias")}
 
 
 def _starcoder2(model: GgufModel) -> dict[str, Any]:
     epsilon = model.of("attention.layer_norm_epsilon")
-    return {"norm_epsilon": epsilon, "use_bias": model.has("attn_q.bias"), "sliding_window": None}
+    return {"norm_epsilon": epsilon, "sliding_window": None}
 
 
 def _gpt_oss(model: GgufModel) -> dict[str, Any]:
@@ -248,7 +266,6 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         class_name="Glm4ForCausalLM",
         interleaves_rotation=True,
         rotates_partly=True,
-        more=_glm4,
         names={
             "post_self_attn_layernorm": "post_attention_norm",
             "post_mlp_layernorm": "post_ffw_norm",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pdmesh.engine.gguf import small_blocks as small
+from pdmesh.engine.gguf.small_blocks import SMALL
 from pdmesh.engine.grouped import CodeKind, Factors, GroupedWeight, of_mxfp4
 
 _PART = 32  # values of most types' groups
@@ -117,26 +117,11 @@ GROUPED: Mapping[int, Callable[[Tensor], GroupedWeight]] = {
     6: _q5_0,
     7: _q5_1,
     8: _q8_0,
-    10: small.q2_k,
-    11: small.q3_k,
     12: _q4_k,
     13: _q5_k,
     14: _q6_k,
-    16: small.iq2_xxs,
-    17: small.iq2_xs,
-    18: small.iq3_xxs,
-    19: small.iq1_s,
-    20: small.iq4_nl,
-    21: small.iq3_s,
-    22: small.iq2_s,
-    23: small.iq4_xs,
-    29: small.iq1_m,
-    34: small.tq1_0,
-    35: small.tq2_0,
     39: _mxfp4,
-    40: small.nvfp4,
-    41: small.q1_0,
-    42: small.q2_0,
+    **SMALL,
 }
 _PLAIN: Mapping[int, torch.dtype] = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 

@@ -1,7 +1,7 @@
-"""A GGUF file as a directory that looks like a checkpoint: ``config.json``, tokenizer, template, and the file itself.
+"""A GGUF model as a directory that looks like a checkpoint: ``config.json``, tokenizer, template, and its files.
 
-Every service that is given the file makes the directory, or finds it made: it lies under the user's cache, by the
-file's path, size and time. Torch-free.
+Every service that is given the model makes the directory, or finds it made: it lies under the user's cache, by the
+files' paths, sizes and times. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,29 +15,35 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.engine.gguf.architectures import ARCHITECTURES, ExpertFields, GgufModel
-from pdmesh.engine.gguf.reader import GgufHeader, read_header
+from pdmesh.engine.gguf.reader import GgufHeader, part_paths, read_parts
 from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
 from pdmesh.errors import ConfigError
 
-#: What a directory's weights are called.
+#: Name of a directory's weights, and of its first part where the model is split.
 WEIGHTS = "model.gguf"
 
 #: Letters of a file's name in its directory's, whose own may be as long.
 _MAX_STEM = 48
 
 #: Of what a directory has in it: another number makes it anew.
-_VERSION = 3
+_VERSION = 4
+
+#: First letters of files that are not a model, but what turns images into a model's embeddings.
+_OF_IMAGES = "mmproj"
+
+#: Number of models that an error lists.
+_MAX_SHOWN = 12
 
 
 def gguf_directory(file: Path) -> Path:
-    """The directory of a file. Raises ConfigError for what cannot be served."""
-    status = file.stat()
-    identity = f"{_VERSION} {file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    """Return the directory of a model, by its file or a part of it. Raises ConfigError for what cannot be served."""
+    paths = [path.resolve() for path in part_paths(file.absolute())]
+    identity = " ".join([str(_VERSION), *map(_identity_of, paths)])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pdmesh" / "gguf"
     directory = cache / f"{file.stem[:_MAX_STEM]}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
     if (directory / "config.json").exists():
         return directory
-    header = read_header(file)
+    header = read_parts(paths)
     config = config_of(header, str(file))
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -47,7 +53,8 @@ def gguf_directory(file: Path) -> Path:
     try:
         (made / "config.json").write_text(json.dumps(config, indent=2))
         write_tokenizer(made, header.metadata, str(file))
-        (made / WEIGHTS).symlink_to(file.resolve())
+        for link, path in zip(_links(made, len(paths)), paths, strict=True):
+            link.symlink_to(path)
         made.rename(directory)
     except OSError as error:
         if not (directory / "config.json").exists():  # else another service was first
@@ -55,6 +62,43 @@ def gguf_directory(file: Path) -> Path:
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return directory
+
+
+def find_model(folder: Path) -> Path | None:
+    """Return the GGUF model of a folder, by a file of it; None for a folder with another checkpoint, or none.
+
+    Raises ConfigError for several models.
+    """
+    if any(folder.glob("*.safetensors")) or _is_made(folder):
+        return None
+    files = sorted(path for path in folder.glob("*.gguf") if not path.name.startswith(_OF_IMAGES))
+    models = {part_paths(path)[0].name: path for path in files}
+    if len(models) > 1:
+        names = ", ".join([*models][:_MAX_SHOWN]) + (", …" if len(models) > _MAX_SHOWN else "")
+        raise ConfigError(f"{folder} holds {len(models)} GGUF models; give the path of one of them: {names}")
+    return next(iter(models.values()), None)
+
+
+def _links(folder: Path, count: int) -> list[Path]:
+    """Return where a folder's weights are linked, as `pdmesh.engine.files.weight_files` finds them."""
+    return [folder / WEIGHTS, *(folder / f"model-{number:05d}.gguf" for number in range(2, count + 1))]
+
+
+def _is_made(folder: Path) -> bool:
+    """Return whether ``config.json`` is that of `gguf_directory`, rather than one published beside a file."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        return bool(config["quantization_config"]["quant_method"] == "gguf")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _identity_of(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError:  # which is said when the part is read
+        return f"{path} is missing"
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
@@ -79,7 +123,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": model.of("embedding_length"),
         "intermediate_size": model.of("feed_forward_length"),
-        "num_hidden_layers": model.of("block_count"),
+        "num_hidden_layers": model.num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": model.of("attention.head_count_kv") or num_heads,
         "head_dim": model.head_dim,
@@ -93,6 +137,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
         "quantization_config": {
             "quant_method": "gguf",
             "interleaves_rotation": architecture.interleaves_rotation,
+            "biases": model.biases(),
         },
         **(model.partial_rotation() if architecture.rotates_partly else {}),
         **_experts(model, architecture.experts),

@@ -1,16 +1,20 @@
 """The header of a GGUF file (versions 2 and 3, little-endian): metadata, and where tensors lie.
 
-Nothing is allocated from a length in the file: a string or list is read as far as the file goes, at most.
+A model may be split into several files. Nothing is allocated from a length in a file: a string or list is read as far
+as the file goes, at most.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pdmesh.errors import ConfigError
 
@@ -21,6 +25,11 @@ _SCALARS: Mapping[int, str] = {
 }  # fmt: skip
 _MAX_DIMS = 4
 _MAX_NAME = 64
+_MAX_STRINGS = 1 << 24  # of one list
+_MAX_PARTS = 1000
+_LENGTH = struct.Struct("<Q")
+#: Name of one part of a split model: its number, from 1 on, and the number of parts.
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _DEFAULT_ALIGNMENT = 32
 
 
@@ -78,6 +87,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]  # outermost first
     type_number: int
+    file: Path
     offset: int  # of the file
     num_bytes: int
 
@@ -90,21 +100,60 @@ class GgufHeader:
     tensors: Mapping[str, StoredTensor]
 
 
-def read_header(path: Path) -> GgufHeader:
-    """Raises ConfigError for what is no GGUF file, or a damaged one."""
+def read_header(path: Path, *, strings: bool = True) -> GgufHeader:
+    """Read the header of one file; without ``strings``, lists of them are empty.
+
+    Raises ConfigError for what is no GGUF file, or a damaged one.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Parser(data, path).header()
+            return _Parser(data, path, reads_strings=strings).header()
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except (struct.error, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is a damaged GGUF file; download it again") from error
 
 
+def part_paths(path: Path) -> list[Path]:
+    """Return all files of the model that ``path`` is a part of, going by its name; ``path`` alone if it is whole."""
+    found = _PART.fullmatch(path.name)
+    if found is None or not 1 < int(found[3]) <= _MAX_PARTS:
+        return [path]
+    return [path.with_name(f"{found[1]}-{number:05d}-of-{found[3]}.gguf") for number in range(1, int(found[3]) + 1)]
+
+
+def read_parts(paths: Sequence[Path], *, strings: bool = True) -> GgufHeader:
+    """Read the headers of a model's files as one: metadata are those of the first. Raises ConfigError."""
+    if missing := [path for path in paths if not path.is_file()]:
+        names = ", ".join(path.name for path in missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise ConfigError(
+            f"{paths[0].parent}: the model is split into {len(paths)} files, and there is no {names}; put all parts "
+            "into one folder"
+        )
+    headers = [read_header(path, strings=strings and path == paths[0]) for path in paths]
+    tensors: dict[str, StoredTensor] = {}
+    for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
+        place = header.metadata.get("split.no", 0), header.metadata.get("split.count") or 1
+        if place != (number, len(paths)):
+            shown = " of ".join(str(each + 1 - which) for which, each in enumerate(place) if isinstance(each, int))
+            raise ConfigError(
+                f"{path} says that it is part {shown} of a split model, and was read as part {number + 1} of "
+                f"{len(paths)}; give it the name that it was published with (…-00001-of-00002.gguf)"
+            )
+        if doubled := tensors.keys() & header.tensors.keys():
+            raise ConfigError(f"{path}: tensor {min(doubled)!r} is in another part as well; download the parts again")
+        tensors |= header.tensors
+    total = headers[0].metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise ConfigError(f"{paths[0]}: its parts hold {len(tensors)} tensors of {total}; download them again")
+    return replace(headers[0], tensors=tensors)
+
+
 class _Parser:
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
+    def __init__(self, data: mmap.mmap, path: Path, *, reads_strings: bool) -> None:
         self._data = data
         self._path = path
+        self._reads_strings = reads_strings
         self._place = 0
 
     def header(self) -> GgufHeader:
@@ -138,9 +187,9 @@ class _Parser:
         stored = TYPES.get(type_number)
         if stored is None:
             served = ", ".join(each.name for each in TYPES.values())
+            kind = _OTHER_TYPES.get(type_number, f"number {type_number}")
             raise ConfigError(
-                f"{self._path}: tensor {name!r} is of GGML's type {type_number}, which is not served; served are "
-                f"{served}"
+                f"{self._path}: tensor {name!r} is of GGML's type {kind}, which is not served; served are {served}"
             )
         num_values = 1
         for size in shape:
@@ -150,7 +199,7 @@ class _Parser:
         num_bytes = num_values // stored.num_values * stored.num_bytes
         if num_values == 0 or begin + offset + num_bytes > len(self._data):
             raise self._damaged(f"tensor {name!r} reaches beyond the file")
-        return StoredTensor(shape, type_number, begin + offset, num_bytes)
+        return StoredTensor(shape, type_number, self._path, begin + offset, num_bytes)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -158,15 +207,33 @@ class _Parser:
         if kind == _ARRAY:
             of, length = self._number("<I"), self._number("<Q")
             if of == _STRING:
-                return [self._string() for _ in range(self._bounded(length, least_bytes=8))]
+                return self._strings(self._bounded(length, least_bytes=_LENGTH.size))
             return self._scalars(of, length)
         return self._number(self._format(kind))
+
+    def _strings(self, count: int) -> list[str]:
+        """Read a list of strings, which may be as long as a vocabulary: each begins behind the one before."""
+        if count > _MAX_STRINGS:
+            raise self._damaged(f"a list has {count} strings")
+        data, place, end, length_at = self._data, self._place, len(self._data), _LENGTH.unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            (length,) = length_at(data, place)
+            first = place + _LENGTH.size
+            place = first + length
+            if place > end:
+                raise self._damaged("it ends in the middle")
+            if self._reads_strings:
+                found.append(data[first:place].decode("utf-8", errors="replace"))
+        self._place = place
+        return found
 
     def _scalars(self, kind: int, length: int) -> list[Any]:
         form = self._format(kind)
         size = struct.calcsize(form)
         data = self._take(self._bounded(length, least_bytes=size) * size)
-        return [value for (value,) in struct.iter_unpack(form, data)]
+        values: list[Any] = np.frombuffer(data, dtype=form).tolist()
+        return values
 
     def _format(self, kind: int) -> str:
         if kind not in _SCALARS:

@@ -5,6 +5,7 @@ Each is brought into a `GroupedWeight`: integer codes times a scale, which gives
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
@@ -38,7 +39,7 @@ def _fields(data: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _planes(data: Tensor, bits: int, width: int) -> Tensor:
-    """Return numbers of ``bits``, where ``width`` bytes hold the lowest of each byte first, then the next; (n, values)."""
+    """Return numbers of ``bits`` (n, values): of each ``width`` bytes, the lowest bits of all, then the next ones."""
     chunks = data.reshape(len(data), -1, 1, width)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return ((chunks >> shifts) & ((1 << bits) - 1)).flatten(1)
@@ -55,17 +56,17 @@ def _signed(codes: Tensor, bits: int, group_size: int, scales: Factors) -> Group
     )
 
 
-def q1_0(data: Tensor) -> GroupedWeight:
+def _q1_0(data: Tensor) -> GroupedWeight:
     signs = _fields(data[:, 2:], 1, 8).flatten(1).to(torch.int8)
     return _signed(2 * signs - 1, 4, 128, Factors(_half(data, 0), 1))
 
 
-def q2_0(data: Tensor) -> GroupedWeight:
+def _q2_0(data: Tensor) -> GroupedWeight:
     codes = _fields(data[:, 2:], 2, 4).flatten(1).to(torch.int8)
     return _signed(codes - 1, 4, 64, Factors(_half(data, 0), 1))
 
 
-def q2_k(data: Tensor) -> GroupedWeight:
+def _q2_k(data: Tensor) -> GroupedWeight:
     scales = data[:, :16]
     return GroupedWeight(
         codes=_planes(data[:, 16:80], 2, 32),
@@ -77,13 +78,13 @@ def q2_k(data: Tensor) -> GroupedWeight:
     )
 
 
-def q3_k(data: Tensor) -> GroupedWeight:
+def _q3_k(data: Tensor) -> GroupedWeight:
     low = _planes(data[:, 96:104], 4, 8) | (_planes(data[:, 104:108], 2, 4) << 4)
     codes = _planes(data[:, 32:96], 2, 32).to(torch.int8) + 4 * _planes(data[:, :32], 1, 32).to(torch.int8) - 4
     return _signed(codes, 4, 16, Factors(_half(data, 108), 16, low.to(torch.int8) - 32))
 
 
-def tq1_0(data: Tensor) -> GroupedWeight:
+def _tq1_0(data: Tensor) -> GroupedWeight:
     """Read five values of three levels from a byte, and four from each of the last four bytes."""
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
     parts = [
@@ -94,23 +95,23 @@ def tq1_0(data: Tensor) -> GroupedWeight:
     return _signed(codes, 4, 128, Factors(_half(data, 52), 2))
 
 
-def tq2_0(data: Tensor) -> GroupedWeight:
+def _tq2_0(data: Tensor) -> GroupedWeight:
     codes = _planes(data[:, :64], 2, 32).to(torch.int8) - 1
     return _signed(codes, 4, 128, Factors(_half(data, 64), 2))
 
 
-def iq4_nl(data: Tensor) -> GroupedWeight:
+def _iq4_nl(data: Tensor) -> GroupedWeight:
     codes = torch.tensor(_IQ4_VALUES)[_planes(data[:, 2:], 4, 16).int()]
     return _signed(codes, 8, 32, Factors(_half(data, 0), 1))
 
 
-def iq4_xs(data: Tensor) -> GroupedWeight:
+def _iq4_xs(data: Tensor) -> GroupedWeight:
     low, high = _fields(data[:, 4:8], 4, 2).flatten(1), _fields(data[:, 2:4], 2, 4).flatten(1)
     codes = torch.tensor(_IQ4_VALUES)[_planes(data[:, 8:], 4, 16).int()]
     return _signed(codes, 8, 32, Factors(_half(data, 0), 8, (low | (high << 4)).to(torch.int8) - 32))
 
 
-def nvfp4(data: Tensor) -> GroupedWeight:
+def _nvfp4(data: Tensor) -> GroupedWeight:
     codes = _planes(data[:, 4:], 4, 8)
     scales = _nvfp4_scales()[data[:, :4].int()]
     return GroupedWeight(codes=codes, bits=4, kind=CodeKind.FLOAT, group_size=16, scales=Factors(scales, 1))
@@ -150,7 +151,7 @@ def _odd_multipliers(halves: Tensor) -> Tensor:
     return (2 * halves + 1).to(torch.int8)
 
 
-def iq2_xxs(data: Tensor) -> GroupedWeight:
+def _iq2_xxs(data: Tensor) -> GroupedWeight:
     pairs = data[:, 2:].reshape(len(data), 8, 8)
     words = _words(pairs[:, :, 4:].flatten(1), 4)
     scales = Factors(_half(data, 0).float() / 8, 8, _odd_multipliers((words >> 28) & 15))
@@ -158,26 +159,26 @@ def iq2_xxs(data: Tensor) -> GroupedWeight:
     return _lattice(IQ2_XXS, pairs[:, :, :4].flatten(1), signs, scales, bits=8, group_size=32)
 
 
-def iq2_xs(data: Tensor) -> GroupedWeight:
+def _iq2_xs(data: Tensor) -> GroupedWeight:
     words = _words(data[:, 2:66], 2)
     scales = Factors(_half(data, 0).float() / 8, 16, _odd_multipliers(_fields(data[:, 66:74], 4, 2).flatten(1)))
     return _lattice(IQ2_XS, words & 511, _seven_signs(words >> 9), scales, bits=8, group_size=16)
 
 
-def iq2_s(data: Tensor) -> GroupedWeight:
+def _iq2_s(data: Tensor) -> GroupedWeight:
     numbers = data[:, 2:34].int() | (_fields(data[:, 66:74], 2, 4).flatten(1).int() << 8)
     scales = Factors(_half(data, 0).float() / 8, 16, _odd_multipliers(_fields(data[:, 74:82], 4, 2).flatten(1)))
     signs = _fields(data[:, 34:66], 1, 8).flatten(1)
     return _lattice(IQ2_S, numbers, signs, scales, bits=8, group_size=16)
 
 
-def iq3_xxs(data: Tensor) -> GroupedWeight:
+def _iq3_xxs(data: Tensor) -> GroupedWeight:
     words = _words(data[:, 66:98], 4)
     scales = Factors(_half(data, 0).float() / 4, 8, _odd_multipliers((words >> 28) & 15))
     return _lattice(IQ3_XXS, data[:, 2:66], _seven_signs(_fields(words, 7, 4)), scales, bits=8, group_size=32)
 
 
-def iq3_s(data: Tensor) -> GroupedWeight:
+def _iq3_s(data: Tensor) -> GroupedWeight:
     numbers = data[:, 2:66].int() | (_fields(data[:, 66:74], 1, 8).flatten(1).int() << 8)
     scales = Factors(_half(data, 0), 8, _odd_multipliers(_fields(data[:, 106:110], 4, 2).flatten(1)))
     signs = _fields(data[:, 74:106], 1, 8).flatten(1)
@@ -185,22 +186,43 @@ def iq3_s(data: Tensor) -> GroupedWeight:
 
 
 def _iq1(numbers: Tensor, shifts_down: Tensor, scales: Factors, group_size: int) -> GroupedWeight:
-    """Return points by ``numbers`` (n, points), an eighth below or above a level as ``shifts_down`` (n, points) says."""
+    """Return points by ``numbers`` (n, points), an eighth below where ``shifts_down`` (n, points) is 1, else above."""
     values = _IQ1_LEVELS * _points(IQ1_S)[numbers.int()] + (1 - 2 * shifts_down.to(torch.int8))[..., None]
     return _signed(values.flatten(1), 5, group_size, scales)
 
 
-def iq1_s(data: Tensor) -> GroupedWeight:
+def _iq1_s(data: Tensor) -> GroupedWeight:
     words = _words(data[:, 34:50], 2)
     numbers = data[:, 2:34].int() | (_fields(words, 3, 4).flatten(1) << 8)
     scales = Factors(_half(data, 0).float() / 8, 8, _odd_multipliers((words >> 12) & 7))
     return _iq1(numbers, ((words >> 15) & 1).repeat_interleave(4, dim=1), scales, 32)
 
 
-def iq1_m(data: Tensor) -> GroupedWeight:
+def _iq1_m(data: Tensor) -> GroupedWeight:
     words = _words(data[:, 48:56], 2)
     base = (words >> 12 << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(1, keepdim=True, dtype=torch.int32)
     halves = base.to(torch.int16).view(torch.float16)
     high = _fields(data[:, 32:48], 4, 2).flatten(1).int()
     scales = Factors(halves.float() / 8, 16, _odd_multipliers(_fields(words, 3, 4).flatten(1)))
     return _iq1(data[:, :32].int() | ((high & 7) << 8), high >> 3, scales, 16)
+
+
+#: Blocks (n, bytes) of bytes as a weight of n outputs, by the numbers of `pdmesh.engine.gguf.reader.TYPES`.
+SMALL: Mapping[int, Callable[[Tensor], GroupedWeight]] = {
+    10: _q2_k,
+    11: _q3_k,
+    16: _iq2_xxs,
+    17: _iq2_xs,
+    18: _iq3_xxs,
+    19: _iq1_s,
+    20: _iq4_nl,
+    21: _iq3_s,
+    22: _iq2_s,
+    23: _iq4_xs,
+    29: _iq1_m,
+    34: _tq1_0,
+    35: _tq2_0,
+    40: _nvfp4,
+    41: _q1_0,
+    42: _q2_0,
+}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdmesh.engine.gguf.architectures import ARCHITECTURES
+from pdmesh.engine.gguf.architectures import ARCHITECTURES, GgufModel
 from pdmesh.engine.gguf.blocks import GROUPED, values_of
-from pdmesh.engine.gguf.reader import F32, TYPES, StoredTensor, read_header
+from pdmesh.engine.gguf.reader import F32, TYPES, StoredTensor, read_parts
 from pdmesh.engine.grouped import GroupedWeight, of_blocks
+from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError
 from pdmesh.model import IndexRange
 
@@ -44,6 +46,8 @@ _EXPERT_NAMES: Mapping[str, str] = {
     "w3": "ffn_up_exps",
     "w2": "ffn_down_exps",
 }
+#: Biases that not every layer has to have: llama.cpp adds them where they are.
+_BIAS = re.compile(r"blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down))\.bias")
 #: Values dequantised at once: what they take in fp32 stays small beside the weight.
 _PANEL_VALUES = 1 << 22
 
@@ -51,57 +55,91 @@ _PANEL_VALUES = 1 << 22
 class GgufTensors:
     """Implements `pdmesh.engine.tensors.Tensors`, in ``dtype`` where values are not in fp32."""
 
-    def __init__(self, file: Path, dtype: torch.dtype) -> None:
-        self._file = file
+    def __init__(self, files: Sequence[Path], dtype: torch.dtype) -> None:
+        self._file = files[0]
         self._dtype = dtype
-        header = read_header(file)
+        header = read_parts(files, strings=False)
         self._tensors = header.tensors
-        architecture = ARCHITECTURES.get(str(header.metadata.get("general.architecture")))
+        name = str(header.metadata.get("general.architecture"))
+        architecture, self._model = ARCHITECTURES.get(name), GgufModel(name, header, str(self._file))
         self._layer_names = {**_LAYER_NAMES, **(architecture.names if architecture is not None else {})}
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
+    def __contains__(self, name: str) -> bool:
+        return self._own_name(name) in self._tensors
+
+    def check(self, name: str, shape: tuple[int, ...]) -> Sequence[str]:
+        own_name = self._own_name(name)
+        if own_name is not None and self._is_absent_bias(own_name):
+            return ()
         found = self._find(name)
         if found.shape != shape:
             raise ConfigError(f"{self._file}: tensor {name!r} has shape {found.shape}; its header needs {shape}")
         kind = TYPES[found.type_number]
         if len(shape) == 1 and kind.num_values > 1:
             raise ConfigError(f"{self._file}: tensor {name!r} is a vector in {kind.name}; only matrices are quantised")
+        assert own_name is not None
+        scale = _scale_of(own_name)
+        return (own_name, scale) if scale in self._tensors else (own_name,)
+
+    def check_all_used(self, used: Set[str]) -> None:
+        unused = {name for name in self._tensors.keys() - used if not self._is_of_draft_layer(name)}
+        check_unused(unused, str(self._file), lambda name: self._values(self._tensors[name]))
 
     def read(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> Tensor:
-        type_number, data = self._blocks(name, shape, rows)
-        dtype = torch.float32 if type_number == F32 else self._dtype
-        out = torch.empty(len(data), TYPES[type_number].num_values, dtype=dtype)
-        panel = _PANEL_VALUES // TYPES[type_number].num_values
-        for begin in range(0, len(data), panel):
-            blocks = slice(begin, begin + panel)
-            out[blocks] = values_of(type_number, data[blocks])
-        return out.view(-1, *shape[1:])
+        self.check(name, shape)
+        own_name = self._own_name(name)
+        if own_name is not None and self._is_absent_bias(own_name):
+            return torch.zeros(shape if rows is None else (rows.size,))
+        values = self._values(self._find(name), rows)
+        return values if (scale := self._scale(own_name)) is None else (values.float() * scale).to(values.dtype)
 
     def grouped(self, name: str, shape: tuple[int, ...], rows: IndexRange | None = None) -> GroupedWeight | None:
-        type_number, data = self._blocks(name, shape, rows)
-        if type_number not in GROUPED:
+        self.check(name, shape)
+        stored = self._find(name)
+        if stored.type_number not in GROUPED:
             return None
-        weight = of_blocks(GROUPED[type_number](data), len(data) * TYPES[type_number].num_values // shape[1])
+        data = _blocks(stored, rows)
+        kind = TYPES[stored.type_number]
+        weight = of_blocks(GROUPED[stored.type_number](data), len(data) * kind.num_values // shape[1])
+        if (scale := self._scale(self._own_name(name))) is not None:
+            weight = replace(weight, scales=weight.scales.times(scale))
         if not weight.is_finite:
             raise ConfigError(f"{self._file}: tensor {name!r} has scales that are no numbers; download it again")
         return weight
 
-    def _blocks(self, name: str, shape: tuple[int, ...], rows: IndexRange | None) -> tuple[int, Tensor]:
-        """A tensor's type, and its blocks (n, bytes)."""
-        self.check(name, shape)
-        stored = self._find(name)
-        kind = TYPES[stored.type_number]
-        first, stop = rows or (0, shape[0])
-        row_blocks = stored.num_bytes // kind.num_bytes // shape[0]
-        num_blocks = (stop - first) * row_blocks
-        offset = stored.offset + first * row_blocks * kind.num_bytes
-        data = np.memmap(self._file, dtype=np.uint8, mode="c", offset=offset, shape=(num_blocks, kind.num_bytes))
-        return stored.type_number, torch.from_numpy(data)
+    def _values(self, stored: StoredTensor, rows: IndexRange | None = None) -> Tensor:
+        """Return a tensor's values, or some of its rows: in fp32 if stored so, else in the dtype of the computation."""
+        data, kind = _blocks(stored, rows), TYPES[stored.type_number]
+        dtype = torch.float32 if stored.type_number == F32 else self._dtype
+        out = torch.empty(len(data), kind.num_values, dtype=dtype)
+        panel = _PANEL_VALUES // kind.num_values
+        for begin in range(0, len(data), panel):
+            blocks = slice(begin, begin + panel)
+            out[blocks] = values_of(stored.type_number, data[blocks])
+        return out.view(-1, *stored.shape[1:])
+
+    def _scale(self, own_name: str | None) -> float | None:
+        """Return the factor of a whole weight, which NVFP4 has; None where there is none."""
+        stored = None if own_name is None else self._tensors.get(_scale_of(own_name))
+        if stored is None:
+            return None
+        if stored.shape != (1,) or stored.type_number != F32:
+            raise ConfigError(f"{self._file}: tensor {_scale_of(str(own_name))!r} is not one number in fp32")
+        return float(self._values(stored))
+
+    def _is_absent_bias(self, own_name: str) -> bool:
+        """Return whether a layer lacks a bias that others have, or projections beside."""
+        return own_name not in self._tensors and _BIAS.fullmatch(own_name) is not None
+
+    def _is_of_draft_layer(self, own_name: str) -> bool:
+        """Return whether a tensor is of the last layers, which guess further tokens and are not computed."""
+        found, num_drafts = re.match(r"blk\.(\d+)\.", own_name), self._model.num_draft_layers
+        return bool(num_drafts) and found is not None and int(found[1]) >= self._model.num_layers
 
     def _find(self, name: str) -> StoredTensor:
-        if (expert := _EXPERT.fullmatch(name)) is not None and expert[3] in _EXPERT_NAMES:
-            return self._find_expert(f"blk.{expert[1]}.{_EXPERT_NAMES[expert[3]]}.{expert[4]}", int(expert[2]))
         own_name = self._own_name(name)
+        if own_name is not None and (expert := _EXPERT.fullmatch(name)) is not None:
+            return self._find_expert(own_name, int(expert[2]))
         if own_name is None or own_name not in self._tensors:
             raise ConfigError(f"{self._file} holds no tensor {own_name or name!r}")
         return self._tensors[own_name]
@@ -114,10 +152,14 @@ class GgufTensors:
         if not shape or number >= num_experts:
             raise ConfigError(f"{self._file}: tensor {own_name!r} has shape {stacked.shape}, without expert {number}")
         num_bytes = stacked.num_bytes // num_experts
-        return StoredTensor(tuple(shape), stacked.type_number, stacked.offset + number * num_bytes, num_bytes)
+        return StoredTensor(
+            tuple(shape), stacked.type_number, stacked.file, stacked.offset + number * num_bytes, num_bytes
+        )
 
     def _own_name(self, name: str) -> str | None:
-        """What the file calls a tensor."""
+        """What the file calls a tensor; of an expert, the tensor of all of them."""
+        if (expert := _EXPERT.fullmatch(name)) is not None and expert[3] in _EXPERT_NAMES:
+            return f"blk.{expert[1]}.{_EXPERT_NAMES[expert[3]]}.{expert[4]}"
         whole, _, end = name.rpartition(".")
         if end not in ("weight", "bias"):
             whole, end = name, "weight"
@@ -125,3 +167,18 @@ class GgufTensors:
             return f"{_NAMES[whole]}.{end}"
         layer, _, part = whole.removeprefix("model.layers.").partition(".")
         return f"blk.{layer}.{self._layer_names[part]}.{end}" if part in self._layer_names else None
+
+
+def _blocks(stored: StoredTensor, rows: IndexRange | None) -> Tensor:
+    """Return a tensor's blocks (n, bytes), or those of some rows."""
+    kind = TYPES[stored.type_number]
+    first, stop = rows or (0, stored.shape[0])
+    row_blocks = stored.num_bytes // kind.num_bytes // stored.shape[0]
+    num_blocks = (stop - first) * row_blocks
+    offset = stored.offset + first * row_blocks * kind.num_bytes
+    data = np.memmap(stored.file, dtype=np.uint8, mode="c", offset=offset, shape=(num_blocks, kind.num_bytes))
+    return torch.from_numpy(data)
+
+
+def _scale_of(own_name: str) -> str:
+    return own_name.removesuffix("weight") + "scale"

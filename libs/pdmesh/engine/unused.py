@@ -1,0 +1,42 @@
+"""Tensors that a checkpoint holds and no layer asks for: harmless ones are known, all others are refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from pdmesh.errors import ConfigError
+
+#: Names of tensors that change nothing that is computed here.
+_HARMLESS = re.compile(
+    "|".join(
+        (
+            r"(.*\.)?rotary_emb\.inv_freq",  # config.json says how heads are rotated
+            r"blk\.\d+\.attn_rot_embd\.weight",  # the same, in the first GGUF files
+            r"rope_(freqs|factors_long|factors_short)\.weight",  # in config.json, which was made of the GGUF file
+            r"(.*\.)?h\.\d+\.attn\.(masked_)?bias",  # GPT-2's causal mask
+            r"(model\.)?mtp\..*",  # layers that guess further tokens
+            # Models of images and sounds beside the text model.
+            r"(model\.)?(visual|vision_\w+|multi_modal_projector|mm_projector|embed_vision|audio_\w+|embed_audio)\..*",
+            r"(.*\.)?(input|output|q|k|v|prob)_scale",  # of activations that a format quantises as well
+            r"(.*\.)?(input|output)_(zero_point|global_scale)",
+            r"(.*\.)?weight_shape",  # of packed weights; config.json says it, too
+        )
+    )
+)
+
+
+def check_unused(names: Iterable[str], where: str, read: Callable[[str], Tensor]) -> None:
+    """Raise ConfigError if one of these tensors, which no layer asks for, may change what the model computes.
+
+    ``read`` reads one of them: a bias of zeros changes nothing, and some formats store one for every layer.
+    """
+    for name in sorted(names):
+        if _HARMLESS.fullmatch(name) or (name.endswith(".bias") and not bool(read(name).any())):
+            continue
+        raise ConfigError(
+            f"{where}: no layer of this architecture reads the tensor {name!r}, so answers would be wrong; the model "
+            "is of another architecture, or of a variant that is not served"
+        )
