@@ -103,6 +103,16 @@ def test_its_tokenizer_and_template_come_with_it(tmp_path: Path) -> None:
         ("dbrx", ["CamelCaseWORDS", " don", "'t", " ", "123", "45", " //\n", "  ", " déjà"]),
         ("refact", ["CamelCaseWORDS", " don", "'t", " ", "1", "2", "3", "4", "5", " //", "\n  ", " déjà"]),
         ("olmo", ["CamelCaseWORDS", " don", "'t", " 12345", " //", "\n  ", " déjà"]),
+        ("default", ["CamelCaseWORDS", " don", "'", "t", " ", "123", "45", " ", "//", "\n  ", " déjà"]),
+        ("seed-coder", ["CamelCaseWORDS", " don", "'t", " ", "1", "2", "3", "4", "5", " //", "\n", "  ", " déjà"]),
+        ("ufakzeka", ["CamelCaseWORDS", " don", "'t", " ", "1", "2", "3", "4", "5", " //\n", "  ", " déjà"]),
+        ("deepseek-llm", ["CamelCaseWORDS", " don", "'", "t", " ", "12345", " //", "\n", "  ", " d", "é", "j", "à"]),
+        (
+            "deepseek-coder",
+            ["CamelCaseWORDS", " don", "'", "t", " ", "1", "2", "3", "4", "5", " //", "\n", "  ", " déjà"],
+        ),
+        ("deepseek-v3", ["CamelCaseWORDS", " don", "'t", " ", "123", "45", " //\n", "  ", " déjà"]),
+        ("viking", ["CamelCaseWORDS", " don't", " ", "1", "2", "3", "4", "5", " //", "\n  ", " déjà"]),
     ],
 )
 def test_texts_are_split_as_llama_cpp_splits_them(tmp_path: Path, split: str, pieces: list[str]) -> None:
@@ -136,13 +146,43 @@ def bytes_of(piece: str) -> bytes:
     return bytes(code if (code := ord(letter)) < 256 else hidden[code - 256] for letter in piece)
 
 
+def fields_of(**metadata: Any) -> dict[str, Any]:
+    return {f"tokenizer.ggml.{name}": value for name, value in {"model": "gpt2", "merges": [], **metadata}.items()}
+
+
 def test_answers_end_with_what_llama_cpp_ends_them_with() -> None:
+    """Checked against llama.cpp's own lists: what is known by its text ends an answer whatever its type."""
     tokens = ["<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "a", "</s>"]
-    metadata = {"tokens": tokens, "token_type": [3, 3, 3, 3, 1, 1], "eos_token_id": 1, "eot_token_id": 4}
-    fields = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
-    assert end_tokens(fields) == [1, 4, 2, 3]  # of gpt-oss, whose messages end without an answer's end
+    fields = fields_of(tokens=tokens, token_type=[3, 3, 3, 3, 1, 1], eos_token_id=1, eot_token_id=4)
+    assert end_tokens(fields, "file") == [1, 4, 2, 3, 5]  # of gpt-oss, whose messages end without an answer's end
     fields["tokenizer.ggml.tokens"] = ["<|end|>", "<|im_end|>", "b", "c", "a", "</s>"]
-    assert end_tokens(fields) == [1, 4, 0]
+    assert end_tokens(fields, "file") == [1, 4, 0, 5]
+    fields["tokenizer.ggml.tokens"] = ["<|tool_response>", "<|im_end|>", "b", "c", "<|file_sep|>", "</s>"]
+    assert end_tokens(fields, "file") == [1, 4, 0]  # Gemma 4's word </s> is an ordinary one
+
+
+@pytest.mark.parametrize("types", [None, [1, 1, 1, 1, 1, 1]])
+def test_ends_are_tokens_of_their_own_whatever_their_type(tmp_path: Path, types: list[int] | None) -> None:
+    tokens = ["a", "b", "<|im_end|>", "<", "|", "<|fim_prefix|>"]
+    write_tokenizer(tmp_path, fields_of(tokens=tokens, token_type=types), "model.gguf")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("a<|im_end|>b<|fim_prefix|>").ids == [0, 2, 1, 5]
+    assert tokenizer.decode([0, 2, 1]) == "ab"
+
+
+@pytest.mark.parametrize(("flags", "ids"), [((None, None), [1]), ((True, False), [0, 1]), ((False, True), [1, 2])])
+def test_a_text_begins_and_ends_with_the_tokens_that_a_file_wants(
+    tmp_path: Path, flags: tuple[bool | None, bool | None], ids: list[int]
+) -> None:
+    given = dict(zip(("add_bos_token", "add_eos_token"), flags, strict=True))
+    fields = fields_of(tokens=["<s>", "a", "</s>"], token_type=[3, 1, 3], bos_token_id=0, eos_token_id=2, **given)
+    write_tokenizer(tmp_path, fields, "model.gguf")
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a").ids == ids
+
+
+def test_types_of_too_few_tokens_are_damage(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the types of tokens of its tokenizer are missing or damaged"):
+        write_tokenizer(tmp_path, fields_of(tokens=["a", "b"], token_type=[1]), "model.gguf")
 
 
 def test_blocks_stand_for_what_ggml_says() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -217,6 +218,8 @@ class MeshRun:
             self._announce(record)
 
     def _announce(self, record: MeshRecord) -> None:
+        from pdmesh.engine.files import load_model_info
+
         url = base_url(record.http_address, self.config.security)
         command = _command()
         named = "" if record.name == DEFAULT_NAME else f" --name {record.name}"
@@ -233,6 +236,7 @@ class MeshRun:
             f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}{computed}\n\n"
             f"  try   curl -N{trusted}{direct} {url}/v1/chat/completions{key} \\\n"
             f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"
+            f"  draw  sampling defaults: {load_model_info(Path(str(self.config.model))).default_sampling}\n"
             f"  look  {command} status{named}{page}\n"
             f"  logs  {self.state.folder}\n"
             f"  stop  {'Ctrl-C, or ' if self.config.ready_fd is None else ''}{command} down{named}\n"
@@ -255,9 +259,9 @@ def resolved(config: MeshConfig) -> MeshConfig:
         directory = resolve_model(config.model)
         # A directory or file goes by its name, a hub id as it is (its snapshot's directory is a hash).
         given_path = Path(config.model).expanduser()
-        name = directory.resolve().name if given_path.is_dir() else config.model
+        name = given_path.resolve().name if given_path.is_dir() else config.model
         if given_path.is_file():
-            name = given_path.stem
+            name = re.sub(r"-\d{5}-of-\d{5}$", "", given_path.stem)  # of a split model
     served = config.worker.served_model_name or with_adapter(name, config.worker.lora)
     lora = None if config.worker.lora is None else config.worker.lora.absolute()
     given = {name: getattr(config.security, name) for name in ("tls_cert", "tls_key", "tls_ca")}

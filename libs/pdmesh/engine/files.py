@@ -23,13 +23,27 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultSampling:
-    """Sampling settings of ``generation_config.json`` for requests that do not say; None: not set there."""
+    """Sampling settings of ``generation_config.json`` for requests that do not say; None: not set there.
+
+    ``source`` says where they come from, if not from the checkpoint's own file.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    source: str = "generation_config.json"
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """Settings that there are, by name."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {value:g}" for name, value in self.fields.items())
+        return f"{shown} of {self.source}" if shown else "temperature 1, top_p 1 of OpenAI's API"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +185,7 @@ def _default_sampling(generation: dict[str, Any], where: str) -> DefaultSampling
         top_k=None if top_k is None else int(top_k),
         min_p=_number(generation, "min_p", where),
         repetition_penalty=_number(generation, "repetition_penalty", where),
+        source=str(generation.get("source") or "generation_config.json")[:64],
     )
 
 

@@ -175,7 +175,7 @@ def find_format(tokenizer: ModelTokenizer, setting: str) -> AnswerFormat:
     """
     if setting and setting not in FORMATS:
         raise ConfigError(f"gateway.tool_format is {setting!r}: use one of {', '.join(FORMATS)}")
-    template, vocabulary = tokenizer.template_source, tokenizer.added_tokens
+    template, vocabulary = tokenizer.tool_template_source, tokenizer.added_tokens
     if not setting and {CHANNEL, MESSAGE} <= vocabulary:
         channels = Harmony()
         return AnswerFormat(

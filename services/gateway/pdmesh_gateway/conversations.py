@@ -92,7 +92,7 @@ async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, 
         token_ids = list(serving.check_prompt(conversation.token_ids, what="messages"))
         return await serving.tokenizer.decode(token_ids, skip_special_tokens=False), token_ids
     text = await serving.tokenizer.render_chat(
-        _for_template(conversation.messages, serving),
+        _for_template(conversation, serving),
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         template=conversation.template,
@@ -163,10 +163,11 @@ def _check_known(answer_format: AnswerFormat) -> None:
         )
 
 
-def _for_template(messages: list[dict[str, Any]], serving: Serving) -> list[dict[str, Any]]:
-    """Return messages in the words of this model's template: roles, ids of calls, and of which tool a result is."""
-    tools = serving.answer_format.tools
-    knows_developers = "developer" in serving.tokenizer.template_source
+def _for_template(conversation: Conversation, serving: Serving) -> list[dict[str, Any]]:
+    """Return messages in the words of the template: roles, ids of calls, and of which tool a result is."""
+    tools, template = serving.answer_format.tools, conversation.template
+    # A client's own template is rendered elsewhere, and only once.
+    knows_developers = serving.tokenizer.template_knows_developers if template is None else "developer" in template
     names: dict[str, str] = {}  # of called tools, by the call's id
 
     def adapted(message: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def _for_template(messages: list[dict[str, Any]], serving: Serving) -> list[dict
                 ]
         return {**message, **changes} if changes else message
 
-    return [adapted(message) for message in messages]
+    return [adapted(message) for message in conversation.messages]
 
 
 def _name_of(call: Mapping[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,13 @@ MAX_VOCAB_SIZE = 1 << 24
 #: Placed in front of a conversation's last message to find where it ends (`continue_final_message`).
 _MARKER = "\ue000pdmesh-final\ue000"
 
+#: Name of the template that transformers renders conversations with tools by, if a checkpoint has several.
+_TOOL_TEMPLATE = "tool_use"
+_MAX_TEMPLATES = 64
+
+#: A developer's message in trials of a template.
+_DEVELOPER_TEXT = "pdmesh-developer-trial"
+
 _SOME_TOOL = {
     "type": "function",
     "function": {
@@ -53,21 +61,20 @@ class ModelTokenizer:
         tokenizer: Tokenizer,
         *,
         template: str | None = None,
+        tool_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         request_templates: RequestTemplates | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        """``tool_template`` renders conversations with tools; None: ``template`` renders all."""
         self.config = dict(config or {})  # what the checkpoint says of it
         self._tokenizer = tokenizer
         self._request_templates = request_templates
         self._special_tokens = dict(special_tokens or {})
-        self._render: Callable[[Mapping[str, Any]], str] | None = None
         self.template_source = template or ""
-        if template is not None:
-            try:
-                self._render = compile_template(template)
-            except TemplateFailed as failed:
-                raise ConfigError(f"the checkpoint's chat template does not render: {failed}") from failed
+        self.tool_template_source = tool_template or self.template_source
+        self._render = _compiled(template)
+        self._render_tools = self._render if tool_template is None else _compiled(tool_template)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
@@ -105,12 +112,13 @@ class ModelTokenizer:
             for name, token in config.items()
             if name.endswith("_token") and (isinstance(token, str) or _has_content(token))
         }
-        template = _read_template(directory, config)
-        for text in (template or "", *special_tokens.values()):
+        templates = _read_templates(directory, config)
+        for text in (*templates.values(), *special_tokens.values()):
             _check_text(text, config_path)
         return cls(
             tokenizer,
-            template=template,
+            template=templates.get("default"),
+            tool_template=templates.get(_TOOL_TEMPLATE),
             special_tokens=special_tokens,
             request_templates=request_templates,
             config=config,
@@ -121,20 +129,26 @@ class ModelTokenizer:
         return -(-len(text) // self._longest_token_chars)
 
     def template_knows_tools(self) -> bool:
-        """Whether the template makes anything of tools: it renders otherwise with one than without."""
-        if self._render is None:
-            return False
-        variables: dict[str, Any] = {
-            **self._special_tokens,
-            "documents": None,
-            "messages": [{"role": "user", "content": "?"}],
-            "add_generation_prompt": True,
-        }
+        """Return whether the template makes anything of tools: it renders otherwise with one than without."""
+        with_tool = self._trial([{"role": "user", "content": "?"}], tools=[_SOME_TOOL])
+        return with_tool is not None and with_tool != self._trial([{"role": "user", "content": "?"}])
+
+    @cached_property
+    def template_knows_developers(self) -> bool:
+        """Return whether the template shows a developer's message, rather than leave it out or refuse it."""
+        messages = [{"role": "developer", "content": _DEVELOPER_TEXT}, {"role": "user", "content": "?"}]
+        return _DEVELOPER_TEXT in (self._trial(messages) or "")
+
+    def _trial(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str | None:
+        """Return a conversation as text; None if the template refuses it, or there is none."""
+        render = self._render_tools if tools else self._render
+        if render is None:
+            return None
+        variables = {"documents": None, "messages": messages, "tools": tools, "add_generation_prompt": True}
         try:
-            with_tool = self._render({**variables, "tools": [_SOME_TOOL]})
-            return with_tool != self._render({**variables, "tools": None})
+            return render({**self._special_tokens, **variables})
         except TemplateFailed:
-            return False
+            return None
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``."""
@@ -249,15 +263,16 @@ class ModelTokenizer:
         return text[:end]
 
     async def _render_own(self, variables: Mapping[str, Any], *, num_chars: int) -> str:
-        if self._render is None:
+        render = self._render_tools if variables.get("tools") else self._render
+        if render is None:
             raise RequestRejected(
                 "This model has no chat template: pass `chat_template`, or use `/v1/completions`.",
                 param="chat_template",
             )
         try:
             if num_chars < INLINE_CHARS and not variables.get("tools"):  # which may be of any size
-                return self._render(variables)
-            return await anyio.to_thread.run_sync(self._render, variables)
+                return render(variables)
+            return await anyio.to_thread.run_sync(render, variables)
         except TemplateFailed as failed:
             raise RequestRejected(
                 f"The chat template rejects this conversation: {failed}", param="messages"
@@ -286,18 +301,40 @@ def _check_text(text: str, path: Path) -> None:
         raise ConfigError(f"{path} is not valid text: {error}") from error
 
 
-def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
+def _compiled(template: str | None) -> Callable[[Mapping[str, Any]], str] | None:
+    if template is None:
+        return None
+    try:
+        return compile_template(template)
+    except TemplateFailed as failed:
+        raise ConfigError(f"the checkpoint's chat template does not render: {failed}") from failed
+
+
+def _read_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the checkpoint's templates by name; "default" is the one for conversations without tools.
+
+    Files come before ``tokenizer_config.json``, as in transformers.
+    """
+    files = sorted((directory / "additional_chat_templates").glob("*.jinja"))[:_MAX_TEMPLATES]
+    named = {path.stem: path for path in files}
+    if (path := directory / "chat_template.jinja").is_file():
+        named["default"] = path
+    if named:
+        return {name: _read_text(path) for name, path in named.items()}
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+    entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    return {
+        str(entry.get("name")): entry["template"]
+        for entry in entries[:_MAX_TEMPLATES]
+        if isinstance(entry, dict) and isinstance(entry.get("template"), str)
+    }
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def _has_content(token: Any) -> bool:

@@ -11,9 +11,11 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pdmesh.engine.files import read_json_object
 from pdmesh.engine.gguf.architectures import ARCHITECTURES, ExpertFields, GgufModel
 from pdmesh.engine.gguf.reader import GgufHeader, part_paths, read_parts
 from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
@@ -31,6 +33,16 @@ _VERSION = 4
 #: First letters of files that are not a model, but what turns images into a model's embeddings.
 _OF_IMAGES = "mmproj"
 
+#: Names of sentence-transformers for the numbers of ``pooling_type``; 0: there are no embeddings.
+_POOLINGS = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken", 4: "rank"}
+
+#: llama.cpp's sampling settings where neither a request nor a file says any.
+_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_SAMPLING_KEYS = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
+_GENERATION = "generation_config.json"
+
 #: Number of models that an error lists.
 _MAX_SHOWN = 12
 
@@ -38,7 +50,8 @@ _MAX_SHOWN = 12
 def gguf_directory(file: Path) -> Path:
     """Return the directory of a model, by its file or a part of it. Raises ConfigError for what cannot be served."""
     paths = [path.resolve() for path in part_paths(file.absolute())]
-    identity = " ".join([str(_VERSION), *map(_identity_of, paths)])
+    beside = file.absolute().with_name(_GENERATION)
+    identity = " ".join([str(_VERSION), *map(_identity_of, [*paths, beside])])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pdmesh" / "gguf"
     directory = cache / f"{file.stem[:_MAX_STEM]}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
     if (directory / "config.json").exists():
@@ -53,6 +66,9 @@ def gguf_directory(file: Path) -> Path:
     try:
         (made / "config.json").write_text(json.dumps(config, indent=2))
         write_tokenizer(made, header.metadata, str(file))
+        _write_pooling(made, header.metadata)
+        sampling = _sampling(header.metadata, beside)
+        (made / _GENERATION).write_text(json.dumps(sampling, indent=2))
         for link, path in zip(_links(made, len(paths)), paths, strict=True):
             link.symlink_to(path)
         made.rename(directory)
@@ -77,6 +93,31 @@ def find_model(folder: Path) -> Path | None:
         names = ", ".join([*models][:_MAX_SHOWN]) + (", …" if len(models) > _MAX_SHOWN else "")
         raise ConfigError(f"{folder} holds {len(models)} GGUF models; give the path of one of them: {names}")
     return next(iter(models.values()), None)
+
+
+def _sampling(metadata: Mapping[str, Any], beside: Path) -> dict[str, Any]:
+    """Return sampling settings: those of a file beside the model; else the model's own, and llama.cpp's for others."""
+    if beside.is_file():
+        given = read_json_object(beside)
+        return {name: given[name] for name in (*_SAMPLING, "repetition_penalty") if name in given}
+    own = {name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING_KEYS.items()}
+    own = {name: value for name, value in own.items() if isinstance(value, int | float)}
+    return {**_SAMPLING, **own, "source": "the model file and llama.cpp" if own else "llama.cpp"}
+
+
+def _write_pooling(folder: Path, metadata: Mapping[str, Any]) -> None:
+    """Say as sentence-transformers does how embeddings are made, if the file says so: llama.cpp normalises them all."""
+    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    if not isinstance(kind, int) or kind not in _POOLINGS:
+        return
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for number, (path, name) in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules, indent=2))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{_POOLINGS[kind]}": True}))
 
 
 def _links(folder: Path, count: int) -> list[Path]:
@@ -117,7 +158,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: there is no matrix 'token_embd.weight'")
     if not architecture.rotates_partly and model.of("rope.dimension_count") not in (None, model.head_dim):
         raise ConfigError(f"{where}: a part of a head is rotated, which is not served of {name!r} from GGUF")
-    num_heads = model.of("attention.head_count")
+    num_heads, experts = model.of("attention.head_count"), _experts(model, architecture.experts)
     return {
         "architectures": [architecture.class_name],
         "vocab_size": embedding.shape[0],
@@ -132,7 +173,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
         "rope_parameters": model.rope(),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": "float16" if embedding.type_number == 1 else "bfloat16",
-        "eos_token_id": end_tokens(fields),
+        "eos_token_id": end_tokens(fields, where),
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "quantization_config": {
             "quant_method": "gguf",
@@ -140,7 +181,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
             "biases": model.biases(),
         },
         **(model.partial_rotation() if architecture.rotates_partly else {}),
-        **_experts(model, architecture.experts),
+        **experts,
         **architecture.more(model),
     }
 

@@ -3,80 +3,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from pdmesh.engine.gguf.splits import SPLITS, Split
 from pdmesh.errors import ConfigError
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3 = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace("{1,3}", "")
-#: Words in which capitals come first.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT4O = (
-    _TEKKEN.replace(f"{_LOWER}+|", f"{_LOWER}+{_CONTRACTIONS}?|")
-    .replace(f"{_LOWER}*|", f"{_LOWER}*{_CONTRACTIONS}?|")
-    .replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-)
-#: How a text is split before it is tokenized, by GGUF's names of it. None: as GPT-2 did.
-_SPLITS: Mapping[str, str | None] = {
-    "llama-bpe": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "dbrx": _LLAMA3,
-    "glm4": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "gpt-4o": _GPT4O,
-    "tekken": _TEKKEN,
-    "gpt-2": None,
-    "olmo": None,
-    "default": None,
-    "smollm": None,
-    "starcoder": None,
-    "refact": None,
-}
-_DIGITS_APART = ("smollm", "starcoder", "refact")
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # NFC first
-_BEGINS = ("llama-bpe", "falcon3", "pixtral", "tekken")  # texts begin with a token, unless the file says otherwise
-_KEEPS_WORDS = (*_BEGINS, "glm4")  # a word that is a token is not made by merging
-#: What ends an answer is known by its text: a file names one token only.
-_ENDS = frozenset(
-    {
-        "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|return|>",
-        "<|call|>", "<end_of_turn>", "<eos>", "</s>", "<|observation|>",
-    }
+#: Texts of tokens that end an answer, whatever a file says of their type, as in llama.cpp.
+_ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<end_of_turn>", "<turn|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "</s>",
+    "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 )  # fmt: skip
+#: Texts of tokens that mark parts of code to be filled in, by the field that may name them.
+_FILLING = {
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim\u2581begin\uff5c>", "<PRE>",
+                "\u2581<PRE>", "<|code_prefix|>", "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim\u2581hole\uff5c>", "<SUF>",
+                "\u2581<SUF>", "<|code_suffix|>", "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim\u2581end\uff5c>", "<MID>",
+                "\u2581<MID>", "<|code_middle|>", "<|middle|>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}  # fmt: skip
+#: Marks behind which an answer goes on with another file.
+_FILLING_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 #: Tokens of Phi-3 that keep the spaces behind them; others with a purpose do not.
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
-_UNMERGED = (_CONTROL, _USER_DEFINED, _BYTE)  # what text is not merged into
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_UNMERGED = (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)  # what text is not merged into
 _MAX_TOKEN = 1024  # characters: each place where a token may be cut is tried
 _SPACE = "\u2581"  # how SentencePiece spells a space
 
 
 class _Fields:
-    """What a file says of its tokenizer."""
+    """What a file says of its tokenizer; types of tokens are put right where their text says another."""
 
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
         self._metadata = metadata
         self.where = where
         tokens, types = self.of("tokens"), self.of("token_type")
-        if not tokens or not _are_strings(tokens) or len(set(tokens)) != len(tokens):
+        if not tokens or not _are_strings(tokens):
             raise self.damaged("the tokens")
-        self.tokens: list[str] = tokens
-        self.types = types if isinstance(types, list) and len(types) == len(tokens) else [1] * len(tokens)
+        self.tokens: list[str] = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
+        self.numbers = {token: number for number, token in enumerate(self.tokens)}
+        if len(self.numbers) != len(self.tokens):
+            raise self.damaged("the tokens")
+        if types is None:
+            types = [_NORMAL] * len(tokens)
+        if not isinstance(types, list) or len(types) < len(tokens):
+            raise self.damaged("the types of tokens")
+        self.types: list[int] = types[: len(tokens)]
+        self._filling = {field: self._filling_token(field) for field in _FILLING}
+        self.ends = self._find_ends()
+        for number in (*self._by_text(_ENDS), *self._filling.values()):
+            if number is not None and self.types[number] != _USER_DEFINED and number not in self._no_ends:
+                self.types[number] = _CONTROL
 
     def of(self, name: str) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{name}")
@@ -91,8 +78,37 @@ class _Fields:
 
     def token(self, name: str) -> str | None:
         """The token of a purpose."""
-        number = self.of(f"{name}_id")
-        return self.tokens[number] if isinstance(number, int) and 0 <= number < len(self.tokens) else None
+        number = self._number(f"{name}_id")
+        return None if number is None else self.tokens[number]
+
+    def _number(self, name: str) -> int | None:
+        number = self.of(name)
+        return number if isinstance(number, int) and 0 <= number < len(self.tokens) else None
+
+    def _by_text(self, texts: Iterable[str]) -> list[int]:
+        return [self.numbers[text] for text in texts if text in self.numbers]
+
+    def _filling_token(self, field: str) -> int | None:
+        """Return the token of a mark: the one that the file names, or the first that looks like it."""
+        named = self._number(f"{field}_token_id")
+        return named if named is not None else min(self._by_text(_FILLING[field]), default=None)
+
+    def _find_ends(self) -> list[int]:
+        """Return the tokens that end an answer: those that the file names first."""
+        ends = [self._number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+        ends += sorted(self._by_text(_ENDS))
+        ends += [self._filling[field] for field in _FILLING_ENDS]
+        self._no_ends: set[int] = set()
+        if self._ends_messages_apart():
+            self._no_ends.update(self._by_text(["<|end|>"]))
+        if not {"<|tool_response>", "<|plamo:eos|>"}.isdisjoint(self.numbers):
+            self._no_ends.update(self._by_text(["</s>"]))  # an ordinary word there
+        return list(dict.fromkeys(number for number in ends if number is not None and number not in self._no_ends))
+
+    def _ends_messages_apart(self) -> bool:
+        """Return whether an answer is of several messages, whose end has a token of its own, as of gpt-oss."""
+        has_call = "<|call|>" in self.numbers or "<|calls|>" in self.numbers
+        return has_call and not {"<|return|>", "<|flush|>"}.isdisjoint(self.numbers)
 
     def damaged(self, what: str) -> ConfigError:
         return ConfigError(f"{self.where}: {what} of its tokenizer are missing or damaged; download it again")
@@ -102,20 +118,20 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
     """Write both files. Raises ConfigError for a kind that is not served, or a damaged one."""
     kind = metadata.get("tokenizer.ggml.model")
     split = metadata.get("tokenizer.ggml.pre") or "default"
-    if kind not in ("gpt2", "llama") or (kind == "gpt2" and (not isinstance(split, str) or split not in _SPLITS)):
+    if kind not in ("gpt2", "llama") or (kind == "gpt2" and (not isinstance(split, str) or split not in SPLITS)):
         what = (
             f"a {str(kind)[:64]!r} tokenizer"
             if kind not in ("gpt2", "llama")
             else f"a tokenizer that splits texts by {str(split)[:64]!r}"
         )
-        served = ", ".join(_SPLITS)
+        served = ", ".join(SPLITS)
         raise ConfigError(
             f"{where} has {what}, which is not served from GGUF; served are 'llama' tokenizers, and 'gpt2' ones that "
             f"split by {served}, or give the model's safetensors directory"
         )
     fields = _Fields(metadata, where)
     try:
-        tokenizer = _sentence_piece(fields) if kind == "llama" else _byte_level(fields, split)
+        tokenizer = _sentence_piece(fields) if kind == "llama" else _byte_level(fields, SPLITS[split])
     except ConfigError:
         raise
     except Exception as error:  # tokenizers has no class of its own for it
@@ -125,64 +141,61 @@ def write_tokenizer(directory: Path, metadata: Mapping[str, Any], where: str) ->
     tokenizer.add_special_tokens(  # all at once: each call goes through those that are there
         [
             AddedToken(token, special=True, normalized=False, rstrip=drops_spaces and token not in _KEEPS_SPACES)
-            for token in fields.of_type(_CONTROL)
+            for token in (*fields.of_type(_UNKNOWN), *fields.of_type(_CONTROL))
         ]
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in fields.of_type(_USER_DEFINED)])
     tokenizer.save(str(directory / "tokenizer.json"))
     specials = {name: fields.token(name) for name in ("bos_token", "eos_token")}
-    template = metadata.get("tokenizer.chat_template")
     config = {
         **{name: token for name, token in specials.items() if token is not None},
-        **({"chat_template": template} if isinstance(template, str) else {}),
+        **_templates(metadata),
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
-def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that end an answer."""
-    numbers = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(types, list):
-        ends = {
-            token: number
-            for number, (token, token_type) in enumerate(zip(tokens, types, strict=False))
-            if token_type in (_CONTROL, _USER_DEFINED) and token in _ENDS
-        }
-        if "<|return|>" in ends:  # of gpt-oss: there, it ends a message of several
-            ends.pop("<|end|>", None)
-        numbers += ends.values()
-    return list(dict.fromkeys(number for number in numbers if isinstance(number, int)))
+def _templates(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chat template as ``tokenizer_config.json`` has it: a list, where there are several by name."""
+    field = "tokenizer.chat_template"
+    named = {"default": metadata.get(field)} | {
+        name.removeprefix(f"{field}."): template for name, template in metadata.items() if name.startswith(f"{field}.")
+    }
+    templates = [{"name": name, "template": template} for name, template in named.items() if isinstance(template, str)]
+    if not templates:
+        return {}
+    return {"chat_template": templates if len(templates) > 1 else templates[0]["template"]}
 
 
-def _byte_level(fields: _Fields, split: str) -> Tokenizer:
+def end_tokens(metadata: Mapping[str, Any], where: str) -> list[int]:
+    """Return the tokens that end an answer. Raises ConfigError for a damaged tokenizer."""
+    return _Fields(metadata, where).ends
+
+
+def _byte_level(fields: _Fields, split: Split) -> Tokenizer:
     """BPE of bytes, as GPT-2 had it."""
     merges = fields.of("merges")
     if not _are_strings(merges):
         raise fields.damaged("the merges")
-    known = set(fields.tokens)
+    known = fields.numbers.keys()
     pairs = [(pair[0], pair[1]) for merge in merges if len(pair := merge.split(" ", 1)) == 2]
-    if not all(known.issuperset((first, second, first + second)) for first, second in pairs):
+    if not all(known >= {first, second, first + second} for first, second in pairs):
         raise fields.damaged("the merges")  # else `tokenizers` panics
     model = BPE(
-        vocab={token: number for number, token in enumerate(fields.tokens)},
+        vocab=fields.numbers,
         merges=pairs,
-        ignore_merges=split in _KEEPS_WORDS,
+        ignore_merges=split.keeps_words,
     )
     tokenizer = Tokenizer(model)
-    pattern = _SPLITS[split]
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split in _DIGITS_APART else []
-    if pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    if split in _COMPOSED:
+    if split.composes:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    first = _first(fields, default=split in _BEGINS)
-    if first is not None:
-        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), first])
+    frame = _frame(fields, begins=split.begins)
+    if frame is not None:
+        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), frame])
     return tokenizer
 
 
@@ -191,18 +204,18 @@ def _sentence_piece(fields: _Fields) -> Tokenizer:
 
     What no token spells is bytes. Text begins with a space, also behind a token with a purpose of its own.
     """
-    tokens, scores = fields.tokens, fields.of("scores")
+    tokens, scores = fields.tokens, fields.of("scores") or [0.0] * len(fields.tokens)
     if (
         not isinstance(scores, list)
         or len(scores) != len(tokens)
-        or not all(isinstance(score, float) for score in scores)
+        or not all(isinstance(score, float | int) for score in scores)
     ):
         raise fields.damaged("the scores")
     if max(map(len, tokens)) > _MAX_TOKEN:
         raise fields.damaged("some tokens")
     unknown = fields.token("unknown_token") or tokens[0]
     model = BPE(
-        vocab={token: number for number, token in enumerate(tokens)},
+        vocab=fields.numbers,
         merges=_merges(tokens, scores, fields.types),
         unk_token=unknown,
         fuse_unk=True,
@@ -216,8 +229,8 @@ def _sentence_piece(fields: _Fields) -> Tokenizer:
         parts.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(spaces)
     tokenizer.decoder = decoders.Sequence(parts)
-    if (first := _first(fields, default=True)) is not None:
-        tokenizer.post_processor = first
+    if (frame := _frame(fields, begins=True)) is not None:
+        tokenizer.post_processor = frame
     return tokenizer
 
 
@@ -238,15 +251,21 @@ def _merges(tokens: list[str], scores: list[float], types: list[int]) -> list[tu
     ]
 
 
-def _first(fields: _Fields, *, default: bool) -> processors.TemplateProcessing | None:
-    """What begins a text with a token of its own, if the file wants it."""
-    first = fields.token("bos_token")
-    if first is None or not fields.flag("add_bos_token", default=default):
+def _frame(fields: _Fields, *, begins: bool) -> processors.TemplateProcessing | None:
+    """Return what puts a token before a text, or behind one, if the file wants any."""
+    first = fields.token("bos_token") if fields.flag("add_bos_token", default=begins) else None
+    last = fields.token("eos_token") if fields.flag("add_eos_token", default=False) else None
+    if first is None and last is None:
         return None
+
+    def framed(text: str, number: int) -> list[str]:
+        tokens = (first, text, last)
+        return [f"{token}:{number}" for token in tokens if token is not None]
+
     return processors.TemplateProcessing(
-        single=f"{first}:0 $A:0",
-        pair=f"{first}:0 $A:0 {first}:1 $B:1",
-        special_tokens=[(first, fields.tokens.index(first))],
+        single=framed("$A", 0),
+        pair=[*framed("$A", 0), *framed("$B", 1)],
+        special_tokens=[(token, fields.numbers[token]) for token in {first, last} if token is not None],
     )
 
 

@@ -117,7 +117,13 @@ class UtilityEndpoints:
 
     def _card(self, name: str) -> ModelCard:
         serving = self._serving
-        return ModelCard(id=name, created=serving.created, root=serving.model_path, max_model_len=serving.max_model_len)
+        return ModelCard(
+            id=name,
+            created=serving.created,
+            root=serving.model_path,
+            max_model_len=serving.max_model_len,
+            sampling_defaults=serving.info.default_sampling.fields,
+        )
 
     def _info(self, name: str) -> AnthropicModel:
         serving = self._serving

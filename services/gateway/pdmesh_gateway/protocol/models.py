@@ -6,7 +6,10 @@ import msgspec
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model; ``max_model_len`` is in tokens of prompt and answer together."""
+    """A model; ``max_model_len`` is in tokens of prompt and answer together.
+
+    ``sampling_defaults`` are settings of requests that leave them out, if they are not OpenAI's.
+    """
 
     id: str
     object: str = "model"
@@ -15,6 +18,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    sampling_defaults: dict[str, float]
 
 
 class ModelList(msgspec.Struct, kw_only=True):
