@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,11 @@ from pdmesh.testing.architectures import (
 )
 from pdmesh.testing.reference import GreedyStep
 from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
-from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
+from pdmesh.testing.transformers_checkpoints import (
+    model_variants,
+    write_transformers_checkpoint,
+    write_wrapped_checkpoint,
+)
 
 
 def models() -> Iterator[ParameterSet]:
@@ -85,18 +90,51 @@ def test_deterministic_mode_gives_the_same_bits(checkpoint: Path) -> None:
     assert requests[0].output_ids == alone.output_ids
 
 
+MROPE = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [2, 3, 3]}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+#: Models that see images, too, and fields of their text model.
+WRAPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-vl": ("Qwen3VLForConditionalGeneration", {"model_type": "qwen3_vl_text", "rope_parameters": MROPE}),
+    "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {"model_type": "qwen2_5_vl_text", "rope_parameters": MROPE}),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {"model_type": "qwen3_vl_moe_text", "rope_parameters": MROPE, "num_experts": 6, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 40},
+    ),
+    "mistral-3": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "sliding_window": None}),
+    "ministral-3": (
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "ministral3", "rope_parameters": YARN, "max_position_embeddings": 160},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), WRAPPED.values(), ids=WRAPPED)
+def test_the_text_of_a_model_that_sees_images_is_served(tmp_path: Path, name: str, text: dict[str, Any]) -> None:
+    checkpoint = write_wrapped_checkpoint(tmp_path, name, head_dim=16, **text)
+    assert_computes_as_transformers(checkpoint, references_of(checkpoint))
+
+
 @pytest.mark.parametrize(
     ("name", "model_type", "renamed"),
     [
         ("Gemma3ForConditionalGeneration", "gemma3_text", "language_model.{}"),
         ("Gemma3ForConditionalGeneration", "gemma3_text", "model.language_model.{}"),
         ("Mistral3ForConditionalGeneration", "mistral", "language_model.{}"),
+        ("Mistral3ForConditionalGeneration", "ministral3", "language_model.{}"),
+        ("Qwen3VLForConditionalGeneration", "qwen3", "model.language_model.{}"),
+        ("Qwen2_5_VLForConditionalGeneration", "qwen2", "{}"),
     ],
 )
-def test_the_text_of_a_model_that_sees_images_is_served(
+def test_tensors_and_fields_are_found_as_they_are_published(
     tmp_path: Path, name: str, model_type: str, renamed: str
 ) -> None:
-    text = write_transformers_checkpoint(tmp_path / "text", model_type, head_dim=16, tie_word_embeddings=True)
+    """The first Qwen2.5-VL have their text model's fields beside the others, and say mrope."""
+    options = {"head_dim": 16} if model_type != "qwen2" else {}
+    text = write_transformers_checkpoint(tmp_path / "text", model_type, tie_word_embeddings=True, **options)
     images = tmp_path / "images"
     shutil.copytree(text, images)
     tensors = load_file(text / "model.safetensors")
@@ -105,7 +143,21 @@ def test_the_text_of_a_model_that_sees_images_is_served(
     }
     save_file({**moved, "vision_tower.patch.weight": torch.ones(3)}, images / "model.safetensors")
     fields = json.loads((text / "config.json").read_text())
-    wrapper = {"architectures": [name], "model_type": "x", "text_config": fields, "dtype": "float32"}
-    (images / "config.json").write_text(json.dumps(wrapper))
+    if "Qwen" in name:
+        fields["rope_parameters"] = {**fields["rope_parameters"], "type": "mrope", "rope_type": "mrope"}
+    wrapper = {"architectures": [name], "model_type": "x", "dtype": "float32"}
+    wrapped = {**fields, **wrapper} if "Qwen2" in name else {**wrapper, "text_config": fields}
+    (images / "config.json").write_text(json.dumps({**wrapped, "vision_config": {"hidden_size": 16}}))
     outputs = [generate(TorchEngine(path, num_blocks=4), prompt_of(19), 6).output_ids for path in (text, images)]
     assert outputs[0] == outputs[1]
+
+
+def test_experts_in_one_tensor_are_found_as_they_are_published(tmp_path: Path) -> None:
+    """Qwen3-VL's are (experts, inputs, outputs); transformers writes (experts, outputs, inputs)."""
+    name, text = WRAPPED["qwen3-vl-moe"]
+    checkpoint = write_wrapped_checkpoint(tmp_path, name, head_dim=16, **text)
+    found = generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids
+    tensors = load_file(checkpoint / "model.safetensors")
+    turned = {key: t.transpose(1, 2).contiguous() if ".experts." in key else t for key, t in tensors.items()}
+    save_file(turned, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    assert generate(TorchEngine(checkpoint, num_blocks=4), prompt_of(19), 6).output_ids == found

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pdmesh.engine.architectures import parse_model_config
+from pdmesh.engine.architectures import parse_model_config, text_fields
 from pdmesh.engine.model_config import ModelConfig, UndescribedModel
 from pdmesh.errors import ConfigError
 
@@ -162,7 +162,8 @@ def load_model_info(directory: Path) -> ModelInfo:
     config = parse_model_config(raw_config, str(directory / "config.json"))
     path = directory / "generation_config.json"
     generation = read_json_object(path) if path.exists() else {}
-    eos = generation.get("eos_token_id", raw_config.get("eos_token_id"))
+    text = text_fields(raw_config) or {}
+    eos = generation.get("eos_token_id", raw_config.get("eos_token_id", text.get("eos_token_id")))
     eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token_id, int) for token_id in eos_token_ids):
         raise ConfigError(f"{directory}: eos_token_id is {eos!r}; it must be token ids")

@@ -1,7 +1,7 @@
-"""Experts that lie in one tensor a layer, as gpt-oss has them, as if each were a tensor of its own.
+"""Experts that lie in one tensor a layer, as gpt-oss and Qwen3-VL have them, as if each were a tensor of its own.
 
 Plain ones are (experts, inputs, outputs); in MXFP4, (experts, outputs, inputs / 32, 16) bytes of two values each, and
-(experts, outputs, inputs / 32) exponents. Gates and ups are in turns; here gates come first.
+(experts, outputs, inputs / 32) exponents. Gates and ups are in turns, or gates come first, as they do here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class FusedExpertTensors:
             return weight.values()
         self.check(name, shape)
         tensor = self.tensors.read_stored(expert.fused_name, IndexRange(expert.number, expert.number + 1))[0]
-        values = _gates_first(tensor if expert.end == "bias" else tensor.t(), expert)
+        is_stored_plainly = expert.end == "bias" or (tensor.shape == shape and shape[0] != shape[1])
+        values = self._gates_first(tensor if is_stored_plainly else tensor.t(), expert)
         return values if rows is None else values[slice(*rows)]
 
     def grouped(self, name: str, shape: Shape, rows: IndexRange | None = None) -> GroupedWeight | None:
@@ -77,13 +78,19 @@ class FusedExpertTensors:
         self.check(name, shape)
         of_expert = IndexRange(expert.number, expert.number + 1)
         blocks, exponents = (
-            _gates_first(self.tensors.read_stored(part, of_expert)[0], expert) for part in self._stored(expert, shape)
+            self._gates_first(self.tensors.read_stored(part, of_expert)[0], expert)
+            for part in self._stored(expert, shape)
         )
         numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # the lower half is the first value
         weight = of_mxfp4(numbers, exponents)
         if not weight.is_finite:
             raise ConfigError(f"{name}: its exponents are those of no weight; download the checkpoint again")
         return weight if rows is None else weight.rows(torch.arange(*rows))
+
+    def _gates_first(self, outputs: Tensor, expert: _Expert) -> Tensor:
+        if expert.projection != _GATE_UP or self.config.names.gates_first:
+            return outputs
+        return torch.cat((outputs[0::2], outputs[1::2]))
 
     def _is_quantized(self, expert: _Expert) -> bool:
         return expert.end == "weight" and f"{expert.fused_name}_blocks" in self.tensors
@@ -96,7 +103,10 @@ class FusedExpertTensors:
             return {name: Stored(((experts, *shape),), FLOATS)}
         outputs, inputs = shape
         if not self._is_quantized(expert):
-            return {name: Stored(((experts, inputs, outputs),), FLOATS)}
+            shapes = [(experts, inputs, outputs)]
+            if self.config.names.gates_first:  # as transformers writes them since its fifth version
+                shapes.append((experts, outputs, inputs))
+            return {name: Stored(tuple(shapes), FLOATS)}
         blocks = (experts, outputs, -(-inputs // _BLOCK))
         return {
             f"{name}_blocks": Stored(((*blocks, _BLOCK // 2),), _BYTES),
@@ -107,7 +117,3 @@ class FusedExpertTensors:
 def _expert(name: str) -> _Expert | None:
     found = _NAME.fullmatch(name)
     return None if found is None else _Expert(found[1], int(found[2]), found[3], found[4])
-
-
-def _gates_first(outputs: Tensor, expert: _Expert) -> Tensor:
-    return torch.cat((outputs[0::2], outputs[1::2])) if expert.projection == _GATE_UP else outputs

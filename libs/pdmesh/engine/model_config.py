@@ -175,7 +175,8 @@ class TensorNames:
     expert: str = "mlp.experts.{}"
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # behind the expert's prefix
     expert_down: str = "down_proj"
-    fuses_experts: bool = False  # those of a layer are one tensor (experts, inputs, outputs), gates and ups in turns
+    fuses_experts: bool = False  # those of a layer are one tensor (experts, inputs, outputs)
+    gates_first: bool = False  # in fused experts, gates come before ups; else in turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,3 +316,5 @@ class UndescribedModel(DecoderShape):
 
     Heads, windows, scale and caps are guesses until the modules were asked.
     """
+
+    is_wrapped: bool = False  # the text model of one that sees images, too

@@ -28,7 +28,9 @@ class HfReference:
         config = hf.AutoConfig.from_pretrained(directory)
         # only what computes attention step by step caps its scores
         attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
-        model = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **attention)
+        is_wrapped = config.architectures and config.architectures[0].endswith("ForConditionalGeneration")
+        kind = getattr(hf, config.architectures[0]) if is_wrapped else hf.AutoModelForCausalLM
+        model = kind.from_pretrained(directory, dtype=torch.float32, **attention)
         self._model: Any = model.to(device).eval()
 
     def greedy(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:

@@ -119,6 +119,22 @@ _NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
+#: The part of a model that sees images, as small as its class allows.
+_QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [], "fullatt_block_indexes": [0],
+}  # fmt: skip
+_VISION: dict[str, dict[str, Any]] = {
+    "Mistral3ForConditionalGeneration": {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+    },
+    "Qwen2_5_VLForConditionalGeneration": _QWEN_VISION,
+    "Qwen3VLForConditionalGeneration": _QWEN_VISION,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN_VISION,
+}  # fmt: skip
+
+
 def model_variants() -> dict[str, list[dict[str, Any]]]:
     """Options of models of each architecture that is described, the most particular first, its defaults last."""
     return _variants_of(architectures())
@@ -158,6 +174,31 @@ def write_transformers_checkpoint(
     hf.logging.disable_progress_bar()
     config = transformers_config(model_type, **options)
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _save(model, directory, config.vocab_size, seed, dtype, "64KB" if sharded else "5GB")
+    write_tokenizer(directory, vocab_size=config.vocab_size, model_max_length=config.max_position_embeddings)
+    return directory
+
+
+def write_wrapped_checkpoint(directory: Path, class_name: str, *, seed: int = 0, **text: Any) -> Path:
+    """Write a model that sees images, too, by transformers' class of it; ``text`` are fields of its text model."""
+    import torch
+    import transformers
+
+    hf: Any = transformers  # only partly typed
+    hf.logging.disable_progress_bar()
+    kind = getattr(hf, class_name)
+    shape = {**_SHAPE, **text}
+    config = kind.config_class(text_config=shape, vision_config=_VISION[class_name], tie_word_embeddings=False)
+    model = kind._from_config(config, dtype=torch.float32)
+    _save(model, directory, shape["vocab_size"], seed, "float32", "5GB")
+    write_tokenizer(directory, vocab_size=shape["vocab_size"], model_max_length=shape["max_position_embeddings"])
+    return directory
+
+
+def _save(model: Any, directory: Path, vocab_size: int, seed: int, dtype: str, shard_size: str) -> None:
+    """Draw a model's weights, and save it."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
@@ -169,8 +210,6 @@ def write_transformers_checkpoint(
             elif parameter.dim() == 1:
                 parameter.add_(noise, alpha=0.1)
             else:
-                is_vocabulary = parameter.shape[0] == config.vocab_size
-                parameter.copy_(noise * ((_LOGITS_STD if is_vocabulary else _GAIN) / parameter.shape[-1] ** 0.5))
-    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size="64KB" if sharded else "5GB")
-    write_tokenizer(directory, vocab_size=config.vocab_size, model_max_length=config.max_position_embeddings)
-    return directory
+                deviation = _LOGITS_STD if parameter.shape[0] == vocab_size else _GAIN
+                parameter.copy_(noise * (deviation / parameter.shape[-1] ** 0.5))
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)

@@ -20,7 +20,28 @@ from pdmesh.engine.quantization import quantization_of
 from pdmesh.errors import ConfigError
 
 #: Models that see images, too, of which text is served; and what their text model is if it is not said.
-WITH_TEXT_PARTS = {"Gemma3ForConditionalGeneration": "gemma3_text", "Mistral3ForConditionalGeneration": "mistral"}
+WITH_TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
+}
+
+#: Text models that are another one under a name of their own: for text, their three positions of a token are one.
+_SAME_MODELS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+
+#: Models whose experts lie in one tensor a layer, gates before ups, while those of the text model alone do not.
+_FUSING_EXPERTS = ("Qwen3VLMoeForConditionalGeneration",)
+
+#: Names of tensors of a wrapped text model, as they begin in files, and as they are here.
+_RENAMES = (("language_model.", ""), ("model.language_model.", "model."))
 
 
 @cache
@@ -79,22 +100,56 @@ def _of_gguf(config: ModelConfig, quantization: Quantization) -> ModelConfig:
     )
 
 
-def _text_part(fields: Fields) -> ModelConfig | None:
-    """The text model of a checkpoint that sees images, too; None where it is not such a one."""
-    names = fields.raw.get("architectures")
-    if not isinstance(names, list) or not names or names[0] not in WITH_TEXT_PARTS:
+def _text_part(fields: Fields) -> ModelConfig | UndescribedModel | None:
+    """Return the text model of a checkpoint that sees images, too; None where it is not such a one."""
+    raw = text_fields(fields.raw)
+    if raw is None:
         return None
-    text = fields.part("text_config")
-    if text is None:
-        raise fields.error("text_config is missing")
-    model_type = text.raw.get("model_type", WITH_TEXT_PARTS[names[0]])
-    inherited = {name: fields.raw[name] for name in ("dtype", "torch_dtype") if name in fields.raw}
-    raw = {**inherited, **text.raw, "architectures": None, "model_type": model_type}
-    config = _architecture(raw, text.where).describe(Fields(raw, text.where))
+    name, where = fields.raw["architectures"][0], f"{fields.where}: text_config"
+    config = _architecture(raw, where).describe(Fields(raw, where))
     if isinstance(config, UndescribedModel):
-        raise fields.error(f"the text model is a {config.architecture}, which is not served inside of a {names[0]}")
-    renames = (("language_model.", ""), ("model.language_model.", "model."))
-    return replace(config, architecture=names[0], names=replace(config.names, renames=renames))
+        return replace(config, is_wrapped=True)
+    names = replace(config.names, renames=_RENAMES)
+    if name in _FUSING_EXPERTS:
+        names = replace(names, expert_gate_up=("gate_up_proj",), fuses_experts=True, gates_first=True)
+    return replace(config, architecture=name, names=names)
+
+
+def text_fields(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the ``config.json`` that the text model inside of another one would have; None where there is none.
+
+    Older checkpoints have its fields beside those of the whole.
+    """
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str) or names[0] not in WITH_TEXT_PARTS:
+        return None
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        text = {name: value for name, value in raw.items() if name not in ("vision_config", "model_type")}
+    model_type = text.get("model_type", WITH_TEXT_PARTS[names[0]])
+    inherited = {name: raw[name] for name in ("dtype", "torch_dtype") if name in raw}
+    if names[0] in _FUSING_EXPERTS:
+        inherited["norm_topk_prob"] = True  # whatever is said
+        text = {name: value for name, value in text.items() if name != "norm_topk_prob"}
+    own = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
+    ropes = {name: _plain_rope(text[name]) for name in ("rope_parameters", "rope_scaling") if name in text}
+    return {
+        **inherited,
+        **text,
+        **own,
+        **ropes,
+        "architectures": None,
+        "model_type": _SAME_MODELS.get(str(model_type), model_type),
+    }
+
+
+def _plain_rope(rope: object) -> object:
+    """Return how heads rotate where a token's three positions (time, height, width) are one."""
+    if not isinstance(rope, Mapping):
+        return rope
+    return {
+        name: "default" if name in ("type", "rope_type") and value == "mrope" else value for name, value in rope.items()
+    }
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> Architecture:

@@ -15,6 +15,7 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
+from pdmesh.engine.architectures import text_fields
 from pdmesh.engine.fallback.attention import IMPLEMENTATION, Attended, passing, register
 from pdmesh.engine.files import read_json_object, weight_files
 from pdmesh.engine.model_config import UndescribedModel
@@ -26,6 +27,12 @@ _MAX_BUFFER_BYTES = 1 << 28
 
 #: Fields by which a checkpoint would choose code.
 _CODE = ("auto_map", "attn_implementation", "experts_implementation")
+
+#: Names of tensors of a wrapped text model, and those of its modules.
+_RENAMES = {
+    r"^(model\.)?language_model\.(model\.)?(?=embed_tokens|layers|norm)": "model.",
+    r"^language_model\.lm_head": "lm_head",
+}
 
 #: Of transformers' own messages, some of which list every tensor.
 _MAX_MESSAGE = 300
@@ -63,6 +70,7 @@ def load_modules(directory: Path, model: UndescribedModel, dtype: torch.dtype) -
                 attn_implementation="eager",
                 use_safetensors=True,
                 local_files_only=True,
+                key_mapping=_RENAMES if model.is_wrapped else None,
                 ignore_mismatched_sizes=True,  # they are refused here, in a sentence
                 output_loading_info=True,
             )
@@ -166,6 +174,8 @@ def _class(model: UndescribedModel) -> Any:
 
 def _config(directory: Path, model: UndescribedModel) -> Any:
     raw = read_json_object(directory / "config.json")
+    if model.is_wrapped:
+        raw = text_fields(raw) or raw
     shape = {name: value for name, value in raw.items() if name not in _CODE and not name.startswith("_")}
     try:
         return _class(model).config_class.from_dict(shape)
