@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from pdmesh.demo.checkpoint import demo_checkpoint
@@ -23,6 +24,7 @@ from pdmesh.engine.model_config import ModelConfig, QkNorm, RopeConfig
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint, write_safetensors
+from pdmesh.testing.reference import HfReference
 from pdmesh.testing.stepping import generate
 
 PROMPT = list(range(20))
@@ -272,3 +274,53 @@ def test_a_loaded_model_takes_the_memory_of_its_weights(tmp_path: Path) -> None:
     ).stdout
     weight_bytes = (checkpoint / "model.safetensors").stat().st_size
     assert int(answer.splitlines()[-1]) < 1.05 * weight_bytes
+
+
+def add_tensors(directory: Path, **tensors: torch.Tensor) -> None:
+    """Add tensors to a checkpoint; ``__`` in a name stands for a dot."""
+    path = directory / "model.safetensors"
+    added = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file({**load_file(path), **added}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model__layers__0__self_attn__q_norm__weight", "model__layers__2__mlp__up_proj__weight", "score__weight"],
+)
+def test_tensors_that_no_layer_reads_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    directory = write_checkpoint(tmp_path)
+    add_tensors(directory, **{name: torch.ones(4)})
+    with pytest.raises(ConfigError, match=f"reads the tensor '(model.)?{name.replace('__', '.')}', so answers would"):
+        TorchEngine(directory, num_blocks=1)
+
+
+def test_tensors_that_change_nothing_are_left_alone(tmp_path: Path) -> None:
+    """Frequencies, masks, what sees images, drafts, scales of activations, and biases of zeros."""
+    directory = write_checkpoint(tmp_path)
+    expected = generate(TorchEngine(directory, num_blocks=4), PROMPT, 6).output_ids
+    add_tensors(
+        directory,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
+        model__layers__0__self_attn__q_proj__bias=torch.zeros(64),
+        model__layers__0__self_attn__q_proj__input_scale=torch.ones(1),
+        model__visual__patch_embed__weight=torch.ones(4),
+        mtp__layers__0__input_layernorm__weight=torch.ones(64),
+    )
+    assert generate(TorchEngine(directory, num_blocks=4), PROMPT, 6).output_ids == expected
+
+
+def test_biases_that_are_no_zeros_are_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path)
+    add_tensors(directory, model__layers__0__self_attn__q_proj__bias=torch.ones(64))
+    with pytest.raises(ConfigError, match=r"reads the tensor 'model\.layers\.0\.self_attn\.q_proj\.bias'"):
+        TorchEngine(directory, num_blocks=1)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_tied_head_that_is_stored_counts_if_it_is_another(tmp_path: Path, is_same: bool) -> None:
+    """As in transformers: what a configuration says of tied weights yields to the weights."""
+    directory = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    add_tensors(directory, lm_head__weight=embedding.clone() if is_same else embedding.flip(0))
+    found = generate(TorchEngine(directory, num_blocks=4), PROMPT, 6).output_ids
+    assert found == HfReference(directory).greedy(PROMPT, 6)

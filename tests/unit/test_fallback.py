@@ -159,6 +159,18 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
         TorchEngine(directory, num_blocks=4)
 
 
+def test_a_tensor_that_no_module_reads_is_named(tmp_path: Path) -> None:
+    """Unless it changes nothing, as masks, frequencies and biases of zeros."""
+    directory = write_transformers_checkpoint(tmp_path, "gpt_neox")
+    path, layer = directory / "model.safetensors", "gpt_neox.layers.0.attention"
+    tensors = {**load_file(path), f"{layer}.masked_bias": torch.ones(1), f"{layer}.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(tensors, path, {"format": "pt"})
+    assert generate(TorchEngine(directory, num_blocks=4), prompt_of(19), 3).output_ids
+    save_file({**tensors, f"{layer}.q_norm.weight": torch.ones(4)}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"reads the tensor '{layer}.q_norm.weight', so answers would be wrong"):
+        TorchEngine(directory, num_blocks=4)
+
+
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     directory = write_transformers_checkpoint(tmp_path, "gpt_neox")
     trap = f"open({str(tmp_path / 'sprung')!r}, 'w')\n"

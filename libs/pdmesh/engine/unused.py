@@ -16,7 +16,7 @@ _HARMLESS = re.compile(
             r"(.*\.)?rotary_emb\.inv_freq",  # config.json says how heads are rotated
             r"blk\.\d+\.attn_rot_embd\.weight",  # the same, in the first GGUF files
             r"rope_(freqs|factors_long|factors_short)\.weight",  # in config.json, which was made of the GGUF file
-            r"(.*\.)?h\.\d+\.attn\.(masked_)?bias",  # GPT-2's causal mask
+            r"(.*\.)?(attn|attention)\.(masked_)?bias",  # causal masks of GPT-2 and GPT-NeoX
             r"(model\.)?mtp\..*",  # layers that guess further tokens
             # Models of images and sounds beside the text model.
             r"(model\.)?(visual|vision_\w+|multi_modal_projector|mm_projector|embed_vision|audio_\w+|embed_audio)\..*",

@@ -230,6 +230,22 @@ def encoded(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[tuple[int, 
     return bytes(out + bytes(-len(out) % _ALIGNMENT) + data)
 
 
+def write_parts(directory: Path, content: GgufContent, count: int, *, doubled: str = "") -> list[Path]:
+    """Write a model split into files as llama.cpp splits it, and return their paths.
+
+    All parts hold the tensor ``doubled``.
+    """
+    directory.mkdir(exist_ok=True)
+    names = [*content.tensors]
+    paths = [directory / f"model-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    for number, path in enumerate(paths):
+        split = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        fields = content.metadata if number == 0 else {}
+        tensors = {name: content.tensors[name] for name in names if name in (*names[number::count], doubled)}
+        path.write_bytes(encoded({**fields, **split}, tensors))
+    return paths
+
+
 def _tokenizer(source: Path, config: dict[str, Any]) -> dict[str, Any]:
     content = json.loads((source / "tokenizer.json").read_text())
     vocab, merges = content["model"]["vocab"], content["model"]["merges"]
