@@ -261,7 +261,7 @@ def resolved(config: MeshConfig) -> MeshConfig:
         given_path = Path(config.model).expanduser()
         name = given_path.resolve().name if given_path.is_dir() else config.model
         if given_path.is_file():
-            name = re.sub(r"-\d{5}-of-\d{5}$", "", given_path.stem)  # of a split model
+            name = re.sub(r"-\d{5}-of-\d{5}$", "", given_path.stem)
     served = config.worker.served_model_name or with_adapter(name, config.worker.lora)
     lora = None if config.worker.lora is None else config.worker.lora.absolute()
     given = {name: getattr(config.security, name) for name in ("tls_cert", "tls_key", "tls_ca")}

@@ -98,7 +98,7 @@ def resolve_model(model: str) -> Path:
 
 
 def _of_folder(path: Path) -> Path:
-    """Return a checkpoint's folder itself, or the one that is made of a GGUF file, or of a folder's only model."""
+    """Return the folder itself, or the folder made of a GGUF model: of the file, or of a folder's only one."""
     if path.is_dir() and not any(path.glob("*.gguf")):
         return path
     from pdmesh.engine.gguf.directory import find_model, gguf_directory  # imported late: only GGUF models need them
@@ -123,7 +123,7 @@ def weight_files(directory: Path) -> list[Path]:
 
     Raises ConfigError for one that is missing or not its content.
     """
-    if (first := directory / "model.gguf").exists():  # as `pdmesh.engine.gguf.directory` made it
+    if (first := directory / "model.gguf").exists():  # written by `pdmesh.engine.gguf.directory`
         return [first, *sorted(directory.glob("model-?????.gguf"))]
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.exists():

@@ -1,4 +1,4 @@
-"""Experts that lie in one tensor a layer, as gpt-oss and Qwen3-VL have them, as if each were a tensor of its own.
+"""Fused experts (one tensor a layer, in gpt-oss and Qwen3-VL), presented as one tensor for each expert.
 
 Plain ones are (experts, inputs, outputs); in MXFP4, (experts, outputs, inputs / 32, 16) bytes of two values each, and
 (experts, outputs, inputs / 32) exponents. Gates and ups are in turns, or gates come first, as they do here.
@@ -104,7 +104,7 @@ class FusedExpertTensors:
         outputs, inputs = shape
         if not self._is_quantized(expert):
             shapes = [(experts, inputs, outputs)]
-            if self.config.names.gates_first:  # as transformers writes them since its fifth version
+            if self.config.names.gates_first:  # the order that transformers 5 writes
                 shapes.append((experts, outputs, inputs))
             return {name: Stored(tuple(shapes), FLOATS)}
         blocks = (experts, outputs, -(-inputs // _BLOCK))

@@ -175,8 +175,8 @@ class TensorNames:
     expert: str = "mlp.experts.{}"
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # behind the expert's prefix
     expert_down: str = "down_proj"
-    fuses_experts: bool = False  # those of a layer are one tensor (experts, inputs, outputs)
-    gates_first: bool = False  # in fused experts, gates come before ups; else in turns
+    fuses_experts: bool = False  # a layer's experts are one tensor (experts, inputs, outputs)
+    gates_first: bool = False  # gates of fused experts precede ups; else both alternate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,14 @@ _HARMLESS = re.compile(
         (
             r"(.*\.)?rotary_emb\.inv_freq",  # config.json says how heads are rotated
             r"blk\.\d+\.attn_rot_embd\.weight",  # the same, in the first GGUF files
-            r"rope_(freqs|factors_long|factors_short)\.weight",  # in config.json, which was made of the GGUF file
+            r"rope_(freqs|factors_long|factors_short)\.weight",  # config.json has the values
             r"(.*\.)?(attn|attention)\.(masked_)?bias",  # causal masks of GPT-2 and GPT-NeoX
             r"(model\.)?mtp\..*",  # layers that guess further tokens
             # Models of images and sounds beside the text model.
             r"(model\.)?(visual|vision_\w+|multi_modal_projector|mm_projector|embed_vision|audio_\w+|embed_audio)\..*",
-            r"(.*\.)?(input|output|q|k|v|prob)_scale",  # of activations that a format quantises as well
+            r"(.*\.)?(input|output|q|k|v|prob)_scale",  # scales of activations, which stay unquantised here
             r"(.*\.)?(input|output)_(zero_point|global_scale)",
-            r"(.*\.)?weight_shape",  # of packed weights; config.json says it, too
+            r"(.*\.)?weight_shape",  # config.json gives the shapes of packed weights
         )
     )
 )

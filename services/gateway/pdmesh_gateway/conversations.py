@@ -164,7 +164,7 @@ def _check_known(answer_format: AnswerFormat) -> None:
 
 
 def _for_template(conversation: Conversation, serving: Serving) -> list[dict[str, Any]]:
-    """Return messages in the words of the template: roles, ids of calls, and of which tool a result is."""
+    """Return messages in the words of the template: roles, ids of calls, and the tool behind each result."""
     tools, template = serving.answer_format.tools, conversation.template
     # A client's own template is rendered elsewhere, and only once.
     knows_developers = serving.tokenizer.template_knows_developers if template is None else "developer" in template

@@ -37,7 +37,7 @@ _SAME_MODELS = {
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 
-#: Models whose experts lie in one tensor a layer, gates before ups, while those of the text model alone do not.
+#: Models with fused experts, gates before ups. The experts of their text models alone are not fused.
 _FUSING_EXPERTS = ("Qwen3VLMoeForConditionalGeneration",)
 
 #: Names of tensors of a wrapped text model, as they begin in files, and as they are here.
@@ -116,9 +116,9 @@ def _text_part(fields: Fields) -> ModelConfig | UndescribedModel | None:
 
 
 def text_fields(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the ``config.json`` that the text model inside of another one would have; None where there is none.
+    """Return the ``config.json`` of a wrapped text model; None where the model wraps none.
 
-    Older checkpoints have its fields beside those of the whole.
+    Older checkpoints have the text model's fields at the top.
     """
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str) or names[0] not in WITH_TEXT_PARTS:

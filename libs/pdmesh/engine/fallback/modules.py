@@ -28,7 +28,7 @@ _MAX_BUFFER_BYTES = 1 << 28
 #: Fields by which a checkpoint would choose code.
 _CODE = ("auto_map", "attn_implementation", "experts_implementation")
 
-#: Names of tensors of a wrapped text model, and those of its modules.
+#: How a wrapped text model's tensors are renamed for its modules.
 _RENAMES = {
     r"^(model\.)?language_model\.(model\.)?(?=embed_tokens|layers|norm)": "model.",
     r"^language_model\.lm_head": "lm_head",

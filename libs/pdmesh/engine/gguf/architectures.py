@@ -245,7 +245,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "qwen2": GgufArchitecture(class_name="Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture(class_name="Qwen3ForCausalLM"),
     "qwen3moe": GgufArchitecture(experts=ExpertFields(class_name="Qwen3MoeForCausalLM")),
-    # Text models of those that see images, too: a token of text has one position.
+    # Text models of vision models: a token of text has one position.
     "qwen2vl": GgufArchitecture(class_name="Qwen2ForCausalLM"),
     "qwen3vl": GgufArchitecture(class_name="Qwen3ForCausalLM"),
     "qwen3vlmoe": GgufArchitecture(experts=ExpertFields(class_name="Qwen3MoeForCausalLM")),

@@ -96,7 +96,7 @@ def find_model(folder: Path) -> Path | None:
 
 
 def _sampling(metadata: Mapping[str, Any], beside: Path) -> dict[str, Any]:
-    """Return sampling settings: those of a file beside the model; else the model's own, and llama.cpp's for others."""
+    """Return sampling settings: a file's beside the model; else the model's own, completed by llama.cpp's."""
     if beside.is_file():
         given = read_json_object(beside)
         return {name: given[name] for name in (*_SAMPLING, "repetition_penalty") if name in given}
@@ -126,7 +126,7 @@ def _links(folder: Path, count: int) -> list[Path]:
 
 
 def _is_made(folder: Path) -> bool:
-    """Return whether ``config.json`` is that of `gguf_directory`, rather than one published beside a file."""
+    """Return whether `gguf_directory` wrote ``config.json``; some are published beside a file."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         return bool(config["quantization_config"]["quant_method"] == "gguf")
@@ -137,7 +137,7 @@ def _is_made(folder: Path) -> bool:
 def _identity_of(path: Path) -> str:
     try:
         status = path.stat()
-    except OSError:  # which is said when the part is read
+    except OSError:  # reading the part reports the error
         return f"{path} is missing"
     return f"{path} {status.st_size} {status.st_mtime_ns}"
 

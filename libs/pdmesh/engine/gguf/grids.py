@@ -1,6 +1,6 @@
-"""Points of which the values of GGML's IQ types are made: each a tuple of levels, in ascending order. Torch-free.
+"""Grids of GGML's IQ types: points are tuples of levels, and codes number them in ascending order. Torch-free.
 
-A grid is stored as a bitmap of all tuples of its levels, of which the first level counts least.
+A grid is stored as a bitmap over all tuples of its levels; the first level counts least.
 """
 
 from __future__ import annotations

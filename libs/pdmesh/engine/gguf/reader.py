@@ -25,7 +25,7 @@ _SCALARS: Mapping[int, str] = {
 }  # fmt: skip
 _MAX_DIMS = 4
 _MAX_NAME = 64
-_MAX_STRINGS = 1 << 24  # of one list
+_MAX_STRINGS = 1 << 24
 _MAX_PARTS = 1000
 _LENGTH = struct.Struct("<Q")
 #: Name of one part of a split model: its number, from 1 on, and the number of parts.
@@ -103,7 +103,7 @@ class GgufHeader:
 def read_header(path: Path, *, strings: bool = True) -> GgufHeader:
     """Read the header of one file; without ``strings``, lists of them are empty.
 
-    Raises ConfigError for what is no GGUF file, or a damaged one.
+    Raises ConfigError for another kind of file, or a damaged one.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -123,7 +123,7 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def read_parts(paths: Sequence[Path], *, strings: bool = True) -> GgufHeader:
-    """Read the headers of a model's files as one: metadata are those of the first. Raises ConfigError."""
+    """Read the headers of a model's files as one, with the metadata of the first. Raises ConfigError."""
     if missing := [path for path in paths if not path.is_file()]:
         names = ", ".join(path.name for path in missing[:3]) + (", …" if len(missing) > 3 else "")
         raise ConfigError(

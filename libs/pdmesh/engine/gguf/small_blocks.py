@@ -124,7 +124,7 @@ def _nvfp4_scales() -> Tensor:
     exponents, mantissas = ((bytes_ >> 3) & 15).float(), (bytes_ & 7).float()
     normal = (1 + mantissas / 8) * 2.0 ** (exponents - 7)
     values = torch.where(exponents == 0, mantissas * 2.0**-9, normal) / 2
-    return torch.where(bytes_ == _NO_SCALE, 0.0, values).bfloat16()  # which has all of their bits
+    return torch.where(bytes_ == _NO_SCALE, 0.0, values).bfloat16()  # exact
 
 
 @cache

@@ -170,7 +170,7 @@ class GgufTensors:
 
 
 def _blocks(stored: StoredTensor, rows: IndexRange | None) -> Tensor:
-    """Return a tensor's blocks (n, bytes), or those of some rows."""
+    """Return a tensor's blocks (n, bytes), or the blocks of some rows."""
     kind = TYPES[stored.type_number]
     first, stop = rows or (0, stored.shape[0])
     row_blocks = stored.num_bytes // kind.num_bytes // stored.shape[0]

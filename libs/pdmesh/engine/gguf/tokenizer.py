@@ -31,7 +31,7 @@ _FILLING = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }  # fmt: skip
-#: Marks behind which an answer goes on with another file.
+#: Marks at which an answer would go on with another file.
 _FILLING_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 #: Tokens of Phi-3 that keep the spaces behind them; others with a purpose do not.
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
@@ -89,12 +89,12 @@ class _Fields:
         return [self.numbers[text] for text in texts if text in self.numbers]
 
     def _filling_token(self, field: str) -> int | None:
-        """Return the token of a mark: the one that the file names, or the first that looks like it."""
+        """Return the token of a mark: named by the file, or the first with one of the mark's usual texts."""
         named = self._number(f"{field}_token_id")
         return named if named is not None else min(self._by_text(_FILLING[field]), default=None)
 
     def _find_ends(self) -> list[int]:
-        """Return the tokens that end an answer: those that the file names first."""
+        """Return the tokens that end an answer; tokens that the file names come first."""
         ends = [self._number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         ends += sorted(self._by_text(_ENDS))
         ends += [self._filling[field] for field in _FILLING_ENDS]
