@@ -75,7 +75,8 @@ async def test_a_gguf_file_may_have_several_templates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "knows"),
     [
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", False),  # as if it were a system message
+        ("{% if messages[0].role == 'developer' %}Developer: {{ messages[0].content }}{% endif %}", True),
         (
             "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{# developer #}",
             False,

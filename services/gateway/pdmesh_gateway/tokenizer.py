@@ -135,7 +135,12 @@ class ModelTokenizer:
 
     @cached_property
     def template_knows_developers(self) -> bool:
-        """Return whether the template shows a developer's message, rather than leave it out or refuse it."""
+        """Return whether the template has words for a developer, and shows the message instead of dropping it.
+
+        A template that writes any role gets a system message: models know no other name unless their template does.
+        """
+        if "developer" not in self.template_source:
+            return False
         messages = [{"role": "developer", "content": _DEVELOPER_TEXT}, {"role": "user", "content": "?"}]
         return _DEVELOPER_TEXT in (self._trial(messages) or "")
 
