@@ -133,7 +133,7 @@ def test_tensors_and_fields_are_found_as_they_are_published(
     tmp_path: Path, name: str, model_type: str, renamed: str
 ) -> None:
     """The first Qwen2.5-VL have their text model's fields beside the others, and say mrope."""
-    options = {"head_dim": 16} if model_type != "qwen2" else {}
+    options: dict[str, Any] = {"head_dim": 16} if model_type != "qwen2" else {}
     text = write_transformers_checkpoint(tmp_path / "text", model_type, tie_word_embeddings=True, **options)
     images = tmp_path / "images"
     shutil.copytree(text, images)

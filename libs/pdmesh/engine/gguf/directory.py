@@ -173,7 +173,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
         "rope_parameters": model.rope(),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": "float16" if embedding.type_number == 1 else "bfloat16",
-        "eos_token_id": end_tokens(fields, where),
+        "eos_token_id": end_tokens(fields, where) if "tokenizer.ggml.tokens" in fields else [],
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "quantization_config": {
             "quant_method": "gguf",

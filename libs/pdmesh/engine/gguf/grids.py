@@ -29,7 +29,8 @@ class Grid:
         numbers = np.flatnonzero(marks)
         base = len(self.levels)
         digits = numbers[:, None] // base ** np.arange(self.size) % base
-        return np.array(self.levels, dtype=np.int8)[digits]
+        points: npt.NDArray[np.int8] = np.array(self.levels, dtype=np.int8)[digits]
+        return points
 
 
 IQ2_XXS = Grid(
