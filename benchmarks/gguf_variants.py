@@ -35,10 +35,10 @@ from pdmesh.testing.stepping import generate
 
 TEXTS = ["The capital of France is", "<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>assistant\n"]
 NUM_TOKENS = 8
-#: Logits. llama.cpp's own tokens differ from those of exact products by at most this (docs/results.md).
-MAX_GAP = 0.4
-#: Layers whose matrices are quantised anew: quantisers of the smallest types take a second for a million values.
-QUANTIZED_LAYERS = range(4)
+#: Logits. The published file has gaps of up to 0.26: llama.cpp multiplies 8-bit activations.
+MAX_GAP = 0.5
+#: Layers whose matrices are quantised anew: with one bit a weight in many, the model is no model any more.
+QUANTIZED_LAYERS = (10, 20)
 
 Tensors = dict[str, tuple[tuple[int, ...], int, bytes]]
 
@@ -93,6 +93,11 @@ def of_type(number: int) -> Callable[[Path, GgufContent, Peer], Path]:
                 )
                 peer.ask(op="quantize", type=number, values=str(folder / "values.npy"), out=str(folder / "blocks"))
                 tensors[name] = shape, number, (folder / "blocks").read_bytes()
+                peer.ask(op="values", type=number, blocks=str(folder / "blocks"), out=str(folder / "values.npy"))
+                blocks = np.fromfile(folder / "blocks", np.uint8).reshape(-1, TYPES[number].num_bytes)
+                found = values_of(number, torch.from_numpy(blocks)).numpy().ravel()
+                if not np.array_equal(found, np.load(folder / "values.npy")):
+                    raise AssertionError(f"{name} in {TYPES[number].name} stands for other values in llama.cpp")
         return _file(folder, content.metadata, tensors)
 
     return write

@@ -1,7 +1,8 @@
 """llama.cpp's view of GGUF files, for `gguf_variants.py`, which runs this with the python of a venv that has it.
 
-Requests and replies are lines of JSON. "quantize" turns fp32 values of a file into blocks of a type; "judge" loads a
-model, and says how it splits texts, which tokens end answers, and how far given continuations are from its own.
+Requests and replies are lines of JSON. "quantize" turns fp32 values of a file into blocks of a type, and "values" turns
+blocks into values. "judge" loads a model. Its reply has token ids of texts, tokens that end answers, and distances of
+given continuations from llama.cpp's own.
 """
 
 from __future__ import annotations
@@ -40,6 +41,34 @@ def quantize(request: dict[str, Any]) -> dict[str, Any]:
         pointers[2],
     )  # fmt: skip
     out[:written].tofile(request["out"])
+    return {}
+
+
+class TypeTraits(ctypes.Structure):
+    """The beginning of ggml's struct of that name."""
+
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("blck_size", ctypes.c_int64),
+        ("blck_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+    )
+
+
+def values(request: dict[str, Any]) -> dict[str, Any]:
+    """Write what a file's blocks of a type stand for, by llama.cpp's own dequantiser."""
+    ggml = ctypes.CDLL(str(LIBRARY))
+    ggml.ggml_get_type_traits.restype = ctypes.POINTER(TypeTraits)
+    traits = ggml.ggml_get_type_traits(request["type"]).contents
+    blocks = np.fromfile(request["blocks"], dtype=np.uint8)
+    found = np.empty(len(blocks) // traits.type_size * traits.blck_size, dtype=np.float32)
+    if traits.to_float:
+        traits.to_float(blocks.ctypes.data, found.ctypes.data, len(found))
+    else:
+        found = blocks.view(np.float32)
+    np.save(request["out"], found)
     return {}
 
 
@@ -89,7 +118,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:
             request = json.loads(line)
-            reply = {"quantize": quantize, "judge": judge}[request["op"]](request)
+            reply = {"quantize": quantize, "values": values, "judge": judge}[request["op"]](request)
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
 
