@@ -17,6 +17,7 @@ from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
+from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.gateway import ready_gateway
 from pdmesh.testing.scripted_mesh import READY, echo_prompt, token_out
 from pdmesh.wire.messages import Generation, MeshStatus, MetricFamily, PromptLogprobs, Submit, TokenOut
@@ -259,6 +260,19 @@ async def test_a_stop_token_is_named_and_not_shown(model: Path) -> None:
     [choice] = response.json()["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[-1])
     assert "z" not in choice["text"]
+
+
+async def test_the_model_card_shows_what_requests_that_leave_sampling_out_are_drawn_by(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "tiny")
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.5, "top_k": 30}))
+    async with ready_gateway(model) as (client, mesh, _running):
+        [card] = (await client.get("/v1/models")).json()["data"]
+        assert card["sampling_defaults"] == {"temperature": 0.5, "top_k": 30}
+        for own in ({}, {"temperature": 0, "top_k": 5}):
+            await client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 1, **own})
+    drawn = [(each.generation.params.temperature, each.generation.params.top_k) for each in mesh.submitted]
+    assert drawn == [(0.5, 30), (0, 5)]
 
 
 async def test_tokenize_and_detokenize_are_inverse(model: Path) -> None:
