@@ -38,7 +38,7 @@ NUM_TOKENS = 8
 #: Logits. The published file has gaps of up to 0.26: llama.cpp multiplies 8-bit activations.
 MAX_GAP = 0.5
 #: Layers whose matrices are quantised anew: with one bit a weight in many, the model is no model any more.
-QUANTIZED_LAYERS = (10, 20)
+QUANTIZED_LAYERS = (2, 5)
 
 Tensors = dict[str, tuple[tuple[int, ...], int, bytes]]
 
@@ -240,6 +240,16 @@ def check(variant: Variant, content: GgufContent, peer: Peer) -> str:
         return "" if worst <= MAX_GAP else f"a token is {worst:.2f} below llama.cpp's"
 
 
+def _with_layers(content: GgufContent, count: int) -> GgufContent:
+    """Return a model of the first layers alone."""
+    kept = {
+        name: each
+        for name, each in content.tensors.items()
+        if not name.startswith("blk.") or int(name.split(".")[1]) < count
+    }
+    return GgufContent({**content.metadata, "llama.block_count": count}, kept)
+
+
 @contextmanager
 def _cache(folder: Path) -> Iterator[None]:
     before = os.environ.get("XDG_CACHE_HOME")
@@ -259,8 +269,9 @@ def main() -> int:
     parser.add_argument("--peer", required=True, help="python of a venv with llama-cpp-python")
     parser.add_argument("--only", nargs="*", help="names of variants")
     parser.add_argument("--share", default="1/1", help="which part of the variants: 2/5 is the second fifth")
+    parser.add_argument("--layers", type=int, default=30, help="number of the file's layers that variants have")
     options = parser.parse_args()
-    content, peer = content_of(options.file), Peer(options.peer)
+    content, peer = _with_layers(content_of(options.file), options.layers), Peer(options.peer)
     number, count = map(int, options.share.split("/"))
     chosen = [each for each in variants() if options.only is None or each.name in options.only][number - 1 :: count]
     num_right = 0
