@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from pdmesh.engine.architectures import parse_model_config, text_fields
+from pdmesh.engine.json_files import read_json_object
 from pdmesh.engine.model_config import ModelConfig, UndescribedModel
 from pdmesh.errors import ConfigError
 
@@ -197,16 +197,3 @@ def _number(raw: dict[str, Any], name: str, where: str) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ConfigError(f"{where}: {name} is {value!r}; it must be a number")
     return float(value)
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a ConfigError that names it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing; {path.parent} is not a Hugging Face model directory") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return value

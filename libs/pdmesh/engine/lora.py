@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pdmesh.engine.config_fields import Fields
-from pdmesh.engine.files import read_json_object
 from pdmesh.engine.grouped import GroupedWeight
+from pdmesh.engine.json_files import read_json_object
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.quantized import FLOATS, Shape, Stored
 from pdmesh.engine.stored import FileTensors

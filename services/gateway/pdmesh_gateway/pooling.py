@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdmesh.engine.files import load_model_config, read_json_object
+from pdmesh.engine.files import load_model_config
+from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh_gateway.sampling import invalid
 

@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 from tokenizers import Tokenizer
 
-from pdmesh.engine.files import read_json_object
+from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.host import num_usable_cores
 from pdmesh_gateway.byte_level import ByteLevelDetokenizer, ByteLevelVocabulary, decoder_types

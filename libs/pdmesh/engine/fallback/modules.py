@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pdmesh.engine.architectures import text_fields
 from pdmesh.engine.fallback.attention import IMPLEMENTATION, Attended, passing, register
-from pdmesh.engine.files import read_json_object, weight_files
+from pdmesh.engine.files import weight_files
+from pdmesh.engine.json_files import read_json_object
 from pdmesh.engine.model_config import UndescribedModel
 from pdmesh.engine.unused import check_unused
 from pdmesh.errors import ConfigError

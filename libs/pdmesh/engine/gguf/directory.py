@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdmesh.engine.files import read_json_object
 from pdmesh.engine.gguf.architectures import ARCHITECTURES, ExpertFields, GgufModel
 from pdmesh.engine.gguf.reader import GgufHeader, part_paths, read_parts
 from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
+from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError
 
 #: Name of a directory's weights, and of its first part where the model is split.
