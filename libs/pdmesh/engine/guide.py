@@ -70,20 +70,6 @@ class Guide:
                 _set_bit(bits, token_id, True)
         return bits
 
-    def forbid(self, logits: npt.NDArray[np.float32], end_token_ids: Sequence[int]) -> None:
-        """Set logits (vocab_size) of tokens that `allowed` leaves out to -inf, in place."""
-        bits = self.allowed(len(logits), end_token_ids)
-        if bits is None:
-            return
-        marks = np.unpackbits(bits, count=len(logits), bitorder="little").view(np.bool_)
-        if 2 * np.count_nonzero(marks) > len(marks):  # whichever are fewer are written one by one
-            logits[(~marks).nonzero()[0]] = -np.inf
-        else:
-            allowed = marks.nonzero()[0]
-            kept = logits[allowed]
-            logits.fill(-np.inf)
-            logits[allowed] = kept
-
 
 def _set_bit(bits: npt.NDArray[np.uint8], number: int, value: bool) -> None:
     place, bit = number // 8, 1 << number % 8

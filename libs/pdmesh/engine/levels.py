@@ -128,12 +128,7 @@ def load_library(level: CpuLevel, dtype: str = "bfloat16", folder: Path = FOLDER
 
     Those that were compiled from an earlier version of their sources count as not compiled.
     """
-    importlib.import_module("torch")  # before the library: both use one pool of threads, torch's
-    try:
-        library = ctypes.CDLL(str(_path("avx512_bf16" if level is CpuLevel.AMX else level, folder)))
-    except OSError:
-        return None
-    if not hasattr(library, "pdmesh_interface") or library.pdmesh_interface() != _INTERFACE:
+    if (library := open_library(level, folder)) is None:
         return None
     if not level.is_ordered:
         granted = library.pdmesh_prepare()
@@ -143,12 +138,23 @@ def load_library(level: CpuLevel, dtype: str = "bfloat16", folder: Path = FOLDER
     return KernelLibrary(level, dtype, **dict(_functions(library, level.suffixes[dtype])))
 
 
+def open_library(level: CpuLevel, folder: Path = FOLDER) -> ctypes.CDLL | None:
+    """Open one level's library; None if no library was compiled from these sources."""
+    importlib.import_module("torch")  # before the library: both use one pool of threads, torch's
+    try:
+        library = ctypes.CDLL(str(_path("avx512_bf16" if level is CpuLevel.AMX else level, folder)))
+    except OSError:
+        return None
+    is_ours = hasattr(library, "pdmesh_interface") and library.pdmesh_interface() == _INTERFACE
+    return library if is_ours else None
+
+
 def _path(level: str, folder: Path = FOLDER) -> Path:
     return folder / f"_kernels.{level}.so"
 
 
 #: ``csrc/memory.h`` has the same number.
-_INTERFACE = 7
+_INTERFACE = 8
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
     "attention": [_POINTER, _INT, *[_POINTER] * 5, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT, _FLOAT, _INT],

@@ -8,12 +8,17 @@ along the cumulative distribution has neither: one token more or less shifts all
 
 The filters cut on scores in steps of `_STEP`, far coarser than the noise of any dtype's sums, ties by id: which tokens
 they leave depends on how many lie in each step, not on the order of nearly equal ones, and needs no sort.
+
+On a CPU, compiled kernels draw (`pdmesh.engine.drawing`). The torch functions here are what they are tested against,
+and draw where no kernels were compiled.
 """
 
 from __future__ import annotations
 
+import array
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +27,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.base import EngineSequence, Logprobs
+from pdmesh.engine.drawing import draw_kernels
 
 #: Elements of one tile while drawing: a batch times a large vocabulary is worked off in pieces that stay in the cache.
 _TILE_ELEMENTS = 1 << 18
@@ -31,8 +37,9 @@ _TILE_ELEMENTS = 1 << 18
 _STEP = 1 / 256
 _NUM_STEPS = 32 * 256
 
-#: Draws are decided in fp32 where the best two are further apart than its errors, else in fp64.
-_FP32_ERROR = 1e-4
+#: Draws are decided in fp32 where the best two are further apart than its errors, else in fp64. Noise below
+#: ``_LOW_NOISE`` has larger errors: where the best key is as low, no token can have won by higher noise.
+_FP32_ERROR, _LOW_NOISE, _LOW_NOISE_ERROR = 1e-4, -2.0, 0.5
 
 _MASK_64 = (1 << 64) - 1
 _MASK_31 = (1 << 31) - 1
@@ -40,11 +47,36 @@ _MASK_31 = (1 << 31) - 1
 
 def sample(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
     """The next token of each sequence; ``logits`` (rows, vocab_size) in fp32 are left as they are."""
+    kernels = draw_kernels() if logits.device.type == "cpu" else None
     changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
-    if changed:
-        logits = logits.cpu().clone()
-        for row in changed:
-            process(logits[row].numpy(), sequences[row])
+    if kernels is None:
+        if changed:
+            logits = logits.cpu().clone()
+            for row in changed:
+                process(logits[row].numpy(), sequences[row])
+        return _sample_by_torch(logits, sequences)
+    rows = logits.contiguous().numpy()
+    addresses = rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
+    copies = rows[changed]
+    for copy, row in zip(copies, changed, strict=True):
+        process(copy, sequences[row])
+        addresses[row] = copy.ctypes.data
+    token_ids = kernels.draw(
+        addresses,
+        row_settings(sequences, rows.shape[-1]),
+        _step_weights(),
+        vocab_size=rows.shape[-1],
+        num_threads=torch.get_num_threads(),
+    )
+    if -1 in token_ids:
+        rows = rows.copy()
+        rows[changed] = copies
+        return _sample_by_torch(torch.from_numpy(rows), sequences)
+    return token_ids
+
+
+def _sample_by_torch(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
+    """Draw from logits that `process` has changed."""
     token_ids: list[int] = logits.argmax(dim=-1).tolist()  # of equal logits, the lowest id
     drawn = [row for row, sequence in enumerate(sequences) if sequence.params.temperature > 0]
     tile_rows = max(1, _TILE_ELEMENTS // max(logits.shape[-1], _NUM_STEPS))
@@ -65,16 +97,23 @@ class DrawSettings(NamedTuple):
     noise_keys: Tensor  # (rows, 2), int32
 
 
-def draw_settings(sequences: Sequence[EngineSequence], vocab_size: int, device: torch.device) -> DrawSettings:
-    """Return settings for each row, sent to the device in one copy that does not wait for it."""
+def row_settings(sequences: Sequence[EngineSequence], vocab_size: int) -> npt.NDArray[np.float64]:
+    """Return the fields of `DrawSettings`, a column each and two for the keys; temperatures as they are."""
     params = [sequence.params for sequence in sequences]
     values = np.empty((len(params), 6), dtype=np.float64)  # which holds integers of 32 bits as they are
-    values[:, 0] = [p.temperature if p.temperature > 0 else 1.0 for p in params]
+    values[:, 0] = [p.temperature for p in params]
     steps = [1 + round(-math.log(p.min_p) / _STEP) if p.min_p > 0.0 else _NUM_STEPS for p in params]
     values[:, 1] = np.minimum(steps, _NUM_STEPS)
     values[:, 2] = [p.top_k or vocab_size for p in params]
     values[:, 3] = [min(p.top_p, 1.0) for p in params]
     values[:, 4:] = noise_keys([p.seed for p in params], [sequence.num_output_tokens for sequence in sequences])
+    return values
+
+
+def draw_settings(sequences: Sequence[EngineSequence], vocab_size: int, device: torch.device) -> DrawSettings:
+    """Return settings for each row, sent to the device in one copy that does not wait for it."""
+    values = row_settings(sequences, vocab_size)
+    values[values[:, 0] <= 0, 0] = 1.0
     packed = torch.from_numpy(values).to(device, non_blocking=True)  # pyright: ignore[reportUnknownMemberType]
     whole = packed[:, 1:3].long()
     return DrawSettings(packed[:, :1], whole[:, :1], whole[:, 1:], packed[:, 3:4], packed[:, 4:].int())
@@ -143,26 +182,52 @@ def process(logits: npt.NDArray[np.float32], sequence: EngineSequence) -> None:
         if 0 <= token_id < vocab_size:
             logits[token_id] += bias
     if sequence.guide is not None:
-        sequence.guide.forbid(logits, params.eos_token_ids)
+        allowed_bits = sequence.guide.allowed(vocab_size, params.eos_token_ids)
+        if allowed_bits is not None:
+            _keep_allowed(logits, allowed_bits)
     if params.allowed_token_ids:
         allowed = [token_id for token_id in params.allowed_token_ids if 0 <= token_id < vocab_size]
         kept = logits[allowed]
         logits.fill(-np.inf)
         logits[allowed] = kept
     if params.bad_token_sequences:
-        _forbid(logits, _completing(params.bad_token_sequences, sequence.output_token_ids.tolist()))
+        _forbid(logits, _completing(params.bad_token_sequences, sequence.output_token_ids))
     if sequence.num_output_tokens < params.min_tokens:
         ends = [token_id for token_id in (*params.eos_token_ids, *params.stop_token_ids) if 0 <= token_id < vocab_size]
         _forbid(logits, ends)
-    token_ids = np.array(sequence.token_ids, dtype=np.int64)
     if params.repetition_penalty != 1.0:
-        seen = np.zeros(vocab_size, dtype=np.bool_)
-        seen[token_ids] = True
-        scores = logits[seen]
-        logits[seen] = np.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
+        _penalize_repetition(logits, sequence.token_ids, params.repetition_penalty)
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-        counts = np.bincount(token_ids[sequence.num_prompt_tokens :], minlength=vocab_size)
-        logits -= (params.frequency_penalty * counts + params.presence_penalty * (counts > 0)).astype(np.float32)
+        _penalize_counts(logits, sequence.output_token_ids, params.frequency_penalty, params.presence_penalty)
+
+
+def _keep_allowed(logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.uint8]) -> None:
+    """Set the logits of tokens without a bit in ``allowed``, lowest first, to -inf."""
+    if (kernels := draw_kernels()) is not None:
+        kernels.keep_allowed(logits, allowed)
+        return
+    marks = np.unpackbits(allowed, count=len(logits), bitorder="little").view(np.bool_)
+    logits[(~marks).nonzero()[0]] = -np.inf
+
+
+def _penalize_repetition(logits: npt.NDArray[np.float32], token_ids: array.array[int], penalty: float) -> None:
+    if (kernels := draw_kernels()) is not None:
+        kernels.penalize_repetition(logits, token_ids, penalty)
+        return
+    seen = np.zeros(len(logits), dtype=np.bool_)
+    seen[np.asarray(token_ids)] = True
+    scores = logits[seen]
+    logits[seen] = np.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def _penalize_counts(
+    logits: npt.NDArray[np.float32], token_ids: array.array[int], frequency: float, presence: float
+) -> None:
+    if (kernels := draw_kernels()) is not None:
+        kernels.penalize_counts(logits, token_ids, frequency=frequency, presence=presence)
+        return
+    counts = np.bincount(np.asarray(token_ids), minlength=len(logits))
+    logits -= (frequency * counts + presence * (counts > 0)).astype(np.float32)
 
 
 def _forbid(logits: npt.NDArray[np.float32], token_ids: list[int]) -> None:
@@ -173,14 +238,9 @@ def _forbid(logits: npt.NDArray[np.float32], token_ids: list[int]) -> None:
         logits[token_ids] = before
 
 
-def _completing(sequences: Sequence[Sequence[int]], output: list[int]) -> list[int]:
+def _completing(sequences: Sequence[Sequence[int]], output: array.array[int]) -> list[int]:
     """Return the tokens that would complete one of ``sequences`` after ``output``."""
-    num_output = len(output)
-    return [
-        last
-        for *first, last in sequences
-        if not first or (len(first) <= num_output and output[num_output - len(first) :] == first)
-    ]
+    return [last for *first, last in sequences if not first or output[-len(first) :].tolist() == first]
 
 
 def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
@@ -195,23 +255,38 @@ def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
     best, token_ids = keys.max(dim=-1)
     second = keys.scatter_(1, token_ids[:, None], -torch.inf).amax(dim=-1)
     drawn: list[int] = token_ids.tolist()
-    for row in (second > best - _FP32_ERROR).nonzero()[:, 0].tolist():
+    close = best - torch.where(best < _LOW_NOISE, _LOW_NOISE_ERROR, _FP32_ERROR)
+    for row in (second > close).nonzero()[:, 0].tolist():
         keys[row, drawn[row]] = best[row]
-        candidates = (keys[row] >= best[row] - _FP32_ERROR).nonzero()[:, 0]
+        candidates = (keys[row] >= close[row]).nonzero()[:, 0]
         exact = (logits[row, candidates].double() - logits[row].amax().double()) / params[row].temperature
         drawn[row] = int(candidates[(exact + gumbel(bits[row, candidates].double())).argmax()])
     return drawn
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Gumbel noise from 31 bits in floats, in place: -log(-log(1 - v)), most exact where it is large (v near 0)."""
-    return bits.add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_().neg_()
+    """Gumbel noise from 31 bits in floats, in place: -log(-log(1 - v)), most exact where it is large (v near 0).
+
+    A ``v`` that fp32 rounds to 1 counts as the float below, so that no noise is infinite.
+    """
+    least = torch.finfo(bits.dtype).eps / 2 - 1
+    return bits.add_(0.5).mul_(-(2.0**-31)).clamp_(min=least).log1p_().neg_().log_().neg_()
 
 
 def is_filtered(sequence: EngineSequence) -> bool:
     """Whether `kept_tokens` leaves out any."""
     params = sequence.params
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def step_weights(device: torch.device) -> Tensor:
+    """Weights of the filters' steps relative to the most likely token, which has step 0 to itself; fp64."""
+    return (torch.arange(_NUM_STEPS + 1, dtype=torch.float64, device=device) - 1).clamp_(min=0).mul_(-_STEP).exp_()
+
+
+@cache
+def _step_weights() -> npt.NDArray[np.float64]:
+    return step_weights(torch.device("cpu")).numpy()
 
 
 def kept_tokens(scores: Tensor, settings: DrawSettings) -> Tensor:
@@ -225,7 +300,7 @@ def kept_tokens(scores: Tensor, settings: DrawSettings) -> Tensor:
     counts = torch.zeros(rows, _NUM_STEPS + 1, dtype=torch.int64, device=device)
     counts.scatter_add_(1, steps, torch.ones((1, 1), dtype=torch.int64, device=device).expand(rows, vocab_size))
     up_to = counts.cumsum(dim=-1)  # tokens up to the end of each step
-    each = (torch.arange(_NUM_STEPS + 1, dtype=torch.float64, device=device) - 1).clamp_(min=0).mul_(-_STEP).exp_()
+    each = step_weights(device)
     weight_up_to = (counts * each).cumsum(dim=-1)
 
     num_kept = torch.minimum(up_to.gather(1, settings.num_steps), settings.top_k)
