@@ -3,7 +3,8 @@
 A model of Qwen2.5-0.5B's shape with random weights, on one thread; figures are tokens a second of that thread's CPU
 time, so that other work on the machine matters less, best of several rounds that go through all cases in turn. Shares
 are of the rate of multiply-adds that the level's instructions can have, and of the bandwidth of reading memory, both
-measured in the same rounds.
+measured in the same rounds. Decodes are greedy, and *sampled* (temperature 0.7, top_p 0.95, top_k 40) where a row says
+so. llama.cpp draws nothing: its steps end with logits.
 `--llama-cpp VENV` measures llama.cpp beside it, in turn with it: a venv with `llama-cpp-python` and `gguf`.
 `--vllm VENV` measures vLLM: a venv with vLLM for CPU. It needs a C++ compiler.
 """
@@ -13,11 +14,12 @@ from __future__ import annotations
 import argparse
 import array
 import ctypes
+import itertools
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ import numpy as np
 import structlog
 import torch
 from peers import Peer
-from report import Limits, heading, unavailable
+from report import GREEDY, SAMPLED, Limits, heading, unavailable
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.levels import CpuLevel, processor_levels
@@ -49,6 +51,8 @@ SHAPE = CheckpointShape(
 )
 PREFILLS = (512, 2048)  # tokens, in one step
 DECODES = (1, 8, 32)  # requests
+#: How a decode draws, by its name in a case.
+DRAWS: Mapping[str, Mapping[str, float]] = {"decode": GREEDY, "sampled decode": SAMPLED}
 CONTEXT = 256  # of each
 BLOCK = 16
 LEAST_PREFILL, LEAST_DECODE = 0.7, 0.8  # of multiply-adds; of reading
@@ -128,10 +132,10 @@ class Ceilings:
         self._library.read_memory(self.MEMORY.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(self.MEMORY.nbytes))
 
 
-def sequence(number: int, num_tokens: int, first_block: int) -> EngineSequence:
+def sequence(number: int, num_tokens: int, first_block: int, draws: Mapping[str, float] = GREEDY) -> EngineSequence:
     return EngineSequence(
         request_id=RequestId(f"bench-{number}"),
-        params=SamplingParams(max_tokens=1 << 20, temperature=0.0),
+        params=SamplingParams(max_tokens=1 << 20, seed=number, **draws),  # type: ignore[arg-type]
         token_ids=array.array("i", [(7919 * (token + number)) % SHAPE.vocab_size for token in range(num_tokens)]),
         num_prompt_tokens=num_tokens,
         block_table=list(range(first_block, first_block + num_blocks_for(num_tokens, BLOCK))),
@@ -142,11 +146,14 @@ def prefill(num_tokens: int) -> list[SequenceSlice]:
     return [SequenceSlice(sequence=sequence(0, num_tokens, 0), start=0, num_tokens=num_tokens, sample=True)]
 
 
-def decode(batch: int) -> list[SequenceSlice]:
+def decode(batch: int, draws: Mapping[str, float] = GREEDY) -> list[SequenceSlice]:
     blocks_each = num_blocks_for(CONTEXT, BLOCK)
     return [
         SequenceSlice(
-            sequence=sequence(number, CONTEXT, number * blocks_each), start=CONTEXT - 1, num_tokens=1, sample=True
+            sequence=sequence(number, CONTEXT, number * blocks_each, draws),
+            start=CONTEXT - 1,
+            num_tokens=1,
+            sample=True,
         )
         for number in range(batch)
     ]
@@ -173,9 +180,9 @@ def measure(
                 slices = prefill(num_tokens)
                 best.measure(f"{name} prefill {num_tokens}", partial(engine.execute, slices))
             for batch in decodes:
-                slices = decode(batch)
-                for _ in range(3):
-                    best.measure(f"{name} decode {batch}", partial(engine.execute, slices))
+                steps = {what: decode(batch, draws) for what, draws in DRAWS.items()}
+                for what, slices in [*steps.items()] * 3:
+                    best.measure(f"{name} {what} {batch}", partial(engine.execute, slices))
         for peer in peers:
             for case, time_s in peer.measure().items():
                 best.note(f"{peer.name} {case}", time_s)
@@ -196,15 +203,15 @@ def report(
             f"  prefill {num_tokens:5d}  {num_tokens / time_s:7.1f} tokens/s   {share:6.1%} of multiply-adds"
             f"{judged(f'prefill {num_tokens}', share, LEAST_PREFILL)}"
         )
-    for batch in decodes:
-        time_s = best.times_s[f"{name} decode {batch}"]
+    for batch, what in itertools.product(decodes, DRAWS):
+        time_s = best.times_s[f"{name} {what} {batch}"]
         read = 2 * (NUM_WEIGHTS + batch * CONTEXT * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim)
         step_flops = batch * (2 * NUM_WEIGHTS + _PAIR_FLOPS * CONTEXT)
         share = read / time_s / read_bytes
         print(
-            f"  decode {batch:6d}  {batch / time_s:7.1f} tokens/s   {share:6.1%} of"
+            f"  {what:14} {batch:2d}  {batch / time_s:7.1f} tokens/s   {share:6.1%} of"
             f" reading, {step_flops / time_s / flops:6.1%} of multiply-adds"
-            f"{judged('decode 1', share, LEAST_DECODE) if batch == 1 else ''}"
+            f"{judged('decode 1', share, LEAST_DECODE) if (what, batch) == ('decode', 1) else ''}"
         )
 
 
@@ -217,6 +224,7 @@ def peer_cases(folder: str, *, types: Sequence[str], decodes: Sequence[int], **o
         "types": types,
         "prefills": PREFILLS,
         "decodes": decodes,
+        "draws": DRAWS,
         "context": CONTEXT,
         "threads": 1,
         **others,

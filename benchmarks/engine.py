@@ -3,8 +3,9 @@
 For the 82M-parameter Llama in bf16 (or `--dtype float32`), on CPU, with one thread and with all cores. Ceilings are
 measured in the same run: the best matrix product and the best rate of reading memory. MFU is a step's arithmetic
 (matrix products of the layers, causal attention, one row of the vocabulary) over its time and the first, MBU its
-weights and KV read once over its time and the second. Best of several rounds; `--reference` adds deterministic mode
-with what it costs, and the plain torch path that the fast one is tested against.
+weights and KV read once over its time and the second. Best of several rounds. Decodes are greedy, and *sampled*
+(temperature 0.7, top_p 0.95, top_k 40) where a row says so; `benchmarks/draws.py` has larger vocabularies.
+`--reference` adds deterministic mode with what it costs, and the plain torch path that the fast one is tested against.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import structlog
 import torch
-from report import heading
+from report import GREEDY, SAMPLED, heading
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.runner import TorchEngine
@@ -83,10 +84,12 @@ def measure_ceilings(rounds: int, dtype: torch.dtype) -> Ceilings:
     return Ceilings(flops, read_bytes)
 
 
-def sequence(number: int, num_tokens: int, first_block: int, block_size: int) -> EngineSequence:
+def sequence(
+    number: int, num_tokens: int, first_block: int, block_size: int, draws: Mapping[str, float] = GREEDY
+) -> EngineSequence:
     return EngineSequence(
         request_id=RequestId(f"bench-{number}"),
-        params=SamplingParams(max_tokens=1 << 20, temperature=0.0),
+        params=SamplingParams(max_tokens=1 << 20, seed=number, **draws),  # type: ignore[arg-type]
         token_ids=array.array("i", [token % SHAPE.vocab_size for token in range(num_tokens)]),
         num_prompt_tokens=num_tokens,
         block_table=list(range(first_block, first_block + num_blocks_for(num_tokens, block_size))),
@@ -102,12 +105,14 @@ def prefill(engine: TorchEngine, num_tokens: int) -> None:
         )
 
 
-def decode_batch(engine: TorchEngine, batch: int, context: int) -> list[SequenceSlice]:
+def decode_batch(
+    engine: TorchEngine, batch: int, context: int, draws: Mapping[str, float] = GREEDY
+) -> list[SequenceSlice]:
     block_size = engine.kv.layout.block_size
     blocks_each = num_blocks_for(context, block_size)
     return [
         SequenceSlice(
-            sequence=sequence(number, context, number * blocks_each, block_size),
+            sequence=sequence(number, context, number * blocks_each, block_size, draws),
             start=context - 1,
             num_tokens=1,
             sample=True,
@@ -148,13 +153,14 @@ def report_prefill(engine: TorchEngine, ceilings: Ceilings, lengths: Sequence[in
 def report_decode(
     engine: TorchEngine, ceilings: Ceilings, shapes: Sequence[tuple[int, int]], rounds: int
 ) -> list[float]:
-    """Seconds of a step of each shape."""
+    """Seconds of a step of each shape, greedy and sampled."""
     times_s: list[float] = []
     for batch, context in shapes:
-        slices = decode_batch(engine, batch, context)
-        times_s.append(best_s(lambda slices=slices: engine.execute(slices), 8 * rounds))  # type: ignore[misc]
-        mbu = step_bytes(engine, batch * context) / times_s[-1] / ceilings.read_bytes
-        print(f"  decode {batch:3d} at context {context:5d} {times_s[-1] * 1e3:9.2f} ms   MBU {mbu:6.1%}")
+        for name, draws in (("greedy", GREEDY), ("sampled", SAMPLED)):
+            slices = decode_batch(engine, batch, context, draws)
+            times_s.append(best_s(lambda slices=slices: engine.execute(slices), 8 * rounds))  # type: ignore[misc]
+            mbu = step_bytes(engine, batch * context) / times_s[-1] / ceilings.read_bytes
+            print(f"  decode {batch:3d} at context {context:5d}, {name:7} {times_s[-1] * 1e3:9.2f} ms   MBU {mbu:6.1%}")
     return times_s
 
 

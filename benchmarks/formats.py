@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
-from cpu_levels import BLOCK, CONTEXT, NUM_WEIGHTS, SHAPE, decode, peer_cases, prefill, tokens_of
+from cpu_levels import BLOCK, CONTEXT, DRAWS, NUM_WEIGHTS, SHAPE, decode, peer_cases, prefill, tokens_of
 from peers import Peer
 from report import Limits, heading
 
@@ -154,7 +154,8 @@ def measure(models: Mapping[str, Model], peers: list[Peer], best: Best, rounds: 
             best.measure(f"{name} prefill {PREFILL}", partial(model.engine.execute, prefill(PREFILL)))
             for batch in DECODES:
                 for _ in range(3):
-                    best.measure(f"{name} decode {batch}", partial(model.engine.execute, decode(batch)))
+                    for what, draws in DRAWS.items():
+                        best.measure(f"{name} {what} {batch}", partial(model.engine.execute, decode(batch, draws)))
         for peer in peers:
             for case, time_s in peer.measure().items():
                 best.note(f"{peer.name} {case}", time_s)
@@ -171,9 +172,9 @@ def report(models: Mapping[str, Model], peers: list[Peer], best: Best, limits: L
         print(f"{name} ({model.engine.arithmetic}): {model.weight_bytes / 1e6:.0f} MB", end="; ")
         print(f"{model.taken_bytes / 1e6:.0f} MB taken", end="; ")
         print(f"batch 1: {rate / read_rate:.0%} of reading, {rate / copy_rate:.0%} of copying")
-        for case in (*(f"decode {batch}" for batch in DECODES), f"prefill {PREFILL}"):
+        for case in (*(f"{what} {batch}" for batch in DECODES for what in DRAWS), f"prefill {PREFILL}"):
             own_s = times_s[f"{name} {case}"]
-            print(f"  {case:13} {tokens_of(case) / own_s:7.1f} tokens/s", end="")
+            print(f"  {case:18} {tokens_of(case) / own_s:7.1f} tokens/s", end="")
             if (plain_s := times_s.get(f"{'BF16' if name in TYPES else 'bf16'} {case}")) is not None:
                 print(f"   {plain_s / own_s:.2f} x ours in bf16", end="")
             for peer in dict.fromkeys(peer.name for peer in peers):

@@ -5,7 +5,8 @@
 VENV is a virtual environment that has vLLM (PEER_VENV names it too); without one there is neither peer nor
 client and nothing is measured. Every system starts, answers a load of each kind to warm up, is measured, and stops
 before the next one starts. Figures are medians over rounds; prompts are the same for all systems and new in each
-round, so that no prefix cache helps.
+round, so that no prefix cache helps. Loads are greedy, and *sampled* (temperature 0.7, top_p 0.95, top_k 40) where a
+row says so.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import httpx
-from report import heading, unavailable
+from report import GREEDY, SAMPLED, heading, unavailable
 
 from pdmesh.cli.processes import ending_with_us
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
@@ -44,17 +45,18 @@ class Load:
     at_once: int
     num_prompt_tokens: int
     num_output_tokens: int
+    is_sampled: bool = False
 
     def __str__(self) -> str:
         if self.num_requests == 1:
             return f"one prompt of {self.num_prompt_tokens}"
         return (
             f"{self.num_requests} requests, {self.at_once} at once,"
-            f" {self.num_prompt_tokens} in / {self.num_output_tokens} out"
+            f" {self.num_prompt_tokens} in / {self.num_output_tokens} out, {'sampled' if self.is_sampled else 'greedy'}"
         )
 
 
-BURST = Load(64, 32, 256, 64)
+BURST, SAMPLED_BURST = Load(64, 32, 256, 64), Load(64, 32, 256, 64, is_sampled=True)
 LONG, MEDIUM = Load(1, 1, 16384, 1), Load(1, 1, 4096, 1)
 
 
@@ -96,6 +98,7 @@ class Client:
                 "metric-percentiles": 99,
                 "result-dir": folder,
                 "result-filename": "result.json",
+                **{name.replace("_", "-"): value for name, value in (SAMPLED if load.is_sampled else GREEDY).items()},
             }
             arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
             flags = ["--ignore-eos", "--save-result", "--disable-tqdm"]
@@ -201,7 +204,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, default=os.environ.get("PEER_VENV"), help="environment that has vLLM")
     parser.add_argument("--systems", nargs="+", choices=["vllm", "mixed", "1p1d"], default=["vllm", "mixed", "1p1d"])
-    parser.add_argument("--loads", nargs="+", choices=["burst", "4k", "16k"], default=["burst", "4k", "16k"])
+    choices = {"burst": BURST, "sampled": SAMPLED_BURST, "4k": MEDIUM, "16k": LONG}
+    parser.add_argument("--loads", nargs="+", choices=[*choices], default=[*choices])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--through", default="", help="command that runs the client's, for instance one that takes a lock"
@@ -211,7 +215,7 @@ def main() -> None:
     program = None if options.vllm is None else Path(options.vllm, "bin", "vllm")
     if program is None or not program.exists():
         unavailable("no vLLM is here; give its environment with --vllm or PEER_VENV")
-    loads = [{"burst": BURST, "4k": MEDIUM, "16k": LONG}[name] for name in options.loads]
+    loads = [choices[name] for name in options.loads]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder, "model"), shape=LLAMA_82M, dtype="bfloat16", initializer_gain=1.0)
         client = Client(program, checkpoint, shlex.split(options.through))
@@ -226,11 +230,13 @@ def main() -> None:
     for load in loads:
         for key in options.systems:
             print(row(names[key], load, figures[key][load], figures[options.systems[0]][load]))
-    if {"mixed", "1p1d"} <= figures.keys() and BURST in loads:
-        split, mixed = figures["1p1d"][BURST], figures["mixed"][BURST]
+    for load in (BURST, SAMPLED_BURST):
+        if not ({"mixed", "1p1d"} <= figures.keys() and load in loads):
+            continue
+        split, mixed = figures["1p1d"][load], figures["mixed"][load]
+        rate = split.total_token_throughput / mixed.total_token_throughput
         print(
-            f"\n1P+1D against mixed: {split.total_token_throughput / mixed.total_token_throughput:.2f} x tokens/s,"
-            f" ITL p99 {split.p99_itl_ms / mixed.p99_itl_ms:.2f} x"
+            f"\n1P+1D against mixed, {load}: {rate:.2f} x tokens/s, ITL p99 {split.p99_itl_ms / mixed.p99_itl_ms:.2f} x"
         )
 
 

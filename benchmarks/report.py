@@ -7,7 +7,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +15,10 @@ from pdmesh.build_info import core_build
 
 #: Exit code of a benchmark that cannot run here: EX_UNAVAILABLE of sysexits.h.
 UNAVAILABLE = 69
+
+#: What *greedy* and *sampled* mean beside the figures of every benchmark.
+GREEDY: Mapping[str, float] = {"temperature": 0.0}
+SAMPLED: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95, "top_k": 40}
 
 #: How the last line of a benchmark begins that measured all, and missed a limit.
 MISSED = "limits missed:"

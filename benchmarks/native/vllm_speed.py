@@ -7,6 +7,7 @@ takes weights with activations in int8 (W8A8) only: "Failed to find a kernel tha
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -100,8 +101,8 @@ def main() -> None:
         )
         torch.set_num_threads(num_threads)
 
-        def steps_s(batch: int, num_tokens: int, num_outputs: int) -> list[float]:
-            params = vllm.SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True, detokenize=False)
+        def steps_s(batch: int, num_tokens: int, num_outputs: int, draws: dict[str, float]) -> list[float]:
+            params = vllm.SamplingParams(max_tokens=num_outputs, ignore_eos=True, detokenize=False, **draws)
             prompt = {"prompt_token_ids": [7919 * i % shape["vocab_size"] for i in range(num_tokens)]}
             for number in range(batch):
                 engine.llm_engine.add_request(f"{time.monotonic_ns()}-{number}", prompt, params)
@@ -115,9 +116,11 @@ def main() -> None:
         title = f"vLLM {vllm.__version__} ({torch.backends.cpu.get_cpu_capability()})"
         print(json.dumps(title), file=answers, flush=True)
         for _ in sys.stdin:
-            answer = {f"{kind} prefill {size}": sum(steps_s(1, size, 1)) for size in shape["prefills"]}
-            for batch in shape["decodes"]:
-                answer[f"{kind} decode {batch}"] = statistics.median(steps_s(batch, shape["context"], DECODE_STEPS)[2:])
+            greedy = shape["draws"]["decode"]
+            answer = {f"{kind} prefill {size}": sum(steps_s(1, size, 1, greedy)) for size in shape["prefills"]}
+            for batch, (what, draws) in itertools.product(shape["decodes"], shape["draws"].items()):
+                times_s = steps_s(batch, shape["context"], DECODE_STEPS, draws)
+                answer[f"{kind} {what} {batch}"] = statistics.median(times_s[2:])
             print(json.dumps(answer), file=answers, flush=True)
 
 

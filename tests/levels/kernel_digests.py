@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import json
 import random
 import struct
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, START = 7, 4, 2, 24, 5, 40, 180
-NUM_INPUTS, NUM_OUTPUTS, ROW_SIZE = 96, 128, 52
+NUM_INPUTS, NUM_OUTPUTS, ROW_SIZE, VOCAB_SIZE = 96, 128, 52, 1003
 
 #: Of magnitude below one, then some of other magnitudes: small ones are subnormal in float16.
 SCALES = (1.0, 1.0, 1.0, 1.0, 64.0, 2.0**-16)
@@ -153,6 +154,28 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             results=[attended, sums],
         )  # fmt: skip
         yield f"{name}, window {window}", digest
+
+    logits = array("f", (number / 2**12 - 8 for number in inputs.draw(8 * VOCAB_SIZE)))
+    rows = array("q", (address(logits) + 4 * VOCAB_SIZE * row for row in range(8)))
+    settings = array("d")
+    for row, (temperature, num_steps, top_k, top_p) in enumerate(
+        itertools.product((0.7, 1.0), (8192, 300), (40, VOCAB_SIZE), (0.95,))
+    ):
+        settings.extend([temperature, num_steps, top_k, top_p, 7919 * row, -104729 * row])
+    weights, tokens = array("d", (1 / (1 + step) for step in range(8193))), array("q", bytes(8 * 8))
+    name, digest = call("pdmesh_draw", rows, settings, weights, tokens, 8, VOCAB_SIZE, num_threads, results=[tokens])
+    yield f"{name}{suffix}", digest
+    highest, top_ids = array("f", bytes(4 * 8 * 20)), array("q", bytes(8 * 8 * 20))
+    name, digest = call(
+        "pdmesh_top", logits, highest, top_ids, 8, VOCAB_SIZE, 20, num_threads, results=[highest, top_ids]
+    )
+    yield f"{name}{suffix}", digest
+    allowed = array("B", (number & 255 for number in inputs.draw(-(-VOCAB_SIZE // 8))))
+    name, digest = call("pdmesh_keep_allowed", logits, allowed, VOCAB_SIZE, results=[logits])
+    yield f"{name}{suffix}", digest
+    seen = array("i", (number % VOCAB_SIZE for number in inputs.draw(100)))
+    name, digest = call("pdmesh_penalize_repetition", logits, seen, 100, VOCAB_SIZE, 1.3, results=[logits])
+    yield f"{name}{suffix}", digest
 
 
 def address(values: array[Any]) -> int:

@@ -1,4 +1,4 @@
-"""Compiled kernels that draw tokens: `pdmesh.engine.sampler` says what they compute, and does it in torch without them."""
+"""Compiled kernels that draw tokens. `pdmesh.engine.sampler` is their reference, and draws in torch without them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class DrawKernels:
 
     level: CpuLevel
     _draw: Callable[..., None]
+    _top: Callable[..., None]
     _keep_allowed: Callable[..., None]
     _penalize_repetition: Callable[..., None]
     _penalize_counts: Callable[..., None]
@@ -52,13 +53,22 @@ class DrawKernels:
         )
         return token_ids.tolist()
 
+    def top(self, logits: npt.NDArray[np.float32], count: int, *, num_threads: int) -> list[list[tuple[int, float]]]:
+        """Return the ``count`` most likely tokens of each row and their logits, of equal ones the lowest ids first.
+
+        Meant for few tokens: their order is found by insertion.
+        """
+        num_rows, vocab_size = logits.shape
+        count = min(count, vocab_size)
+        values, ids = np.empty((num_rows, count), dtype=np.float32), np.empty((num_rows, count), dtype=np.int64)
+        self._top(logits.ctypes.data, values.ctypes.data, ids.ctypes.data, num_rows, vocab_size, count, num_threads)
+        return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+
     def keep_allowed(self, logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.uint8]) -> None:
         """Set the logits of tokens without a bit in ``allowed``, lowest first, to -inf, in place."""
         self._keep_allowed(logits.ctypes.data, allowed.ctypes.data, len(logits))
 
-    def penalize_repetition(
-        self, logits: npt.NDArray[np.float32], token_ids: array.array[int], penalty: float
-    ) -> None:
+    def penalize_repetition(self, logits: npt.NDArray[np.float32], token_ids: array.array[int], penalty: float) -> None:
         """Divide logits of ``token_ids`` by ``penalty``, or multiply negative ones, in place."""
         address, num_ids = token_ids.buffer_info()
         self._penalize_repetition(logits.ctypes.data, address, num_ids, len(logits), penalty)
@@ -91,6 +101,7 @@ def load_draw_kernels(level: CpuLevel, folder: Path = FOLDER) -> DrawKernels | N
     return DrawKernels(
         level,
         function("draw", [*[_POINTER] * 4, *[_INT] * 3]),
+        function("top", [*[_POINTER] * 3, *[_INT] * 4]),
         function("keep_allowed", [_POINTER, _POINTER, _INT]),
         function("penalize_repetition", [_POINTER, _POINTER, _INT, _INT, ctypes.c_float]),
         function("penalize_counts", [_POINTER, _POINTER, _INT, _INT, ctypes.c_double, ctypes.c_double]),

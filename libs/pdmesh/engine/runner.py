@@ -291,7 +291,8 @@ def _logprobs_of(
 ) -> dict[int, Logprobs]:
     """Return log-probabilities by row, for the rows that want ``num_top`` of them, or those of ids that are listed."""
     rows = list(num_top)
-    found = token_logprobs(logits[rows], [token_ids[row] for row in rows], list(num_top.values()))
+    wanted_logits = logits if len(rows) == len(logits) else logits[rows]
+    found = token_logprobs(wanted_logits, [token_ids[row] for row in rows], list(num_top.values()))
     by_row = dict(zip(rows, found, strict=True))
     for row, ids in listed.items():
         if ids:

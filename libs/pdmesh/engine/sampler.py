@@ -9,8 +9,8 @@ along the cumulative distribution has neither: one token more or less shifts all
 The filters cut on scores in steps of `_STEP`, far coarser than the noise of any dtype's sums, ties by id: which tokens
 they leave depends on how many lie in each step, not on the order of nearly equal ones, and needs no sort.
 
-On a CPU, compiled kernels draw (`pdmesh.engine.drawing`). The torch functions here are what they are tested against,
-and draw where no kernels were compiled.
+On a CPU, compiled kernels draw (`pdmesh.engine.drawing`). The torch functions here are their reference, and draw where
+no kernels were compiled.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ _TILE_ELEMENTS = 1 << 18
 _STEP = 1 / 256
 _NUM_STEPS = 32 * 256
 
-#: Draws are decided in fp32 where the best two are further apart than its errors, else in fp64. Noise below
-#: ``_LOW_NOISE`` has larger errors: where the best key is as low, no token can have won by higher noise.
+#: torch decides draws in fp32 where the best two keys are further apart than the errors of fp32, else in fp64. Noise
+#: below ``_LOW_NOISE`` has larger errors, and matters only where the best key is as low.
 _FP32_ERROR, _LOW_NOISE, _LOW_NOISE_ERROR = 1e-4, -2.0, 0.5
+
+#: Most likely tokens that compiled kernels find; more are found by sorting.
+_MOST_INSERTED = 64
 
 _MASK_64 = (1 << 64) - 1
 _MASK_31 = (1 << 31) - 1
@@ -267,7 +270,7 @@ def _draw(logits: Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
 def gumbel(bits: Tensor) -> Tensor:
     """Gumbel noise from 31 bits in floats, in place: -log(-log(1 - v)), most exact where it is large (v near 0).
 
-    A ``v`` that fp32 rounds to 1 counts as the float below, so that no noise is infinite.
+    A ``v`` that fp32 rounds to 1 becomes the float below, so that no noise is infinite.
     """
     least = torch.finfo(bits.dtype).eps / 2 - 1
     return bits.add_(0.5).mul_(-(2.0**-31)).clamp_(min=least).log1p_().neg_().log_().neg_()
@@ -324,15 +327,30 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
     """Log-softmax of the raw logits at each row's token, and at its ``num_top`` most likely ones (ties by id)."""
     totals = torch.logsumexp(logits, dim=-1)
     chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0] - totals
+    all_top, all_totals = _most_likely(logits, num_top), totals.tolist()
+    return [
+        Logprobs(logprob, tuple((token_id, value - total) for token_id, value in top))
+        for logprob, top, total in zip(chosen.tolist(), all_top, all_totals, strict=True)
+    ]
+
+
+def _most_likely(logits: Tensor, num_top: Sequence[int]) -> list[list[tuple[int, float]]]:
+    """Return each row's ``num_top`` most likely tokens and their logits, of equal ones the lowest ids first."""
+    most = max(num_top)
+    if not most:
+        return [[] for _ in num_top]
+    kernels = draw_kernels() if logits.device.type == "cpu" else None
+    if kernels is not None and most <= _MOST_INSERTED:
+        found = kernels.top(logits.contiguous().numpy(), most, num_threads=torch.get_num_threads())
+        return [top[:count] for top, count in zip(found, num_top, strict=True)]
     # one more than asked for shows whether the last place is tied
-    values, candidates = logits.topk(min(max(num_top) + 1, logits.shape[-1]), dim=-1)
-    top_values, top_ids, all_totals = values.tolist(), candidates.tolist(), totals.tolist()
-    result: list[Logprobs] = []
-    for row, (logprob, count) in enumerate(zip(chosen.tolist(), num_top, strict=True)):
-        pairs = list(zip(top_values[row], top_ids[row], strict=True))
-        if 0 < count < len(pairs) and pairs[count - 1][0] == pairs[count][0]:
+    values, candidates = logits.topk(min(most + 1, logits.shape[-1]), dim=-1)
+    top_values, top_ids = values.tolist(), candidates.tolist()
+    result: list[list[tuple[int, float]]] = []
+    for row, count in enumerate(num_top):
+        pairs = list(zip(top_ids[row], top_values[row], strict=True))
+        if 0 < count < len(pairs) and pairs[count - 1][1] == pairs[count][1]:
             ordered, ids = logits[row].sort(descending=True, stable=True)
-            pairs = list(zip(ordered[:count].tolist(), ids[:count].tolist(), strict=True))
-        best = sorted(pairs[:count], key=lambda pair: (-pair[0], pair[1]))
-        result.append(Logprobs(logprob, tuple((token_id, value - all_totals[row]) for value, token_id in best)))
+            pairs = list(zip(ids[:count].tolist(), ordered[:count].tolist(), strict=True))
+        result.append(sorted(pairs[:count], key=lambda pair: (-pair[1], pair[0])))
     return result

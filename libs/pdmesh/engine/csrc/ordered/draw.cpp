@@ -287,6 +287,27 @@ int64_t draw(const Row& row, const Settings& settings, const double* weights) {
     return best.token;
 }
 
+// The highest logits of a row, of equal ones the lowest ids first, at most as many as there are tokens.
+void find_top(const Row& row, int64_t count, float* values, int64_t* ids) {
+    int64_t num_found = 0;
+    for (int64_t first = 0; first < row.size; first += kLanes) {
+        const Floats logits = row.at(first);
+        uint32_t lanes = (uint64_t{1} << std::min<int64_t>(kLanes, row.size - first)) - 1;
+        if (num_found == count) lanes &= set_lanes((Ints)(logits > splat(values[count - 1])));
+        for (; lanes; lanes &= lanes - 1) {
+            const int lane = __builtin_ctz(lanes);
+            if (num_found == count && !(logits[lane] > values[count - 1])) continue;
+            int64_t place = num_found == count ? count - 1 : num_found++;
+            for (; place > 0 && logits[lane] > values[place - 1]; --place) {
+                values[place] = values[place - 1];
+                ids[place] = ids[place - 1];
+            }
+            values[place] = logits[lane];
+            ids[place] = first + lane;
+        }
+    }
+}
+
 // The token ids of a sequence that lie in the vocabulary, each once. Calls `visit` with an id and how often it occurs.
 template <class Visit>
 void for_each_id(const int32_t* ids, int64_t num_ids, int64_t size, Visit visit) {
@@ -313,6 +334,14 @@ void pdmesh_draw(
     int64_t size, int64_t num_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
     for (int64_t i = 0; i < num_rows; ++i) tokens[i] = draw(Row{rows[i], size}, settings[i], weights);
+}
+
+// The `count` highest logits of each row of `size`, which are at least as many, and their tokens.
+void pdmesh_top(
+    const float* logits, float* values, int64_t* ids, int64_t num_rows, int64_t size, int64_t count,
+    int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
+    for (int64_t i = 0; i < num_rows; ++i) find_top(Row{logits + i * size, size}, count, values + i * count, ids + i * count);
 }
 
 // Sets the logits of tokens without a bit in `allowed`, lowest first, to -inf.
