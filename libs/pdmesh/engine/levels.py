@@ -140,7 +140,7 @@ def load_library(level: CpuLevel, dtype: str = "bfloat16", folder: Path = FOLDER
 
 def open_library(level: CpuLevel, folder: Path = FOLDER) -> ctypes.CDLL | None:
     """Open one level's library; None if no library was compiled from these sources."""
-    importlib.import_module("torch")  # before the library: both use one pool of threads, torch's
+    importlib.import_module("torch")  # torch's pool of threads serves both if torch is loaded first
     try:
         library = ctypes.CDLL(str(_path("avx512_bf16" if level is CpuLevel.AMX else level, folder)))
     except OSError:

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits, so that noise in them does not change what is drawn.
+"""Drawing tokens from logits, so that noise in logits changes few draws.
 
 The order is vLLM's: logit bias, grammar and forbidden ends, penalties, temperature, min_p, top_k, top_p. Then each
 token's score gets Gumbel noise that depends on (seed, output index, token id) alone, and the highest is drawn

@@ -22,6 +22,7 @@ using namespace pdmesh;
 constexpr int kStepsPerNat = 256, kNumSteps = 32 * kStepsPerNat;
 // No noise is higher: -log(-log(1 - 2^-32)) is 22.181.
 constexpr double kMostNoise = 22.19;
+constexpr double kLog2 = 0.6931471805599453;  // natural
 // More than fp32 loses of any score that a draw can be decided by, and of the bound of noise.
 constexpr double kSlack = 1e-3;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -176,12 +177,22 @@ struct Noise {
     }
 
     // Gumbel noise v -> -log(-log(1 - v)) of v = (bits + 1/2) / 2^31.
-    static double gumbel(int32_t bits) { return -std::log(-std::log1p((bits + 0.5) * -0x1p-31)); }
+    static double gumbel(int32_t bits) { return -logarithm(-std::log1p((bits + 0.5) * -0x1p-31)); }
+
+    // By log1p: `log` of a newer C library would ask for glibc 2.29.
+    static double logarithm(double value) {
+        int exponent;
+        double fraction = std::frexp(value, &exponent);  // in [1/2, 1)
+        if (fraction < 0.7071) {
+            fraction *= 2;
+            --exponent;
+        }
+        return exponent * kLog2 + std::log1p(fraction - 1);
+    }
 
     // Noise that `gumbel` does not exceed, by less than a tenth where it is high: -log(1 - v) > v, and the bits of a float,
     // read as a number, are at most its logarithm.
     static Floats most(Ints bits) {
-        constexpr double kLog2 = 0.6931471805599453;
         const Floats numbers = __builtin_convertvector(bits, Floats) + 0.5f;
         const Floats logs = __builtin_convertvector(as_ints(numbers), Floats);
         return splat(static_cast<float>((127 + 31) * kLog2 + kSlack)) - logs * static_cast<float>(kLog2 * 0x1p-23);
