@@ -1,8 +1,8 @@
-// Draws tokens, and changes rows of logits before. The same tokens at every level as in torch: engine/sampler.py is the
-// reference.
+// Draws tokens, after changes of logits by penalties and grammars. Every level draws the tokens that torch draws:
+// engine/sampler.py is the reference.
 //
 // Filters count the steps of fp32 scores in one pass. Of the tokens that they keep, the one with the highest key (score
-// plus Gumbel noise, in fp64) is drawn. Few keys are computed: a bound that takes no logarithm shows which tokens cannot
+// plus Gumbel noise, in fp64) is drawn. Few keys are computed: a bound without logarithms shows which tokens cannot
 // reach the best key so far.
 
 #include <omp.h>
@@ -120,7 +120,7 @@ Ints steps_of(Floats scores) {
     return as_ints(steps + magic) - as_ints(magic) + 1;
 }
 
-// What the filters leave besides the most likely token: steps before the last one, and its first tokens.
+// What the filters keep besides the most likely token: all tokens of steps before `last_step`, and its first ones.
 struct Kept {
     int32_t last_step;
     int64_t num_of_last;
@@ -141,7 +141,17 @@ struct Walk {
     }
 };
 
-Kept filtered(const uint32_t* counts, const double* weights, const Settings& settings) {
+Kept filtered(const Row& row, const Scores& scores, const Settings& settings, const double* weights) {
+    uint32_t counts[kNumSteps + 1] = {};
+    int32_t steps[kLanes];
+    for (int64_t i = 0; i < row.size; i += kLanes) {
+        store(steps, steps_of(scores(row.at(i))));
+        const int64_t count = std::min<int64_t>(kLanes, row.size - i);
+        for (int lane = 0; lane < count; ++lane) ++counts[steps[lane]];
+    }
+    --counts[1];  // the most likely token has step 0 to itself
+    ++counts[0];
+
     Walk walk{counts, weights};
     while (walk.step < settings.num_steps) walk.next();
     int64_t num_kept = std::min(walk.num_tokens, static_cast<int64_t>(settings.top_k));
@@ -190,8 +200,8 @@ struct Noise {
         return exponent * kLog2 + std::log1p(fraction - 1);
     }
 
-    // Noise that `gumbel` does not exceed, by less than a tenth where it is high: -log(1 - v) > v, and the bits of a float,
-    // read as a number, are at most its logarithm.
+    // An upper bound of `gumbel`, within a tenth where noise is high: -log(1 - v) > v, and the bits of a float, read
+    // as a number, are at most its logarithm.
     static Floats most(Ints bits) {
         const Floats numbers = __builtin_convertvector(bits, Floats) + 0.5f;
         const Floats logs = __builtin_convertvector(as_ints(numbers), Floats);
@@ -209,14 +219,14 @@ struct Best {
 
     void offer(int64_t candidate, int32_t bits) {
         const double below = static_cast<double>(row.logits[candidate]) - static_cast<double>(scores.highest);
-        const double its_key = below / temperature + Noise::gumbel(bits);
-        if (its_key < key || (its_key == key && candidate > token)) return;
-        key = its_key;
+        const double candidate_key = below / temperature + Noise::gumbel(bits);
+        if (candidate_key < key || (candidate_key == key && candidate > token)) return;
+        key = candidate_key;
         token = candidate;
     }
 };
 
-// Offers the lanes of a mask.
+// Offers the tokens of a vector whose bit is set in `lanes`.
 void offer_lanes(Best& best, int64_t first, uint32_t lanes, Ints bits) {
     for (; lanes; lanes &= lanes - 1) {
         const int lane = __builtin_ctz(lanes);
@@ -224,18 +234,20 @@ void offer_lanes(Best& best, int64_t first, uint32_t lanes, Ints bits) {
     }
 }
 
-// The tokens of a vector that the filters leave; `num_left` of the last step are still to come.
+// A bit for each token of a vector that the filters keep. The last step keeps `num_left` more tokens, in order of ids,
+// and does not count tokens of `ignored`.
 uint32_t kept_lanes(Floats scores, const Kept& kept, uint32_t ignored, int64_t& num_left) {
     const Ints steps = steps_of(scores);
     uint32_t lanes = set_lanes((Ints)(steps < kept.last_step));
-    for (uint32_t last = set_lanes((Ints)(steps == kept.last_step)) & ~ignored; last && num_left > 0; last &= last - 1) {
+    uint32_t last = set_lanes((Ints)(steps == kept.last_step)) & ~ignored;
+    for (; last && num_left > 0; last &= last - 1) {
         lanes |= last & -last;
         --num_left;
     }
     return lanes;
 }
 
-// -1 if the row cannot be drawn from here: NaN, no finite highest logit, or a temperature that fp32 has not.
+// The drawn token; -1 where torch has to draw: NaN, no finite highest logit, or a temperature not normal in fp32.
 int64_t draw(const Row& row, const Settings& settings, const double* weights) {
     const float highest = row.highest();
     if (!std::isfinite(highest)) return -1;
@@ -250,26 +262,14 @@ int64_t draw(const Row& row, const Settings& settings, const double* weights) {
 
     const bool is_filtered =
         settings.num_steps < kNumSteps || settings.top_k < static_cast<double>(row.size) || settings.top_p < 1.0;
-    Kept kept{kNumSteps + 1, 0};
-    if (is_filtered) {
-        uint32_t counts[kNumSteps + 1] = {};
-        int32_t steps[kLanes];
-        for (int64_t i = 0; i < row.size; i += kLanes) {
-            store(steps, steps_of(scores(row.at(i))));
-            const int64_t count = std::min<int64_t>(kLanes, row.size - i);
-            for (int lane = 0; lane < count; ++lane) ++counts[steps[lane]];
-        }
-        --counts[1];  // the most likely token is before all others
-        ++counts[0];
-        kept = filtered(counts, weights, settings);
-    }
+    Kept kept = is_filtered ? filtered(row, scores, settings, weights) : Kept{kNumSteps + 1, 0};
     const auto number = [](double value) { return static_cast<uint32_t>(static_cast<int64_t>(value)); };
     const Noise noise{number(settings.noise_keys[0]) | 1, number(settings.noise_keys[1])};
     Best best{row, scores, settings.temperature};
     best.offer(likeliest, noise.bits(likeliest)[0]);
     if (kept.last_step == 0) return best.token;
 
-    // No token with a lower logit is looked at.
+    // Tokens with lower logits cannot be drawn.
     float lowest = -kInfinity;
     if (kept.last_step < kNumSteps) lowest = scores.logit_below(-kept.last_step / static_cast<double>(kStepsPerNat));
     if (!is_filtered) lowest = scores.logit_below(best.key - kMostNoise - kSlack);
@@ -352,7 +352,8 @@ void pdmesh_top(
     const float* logits, float* values, int64_t* ids, int64_t num_rows, int64_t size, int64_t count,
     int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
-    for (int64_t i = 0; i < num_rows; ++i) find_top(Row{logits + i * size, size}, count, values + i * count, ids + i * count);
+    for (int64_t i = 0; i < num_rows; ++i)
+        find_top(Row{logits + i * size, size}, count, values + i * count, ids + i * count);
 }
 
 // Sets the logits of tokens without a bit in `allowed`, lowest first, to -inf.
