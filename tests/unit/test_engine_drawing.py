@@ -211,7 +211,8 @@ def test_the_lowest_noise_draws_no_token_that_is_left_out(kernels: DrawKernels, 
     assert int(noise_bits(torch.from_numpy(noise_keys([seed], [0])), 8)[0, token_id]) >= 2**31 - 64
     logits = torch.zeros(1, 8)
     logits[0, token_id] = 20.0
-    for params in ({"top_k": 1}, {"allowed_token_ids": (token_id,)}, {}):
+    variety: list[dict[str, Any]] = [{"top_k": 1}, {"allowed_token_ids": (token_id,)}, {}]
+    for params in variety:
         sequences = [sequence_of(seed=seed, **params)]
         for each in (kernels, None):
             assert drawing.sample(logits, sequences, each) == [token_id]
