@@ -153,6 +153,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def weights(self) -> str:
+        """The identity of the weights that it loaded (`pdmesh.engine.identity`)."""
+        ...
+
+    @property
     def num_stages(self) -> int:
         """Stages that a step passes one after the other. With more than one, so many threads may execute a step each.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -141,7 +142,7 @@ class FakeEngine:
 
     ``step_s`` is the latency model: seconds that a batch takes, evenly over its layers (`timed_by`): most of each after
     its hook, as attention and all that follows are. ``fails`` makes a batch raise, as a broken device would. Steps of
-    several threads pass ``num_stages``, of equally many layers.
+    several threads pass ``num_stages``, of equally many layers. Engines of other ``weights`` draw other tokens.
     """
 
     def __init__(
@@ -156,8 +157,11 @@ class FakeEngine:
         fails: Callable[[Sequence[SequenceSlice]], bool] | None = None,
         arithmetic: str = "stand-in",
         num_stages: int = 1,
+        weights: str = "",
     ) -> None:
         self.arithmetic = arithmetic
+        self.weights = weights
+        self._salt = zlib.crc32(weights.encode()) & ~1
         self.kv = FakeKvStore(layout, num_blocks)
         self.max_model_len = max_model_len
         self.compute_path = ComputePath(kernels="stand-in", dtype=layout.dtype)
@@ -168,7 +172,8 @@ class FakeEngine:
         self._fails = fails
         self._turns = StageTurns(num_stages)
         positions = np.arange(max_model_len, dtype=np.uint32)
-        self._weights: Words = ((positions * np.uint32(_MIX)) ^ (positions >> np.uint32(3))) | np.uint32(1)
+        mixed = (positions * np.uint32(_MIX)) ^ (positions >> np.uint32(3)) ^ np.uint32(self._salt)
+        self._weights: Words = mixed | np.uint32(1)
         self._lanes: Words = np.arange(self.kv.words.shape[-1], dtype=np.uint32) * np.uint32(0x85EBCA6B)
 
     @property
@@ -290,7 +295,7 @@ class FakeEngine:
 
     def _context_hash(self, sequence: EngineSequence, num_tokens: int, elsewhere: Words) -> int:
         if not self._checks_kv:
-            return (sequence.token_ids[num_tokens - 1] + num_tokens) * _MIX
+            return (sequence.token_ids[num_tokens - 1] + num_tokens + self._salt) * _MIX
         by_position = self._read(sequence, num_tokens, slice(None), elsewhere).sum(axis=(0, 3), dtype=np.uint32)
         keys, values = (by_position * self._weights[:num_tokens]).sum(axis=1, dtype=np.uint32)
         return (int(keys) * 31 + int(values)) * _MIX
@@ -348,10 +353,13 @@ def _logprobs(token_id: int, num_top: int) -> Logprobs:
     return Logprobs(logprob=own, top=tuple((token_id + rank, own - rank) for rank in range(num_top)))
 
 
-def reference_output(prompt: Sequence[int], params: SamplingParams, *, layout: KvLayout = FAKE_LAYOUT) -> list[int]:
+def reference_output(
+    prompt: Sequence[int], params: SamplingParams, *, layout: KvLayout = FAKE_LAYOUT, weights: str = ""
+) -> list[int]:
     """What any mesh of fake engines of this layout must answer: the prompt in one chunk, alone, in fresh blocks."""
     num_blocks = num_blocks_for(len(prompt) + params.max_tokens, layout.block_size)
-    engine = FakeEngine(layout, num_blocks=num_blocks, max_model_len=len(prompt) + params.max_tokens)
+    max_model_len = len(prompt) + params.max_tokens
+    engine = FakeEngine(layout, num_blocks=num_blocks, max_model_len=max_model_len, weights=weights)
     sequence = EngineSequence(
         request_id=RequestId("reference"),
         params=params,

@@ -27,6 +27,7 @@ from pdmesh.engine.compute import PagedStore
 from pdmesh.engine.files import load_model_info
 from pdmesh.engine.forward import Forward, StepOutput, drawn_rows, draws, step_spans
 from pdmesh.engine.guide import Guide
+from pdmesh.engine.identity import unchanged_weights
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.engine.loading import ComputeOptions, load_model, plan_model
 from pdmesh.engine.model_config import ModelConfig
@@ -121,9 +122,10 @@ class TorchEngine:
             and not range_tokens,
         )
         model = None
-        if stages is None:
-            share, group = (WHOLE, None) if followers is None else (followers.group.share, followers.group)
-            model = load_model(checkpoint_dir, options, share, group)
+        with unchanged_weights(checkpoint_dir, lora=lora, has_random_weights=has_random_weights) as weights:
+            if stages is None:
+                share, group = (WHOLE, None) if followers is None else (followers.group.share, followers.group)
+                model = load_model(checkpoint_dir, options, share, group)
         planned = model or plan_model(checkpoint_dir, options)
         layout, self._max_model_len = planned.layout, planned.max_model_len
         self._vocab_size = planned.config.vocab_size
@@ -143,18 +145,19 @@ class TorchEngine:
             memory = None if followers is None else followers.open_cache(cache_bytes, num_blocks)
             num_frames = min(num_blocks, max_frames) if max_frames is not None and layout.window else None
             compute = model.compute(num_blocks, memory, num_frames)
-            ready = Ready(compute.arithmetic, compute.name, compute.reason)
+            ready = Ready(compute.arithmetic, compute.name, compute.reason, weights)
             self._kv, self._forward = compute.kv, compute.forward
             if followers is not None:
-                followers.check_ready(compute.arithmetic)
+                followers.check_ready(ready)
                 self._forward = LeadingForward(compute.forward, followers, asked, block_size=layout.block_size)
         self._parts: PartAttention | None = None
         if range_tokens:
             assert isinstance(planned.config, ModelConfig), "contexts of other models are refused"
             self._parts = part_attention(planned.config, layout, options, self._kv.layers)
         self.compute_path = ComputePath(kernels=ready.kernels, dtype=layout.dtype, reason=ready.reason)
-        self._arithmetic = ready.arithmetic
+        self._arithmetic, self.weights = ready.arithmetic, ready.weights
         log.info("compute path", kernels=ready.kernels, arithmetic=ready.arithmetic, reason=ready.reason)
+        log.info("weights loaded", identity=self.weights)
 
     @property
     def kv(self) -> PagedStore:

@@ -84,9 +84,9 @@ class ThreadRanks:
         self.tell(OpenCache(num_blocks))
         return self.memory
 
-    def check_ready(self, arithmetic: str) -> None:
+    def check_ready(self, leader: Ready) -> None:
         for connection in self._connections:
-            assert read_answer(connection) == Ready(arithmetic)
+            assert read_answer(connection) == Ready(leader.arithmetic)
 
 
 class ThreadStages:

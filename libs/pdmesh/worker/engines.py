@@ -12,7 +12,8 @@ import structlog
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.engine.base import Engine
-from pdmesh.engine.files import load_model_config, resolve_model, with_adapter
+from pdmesh.engine.files import load_model_config, load_model_info, resolve_model, with_adapter
+from pdmesh.engine.identity import stand_in_identity, unchanged_weights
 from pdmesh.engine.levels import compiled_levels
 from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.ranks.share import check_divisible, check_stages
@@ -71,6 +72,7 @@ def build_engine(
             checks_kv=False,
             step_s=step_s,
             num_stages=num_stages,
+            weights=_stand_in_weights(config.model),
         )
     if worker.engine != "torch":
         raise ConfigError(f"worker.engine is {worker.engine!r}: use torch or fake")
@@ -101,6 +103,13 @@ def build_engine(
     )
 
 
+def _stand_in_weights(model: str | None) -> str:
+    """Return what a stand-in says that it loaded: ``config.json`` of a model's directory, if it is given one."""
+    if model is None or not Path(model).expanduser().is_dir():
+        return stand_in_identity()
+    return stand_in_identity(load_model_info(resolve_model(model)).fingerprint.hex())
+
+
 def _num_blocks(
     worker: WorkerConfig, layout: KvLayout, free_bytes: int | None, *, max_model_len: int, max_frames: int
 ) -> int:
@@ -124,16 +133,20 @@ def _ranks_of(ranks: Followers | Stages | None, num_stages: int) -> dict[str, An
     return {"followers" if num_stages == 1 else "stages": ranks}
 
 
-def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> LoadedModel:
-    """Load one rank's part of the model that the leader makes an engine of. Raises ConfigError."""
+def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[LoadedModel, str]:
+    """Load one rank's part of the model that the leader makes an engine of; and return the weights' identity.
+
+    Raises ConfigError.
+    """
     import torch
 
     from pdmesh.engine.loading import ComputeOptions, load_model
 
     torch.set_num_threads(num_threads)
     options = ComputeOptions(device=torch.device("cpu"), **_compute_options(config.worker))
-    share = group.share
-    return load_model(resolve_model(str(config.model)), options, share, None if share.is_whole else group)
+    share, directory = group.share, resolve_model(str(config.model))
+    with unchanged_weights(directory, lora=options.lora, has_random_weights=options.has_random_weights) as weights:
+        return load_model(directory, options, share, None if share.is_whole else group), weights
 
 
 def _compute_options(worker: WorkerConfig) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def main() -> int:
         config = load_config(None, os.environ, {})
         configure_logging(f"rank-{start.stage * start.num_ranks + start.rank}", config.telemetry)
         threading.Thread(target=_beat, args=(group,), name="beat", daemon=True).start()
-        model = load_rank(config, start.num_threads, group)
+        model, weights = load_rank(config, start.num_threads, group)
         command = read_command(leader)
         if not isinstance(command, OpenCache):
             return 0  # the leader could not start, and has said why
@@ -65,7 +65,7 @@ def main() -> int:
         compute = model.compute(command.num_blocks, map_memory(start.cache_fd, num_bytes))
         asked = AskedRows.of(model.config, model.layout, config.worker.max_kv_tokens_per_instance)
         follower = _follower(start, model, compute, group, leader, memory, asked)
-        leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason)))
+        leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason, weights)))
     except Exception as error:
         log.exception("the rank cannot start", rank=start.rank)
         is_configuration = any(isinstance(leaf, ConfigError) for leaf in leaves(error))

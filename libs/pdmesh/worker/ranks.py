@@ -188,9 +188,9 @@ class FollowerProcesses(RankProcesses):
     def group(self) -> SharedMemoryGroup:
         return self._groups[0]
 
-    def check_ready(self, arithmetic: str) -> None:
+    def check_ready(self, leader: Ready) -> None:
         for name, answer in self.answers():
-            _check_equal(name, answer.arithmetic, "its leader", arithmetic, "tensor_parallel_size")
+            _check_equal(name, answer, "its leader", leader, "tensor_parallel_size")
 
     def close(self) -> None:
         self.group.close()
@@ -220,7 +220,7 @@ class StageProcesses(RankProcesses):
     def ready(self) -> Ready:
         (first_name, first), *others = self.answers()
         for name, answer in others:
-            _check_equal(name, answer.arithmetic, first_name, first.arithmetic, "pipeline_parallel_size")
+            _check_equal(name, answer, first_name, first, "pipeline_parallel_size")
         return first
 
     def reports(self) -> Iterator[tuple[int, Report]]:
@@ -236,9 +236,13 @@ class StageProcesses(RankProcesses):
                 raise InstanceUnavailable("the instance ends") from error
 
 
-def _check_equal(name: str, arithmetic: str, other_name: str, other: str, setting: str) -> None:
-    if arithmetic != other:
+def _check_equal(name: str, answer: Ready, other_name: str, other: Ready, setting: str) -> None:
+    if answer.weights != other.weights:
         raise ConfigError(
-            f"{name} computes with {arithmetic}, {other_name} with {other}: their parts of this model suit unlike "
-            f"kernels; use another {setting}"
+            f"{name} loaded other weights than {other_name}: they changed meanwhile; start again once they are whole"
+        )
+    if answer.arithmetic != other.arithmetic:
+        raise ConfigError(
+            f"{name} computes with {answer.arithmetic}, {other_name} with {other.arithmetic}: their parts of this model "
+            f"suit unlike kernels; use another {setting}"
         )

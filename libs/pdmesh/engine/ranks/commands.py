@@ -101,11 +101,15 @@ Command = Step | StageStep | Go | Abandon | Answers | Score | Embed | EndStep | 
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank can compute, with ``kernels`` for a ``reason``; ``arithmetic`` is its class."""
+    """A rank can compute, with ``kernels`` for a ``reason``.
+
+    ``arithmetic`` is its class, and ``weights`` the identity of the weights that it loaded a part of.
+    """
 
     arithmetic: str
     kernels: str = ""
     reason: str = ""
+    weights: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

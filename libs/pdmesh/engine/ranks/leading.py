@@ -11,7 +11,7 @@ from torch import Tensor
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
 from pdmesh.engine.forward import Forward, Rows, StepOutput
-from pdmesh.engine.ranks.commands import Abandon, Command, Deltas, EndStep, Go, Score
+from pdmesh.engine.ranks.commands import Abandon, Command, Deltas, EndStep, Go, Ready, Score
 from pdmesh.engine.ranks.elsewhere import AskedRows, asked_by_ranks
 from pdmesh.engine.ranks.group import RankGroup
 
@@ -32,8 +32,11 @@ class Followers(Protocol):
         """Return the bytes of the KV cache, zeros that all ranks share, once each of them has mapped it."""
         ...
 
-    def check_ready(self, arithmetic: str) -> None:
-        """Wait until all can compute. Raises ConfigError if one cannot, or computes in another arithmetic class."""
+    def check_ready(self, leader: Ready) -> None:
+        """Wait until all can compute.
+
+        Raises ConfigError if one cannot, computes in another arithmetic class than the leader, or loaded other weights.
+        """
         ...
 
 
