@@ -231,7 +231,9 @@ class Request:
     share: Annotated[int, COUNT] = 1  # of that key, among others
     num_tokens_before: Annotated[int, ANY_COUNT] = 0  # of other prompts, in line before it, of the same client request
     arithmetic: str = ""  # class of the instance that drew its last token, of one that is resumed
+    weights: str = ""  # identity of the weights that drew its tokens so far; empty: none was drawn, any will do
     prefix: PrefixHashes = ()  # of all full granules of its prompt, in order; empty: no KV is reused, and none kept
+    prefix_weights: str = ""  # identity of the weights that ``prefix`` is made for: KV of others has other hashes
     always_moves: bool = False  # set by the core: no instance holds its whole prompt, so that its KV has to leave
 
     @property
@@ -251,6 +253,11 @@ class Request:
         Not the one that ends with the prompt: the last token is always computed. It counts as drawn.
         """
         return self.prefix[: (self.num_prompt_tokens - 1) // GRANULE_TOKENS]
+
+
+def short_weights(weights: str) -> str:
+    """Return the first letters of a weights identity, for people."""
+    return weights[:6] or "unknown"
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -416,6 +423,10 @@ class InstanceProfile:
     #: Its *arithmetic class*, such as ``bfloat16/ordered-2``: two instances of one class compute the same bits from the
     #: same tokens. Empty if the instance does not say; such instances are a class of their own.
     arithmetic: str = ""
+    #: The identity of the weights that it loaded (`pdmesh.engine.identity`). Nothing passes between two of them. Empty if
+    #: the instance does not say; such instances are an identity of their own.
+    weights: str = ""
+    started_at: Annotated[float, SECONDS] = 0.0  # Unix time of its process, by which new weights are told from old ones
     deterministic: bool = False  # it serves only in a mesh of one arithmetic class
     host: str = ""  # where processes can share memory, for people; empty: it does not say
     drafts: bool = False  # it guesses tokens from what was said before: it wants prompts of what it only decodes
@@ -493,3 +504,4 @@ class RejectReason(StrEnum):
     NO_INSTANCE = "no_instance"  # no prefill or no decode instance is there: 503
     TOO_LONG = "too_long"  # can never fit any instance: 400
     INVALID = "invalid"  # breaks the contract between gateway and scheduler: 400
+    WEIGHTS_GONE = "weights_gone"  # no instance has the weights that began the answer: 503

@@ -17,7 +17,7 @@ from pdmesh.core.operator_events import (
 )
 from pdmesh.core.operators.records import TAKEN_BACK
 from pdmesh.core.operators.replacements import SILENCE_LIMIT_S
-from pdmesh.model import InstanceId, ManagedProcess, OperationId, OperationKind, OperationState, Role
+from pdmesh.model import InstanceId, InstanceProfile, ManagedProcess, OperationId, OperationKind, OperationState, Role
 from pdmesh.testing.core import CoreBench, a_report, bench_of, named_profile, of
 
 ROLLING = RollingRequested(operation_id=OperationId("x"), timeout_s=10.0, start_timeout_s=100.0, began_at=1000.0)
@@ -33,6 +33,7 @@ class Machine:
         self.services = dict(SERVICES)
         self.outdated: list[str] = []  # of a container that is made from an older template
         self.did: list[str] = []
+        self.weights, self.began_at = "", 0.0  # of the processes that are started from now on
         self.report()
 
     def report(self, *failed: FailedStart) -> None:
@@ -51,8 +52,11 @@ class Machine:
         self.instances[name] += 1
         self.did.append(name)
         self.bench.feed(InstanceLost(InstanceId(name)))
-        self.bench.feed(InstanceJoined(replace(named_profile(name), pid=self.instances[name]), ()))
+        self.bench.feed(InstanceJoined(replace(self.profile(name), pid=self.instances[name]), ()))
         self.report()
+
+    def profile(self, name: str) -> InstanceProfile:
+        return named_profile(name, weights=self.weights, started_at=self.began_at)
 
     def act(self) -> bool:
         """Do what is wanted now; whether there was anything."""
@@ -67,7 +71,7 @@ class Machine:
         for name in start:
             self.did.append(f"+{name}")
             self.instances[name] = 0
-            self.bench.feed(InstanceJoined(named_profile(name), ()))
+            self.bench.feed(InstanceJoined(self.profile(name), ()))
         for name in stop:
             self.did.append(f"-{name}")
             del self.instances[name]
@@ -98,6 +102,48 @@ def test_all_are_replaced_in_turn_beside_another_one_where_there_is_one_of_a_kin
         *("gateway", "scheduler"),
     ]
     assert machine.bench.core.desired.rolling is None
+
+
+@pytest.mark.parametrize(
+    ("names", "did"),
+    [
+        (
+            ("prefill-0", "prefill-1", "decode-0", "decode-1"),
+            ["prefill-0", "decode-0", "prefill-1", "decode-1"],
+        ),
+        (
+            ("prefill-0", "decode-0", "decode-1"),
+            ["+prefill-1", "decode-0", "prefill-0", "-prefill-1", "decode-1"],
+        ),
+        (
+            ("prefill-0", "decode-0"),
+            ["+prefill-1", "+decode-1", "prefill-0", "decode-0", "-prefill-1", "-decode-1"],
+        ),
+        (("mixed-0", "mixed-1"), ["mixed-0", "mixed-1"]),
+    ],
+)
+def test_new_weights_serve_before_the_last_pair_of_old_ones_leaves(names: tuple[str, ...], did: list[str]) -> None:
+    machine = Machine(*names)
+    machine.weights, machine.began_at = "new", 1.0
+    machine.bench.feed(ROLLING)
+    while machine.act():
+        assert machine.bench.core.unready_reason is None, machine.did
+    assert machine.bench.operation("x").state is OperationState.DONE
+    assert machine.did == [*did, "gateway", "scheduler"]
+    assert {each.weights for each in machine.bench.core.revisions} == {"new"}
+
+
+def test_weights_that_change_again_and_again_end_a_restart() -> None:
+    """Else one instance after the other would be started beside the others."""
+    machine = Machine("prefill-0", "decode-0")
+    machine.bench.feed(ROLLING)
+    for number in range(9):
+        machine.weights, machine.began_at = f"new {number}", 1.0 + number
+        machine.act()
+    view = machine.bench.operation("x")
+    assert view.state is OperationState.FAILED
+    assert view.detail.startswith("prefill-1, decode-1 have other weights than each other")
+    assert sorted(machine.instances) == ["decode-0", "prefill-0"]
 
 
 def test_what_would_start_again_as_it_is_is_replaced_by_its_actuator_and_not_told_to_end() -> None:

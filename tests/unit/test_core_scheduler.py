@@ -129,7 +129,7 @@ def test_kv_moves_only_between_equal_layouts() -> None:
     bench = CoreBench(prefill(), other)
     bench.arrive("r")
     assert bench.core.num_waiting == 1
-    assert bench.core.unready_reason == "no prefill and decode instance have the same model and KV layout"
+    assert bench.core.unready_reason == "no prefill and decode instance have the same model, weights and KV layout"
 
 
 def test_nothing_is_placed_without_a_seat_to_decode() -> None:

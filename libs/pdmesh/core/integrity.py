@@ -15,6 +15,7 @@ def check_integrity(mesh: MeshState) -> None:
     """Check that all state agrees; AssertionError names the numbers."""
     instances = mesh.instances.values()
     assert mesh.exact_groups == Counter(each.exact_group for each in instances), "exact groups miscounted"
+    assert mesh.weights == Counter(each.weights for each in instances), "weights miscounted"
     assert mesh.kv_groups == Counter(each.kv_group for each in instances), "KV groups miscounted"
     mesh.queue.check_integrity()
     mesh.broker.check_integrity()

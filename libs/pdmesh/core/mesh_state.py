@@ -26,6 +26,7 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.numbers import Numbers
+from pdmesh.core.instances.revisions import NewRequestShares, weights_for_new
 from pdmesh.core.recovery.cut_pairs import CutPairs
 from pdmesh.core.requests import RequestState
 from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
@@ -80,6 +81,8 @@ class MeshState:
         self._kinds: list[InstanceState] | None = None
         self.spreads_contexts = False  # some instance that joined holds no more than so much of one
         self.exact_groups, self.kv_groups = Counter[str](), Counter[str]()  # of the instances that are there
+        self.weights = Counter[str]()  # identities of their weights
+        self.shares = NewRequestShares()
         self.queue = WaitingQueue()
         self.awaiting_decode = AwaitingDecode()
         self.recovering: dict[
@@ -138,6 +141,7 @@ class MeshState:
         self.links.joined(instance.profile)
         self.exact_groups[instance.exact_group] += 1
         self.kv_groups[instance.kv_group] += 1
+        self.weights[instance.weights] += 1
         self.regroup()
 
     def remove_instance(self, instance_id: InstanceId) -> InstanceState | None:
@@ -152,12 +156,20 @@ class MeshState:
             del self.by_number[instance.number]
             self.exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
             self.kv_groups -= Counter((instance.kv_group,))
+            self.weights -= Counter((instance.weights,))
         return instance
 
     @property
     def spans_classes(self) -> bool:
         """Whether instances of several arithmetic classes exchange KV."""
         return len(self.exact_groups) > len(self.kv_groups)
+
+    @property
+    def new_weights(self) -> str | None:
+        """The weights identity that new requests are placed on; None if none can serve one."""
+        if len(self.weights) < 2:
+            return next(iter(self.weights), None)
+        return weights_for_new(self.instances.values())
 
     def slow_from(
         self, source: InstanceState, num_blocks: int, among: Collection[InstanceId] | None = None
@@ -203,6 +215,7 @@ class MeshState:
         if state.key in self.queue:
             self.queue.remove(state)
         instance = self.instances[instance_id]
+        state.use_weights(instance.weights)
         allocation = instance.allocations[state.key]
         allocation.tenant, allocation.share = state.request.tenant, state.request.share
         instance.kept.claim(allocation.granules, state.request.tenant, state.request.share)
@@ -240,8 +253,10 @@ class MeshState:
         ``long_tokens`` are its prompt's, if it is long. Where it decodes it gets what it is admitted with. Behind what
         is kept there, it loads ``num_loaded`` granules from the tier. ``members`` hold the first ranges of its context.
         """
-        request, (request_id, epoch) = state.request, state.key
+        request, (request_id, epoch) = state.use_weights(prefill.weights), state.key
         self.queue.remove(state)
+        if not request.weights:
+            self.shares.placed(prefill.weights)
         stays, awaits_receiver = decode is prefill, decode is None
         num_blocks = prefill.num_first_blocks(request) if stays else prefill.num_prefill_blocks(request)
         num_held_blocks, gives_back = num_blocks, prefill.gives_back(request)

@@ -6,7 +6,7 @@ of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
@@ -211,6 +211,12 @@ class RequestState:
         """Take what is to be placed, which differs from what came in `Request.always_moves` alone."""
         self.request = request
         return request
+
+    def use_weights(self, weights: str) -> Request:
+        """Note the weights that compute it: the hashes of its granules are of no use if they are made for others."""
+        if self.request.prefix and self.request.prefix_weights != weights:
+            self.request = replace(self.request, prefix=())
+        return self.request
 
     def place(
         self,

@@ -59,6 +59,7 @@ from pdmesh.core.handlers import Handlers
 from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.on_demand import OnDemandKv
+from pdmesh.core.instances.revisions import RevisionView, revisions
 from pdmesh.core.integrity import check_integrity
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
@@ -247,6 +248,16 @@ class SchedulerCore:
     def unready_reason(self) -> str | None:
         """Why no request can be served now; None if one can."""
         return unready_reason(self._mesh.instances.values())
+
+    @property
+    def revisions(self) -> list[RevisionView]:
+        """The weights identities of the instances that are there, and their shares of new requests."""
+        return revisions(self._mesh.instances.values(), self._mesh.shares)
+
+    @property
+    def new_weights(self) -> str | None:
+        """The weights identity that new requests are placed on; None if none can serve one."""
+        return self._mesh.new_weights
 
     @property
     def link_rates(self) -> list[LinkRate]:

@@ -63,6 +63,7 @@ def a_request(
     epoch: int = 0,
     arrival_s: float = 0.0,
     arithmetic: str = "",
+    weights: str = "",
 ) -> Request:
     return Request(
         request_id=RequestId(request_id),
@@ -72,6 +73,7 @@ def a_request(
         max_tokens=output,
         arrival_s=arrival_s,
         arithmetic=arithmetic,
+        weights=weights,
     )
 
 

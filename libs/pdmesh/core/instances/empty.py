@@ -25,7 +25,9 @@ class EmptyInstance:
         self.max_num_seqs = profile.max_num_seqs
         self.max_kv_tokens = profile.max_kv_tokens
         self.part_blocks = profile.max_kv_tokens // self.block_size  # of a range of a context that is spread
-        self.kv_group = f"{profile.model} {profile.kv_layout}"  # KV moves only inside a group
+        self.weights = profile.weights
+        # KV moves only inside a group: equal layouts, and equal weights.
+        self.kv_group = f"{profile.model} {profile.kv_layout} {profile.weights}"
         self._growth = growth
         self._take_role(profile.role)
 
@@ -90,10 +92,15 @@ class EmptyInstance:
             return min(num_blocks, max(self.num_blocks, 2 * self.part_blocks))
         return num_blocks
 
+    def may_serve(self, request: Request) -> bool:
+        """Whether tokens that are drawn here may follow those that the request has."""
+        return not request.weights or request.weights == self.weights
+
     def could_prefill(self, request: Request) -> bool:
         """Whether the prompt fits this instance when it is empty: all of it, or as much as it holds at once."""
         return (
             self.role_prefills
+            and self.may_serve(request)
             and request.num_prompt_tokens + request.max_tokens <= self.max_model_len
             and self.num_prompt_blocks(request) <= self.num_blocks
         )
@@ -102,6 +109,7 @@ class EmptyInstance:
         """Whether prompt and output fit this instance when it is empty."""
         return (
             self.role_decodes
+            and self.may_serve(request)
             and request.num_prompt_tokens + request.max_tokens <= self.max_model_len
             and self.num_decode_blocks(request) <= self.num_blocks
         )

@@ -54,6 +54,7 @@ class OccupiedInstance(EmptyInstance):
         self.number = number
         self.draining = draining
         self.closed = False  # by an operator
+        self.shut = False  # so that not even requests whose tokens its weights alone drew go on here
         self.reachable = True
         self.suspected = False
         self.num_flights = 0  # changes of what is in flight, of the requests in it, and of the decodes beside it
@@ -313,7 +314,7 @@ class OccupiedInstance(EmptyInstance):
 
         Of a context that is spread, its last range and its output do.
         """
-        if (request.request_id, request.epoch) in self.allocations:
+        if (request.request_id, request.epoch) in self.allocations or not self.may_serve(request):
             return False
         if not self._growth.on_demand:
             num_elsewhere = self.num_parts(request) * self.max_kv_tokens
@@ -334,6 +335,24 @@ class OccupiedInstance(EmptyInstance):
         if not self._growth.on_demand:
             return self.num_decode_blocks(request) - allocation.num_blocks <= self.num_free_blocks
         return self._has_room_for(request, allocation.num_blocks)
+
+    def can_finish(self, request: Request) -> bool:
+        """Whether a request that these weights began fits here now, to be computed and decoded.
+
+        Also while an operator empties the instance, and whether or not it prefills: no other instance may be left.
+        """
+        return (
+            self.is_open_to_begun
+            and not self.suspected
+            and self.has_seat
+            and not self.num_parts(request)
+            and (request.request_id, request.epoch) not in self.allocations
+            and self.could_decode(request)
+            and (self._has_room_for(request) if self._growth.on_demand else self._has_room_for_all(request))
+        )
+
+    def _has_room_for_all(self, request: Request) -> bool:
+        return self.num_decode_blocks(request) <= self.num_free_blocks
 
     def can_take_over(self, key: RequestKey, num_blocks: int, max_blocks: int, spare_blocks: int | None = None) -> bool:
         """Whether a request that decodes elsewhere fits now, with ``num_blocks`` of the ``max_blocks`` it may need.
@@ -362,6 +381,7 @@ class OccupiedInstance(EmptyInstance):
         return (
             self.num_prompt_blocks(request) * self.block_size <= self._prompt_tokens
             and request.max_total_tokens < self.max_model_len
+            and self.may_serve(request)
             and (request.request_id, request.epoch) not in self.allocations
         )
 
@@ -386,6 +406,11 @@ class OccupiedInstance(EmptyInstance):
         return self.reachable and not self.draining and not self.closed
 
     @property
+    def is_open_to_begun(self) -> bool:
+        """Whether requests may wait for it that were begun by its weights, as long as no operator's time is up."""
+        return self.reachable and not self.draining and not self.shut
+
+    @property
     def takes_new(self) -> bool:
         return self.is_usable and not self.suspected
 
@@ -395,8 +420,9 @@ class OccupiedInstance(EmptyInstance):
         self.draining = draining
         self._change()
 
-    def set_closed(self, closed: bool) -> None:
-        self.closed = closed
+    def set_closed(self, closed: bool, *, shut: bool = False) -> None:
+        """Let nothing new come here; if it is ``shut``, not even what its weights alone can finish."""
+        self.closed, self.shut = closed, shut
         self._change()
 
     def set_reachable(self, reachable: bool) -> None:

@@ -200,6 +200,8 @@ class StepSlots:
         if not queue.has_line:
             return False
         least = queue.least_work_tokens
+        if len(self._mesh.weights) > 1:
+            return True  # one may go on where new ones do not begin
         if self._idle or least <= self._interruptible_by.greatest:
             return True
         return bundle.local_prefill is not None and least < bundle.long_prompt_tokens and self._any_spare()

@@ -29,7 +29,7 @@ from pdmesh.core.operators.judging import (
 )
 from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.core.requests import RequestState
-from pdmesh.core.steps.placing import have_pair
+from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.transfers.moves import Moves
 from pdmesh.core.transfers.receivers import do_without
 from pdmesh.core.transfers.transfer import Move
@@ -243,7 +243,7 @@ class Operations:
         if (requested := self._roles.get(instance_id)) and requested.role is not None:
             self._set_role(instance, requested.role)
         if instance_id in self._drains:
-            instance.set_closed(True)
+            instance.set_closed(True, shut=True)
         if (operation := self._running.get(instance_id)) is None:
             return
         if operation.changed_s is not None:
@@ -293,6 +293,8 @@ class Operations:
                 continue
             if operation.deadline_s <= now_s:
                 operation.has_moved_all = True
+                if operation.requested.role is None:
+                    instance.set_closed(True, shut=True)
                 for key in self._left(operation.requested, instance):
                     self._restart(key, instance)
             num_left = len(self._left(operation.requested, instance))
@@ -436,7 +438,7 @@ class Operations:
         self._end(operation, OperationState.DONE, "", now_s)
 
     def _stop(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:
-        instance.set_closed(True)
+        instance.set_closed(True, shut=True)
         operation.by_actuator = operation.by_actuator or self._actuators.replaces(instance.instance_id)
         if not operation.by_actuator:
             self._mesh.commands.append(StopInstance(instance_id=instance.instance_id))
@@ -448,6 +450,8 @@ class Operations:
 
     def _drained(self, operation: _Operation, detail: str, now_s: float) -> None:
         self._drains[operation.requested.instance_id] = operation.requested
+        if instance := self._mesh.instances.get(operation.requested.instance_id):
+            instance.set_closed(True, shut=True)
         self._end(operation, OperationState.DONE, detail, now_s)
 
     def _look_how_it_goes(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:

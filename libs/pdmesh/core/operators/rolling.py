@@ -1,7 +1,8 @@
 """A restart of every process, one after the other: instances, gateways, the scheduler. Nobody's stream breaks.
 
 It is an operation that consists of others, under ids that begin with its own. Beside the last instance of a kind
-another one is started first, and leaves once that kind is done. What is still to be restarted is a list of processes,
+another one is started first, and leaves once that kind is done. Where new weights come, which work with none of the old
+ones, the order is such that some instances of one identity can serve at any time. What is still to be restarted is a list of processes,
 so that nothing is restarted twice: whoever asks for a part again names the process that is to go. It goes on under the
 next scheduler, which is the last of them.
 """
@@ -27,10 +28,13 @@ from pdmesh.core.operators.operations import Operations
 from pdmesh.core.operators.pools import Pools
 from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.core.operators.replacements import Replacements
-from pdmesh.core.steps.placing import have_pair
+from pdmesh.core.instances.revisions import have_pair, role_that_new_weights_lack
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, ProcessKind, Role
 
 _ROLES, _KINDS = tuple(Role), tuple(ProcessKind)
+
+#: Instances that are started beside the others: one to prefill and one to decode, where they have new weights.
+_MOST_BESIDE = 2
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -162,6 +166,10 @@ class RollingRestarts:
             if part is None:
                 self._end(rolling, now_s)
                 break
+            if self._has_too_many(rolling.requested, part):
+                why = f"{', '.join(rolling.requested.beside)} have other weights than each other: start again"
+                self._change(rolling, ends_as=OperationState.FAILED, why=_both(rolling.requested.why, why))
+                continue
             self._change(rolling, part=part)
             record = self._records.get(part.operation_id)
             if record is None:
@@ -207,16 +215,25 @@ class RollingRestarts:
     def _next(self, requested: RollingRequested) -> RollingPart | None:
         """What is to be done next; None if nothing is left."""
         instances = self._mesh.instances
-        process = requested.left[0] if requested.left and requested.ends_as is None else None
-        instance = None if process is None else instances.get(InstanceId(process.name))
+        left = () if requested.ends_as is not None else requested.left
+        there = {each: instances[InstanceId(each.name)] for each in left if each.name in instances}
         roles = {instances[each].role for each in requested.beside if each in instances}
-        if requested.beside and (instance is None or instance.role not in roles):
+        if requested.beside and roles.isdisjoint(instance.role for instance in there.values()):
             return RollingPart(operation_id=_name(requested, "fewer", requested.beside[0]))
-        if process is None:
+        if not left:
             return None
-        if instance is not None and not requested.force and self._is_last(instance):
-            return RollingPart(operation_id=_name(requested, "more", instance.role), grows=instance.role)
+        process, lacking = left[0], role_that_new_weights_lack(instances.values())
+        if lacking is not None:  # the first that is not needed brings new weights nearer to serving
+            process = next((each for each in there if not self._is_last(there[each])), process)
+        if process in there and not requested.force and self._is_last(there[process]):
+            role = lacking or there[process].role
+            return RollingPart(operation_id=_name(requested, "more", role), grows=role)
         return RollingPart(operation_id=_name(requested, process.name), restarts=process)
+
+    @staticmethod
+    def _has_too_many(requested: RollingRequested, part: RollingPart) -> bool:
+        """Whether one more would be started, though there are as many beside as can be of use."""
+        return requested.part is None and part.grows is not None and len(requested.beside) >= _MOST_BESIDE
 
     def _ask(self, requested: RollingRequested, part: RollingPart, now_s: float) -> None:
         if (process := part.restarts) is not None:
@@ -256,7 +273,7 @@ class RollingRestarts:
         elif part.grows is None:
             requested = replace(requested, beside=())  # a failed one is not tried again
         elif done and (grown := self._pools.desired) is not None:
-            requested = replace(requested, beside=tuple(member.instance_id for member in grown.starts))
+            requested = replace(requested, beside=(*requested.beside, *(each.instance_id for each in grown.starts)))
         is_last = part.restarts is None and part.grows is None
         if not done and (is_last or requested.ends_as is None):  # what was taken back is over as it should be
             outcome = "not known" if record is None else f"{record.state}: {record.detail}"

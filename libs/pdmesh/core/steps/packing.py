@@ -14,6 +14,7 @@ from pdmesh.core.commands import RunStep
 from pdmesh.core.groups.prefill_groups import GroupPlanner
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.step_slots import StepSlots
+from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.batching import Modes
@@ -31,7 +32,7 @@ from pdmesh.core.steps.reusing import PrefillCandidate, Reusing
 from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.waiting.queue import in_order
-from pdmesh.model import GRANULE_TOKENS, InstanceId, Role
+from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, Role
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
@@ -164,6 +165,8 @@ class Round:
         self._least_work_tokens = mesh.queue.least_work_tokens
         self._step_slots: dict[InstanceId, StepSlot] = {}
         self._is_held_whole = True  # the head's prompt, by some instance
+        self._new_weights = mesh.new_weights
+        self._weights: str | None = None  # those that the head is placed on; None: no matter which
         for instance in instances:
             self._open(instance)
 
@@ -208,7 +211,7 @@ class Round:
                     queue.defer(head, as_long=self._bundle.is_long(head.request, head.num_reused_tokens))
                 case Wait.FOR_INSTANCE:
                     queue.park(head)
-                case Wait.FOR_KEPT:
+                case Wait.FOR_KEPT | Wait.FOR_WEIGHTS:
                     queue.step_aside(head)
                     num_aside += 1
                     if num_aside == MAX_ASIDE:
@@ -219,6 +222,12 @@ class Round:
     def _place_for(self, head: RequestState) -> Placement | Wait:
         """Return where the head goes, or what it waits for. Running prompts take their part of the steps first."""
         mesh, bundle, request = self._mesh, self._bundle, head.request
+        self._weights = request.weights or self._new_weights
+        if self._weights is not None:
+            request = head.use_weights(self._weights)
+        is_begun_by_others = self._weights != self._new_weights
+        if is_begun_by_others and not have_pair(self._usable_of(request.weights)):
+            return self._place_to_finish(request)
         if self._prefill_groups.awaits_members(head, bundle):
             return Wait.FOR_TURN
         if mesh.spreads_contexts:
@@ -258,9 +267,11 @@ class Round:
             spans_classes=mesh.spans_classes,
             depths=depths,
             cut=mesh.cut,
-            instances=mesh.instances.values(),
+            instances=[each for each in mesh.instances.values() if self._has_weights(each)] if mesh.cut else (),
             slow_from=mesh.slow_from if mesh.links.are_uneven else None,
         )
+        if is_begun_by_others and placement in (Wait.FOR_ROOM, Wait.FOR_STEP_SLOT):
+            return Wait.FOR_WEIGHTS
         if placement is Wait.FOR_ROOM:
             is_long = bundle.is_long(request, head.num_reused_tokens)
             wait = room_or_turn(is_long, self._known.any_long)
@@ -271,7 +282,11 @@ class Round:
         is_long = bundle.is_long(request, head.num_reused_tokens)
         if self._for_waiting and bundle.local_prefill is not None and not is_long:
             no_use = self._step_slots.keys() | mesh.cut.of(request.gateway_id)
-            spare = (instance for instance in self._known.spare() if instance.instance_id not in no_use)
+            spare = (
+                instance
+                for instance in self._known.spare()
+                if instance.instance_id not in no_use and self._has_weights(instance)
+            )
             local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers, depths)
             if local is not None:
                 return local
@@ -291,6 +306,7 @@ class Round:
             holder
             for holder in self._reusing.holders(depths)
             if self._known.is_spare(holder)
+            and self._has_weights(holder)
             and holder.instance_id not in self._step_slots
             and holder.kv_group not in self._handovers.closed_groups
             and holder.can_stay(head.request)
@@ -304,13 +320,33 @@ class Round:
         """The instances whose next step takes a first chunk of the head, in the order of the placement."""
         opened = [step_slot.instance for step_slot in self._step_slots.values()]
         for instance in self._known.for_prompts(opened, others=self._for_waiting):
-            if instance.takes_prompts and self._fits(instance, head):
+            if instance.takes_prompts and self._has_weights(instance) and self._fits(instance, head):
                 yield instance
 
     def _may_begin(self, instance: InstanceState, head: RequestState) -> bool:
         """Whether an instance may have a step slot, and its next step takes a first chunk of the head."""
         has_slot = instance.instance_id in self._step_slots or (self._for_waiting and self._known.is_taker(instance))
-        return has_slot and instance.takes_prompts and self._fits(instance, head)
+        return has_slot and instance.takes_prompts and self._has_weights(instance) and self._fits(instance, head)
+
+    def _has_weights(self, instance: InstanceState) -> bool:
+        """Whether an instance has the weights that the head is placed on."""
+        return self._weights is None or instance.weights == self._weights
+
+    def _usable_of(self, weights: str) -> list[InstanceState]:
+        return [each for each in self._mesh.instances.values() if each.weights == weights and each.is_usable]
+
+    def _place_to_finish(self, request: Request) -> Placement | Wait:
+        """Place a request that was begun by weights which serve no new ones, on an instance that decodes: it stays.
+
+        An operator may be emptying that instance, until the operation's time is up.
+        """
+        open_ones = [each for each in self._mesh.instances.values() if each.may_serve(request) and each.is_open_to_begun]
+        unheard = self._mesh.cut.of(request.gateway_id)
+        for instance in open_ones:
+            has_slot = instance.instance_id in self._step_slots or self._known.has_room(instance)
+            if has_slot and instance.instance_id not in unheard and instance.can_finish(request):
+                return Placement(instance, instance)
+        return Wait.FOR_WEIGHTS if any(each.could_decode(request) for each in open_ones) else Wait.FOR_INSTANCE
 
     def _fits(self, instance: InstanceState, head: RequestState) -> bool:
         """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import NOTHING_KEPT, Decoders
+from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.recovery.cut_pairs import CutPairs
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Request
@@ -33,6 +34,7 @@ class Wait(Enum):
     FOR_KEPT = auto()  # an instance that keeps its prefix has no step slot, and will be cheaper than the others
     FOR_TURN = auto()  # the policy lets it wait; others may go past it
     FOR_INSTANCE = auto()  # nothing that is there could ever take it
+    FOR_WEIGHTS = auto()  # the weights that began it have no room; others may go past it
 
 
 class Placement(NamedTuple):
@@ -263,12 +265,6 @@ def _able(request: Request, instances: Collection[InstanceState], *, by_number: 
             yield instance
 
 
-def have_pair(instances: Collection[InstanceState]) -> bool:
-    """Whether some instance prefills and some instance, perhaps the same, decodes what it prefilled."""
-    groups = {instance.kv_group for instance in instances if instance.role_decodes}
-    return any(instance.role_prefills and instance.kv_group in groups for instance in instances)
-
-
 def unready_reason(instances: Iterable[InstanceState]) -> str | None:
     """Why no request can be served now; None if one can."""
     takers = [instance for instance in instances if instance.is_usable]
@@ -278,4 +274,4 @@ def unready_reason(instances: Iterable[InstanceState]) -> str | None:
         return "no prefill instance is there"
     if not any(instance.role_decodes for instance in takers):
         return "no decode instance is there"
-    return "no prefill and decode instance have the same model and KV layout"
+    return "no prefill and decode instance have the same model, weights and KV layout"

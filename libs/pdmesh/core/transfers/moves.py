@@ -19,7 +19,7 @@ from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.phases import Phase
 from pdmesh.core.requests import RequestState
 from pdmesh.core.transfers.transfer import Move
-from pdmesh.model import InstanceId, RequestKey, TransferPurpose
+from pdmesh.model import InstanceId, RequestKey, TransferPurpose, short_weights
 from pdmesh.policy.on_demand import granted_blocks
 from pdmesh.policy.seams import DecodePlacement
 
@@ -51,6 +51,11 @@ class Moves:
         source, allocation = self._where(state)
         if source is target:
             return f"decodes on {target.instance_id} already"
+        if source.weights != target.weights:
+            return (
+                f"was begun with other weights ({short_weights(source.weights)}) than {target.instance_id} has "
+                f"({short_weights(target.weights)})"
+            )
         if source.kv_group != target.kv_group:
             return f"has KV of another model or layout than {target.instance_id}"
         if state.members and source.exact_group != target.exact_group:

@@ -8,6 +8,7 @@ from pdmesh.core.commands import Outcome
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestCancelled
 from pdmesh.core.groups.prefill_groups import GroupPlanner
+from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.judging import Judge
@@ -15,9 +16,9 @@ from pdmesh.core.operators.operations import COME_BACK_S
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.loading import reusable
-from pdmesh.core.steps.placing import could_place, have_pair, unready_reason
+from pdmesh.core.steps.placing import could_place, unready_reason
 from pdmesh.core.waiting.admission import Admission, work_us
-from pdmesh.model import GRANULE_TOKENS, RejectReason, Request
+from pdmesh.model import GRANULE_TOKENS, RejectReason, Request, short_weights
 from pdmesh.policy.bundle import Bundle
 
 
@@ -94,7 +95,7 @@ class NewRequests:
         )
 
     def _is_too_long(self, request: Request, bundle: Bundle) -> bool:
-        kinds = self._mesh.kinds
+        kinds = [each for each in self._mesh.kinds if each.may_serve(request)]
         return have_pair(kinds) and not could_place(request, kinds, by_number=False)
 
     def cancelled(self, event: RequestCancelled) -> None:
@@ -110,7 +111,13 @@ class NewRequests:
         retry_after_s = self._config.retry_after_s
         while (state := self._mesh.queue.first_due(now_s)) is not None:
             unready = unready_reason(self._mesh.instances.values())
-            if unready is None and state.resumed_s is not None:
+            if unready is None and self._is_without_weights(state.request):
+                message = (
+                    f"its answer was begun with the weights {short_weights(state.request.weights)}, which no instance "
+                    "has any more: send the request again"
+                )
+                self._mesh.reject(state, RejectReason.WEIGHTS_GONE, message, retry_after_s)
+            elif unready is None and state.resumed_s is not None:
                 if self._mesh.queue.is_parked(state) and not self._may_fit_yet(state.resumed_s, now_s):
                     message = f"{_length(state.request)} fit no instances that are left or expected"
                     self._mesh.reject(state, RejectReason.TOO_LONG, message, None)
@@ -122,6 +129,15 @@ class NewRequests:
                 self._mesh.reject(state, RejectReason.QUEUE_TIMEOUT, message, retry_after_s)
             else:
                 self._mesh.reject(state, RejectReason.NO_INSTANCE, unready, retry_after_s)
+
+    def _is_without_weights(self, request: Request) -> bool:
+        """Whether no instance could finish a request, and some could if its tokens were of their weights."""
+        if not request.weights:
+            return False
+        return not any(
+            each.may_serve(request) and each.is_open_to_begun and each.could_decode(request)
+            for each in self._mesh.instances.values()
+        )
 
     def _may_fit_yet(self, resumed_s: float, now_s: float) -> bool:
         """Whether an instance that was lost may come back in time for what has waited since ``resumed_s``."""

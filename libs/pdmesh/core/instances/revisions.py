@@ -1,0 +1,108 @@
+"""The weights identities in a mesh: which one new requests are placed on, and what people are told of several.
+
+KV and tokens never pass from one identity to another. A request without tokens may be computed by any. One with tokens
+goes on where its identity is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.model import InstanceId, Role, short_weights
+
+#: New requests of which shares are told, the latest.
+NUM_COUNTED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionView:
+    """The instances of one weights identity."""
+
+    weights: str
+    instance_ids: tuple[InstanceId, ...]
+    share: float  # of the latest new requests, 0 to 1
+    takes_new: bool  # new requests are placed here
+
+
+class NewRequestShares:
+    """Counts the latest new requests by the weights that they were placed on."""
+
+    def __init__(self) -> None:
+        self._latest: deque[str] = deque()
+        self._numbers = Counter[str]()
+
+    def placed(self, weights: str) -> None:
+        """Note that a new request was placed on an instance with these weights."""
+        self._latest.append(weights)
+        self._numbers[weights] += 1
+        if len(self._latest) > NUM_COUNTED:
+            self._numbers[self._latest.popleft()] -= 1
+
+    def of(self, weights: str) -> float:
+        """Return the share of the latest new requests that these weights took."""
+        return self._numbers[weights] / max(1, len(self._latest))
+
+
+def have_pair(instances: Collection[InstanceState]) -> bool:
+    """Whether some instance prefills and some instance, perhaps the same, decodes what it prefilled."""
+    groups = {instance.kv_group for instance in instances if instance.role_decodes}
+    return any(instance.role_prefills and instance.kv_group in groups for instance in instances)
+
+
+def weights_for_new(instances: Collection[InstanceState]) -> str | None:
+    """Return the newest identity whose usable instances can serve a request; None if there is none."""
+    for members in _newest_first(instances):
+        if have_pair([each for each in members if each.is_usable]):
+            return members[0].weights
+    return None
+
+
+def role_that_new_weights_lack(instances: Collection[InstanceState]) -> Role | None:
+    """Return the role without which the newest identity cannot serve a request; None if it can, or lacks both."""
+    members = next(iter(_newest_first(instances)), [])
+    can_prefill, can_decode = any(each.role_prefills for each in members), any(each.role_decodes for each in members)
+    if can_prefill == can_decode:
+        return None
+    return Role.DECODE if can_prefill else Role.PREFILL
+
+
+def _newest_first(instances: Collection[InstanceState]) -> list[list[InstanceState]]:
+    """Return the instances of each identity.
+
+    An identity is as old as the process of its first instance that is there, so that an instance which is started
+    again does not make its weights new. Of two equally old ones the later by name comes first.
+    """
+    members: dict[str, list[InstanceState]] = {}
+    for each in instances:
+        members.setdefault(each.weights, []).append(each)
+
+    def age(weights: str) -> tuple[float, str]:
+        return min([each.profile.started_at for each in members[weights]]), weights
+
+    return [members[weights] for weights in sorted(members, key=age, reverse=True)]
+
+
+def revisions(instances: Collection[InstanceState], shares: NewRequestShares) -> list[RevisionView]:
+    """Return what is told of each identity, in the order in which their first instances joined."""
+    members: dict[str, list[InstanceId]] = {}
+    for each in instances:
+        members.setdefault(each.weights, []).append(each.instance_id)
+    newest = weights_for_new(instances)
+    return [RevisionView(name, tuple(ids), shares.of(name), name == newest) for name, ids in members.items()]
+
+
+def several_revisions(model: str, shares: Mapping[str, tuple[int, float]]) -> str | None:
+    """Return a sentence on a model that several identities serve, from their instances and shares; None of one."""
+    if len(shares) < 2:
+        return None
+    parts = [
+        f"{short_weights(weights)} ({number} {'instance' if number == 1 else 'instances'}, {share:.0%} of new requests)"
+        for weights, (number, share) in shares.items()
+    ]
+    return (
+        f"model {model!r} is served by {len(parts)} revisions of its weights: {', '.join(parts)}. Each answer is "
+        "finished by the weights that began it; `pdmesh restart --rolling` brings all instances to one revision"
+    )
