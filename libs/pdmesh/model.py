@@ -255,6 +255,10 @@ class Request:
         return self.prefix[: (self.num_prompt_tokens - 1) // GRANULE_TOKENS]
 
 
+#: Of a weights identity.
+MAX_WEIGHTS_CHARS = 64
+
+
 def short_weights(weights: str) -> str:
     """Return the first letters of a weights identity, for people."""
     return weights[:6] or "unknown"

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
+    FetchKept,
     ForgetRequest,
     GrantTransfer,
     GrowKv,
@@ -29,6 +30,7 @@ from pdmesh.core.commands import (
     Reject,
     Restart,
     RunStep,
+    SendKept,
     SetRole,
     WakeAt,
 )
@@ -77,6 +79,7 @@ from pdmesh.model import (
     Epoch,
     GatewayId,
     InstanceId,
+    InstanceProfile,
     ManagedProcess,
     OperationId,
     OperationKind,
@@ -159,6 +162,7 @@ class MeshMachine(RuleBasedStateMachine):
         has_pool=st.booleans(),
         num_classes=st.sampled_from((1, 1, 2)),
         num_stages=st.sampled_from((1, 1, 2, 3)),
+        num_revisions=st.sampled_from((1, 1, 2)),
     )
     def begin(
         self,
@@ -170,8 +174,10 @@ class MeshMachine(RuleBasedStateMachine):
         has_pool: bool = False,
         num_classes: int = 1,
         num_stages: int = 1,
+        num_revisions: int = 1,
     ) -> None:
         self.now_s = 0.0
+        self.num_revisions, self.revision = num_revisions, 0
         self.num_classes = num_classes
         self.has_groups = "in groups" in shape
         in_turn = "in turn" in shape or self.has_groups
@@ -208,6 +214,7 @@ class MeshMachine(RuleBasedStateMachine):
             ]
         }
         self.drawn_in: dict[RequestKey, str] = {}  # class of the instance that drew the last token
+        self.drawn_with: dict[RequestKey, str] = {}  # its weights
         self.processes = set(self.profiles)  # that the actuator has, of instances that are there or come back
         self.services = {"gateway": 1, "scheduler": 1}  # processes that are no instances, with their pids
         self.mesh = ModelledMesh(self.profiles.values(), self.max_total_of)
@@ -306,6 +313,7 @@ class MeshMachine(RuleBasedStateMachine):
         self.check_recomputed(event, commands)
         self.note_operations()
         self.check_classes(commands)
+        self.check_weights(commands)
         assert self.diligent.handle(event, self.now_s) == commands, "an instance was overlooked"
         for command in commands:
             match command:
@@ -496,9 +504,29 @@ class MeshMachine(RuleBasedStateMachine):
                 case _:
                     pass
 
+    def check_weights(self, commands: Sequence[Command]) -> None:
+        """No command names instances of two weights identities, nor gives a request to another than its tokens'."""
+        instances = self.core._mesh.instances
+        for command in commands:
+            match command:
+                case PlaceDecode() | GrantTransfer() | FetchKept() | SendKept():
+                    ids = {command.instance_id, *command.transfer.source_ids, *command.transfer.destination_ids}
+                case AdmitPrefill(group=group, transfer=transfer):
+                    ids = {command.instance_id, *(() if group is None else group.member_ids)}
+                    ids.update(() if transfer is None else transfer.destination_ids)
+                    request = self.awaited.get(command.request_id)
+                    if request is not None and request.epoch == command.epoch and request.weights:
+                        assert instances[command.instance_id].weights == request.weights, f"{command} with others"
+                case _:
+                    continue
+            weights = {instances[instance_id].weights for instance_id in ids if instance_id in instances}
+            assert len(weights) == 1, f"{command} between {weights}"
+
     def check_may_prefill(self, command: AdmitPrefill) -> None:
         role = self.roles[command.instance_id]
-        assert command.instance_id not in self.draining | self.closed, f"{command} on an instance that drains"
+        is_begun = bool(self.awaited[command.request_id].weights) and not command.moves_on
+        closed = () if is_begun and self.num_revisions > 1 else self.closed
+        assert command.instance_id not in {*self.draining, *closed}, f"{command} on an instance that drains"
         assert command.instance_id not in self.silent, f"{command} on an instance that is silent"
         if command.group is not None:
             assert role.can_prefill, f"{command} on an instance that does not prefill"
@@ -615,13 +643,21 @@ class MeshMachine(RuleBasedStateMachine):
         self.granted_blocks = {key: number for key, number in self.granted_blocks.items() if key[0] != instance_id}
         self.allocated.discard(instance_id)
 
+    def waits_for_weights(self, request: Request) -> bool:
+        """Whether others may pass a request, since other weights began it than new requests get."""
+        return request.weights not in ("", self.core.new_weights)
+
     def check_overtakes_nobody(self, placed: Request) -> None:
         """By the bundle's order, its lanes and its ties, of all of its tenant that wait.
 
         A policy may let a prompt wait for its turn behind long ones, and with it its lane.
         """
         order = self.chosen.order
-        waiting = {key: request for key, request in self.waiting.items() if request.tenant == placed.tenant}
+        waiting = {
+            key: request
+            for key, request in self.waiting.items()
+            if request.tenant == placed.tenant and (request is placed or not self.waits_for_weights(request))
+        }
         ranks = {key: order.rank(request, 0, None) for key, request in waiting.items()}
         line = sorted(waiting, key=lambda key: (ranks[key].place, *order_of(self.waiting[key])), reverse=True)
         heads = list({ranks[key].bucket: key for key in line}.values())
@@ -708,6 +744,7 @@ class MeshMachine(RuleBasedStateMachine):
                 num_prompt_tokens=old.num_prompt_tokens + num_drawn,
                 max_tokens=old.max_tokens - num_drawn,
                 arithmetic=self.drawn_in.get(key_of(old), "") if num_drawn else old.arithmetic,
+                weights=self.drawn_with.get(key_of(old), "") if num_drawn else old.weights,
             )
         self.submit(new)
 
@@ -942,6 +979,8 @@ class MeshMachine(RuleBasedStateMachine):
             if self.is_current(*key):
                 self.num_drawn[key[0]] = instance.num_tokens(key) - self.awaited[key[0]].num_prompt_tokens
                 self.drawn_in[key] = instance.profile.arithmetic
+                self.drawn_with[key] = weights = instance.profile.weights
+                assert self.awaited[key[0]].weights in ("", weights), f"{key} has tokens of two identities"
         for event in instance.events:
             if isinstance(event, RequestFinished) and self.is_current(event.request_id, event.epoch):
                 del self.awaited[event.request_id]
@@ -978,6 +1017,17 @@ class MeshMachine(RuleBasedStateMachine):
         self.mesh.pieces.cut_off(instance.instance_id)
         self.feed(InstanceLost(instance.instance_id))
 
+    @precondition(lambda self: self.num_revisions > 1)
+    @rule()
+    def weights_are_replaced(self) -> None:
+        """Where they lie: the processes that are started from now on load others."""
+        self.revision += 1
+
+    def next_process(self, before: InstanceProfile) -> InstanceProfile:
+        """A process that loads the weights that there are now."""
+        weights = f"weights {self.revision % self.num_revisions}" if self.revision else ""
+        return replace(before, pid=before.pid + 1, weights=weights, started_at=self.now_s)
+
     @rule(data=st.data())
     def stopped_process_starts_again(self, data: st.DataObject) -> None:
         """An operation asked for that; what is still there is lost with it."""
@@ -993,8 +1043,7 @@ class MeshMachine(RuleBasedStateMachine):
         instance_id = instance.instance_id
         self.mesh.pieces.cut_off(instance_id)
         self.feed(InstanceLost(instance_id))
-        before = self.profiles[instance_id]
-        self.profiles[instance_id] = replace(before, pid=before.pid + 1)
+        self.profiles[instance_id] = self.next_process(self.profiles[instance_id])
         self.mesh.instances[instance_id] = self.new_instance(instance_id)
         self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
 
@@ -1018,7 +1067,7 @@ class MeshMachine(RuleBasedStateMachine):
             self.feed(InstanceUnreachable(instance_id))
             before = self.profiles[instance_id]
             arithmetic = self.class_of(int(before.arithmetic[-1:] or 0) + 1)
-            self.profiles[instance_id] = replace(before, pid=before.pid + 1, arithmetic=arithmetic)
+            self.profiles[instance_id] = replace(self.next_process(before), arithmetic=arithmetic)
             self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
 
@@ -1234,7 +1283,7 @@ class MeshMachine(RuleBasedStateMachine):
         else:
             instance_id = what.instance_id
             like = next(iter(self.profiles.values()))
-            self.profiles[instance_id] = replace(like, instance_id=instance_id, role=what.role)
+            self.profiles[instance_id] = replace(self.next_process(like), instance_id=instance_id, role=what.role)
             self.processes.add(instance_id)
             self.mesh.instances[instance_id] = self.new_instance(instance_id)
             self.feed(self.mesh.instances[instance_id].rejoin(self.gateway_of))
@@ -1368,8 +1417,10 @@ class MeshMachine(RuleBasedStateMachine):
             self.operator_switches("fcfs")  # a pool that is empty has requests wait until somebody joins it
             busy = True
         if not busy and not any(instance.held for instance in self.mesh.instances.values()):
-            is_served = not self.has_resized or self.core.unready_reason is None
-            assert self.core.num_waiting == 0 or not is_served, "requests wait though the mesh is empty"
+            may_be_unready = self.has_resized or self.num_revisions > 1
+            is_served = not may_be_unready or self.core.unready_reason is None
+            num_unserved = sum(map(self.waits_for_weights, self.waiting.values()))
+            assert self.core.num_waiting <= num_unserved or not is_served, "requests wait though the mesh is empty"
             assert not self.allocated, f"residents of {self.allocated} would wait for ever"
         if not busy and self.wake_at_s is not None and self.wake_at_s > self.now_s:
             self.now_s = self.wake_at_s

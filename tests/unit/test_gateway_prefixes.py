@@ -45,8 +45,18 @@ async def of(
     mesh_token: str = "token",
     info: ModelInfo = INFO,
     model: str = "served",
+    weights: str = "",
 ) -> PromptPrefix:
-    return await Prefixes(mesh_token, sharing, info, model).of(prompt, params, tenant=tenant, salt=salt)
+    prefixes = Prefixes(mesh_token, sharing, info, model)
+    return await prefixes.of(prompt, params, tenant=tenant, salt=salt, weights=weights)
+
+
+async def test_weights_of_two_identities_have_no_hash_in_common() -> None:
+    one, other = await of(weights="one"), await of(weights="other")
+    assert one.granules
+    assert not set(one.granules) & set(other.granules)
+    assert one.granules == (await of(weights="one")).granules
+    assert (one.weights, other.weights) == ("one", "other")
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=700), st.lists(st.integers(0, 2**31 - 1), max_size=700))

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, SamplingParams
+from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids, unpack_token_ids
 from pdmesh_gateway.mailbox import Mailbox
+from pdmesh_gateway.prefixes import PromptPrefix
 from pdmesh_gateway.transcript import (
     BREAK_GRACE_S,
     MAX_AHEAD,
@@ -498,3 +500,62 @@ async def test_a_resumed_request_tells_the_class_of_who_drew_its_last_token() ->
     transcripts.source_lost(B)
     assert t.restart(blame=1.0)
     assert t.generation(transcripts.arithmetic_of(t)).arithmetic == "bfloat16/dot-amx-1"
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+async def test_all_tokens_are_drawn_with_the_weights_of_the_first() -> None:
+    """An instance whose process was replaced has other weights, and its old name."""
+    t = transcript()
+    t.offer(token(0), A, "old")
+    t.offer(token(1), A, "new")
+    assert list(t.output) == [100]
+    assert t.num_dropped == 1
+    assert t.resume_at_s == 5.0
+    assert t.restart(blame=0.0)
+    assert t.generation().weights == "old"
+    t.offer(token(1, epoch=1), A, "new")
+    assert list(t.output) == [100]
+    assert t.restart(blame=0.0)
+    t.offer(token(1, epoch=2), B, "old")
+    assert list(t.output) == [100, 101]
+
+
+async def test_a_token_that_came_ahead_with_other_weights_is_not_delivered() -> None:
+    t = transcript()
+    t.offer(token(1), B, "new")
+    t.offer(token(0, next_=B), A, "old")
+    assert list(t.output) == [100]
+    assert t.resume_at_s is not None
+    assert t.restart(blame=0.0)
+    t.offer(token(1, epoch=1), B, "old")
+    assert list(t.output) == [100, 101]
+
+
+async def test_a_request_without_tokens_may_begin_with_any_weights() -> None:
+    t = transcript()
+    t.offer(token(1), A, "old")
+    assert t.restart(blame=0.0)
+    assert t.generation().weights == ""
+    t.offer(token(0, epoch=1), A, "new")
+    assert t.generation().weights == "new"
+
+
+async def test_hashes_go_with_the_weights_that_they_are_made_for() -> None:
+    t = transcript(list(range(300)))
+    hasher = PrefixHasher("token")
+    root = hasher.root(b"old")
+    packed = pack_token_ids(list(range(300)))
+    t.prefix = PromptPrefix(hasher, root, hasher.granules(root, packed), packed[4 * 256 :], "old")
+    assert (t.generation().prefix_root, t.generation().prefix_weights, len(t.generation().prefix)) == (root, "old", 2)
+    t.offer(token(0), A, "new")
+    assert (t.generation().prefix_root, t.generation().prefix_weights, t.generation().prefix) == (b"", "", ())
+
+
+async def test_log_probabilities_of_a_prompt_are_of_one_identity() -> None:
+    t = transcript(prompt_logprobs=0)
+    t.offer_prompt_logprobs(told(1, 2), "old")
+    assert t.restart(blame=0.0)
+    t.offer_prompt_logprobs(told(2, 1, epoch=1), "new")
+    assert list(t.prompt_logprobs) == [2]

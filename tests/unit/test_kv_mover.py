@@ -18,7 +18,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, PausedTransfer, SentTransfer
-from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header
+from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key, unpack_header, weights_word
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sender import KvSender
@@ -775,6 +775,31 @@ async def test_who_does_not_know_the_mesh_token_forges_nothing(maker: TransportM
         assert isinstance(await pair.b.outcome(), LandedTransfer)
         assert isinstance(await pair.a.outcome(), SentTransfer)
         assert pair.b.mover.counters().dropped == {"malformed": 1}
+        pair.check_moved()
+        pair.free_all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PieceKind if kind is not PieceKind.PROBE])
+async def test_pieces_of_other_weights_are_dropped_and_counted(maker: TransportMaker, kind: PieceKind) -> None:
+    """With the right key, request, epoch and capability."""
+    good = _forgeries()[0].header
+    header = good._replace(
+        kind=kind,
+        request_key=request_key(REQUEST),
+        capability=CAPABILITY,
+        weights=weights_word("others"),
+        num_context_tokens=37,
+    )
+    async with open_pair(maker) as pair:
+        pair.expect()
+        await send_raw(pair, header, bytes(good.payload_bytes))
+        sender = pair.offer()
+        pair.compute(sender)
+        sender.commit(FirstToken(1, 0))
+        pair.grant()
+        assert isinstance(await pair.b.outcome(), LandedTransfer)
+        assert isinstance(await pair.a.outcome(), SentTransfer)
+        assert pair.b.mover.counters().dropped == {"weights": 1}
         pair.check_moved()
         pair.free_all()
 

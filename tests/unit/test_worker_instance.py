@@ -431,6 +431,14 @@ def admitted_while_stopping(generation: Generation, running: RunningInstance) ->
     running.admit(generation, kv_moves=False)
 
 
+def begun_by_other_weights(generation: Generation, running: RunningInstance) -> None:
+    running.admit(replace(generation, weights="others"), kv_moves=False)
+
+
+def begun_elsewhere_by_other_weights(generation: Generation, running: RunningInstance) -> None:
+    expect(replace(generation, weights="others"), running, num_context_tokens=12)
+
+
 def admit(generation: Generation, running: RunningInstance, *, num_blocks: int) -> None:
     instance_id = running.instance.instance_id
     command = AdmitPrefill(
@@ -488,6 +496,8 @@ def replace(generation: Generation, **changes: object) -> Generation:
         empty_chunk,
         last_chunk_not_called_so,
         admitted_while_stopping,
+        begun_by_other_weights,
+        begun_elsewhere_by_other_weights,
     ],
 )
 async def test_what_cannot_be_done_is_refused_and_harms_nobody(break_it: Break) -> None:

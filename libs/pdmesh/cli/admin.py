@@ -18,8 +18,9 @@ from pdmesh.cli.state import MeshRecord, StateFolder
 from pdmesh.cli.terminal import terminal
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.instances.arithmetic import several_classes
+from pdmesh.core.instances.revisions import several_revisions
 from pdmesh.errors import PdmeshError, ProtocolError
-from pdmesh.model import GRANULE_TOKENS
+from pdmesh.model import GRANULE_TOKENS, short_weights
 from pdmesh.wire import messages
 from pdmesh.wire.admin import ask_scheduler
 
@@ -59,9 +60,20 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     classes = several_classes({row.instance_id: row.arithmetic for row in messages.in_order(answer.instances)})
     if classes is not None:
         console.print(classes, style="yellow")
+    if (weights := weights_line(answer)) is not None:
+        console.print(weights, style="yellow" if len(answer.revisions) > 1 else None)
     if answer.tenants:
         console.print()
         console.print(tenants_table(answer))
+
+
+def weights_line(answer: messages.MeshStatus) -> str | None:
+    """Say which weights are loaded; of several identities, on how many instances, and how many requests each takes."""
+    model = answer.instances[0].model if answer.instances else ""
+    shares = {each.weights: (len(each.instance_ids), each.share) for each in answer.revisions}
+    if (sentence := several_revisions(model, shares)) is not None:
+        return sentence
+    return next((f"weights {short_weights(weights)} on all instances" for weights in shares if weights), None)
 
 
 def show_request(config: MeshConfig, state: StateFolder, request_id: str, output: Output) -> None:

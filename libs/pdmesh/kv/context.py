@@ -52,13 +52,16 @@ class KvContext:
     call_soon: Callable[[Callable[[], object]], object]  # from any thread, without waiting for the result
     clock: Callable[[], float]
     on_outcome: OnOutcome
+    weights: int = 0  # see `PieceHeader.weights`
     peer_reads: PeerReads | None = None  # if instances read each other's caches
     dropped: Counter[str] = field(default_factory=Counter[str])  # pieces, by the reason
     num_asked_again: int = 0  # of those damaged
 
     def writer(self, block_ids: Sequence[int] = ()) -> PieceWriter:
         """Return a writer of a request's pieces; until closed, peers that can may read its blocks, if there are any."""
-        means = Means(store=self.store, transport=self.transport, key=self.key, copies=self.copies)
+        means = Means(
+            store=self.store, transport=self.transport, key=self.key, copies=self.copies, weights=self.weights
+        )
         peer_reads = self.peer_reads if block_ids else None
         window = None if peer_reads is None else peer_reads.begin()
         if peer_reads is None or window is None:

@@ -58,7 +58,7 @@ from pdmesh.kv.incoming import PieceReader
 from pdmesh.kv.outcome import OnOutcome
 from pdmesh.kv.parts import AttendPart, KvParts
 from pdmesh.kv.peer_reads import PeerReads
-from pdmesh.kv.piece import PieceKind, unpack_header
+from pdmesh.kv.piece import PieceKind, unpack_header, weights_word
 from pdmesh.kv.probes import KvProbes
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
@@ -110,9 +110,11 @@ class KvMover:
         memory: Sequence[memoryview] = (),
         attend_part: AttendPart | None = None,
         wakeup: Wakeup | None = None,
+        weights: str = "",
     ) -> None:
         """``memory`` is what others copy pieces from and to, beside the transport's. Raises ConfigError.
 
+        ``weights`` is the identity of those that the KV is computed with: pieces of others are dropped.
         ``attend_part`` answers questions about parts of contexts; ``wakeup`` wakes the thread that asks them.
         """
         if config.max_payload_bytes < store.layout.block_bytes:
@@ -130,6 +132,7 @@ class KvMover:
         self._memory = memory
         self._attend_part = attend_part
         self._wakeup = wakeup or Wakeup()
+        self._weights = weights_word(weights)
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
@@ -151,6 +154,7 @@ class KvMover:
             call_soon=asyncio.get_running_loop().call_soon_threadsafe,
             clock=self._clock,
             on_outcome=self._on_outcome,
+            weights=self._weights,
             peer_reads=peer_reads,
         )
         reader = PieceReader(context, self._pool)
@@ -231,6 +235,8 @@ class KvMover:
             if header.kind is PieceKind.PROBE:
                 self.probes.take(header)
                 piece.release()
+            elif header.weights != self._weights:
+                self._context.drop(piece, "weights")
             elif header.kind in (PieceKind.QUERY, PieceKind.ANSWER, PieceKind.TOKENS):
                 self.parts.take(header, piece)
             elif header.request_key in self.groups:

@@ -29,6 +29,7 @@ class Means(TypedDict):
     transport: KvTransport
     key: MeshKey
     copies: CallThreads  # that copy and check pieces
+    weights: int  # see `PieceHeader.weights`
 
 
 class PieceWriter:
@@ -43,6 +44,7 @@ class PieceWriter:
         self._transport = means["transport"]
         self._key = means["key"]
         self._copies = means["copies"]
+        self._weights = means["weights"]
 
     @property
     def max_pages(self) -> int:
@@ -116,7 +118,7 @@ class PieceWriter:
         """
         async with self._transport.lend() as buffer:
             begins()
-            pack_header(header, buffer.header, self._key)
+            pack_header(header._replace(weights=self._weights), buffer.header, self._key)
             await self._transport.send(address, buffer, 0, is_notice=is_notice)
 
     async def ask(self, address: bytes, blocks: Blocks, about: PieceHeader) -> None:
@@ -131,7 +133,8 @@ class PieceWriter:
         async with self._transport.lend() as buffer:
             room = buffer.payload[: len(payload)]
             room[:] = payload
-            header = about._replace(payload_bytes=len(payload), check=self._key.close_payload(room))
+            check = self._key.close_payload(room)
+            header = about._replace(payload_bytes=len(payload), check=check, weights=self._weights)
             pack_header(header, buffer.header, self._key)
             await self._transport.send(address, buffer, len(payload))
         self.num_pieces += 1
@@ -197,5 +200,6 @@ class PieceWriter:
             part=self._part(blocks),
             payload_bytes=payload_bytes,
             check=self._key.close_payload(payload),
+            weights=self._weights,
         )
         pack_header(header, buffer.header, self._key)

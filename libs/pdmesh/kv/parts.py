@@ -21,7 +21,6 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.context import KvContext, TransferSide, mismatch
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.kv.gate import Wakeup
-from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
 from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.threads import CallThreads
@@ -232,9 +231,7 @@ class KvParts:
         self._threads = threads
         self._attend = attend
         self._wakeup = wakeup
-        self._writer = PieceWriter(
-            (), store=context.store, transport=context.transport, key=context.key, copies=context.copies
-        )
+        self._writer = context.writer()
         self._homes: dict[bytes, SpreadKv] = {}
         self._held: dict[bytes, HeldPart] = {}
         self._put, self._questions = anyio.create_memory_object_stream[_Question](MAX_QUESTIONS)

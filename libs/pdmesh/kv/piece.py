@@ -1,6 +1,6 @@
 """The fixed header of a piece, and the checks that come before anything else in it is believed.
 
-Little-endian, 116 bytes, and a seal that only services of the mesh can make (`pdmesh.transport.seal`), so that a
+Little-endian, 120 bytes, and a seal that only services of the mesh can make (`pdmesh.transport.seal`), so that a
 damaged or foreign header is told apart from a wrong one. The header is sent twice, because a receiver cannot ask again
 for a piece whose header it does not believe. What opens the payload is in the header.
 """
@@ -17,8 +17,8 @@ from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport.buffers import HEADER_BYTES
 from pdmesh.transport.seal import CHECK_BYTES, SEAL_BYTES, MeshKey
 
-_MAGIC = b"pdK8"  # the digit is the version
-_FIELDS = struct.Struct(f"<4sB?HI16sQ2HI2I4HI{CHECK_BYTES}s3I")
+_MAGIC = b"pdK9"  # the digit is the version
+_FIELDS = struct.Struct(f"<4sB?HI16sQI2HI2I4HI{CHECK_BYTES}s3I")
 _COPY_BYTES = _FIELDS.size + SEAL_BYTES
 assert 2 * _COPY_BYTES <= HEADER_BYTES
 
@@ -56,6 +56,7 @@ class PieceHeader(NamedTuple):
     request_key: bytes  # see `request_key`; between members of a group `pdmesh.kv.exchange.exchange_key`
     epoch: Epoch
     capability: int
+    weights: int = 0  # `weights_word` of the sender's: KV of other weights is of no use
     source: int = 0  # which of the transfer's sources and destinations, or of a group's members, this is between
     destination: int = 0
     num_members: int = 0  # KV between members of a group, and AGAIN: so many are sent it by the one that computed it
@@ -75,6 +76,13 @@ def request_key(request_id: RequestId) -> bytes:
     return hashlib.blake2b(request_id.encode(), digest_size=16).digest()
 
 
+def weights_word(weights: str) -> int:
+    """Return 32 bits that stand for a weights identity; 0 for one that is not known."""
+    if not weights:
+        return 0
+    return int.from_bytes(hashlib.blake2b(weights.encode(), digest_size=4, person=b"pdmesh weights").digest(), "little")
+
+
 def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
     """Write the sealed header into ``out``, which is `HEADER_BYTES` long."""
     fields = _FIELDS.pack(
@@ -85,6 +93,7 @@ def pack_header(header: PieceHeader, out: memoryview, key: MeshKey) -> None:
         header.epoch,
         header.request_key,
         header.capability,
+        header.weights,
         header.source,
         header.destination,
         header.chunk,
@@ -107,7 +116,7 @@ def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
     fields = key.open(data[:_COPY_BYTES]) or key.open(data[_COPY_BYTES : 2 * _COPY_BYTES])
     if fields is None:
         raise ProtocolError("a damaged piece header, or another mesh's")
-    magic, kind, has_token, num_members, epoch, request, capability, *numbers = _FIELDS.unpack(fields)
+    magic, kind, has_token, num_members, epoch, request, capability, weights, *numbers = _FIELDS.unpack(fields)
     if magic != _MAGIC:
         raise ProtocolError("not a piece of this version")
     if (known := _KINDS.get(kind)) is None:
@@ -119,6 +128,7 @@ def unpack_header(data: memoryview | bytes, key: MeshKey) -> PieceHeader:
         request_key=request,
         epoch=Epoch(epoch),
         capability=capability,
+        weights=weights,
         source=source,
         destination=destination,
         num_members=num_members,

@@ -353,6 +353,7 @@ async def running_instance(
             on_outcome=on_outcome,
             attend_part=engine.attend_part if range_tokens else None,
             wakeup=thread.wakeup,
+            weights=engine.weights,
         ) as mover,
         anyio.create_task_group() as tasks,
     ):
@@ -375,6 +376,7 @@ async def running_instance(
             tier=offloads,
             num_stages=engine.num_stages,
             range_tokens=range_tokens,
+            weights=engine.weights,
         )
 
         async def step() -> None:

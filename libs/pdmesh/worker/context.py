@@ -26,6 +26,7 @@ class InstanceContext:
     max_model_len: int  # tokens
     block_size: int  # tokens
     range_tokens: int  # that an instance holds of a context that is spread, beside its home; 0: none is
+    weights: str  # the identity of what its engine loaded
     tables: BlockTables
     windows: Windows
     mover: KvMover

@@ -114,6 +114,7 @@ class Instance:
         tier: OffloadTier | None = None,
         num_stages: int = 1,
         range_tokens: int = 0,
+        weights: str = "",
     ) -> None:
         self.role = role
         self.instance_id = instance_id
@@ -147,6 +148,7 @@ class Instance:
             max_model_len=max_model_len,
             block_size=block_size,
             range_tokens=range_tokens,
+            weights=weights,
             tables=tables,
             windows=windows,
             mover=mover,

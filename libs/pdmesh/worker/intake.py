@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 from functools import partial
 
+import msgspec
 import structlog
 
 from pdmesh.core.commands import FetchKept, PlaceDecode, SendKept
@@ -23,6 +24,7 @@ from pdmesh.model import (
     SamplingParams,
     TransferId,
     num_blocks_for,
+    short_weights,
 )
 from pdmesh.wire.messages import Admit, Generation, unpack_token_ids
 from pdmesh.worker.block_tables import StalePrefix
@@ -75,7 +77,7 @@ class Intake:
             self.refuse(generation, error)
             return
         request.num_computed_tokens = request.num_begun_tokens = request.num_reused_tokens
-        if command.leads and generation.prefix_root:
+        if command.leads and request.generation.prefix_root:
             self._context.metrics.cache_queries.inc(num_tokens)
             self._context.metrics.cache_hits.inc(request.num_reused_tokens)
         if command.moves_on:
@@ -127,6 +129,21 @@ class Intake:
         if self._context.sequences.get(request_id, epoch) is not None:
             raise ProtocolError("the request is held here already")
 
+    def _with_own_weights(self, generation: Generation) -> Generation:
+        """Return a request without hashes that are made for other weights: its KV is kept under none of them.
+
+        Raises ProtocolError if other weights drew its tokens.
+        """
+        own = self._context.weights
+        if generation.weights not in ("", own):
+            raise ProtocolError(
+                f"the request was begun with other weights ({short_weights(generation.weights)}) than are loaded here "
+                f"({short_weights(own)})"
+            )
+        if not generation.prefix_root or generation.prefix_weights == own:
+            return generation
+        return msgspec.structs.replace(generation, prefix_root=b"", prefix=())
+
     def take(
         self,
         generation: Generation,
@@ -150,6 +167,7 @@ class Intake:
         left holds only a part of its context at once, in so many blocks.
         """
         self.check_new(generation.request_id, generation.epoch)
+        generation = self._with_own_weights(generation)
         num_all_blocks = num_blocks + num_elsewhere_tokens // self._context.block_size
         if gives_back:
             if not 0 < self._context.range_tokens <= num_blocks * self._context.block_size:

@@ -57,7 +57,8 @@ from pdmesh.worker.token_links import open_token_links
 
 log = structlog.get_logger()
 
-_BEGAN_AT = int(time.time()) % (1 << 31)
+_STARTED_AT = time.time()
+_BEGAN_AT = int(_STARTED_AT) % (1 << 31)
 
 
 async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) -> None:
@@ -145,6 +146,8 @@ async def serve_instance(
             num_stages=engine.num_stages,
             compute=engine.compute_path,
             arithmetic=engine.arithmetic,
+            weights=engine.weights,
+            started_at=_STARTED_AT,
             deterministic=config.worker.deterministic,
             host=host_label(),
             drafts=drafter is not None,
@@ -177,8 +180,11 @@ async def serve_instance(
             memory=() if tier is None else [tier.memory],
             attend_part=engine.attend_part if range_tokens else None,
             wakeup=thread.wakeup,
+            weights=engine.weights,
         ) as mover,
-        open_token_links(instance_id, config.security, report=report, arithmetic=engine.arithmetic) as tokens,
+        open_token_links(
+            instance_id, config.security, report=report, arithmetic=engine.arithmetic, weights=engine.weights
+        ) as tokens,
         open_scheduler_channel(config.scheduler_address, config.security) as channel,
         anyio.create_task_group() as links,
     ):
@@ -202,6 +208,7 @@ async def serve_instance(
             tier=tier,
             num_stages=engine.num_stages,
             range_tokens=range_tokens,
+            weights=engine.weights,
         )
         scheduler = WorkerSession(
             channel,

@@ -226,13 +226,14 @@ async def open_token_links(
     *,
     report: Callable[[TokenLinkReported], None] = lambda _: None,
     arithmetic: str = "",
+    weights: str = "",
     max_queued: int = MAX_QUEUED_MESSAGES,
 ) -> AsyncGenerator[TokenLinks]:
     """Yield links that live as long as the block. ``arithmetic`` is the class that the instance says it computes in.
 
-    ``report`` hears which of them are down, and up again.
+    ``weights`` is the identity of those that it draws tokens with. ``report`` hears which of them are down, and up again.
     """
-    registration = RegisterTokens(instance_id=instance_id, arithmetic=arithmetic)
+    registration = RegisterTokens(instance_id=instance_id, arithmetic=arithmetic, weights=weights)
     async with anyio.create_task_group() as tasks:
         yield TokenLinks(tasks, registration, security, report, max_queued)
         tasks.cancel_scope.cancel()

@@ -95,7 +95,9 @@ class Generator:
             num_tokens_before = 0
             for prompt_index, prompt in enumerate(job.prompts):
                 packed = pack_token_ids(prompt if isinstance(prompt, list) else list(prompt))
-                prefix = await self._prefixes.of(packed, job.params, tenant=job.tenant, salt=job.cache_salt)
+                prefix = await self._prefixes.of(
+                    packed, job.params, tenant=job.tenant, salt=job.cache_salt, weights=self._link.new_weights
+                )
                 of_prompt: list[Choice] = []
                 for i in range(job.n):
                     index = prompt_index * job.n + i
@@ -362,6 +364,7 @@ _STATUS_OF_REASON = {
     RejectReason.NO_INSTANCE: (503, "server_error"),
     RejectReason.TOO_LONG: (400, "invalid_request_error"),
     RejectReason.INVALID: (400, "invalid_request_error"),
+    RejectReason.WEIGHTS_GONE: (503, "server_error"),
 }
 
 

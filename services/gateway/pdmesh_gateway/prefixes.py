@@ -25,6 +25,7 @@ class PromptPrefix:
     root: bytes  # empty: none of its KV is used again, or kept
     granules: PrefixHashes = ()
     tail: bytes = b""  # the packed tokens behind the last full granule
+    weights: str = ""  # identity of the weights that compute the KV
 
     def with_output(self, output: bytes) -> PrefixHashes:
         """Return the hashes of prompt and output; ``output`` is packed."""
@@ -48,26 +49,28 @@ class Prefixes:
         self._facts = (info.fingerprint, *(fact.encode() for fact in facts))
         self.none = PromptPrefix(self._hasher, b"")
 
-    async def of(self, prompt: bytes, params: SamplingParams, *, tenant: str, salt: str) -> PromptPrefix:
+    async def of(
+        self, prompt: bytes, params: SamplingParams, *, tenant: str, salt: str, weights: str = ""
+    ) -> PromptPrefix:
         """Return the hashes of a prompt of packed tokens; none where KV that others computed would not do.
 
-        A salt is mixed in beside the tenant, and never stands for it.
+        They are of KV that the ``weights`` of this identity compute. A salt is mixed in beside the tenant, and never stands for it.
         """
-        root = self._root(len(prompt) // 4, params, tenant, salt)
+        root = self._root(len(prompt) // 4, params, tenant, salt, weights)
         if not root:
             return self.none
         if len(prompt) <= INLINE_BYTES:
             granules = self._hasher.granules(root, prompt)
         else:
             granules = await anyio.to_thread.run_sync(self._hasher.granules, root, prompt)
-        return PromptPrefix(self._hasher, root, granules, prompt[4 * GRANULE_TOKENS * len(granules) :])
+        return PromptPrefix(self._hasher, root, granules, prompt[4 * GRANULE_TOKENS * len(granules) :], weights)
 
-    def _root(self, num_tokens: int, params: SamplingParams, tenant: str, salt: str) -> bytes:
+    def _root(self, num_tokens: int, params: SamplingParams, tenant: str, salt: str, weights: str) -> bytes:
         if self._sharing == "off" or params.prompt_logprobs is not None:  # these come from computing all of the prompt
             return b""
         most = self._info.max_fixed_rope_tokens
         if most is not None and num_tokens > most:
             return b""
         owner = tenant if self._sharing == "tenant" else ""
-        whose = (self._sharing, owner, salt)
+        whose = (weights, self._sharing, owner, salt)
         return self._hasher.root(*self._facts, *(word.encode("utf-8", "surrogatepass") for word in whose))

@@ -125,6 +125,11 @@ class GatewaySession:
         return max(self.state.max_model_len, self._longest_of_before)
 
     @property
+    def new_weights(self) -> str:
+        """The identity of the weights that new requests are placed on, by the scheduler's last word."""
+        return "" if self.state is None else self.state.new_weights
+
+    @property
     def _longest_of_before(self) -> int:
         return self._longest_before if anyio.current_time() < self._before_until_s else 0
 

@@ -69,10 +69,10 @@ async def _receive_tokens(link: FrameLink[TokensDown, TokensUp], peer: str, tran
     silence = Silence(HEARTBEAT_S, MAX_MISSING)
 
     async def read() -> None:
-        transcripts.deliver(_tokens(rest, link), instance_id)
+        transcripts.deliver(_tokens(rest, link), instance_id, registered.weights)
         async for frame in frames:
             silence.heard()
-            transcripts.deliver(_tokens(frame, link), instance_id)
+            transcripts.deliver(_tokens(frame, link), instance_id, registered.weights)
 
     transcripts.source_opened(instance_id, registered.arithmetic)
     link.post(TokensAccepted(heartbeat_s=HEARTBEAT_S, max_unanswered=MAX_MISSING))

@@ -7,7 +7,7 @@ the receiver of its KV failed). An older epoch or index is dropped. A later inde
 the first token comes from the prefill instance and the second from the decode instance, on another stream, so they can
 overtake each other. If what is missing does not come within a grace period it is lost, and the request is resumed from
 its transcript under the next epoch. So it is if log-probabilities of its prompt's tokens are missing when a token
-comes: they come before it, on the same stream.
+comes: they come before it, on the same stream. Weights of one identity draw all tokens of a transcript: others are dropped.
 
 Everything here is synchronous and belongs to the event loop.
 """
@@ -92,6 +92,7 @@ class Transcript:
     source: InstanceId | None = None  # whose stream the next token must come from; None until the epoch is opened
     giver: InstanceId | None = None  # which named the source, until that speaks
     drawn_by: InstanceId | None = None  # which instance drew the last token
+    weights: str = ""  # identity of the weights that drew all tokens; empty: there are none, or it was not said
     num_cached_tokens: int = 0  # of the prompt: their KV was there when its first token was drawn
     num_dropped: int = 0
     num_restarts: int = 0
@@ -102,6 +103,8 @@ class Transcript:
     is_posted: bool = False
     began_s: float = field(init=False)
     _ahead: dict[InstanceId, dict[int, TokenOut]] = field(default_factory=dict[InstanceId, dict[int, TokenOut]])
+    _weights_of: dict[InstanceId, str] = field(default_factory=dict[InstanceId, str])  # of sources of this epoch
+    _logprobs_weights: str = ""  # of what is in ``prompt_logprobs``
     _num_turns: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])  # the last `TurnOver.num` of each
 
     def __post_init__(self) -> None:
@@ -141,6 +144,9 @@ class Transcript:
     def generation(self, arithmetic: str = "") -> Generation:
         """What a worker needs to go on from here; ``arithmetic`` is the class that its last token was drawn in."""
         output = pack_token_ids(self.output)
+        prefix = self.prefix
+        if prefix is not None and self.output and prefix.weights != self.weights:
+            prefix = None  # its hashes are of KV that other weights compute
         return Generation(
             request_id=self.request_id,
             epoch=self.epoch,
@@ -152,16 +158,21 @@ class Transcript:
             traceparent=self.traceparent,
             label=self.label,
             arithmetic=arithmetic,
-            prefix_root=b"" if self.prefix is None else self.prefix.root,
-            prefix=() if self.prefix is None else self.prefix.with_output(output),
+            weights=self.weights,
+            prefix_root=b"" if prefix is None else prefix.root,
+            prefix=() if prefix is None else prefix.with_output(output),
+            prefix_weights="" if prefix is None else prefix.weights,
         )
 
-    def offer(self, token: TokenOut, source: InstanceId) -> None:
-        """A token arrived: deliver it, keep it for later, or drop it."""
+    def offer(self, token: TokenOut, source: InstanceId, weights: str = "") -> None:
+        """A token arrived, drawn with ``weights``: deliver it, keep it for later, or drop it."""
         num_next = len(self.output)
         is_turn = self.source is None or self.source == source
         if token.epoch != self.epoch or self.finished or (token.token_id is not None and token.index < num_next):
             self.num_dropped += 1
+        elif self._weights_of.setdefault(source, weights) != weights or not self._may_follow(source):
+            self.num_dropped += 1
+            self.suspect(0.0)
         elif token.token_id is not None and (token.index > num_next or not is_turn):
             self._keep(token, source)
         elif not is_turn:
@@ -173,6 +184,10 @@ class Transcript:
         else:
             self._deliver(token, source)
             self._deliver_ahead()
+
+    def _may_follow(self, source: InstanceId) -> bool:
+        """Whether tokens of an instance are drawn with the weights that drew those before."""
+        return not self.output or self._weights_of.get(source, "") == self.weights
 
     def give_turn(self, turn: TurnOver, source: InstanceId) -> None:
         """The instance whose turn it is, or that gave it away, names the one that goes on."""
@@ -187,7 +202,7 @@ class Transcript:
             self.num_dropped += 1
             self.suspect(0.0)
 
-    def offer_prompt_logprobs(self, message: PromptLogprobs) -> None:
+    def offer_prompt_logprobs(self, message: PromptLogprobs, weights: str = "") -> None:
         """Log-probabilities of prompt tokens, from any of those that compute them; the first that come count.
 
         The same ones come again after a restart, or when a chunk is computed again.
@@ -195,6 +210,9 @@ class Transcript:
         if message.epoch != self.epoch or self.finished or not 1 <= message.start < self.num_prompt_tokens:
             self.num_dropped += 1
             return
+        if weights != self._logprobs_weights:
+            self.prompt_logprobs.clear()  # of a prompt that is computed again, with other weights
+            self._logprobs_weights = weights
         for position, logprobs in enumerate(message.logprobs, message.start):
             if position < self.num_prompt_tokens:
                 self.prompt_logprobs.setdefault(position, logprobs)
@@ -231,6 +249,7 @@ class Transcript:
         self.all_drawn = False
         self.source = self.giver = None
         self._num_turns.clear()
+        self._weights_of.clear()
         return True
 
     def fail(self, error: RequestRejected) -> None:
@@ -278,7 +297,7 @@ class Transcript:
         if self._lacks_prompt_logprobs:
             return None
         for source, ahead in list(self._ahead.items()):
-            if source == self.source:
+            if source == self.source and self._may_follow(source):
                 following = ahead.pop(num_next, None)
             for index in [index for index in ahead if index < num_next]:
                 del ahead[index]
@@ -291,6 +310,7 @@ class Transcript:
         self.source, self.giver = token.next_instance_id or source, source if token.next_instance_id else None
         if token.token_id is not None:
             if not self.output:
+                self.weights = "" if source is None else self._weights_of.get(source, "")
                 self.num_cached_tokens = min(token.num_cached_tokens, self.num_prompt_tokens)
             self.output.append(token.token_id)
             self.drawn_by = source

@@ -45,8 +45,8 @@ class Transcripts:
             return None
         return transcript
 
-    def deliver(self, messages: Iterable[TokenMessage], source: InstanceId) -> None:
-        """One frame of a worker."""
+    def deliver(self, messages: Iterable[TokenMessage], source: InstanceId, weights: str = "") -> None:
+        """One frame of a worker, whose tokens are drawn with ``weights``."""
         by_id = self._by_id
         for message in messages:
             transcript = by_id.get(message.request_id)
@@ -56,9 +56,9 @@ class Transcripts:
             try:
                 match message:
                     case TokenOut():
-                        transcript.offer(message, source)
+                        transcript.offer(message, source, weights)
                     case PromptLogprobs():
-                        transcript.offer_prompt_logprobs(message)
+                        transcript.offer_prompt_logprobs(message, weights)
                     case TurnOver():
                         transcript.give_turn(message, source)
             except Exception as error:  # other requests share the frame

@@ -136,7 +136,7 @@ class Driver:
         self._wake_changed = anyio.Event()
         self._coming: set[InstanceId] = set()  # being started again
         self._silent: set[InstanceId] = set()  # given up, and perhaps alive
-        self._readiness: tuple[str | None, int, int] = ("", 0, 0)
+        self._readiness: tuple[str | None, int, int, str | None] = ("", 0, 0, "")
 
     # --- events in ---
 
@@ -429,7 +429,7 @@ class Driver:
     def _tell_readiness(self) -> None:
         """Push the state to all gateways if what they act upon has changed."""
         longest = self._longest_context.num_tokens(self._profiles)
-        readiness = (self._core.unready_reason, longest, self._num_coming)
+        readiness = (self._core.unready_reason, longest, self._num_coming, self._core.new_weights)
         if readiness != self._readiness:
             self._readiness = readiness
             state = self.state()

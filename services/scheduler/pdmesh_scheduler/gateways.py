@@ -15,7 +15,7 @@ from pdmesh.config import SchedulerConfig
 from pdmesh.core.commands import Reject
 from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived
 from pdmesh.errors import InstanceUnavailable, ProtocolError
-from pdmesh.model import GRANULE_TOKENS, GatewayId, RejectReason, Request, is_request_of
+from pdmesh.model import GRANULE_TOKENS, MAX_WEIGHTS_CHARS, GatewayId, RejectReason, Request, is_request_of
 from pdmesh.prefixes import HASH_BYTES
 from pdmesh.ranges import out_of_range
 from pdmesh.wire.link import FrameLink
@@ -166,6 +166,8 @@ def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
         return f"has a root of {len(generation.prefix_root)} bytes for the hashes of its granules"
     if len(generation.prefix) != (generation.num_tokens // GRANULE_TOKENS if generation.prefix_root else 0):
         return f"has {len(generation.prefix)} hashes of granules of {generation.num_tokens} tokens"
+    if max(len(generation.weights), len(generation.prefix_weights)) > MAX_WEIGHTS_CHARS:
+        return "names weights by more than an identity"
     if generation.epoch < 0:
         return f"is in epoch {generation.epoch}"
     if not 0 <= submit.age_s < math.inf:
@@ -193,5 +195,7 @@ def _request(submit: Submit, generation: Generation, now_s: float, index: int) -
         share=submit.share,
         num_tokens_before=submit.num_tokens_before + index * generation.num_tokens,
         arithmetic=generation.arithmetic,
+        weights=generation.weights,
         prefix=generation.prefix,
+        prefix_weights=generation.prefix_weights,
     )

@@ -8,7 +8,7 @@ from pdmesh.core.events import LoadReported
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, Role
 from pdmesh.policy.batching import Mode
-from pdmesh.wire.messages import BatchingStatus, GroupStatus, InstanceStatus, LinkStatus, MeshStatus
+from pdmesh.wire.messages import BatchingStatus, GroupStatus, InstanceStatus, LinkStatus, MeshStatus, RevisionStatus
 
 #: Groups and links that are told of.
 MAX_GROUPS = 64
@@ -43,6 +43,13 @@ def mesh_status(
         num_gateways=num_gateways,
         num_coming=num_coming,
         num_fetched_tokens=core.num_fetched_tokens,
+        new_weights=core.new_weights or "",
+        revisions=tuple(
+            RevisionStatus(
+                weights=each.weights, instance_ids=each.instance_ids, share=each.share, takes_new=each.takes_new
+            )
+            for each in core.revisions
+        ),
         services=tuple(core.actuators.processes),
         pools=None if resize is None else resize.pools,
         links=tuple(
@@ -96,6 +103,7 @@ def _instance_statuses(
             batching=_batching_status(core, view.instance_id) if view.role is Role.MIXED else None,
             compute=profile.compute,
             arithmetic=profile.arithmetic,
+            weights=profile.weights,
             rank_pids=profile.rank_pids,
             num_stages=profile.num_stages,
         )

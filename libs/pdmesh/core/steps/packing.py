@@ -340,13 +340,13 @@ class Round:
 
         An operator may be emptying that instance, until the operation's time is up.
         """
-        open_ones = [each for each in self._mesh.instances.values() if each.may_serve(request) and each.is_open_to_begun]
+        able = [each for each in self._mesh.instances.values() if each.could_decode(request)]
         unheard = self._mesh.cut.of(request.gateway_id)
-        for instance in open_ones:
+        for instance in able:
             has_slot = instance.instance_id in self._step_slots or self._known.has_room(instance)
             if has_slot and instance.instance_id not in unheard and instance.can_finish(request):
                 return Placement(instance, instance)
-        return Wait.FOR_WEIGHTS if any(each.could_decode(request) for each in open_ones) else Wait.FOR_INSTANCE
+        return Wait.FOR_WEIGHTS if able else Wait.FOR_INSTANCE
 
     def _fits(self, instance: InstanceState, head: RequestState) -> bool:
         """Whether the next step of an instance takes a first chunk of the head; an empty one takes any."""

@@ -13,7 +13,7 @@ from pdmesh.errors import ProtocolError
 from pdmesh.ranges import out_of_range
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):

@@ -50,8 +50,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     traceparent: str | None = None  # W3C trace context
     label: str = ""  # what its client calls it, for people to find it by; several requests may have the same
     arithmetic: str = ""  # class of the instance that drew the last token delivered before
+    weights: str = ""  # identity of the weights that drew the tokens delivered before; empty: there are none
     prefix_root: bytes = b""  # what the hashes of its granules begin with; empty: no KV is reused or kept
     prefix: PrefixHashes = ()  # of all full granules of ``token_ids``, in order
+    prefix_weights: str = ""  # identity of the weights that these are made for
 
     @property
     def num_tokens(self) -> int:

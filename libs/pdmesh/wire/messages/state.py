@@ -55,6 +55,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     batching: BatchingStatus | None = None  # of one that prefills and decodes
     compute: ComputePath | None = None
     arithmetic: str = ""  # its class; instances of one class compute the same bits
+    weights: str = ""  # identity of the weights that it loaded
     host: str = ""  # where its memory can be shared
     rank_pids: tuple[int, ...] = ()  # of its processes, the leader's first; empty: it is one
     num_stages: int = 1  # that its steps pass one after the other
@@ -111,6 +112,15 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_transfers: int
 
 
+class RevisionStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The instances of one weights identity."""
+
+    weights: str
+    instance_ids: tuple[InstanceId, ...]
+    share: float  # of the latest new requests, 0 to 1
+    takes_new: bool  # new requests are placed here
+
+
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
     """A metric of the scheduler's that gateways serve, too: samples are the rest of a name, labels and a value."""
 
@@ -141,6 +151,8 @@ class MeshStatus(Message, frozen=True, kw_only=True):
     num_parked: int = 0  # of those that wait: what fits none of the instances that are there now
     metrics: tuple[MetricFamily, ...] = ()  # for gateways alone
     num_fetched_tokens: int = 0  # whose KV was copied to be kept elsewhere, too, since the scheduler started
+    new_weights: str = ""  # identity of the weights that new requests are placed on
+    revisions: tuple[RevisionStatus, ...] = ()  # one for each weights identity
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

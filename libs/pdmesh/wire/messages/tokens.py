@@ -18,6 +18,7 @@ class RegisterTokens(Message, frozen=True, kw_only=True):
 
     instance_id: InstanceId
     arithmetic: str = ""  # the instance's class, as in `InstanceProfile`
+    weights: str = ""  # the identity of its weights, likewise
     version: int = PROTOCOL_VERSION
 
 
