@@ -427,8 +427,8 @@ class InstanceProfile:
     #: Its *arithmetic class*, such as ``bfloat16/ordered-2``: two instances of one class compute the same bits from the
     #: same tokens. Empty if the instance does not say; such instances are a class of their own.
     arithmetic: str = ""
-    #: The identity of the weights that it loaded (`pdmesh.engine.identity`). Nothing passes between two of them. Empty if
-    #: the instance does not say; such instances are an identity of their own.
+    #: The identity of the weights that it loaded (`pdmesh.engine.identity`). No KV and no request passes between two
+    #: identities. Empty if the instance does not say; such instances are an identity of their own.
     weights: str = ""
     started_at: Annotated[float, SECONDS] = 0.0  # Unix time of its process, by which new weights are told from old ones
     deterministic: bool = False  # it serves only in a mesh of one arithmetic class

@@ -1,8 +1,8 @@
 """Hashes of token sequences, granule by granule: by them is told, without the tokens, what KV requests have in common.
 
 Each hash is made of the one before it and of the `GRANULE_TOKENS` tokens of its granule; the first one of a *root*.
-Equal hashes mean equal tokens from the first on, and equal roots: the same model, tenant and salt. They are keyed by
-the mesh's token, so that nobody else can make one, or guess what a text's is.
+Equal hashes mean equal tokens from the first on, and equal roots: the same model, weights, tenant and salt. They are
+keyed by the mesh's token, so that nobody else can make one, or guess what a text's is.
 """
 
 from __future__ import annotations

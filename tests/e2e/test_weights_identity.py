@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,8 @@ async def revisions_seen(mesh: RunningMesh, over: asyncio.Future[str]) -> list[s
     """Return the identities that each state of the mesh told of, until ``over``."""
     seen: list[set[str]] = []
     while not over.done():
-        try:
+        with suppress(PdmeshError):  # the scheduler is among what is restarted
             seen.append({each.weights for each in (await mesh.state()).revisions})
-        except PdmeshError:  # the scheduler is among what is restarted
-            pass
         await asyncio.sleep(0.2)
     return seen
 

@@ -53,7 +53,7 @@ def restarts(bench: CoreBench, instance_id: str, timeout_s: float = 60.0) -> Non
     bench.feed(requested)
 
 
-# --- new requests -------------------------------------------------------------------------------------------------------
+# --- new requests -----------------------------------------------------------------------------------------------------
 
 
 def test_new_requests_go_to_the_newest_weights_that_can_serve_them() -> None:
@@ -101,7 +101,7 @@ def test_the_number_of_requests_that_each_identity_takes_is_told() -> None:
     assert several_revisions("tiny", {OLD: (2, 1.0)}) is None
 
 
-# --- requests with tokens -------------------------------------------------------------------------------------------------
+# --- requests with tokens ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("weights", "where"), [(OLD, ("p0", "d0")), (NEW, ("p1", "d1"))])
@@ -152,7 +152,7 @@ def test_an_operator_is_told_why_a_request_cannot_move() -> None:
     assert bench.operation("move").detail == "request a was begun with other weights (3f2a00) than d1 has (91bc00)"
 
 
-# --- the last instances of old weights ------------------------------------------------------------------------------------
+# --- the last instances of old weights --------------------------------------------------------------------------------
 
 
 def being_emptied(timeout_s: float) -> CoreBench:
@@ -175,7 +175,7 @@ def test_a_request_is_finished_where_its_weights_are_left() -> None:
 
 def test_nothing_goes_on_where_an_operators_time_is_up() -> None:
     bench = being_emptied(timeout_s=60.0)
-    (admit,) = resumes(bench, "a", OLD)
+    assert resumes(bench, "a", OLD)
     commands = bench.feed(Tick(), at_s=61.0)
     assert [each.request_id for each in of(Restart, commands)] == ["z", "a"]
     assert not resumes(bench, "a", OLD, epoch=2)
@@ -216,7 +216,7 @@ def test_a_request_goes_on_once_its_weights_are_back() -> None:
     assert (admit.instance_id, admit.decode_instance_id) == ("p0", "d0")
 
 
-# --- kept KV -----------------------------------------------------------------------------------------------------------------
+# --- kept KV ----------------------------------------------------------------------------------------------------------
 
 
 def a_prompt(request_id: str, weights: str, *hashes: int) -> RequestArrived:

@@ -135,7 +135,7 @@ def test_checkpoints_of_two_seeds_differ(tmp_path: Path) -> None:
     assert weights_identity(write_checkpoint(tmp_path / "again", seed=0)) == weights_identity(first)
 
 
-# --- larger than what is read -------------------------------------------------------------------------------------------
+# --- larger than what is read -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_gguf_files_are_sampled_by_their_tensors(tmp_path: Path) -> None:
     assert weights_identity(directory) != before
 
 
-# --- while they are loaded ----------------------------------------------------------------------------------------------
+# --- while they are loaded --------------------------------------------------------------------------------------------
 
 
 def test_weights_that_change_while_they_are_loaded_are_refused(checkpoint: Path) -> None:

@@ -243,6 +243,6 @@ def _check_equal(name: str, answer: Ready, other_name: str, other: Ready, settin
         )
     if answer.arithmetic != other.arithmetic:
         raise ConfigError(
-            f"{name} computes with {answer.arithmetic}, {other_name} with {other.arithmetic}: their parts of this model "
-            f"suit unlike kernels; use another {setting}"
+            f"{name} computes with {answer.arithmetic}, {other_name} with {other.arithmetic}: their parts of this "
+            f"model suit unlike kernels; use another {setting}"
         )

@@ -231,7 +231,7 @@ async def open_token_links(
 ) -> AsyncGenerator[TokenLinks]:
     """Yield links that live as long as the block. ``arithmetic`` is the class that the instance says it computes in.
 
-    ``weights`` is the identity of those that it draws tokens with. ``report`` hears which of them are down, and up again.
+    ``weights`` is the identity of the weights that draw its tokens. ``report`` hears which links are down, or up again.
     """
     registration = RegisterTokens(instance_id=instance_id, arithmetic=arithmetic, weights=weights)
     async with anyio.create_task_group() as tasks:

@@ -54,7 +54,8 @@ class Prefixes:
     ) -> PromptPrefix:
         """Return the hashes of a prompt of packed tokens; none where KV that others computed would not do.
 
-        They are of KV that the ``weights`` of this identity compute. A salt is mixed in beside the tenant, and never stands for it.
+        ``weights`` is the identity of the weights that compute the KV. A salt is mixed in beside the tenant, and never
+        stands for it.
         """
         root = self._root(len(prompt) // 4, params, tenant, salt, weights)
         if not root:

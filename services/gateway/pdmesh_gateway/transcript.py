@@ -7,7 +7,8 @@ the receiver of its KV failed). An older epoch or index is dropped. A later inde
 the first token comes from the prefill instance and the second from the decode instance, on another stream, so they can
 overtake each other. If what is missing does not come within a grace period it is lost, and the request is resumed from
 its transcript under the next epoch. So it is if log-probabilities of its prompt's tokens are missing when a token
-comes: they come before it, on the same stream. Weights of one identity draw all tokens of a transcript: others are dropped.
+comes: they come before it, on the same stream. Weights of one identity draw all tokens of a transcript: tokens of
+others are dropped.
 
 Everything here is synchronous and belongs to the event loop.
 """

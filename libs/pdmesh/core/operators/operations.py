@@ -15,6 +15,7 @@ from math import inf
 from pdmesh.core.commands import SetRole, StopInstance
 from pdmesh.core.instances.allocations import HAVE_SEATS, MOVES_AWAY, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import ActuatorReported, FailedStart, OperationRequested
 from pdmesh.core.operators.actuators import Actuators
@@ -29,7 +30,6 @@ from pdmesh.core.operators.judging import (
 )
 from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.core.requests import RequestState
-from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.transfers.moves import Moves
 from pdmesh.core.transfers.receivers import do_without
 from pdmesh.core.transfers.transfer import Move

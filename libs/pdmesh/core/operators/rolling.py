@@ -2,9 +2,9 @@
 
 It is an operation that consists of others, under ids that begin with its own. Beside the last instance of a kind
 another one is started first, and leaves once that kind is done. Where new weights come, which work with none of the old
-ones, the order is such that some instances of one identity can serve at any time. What is still to be restarted is a list of processes,
-so that nothing is restarted twice: whoever asks for a part again names the process that is to go. It goes on under the
-next scheduler, which is the last of them.
+ones, the order is such that some instances of one identity can serve at any time. What is still to be restarted is a
+list of processes, so that nothing is restarted twice: whoever asks for a part again names the process that is to go. It
+goes on under the next scheduler, which is the last of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import inf
 from typing import Any
 
 from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.revisions import have_pair, role_that_new_weights_lack
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import (
     OldProcess,
@@ -28,7 +29,6 @@ from pdmesh.core.operators.operations import Operations
 from pdmesh.core.operators.pools import Pools
 from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.core.operators.replacements import Replacements
-from pdmesh.core.instances.revisions import have_pair, role_that_new_weights_lack
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, ProcessKind, Role
 
 _ROLES, _KINDS = tuple(Role), tuple(ProcessKind)

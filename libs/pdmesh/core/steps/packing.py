@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pdmesh.core.commands import RunStep
 from pdmesh.core.groups.prefill_groups import GroupPlanner
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.instances.revisions import have_pair
+from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.batching import Modes
