@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from pdmesh.engine.files import read_json_object, weight_files
+from pdmesh.engine.files import weight_files
 from pdmesh.engine.gguf.reader import read_header
+from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError
 
 #: Bytes of weights that are read at most, headers aside.
@@ -45,7 +46,7 @@ class _Span(NamedTuple):
 
 
 class _Contents(NamedTuple):
-    """What is known of a file before its tensors are read."""
+    """A file's header, and the places of its tensors."""
 
     header: bytes
     tensors: Sequence[_Span]
@@ -69,7 +70,7 @@ def weights_identity(directory: Path, *, lora: Path | None = None, has_random_we
 
 @contextmanager
 def unchanged_weights(directory: Path, *, lora: Path | None = None, has_random_weights: bool = False) -> Iterator[str]:
-    """Yield the identity of what is loaded within the block. Raises ConfigError if the files change meanwhile."""
+    """Yield the identity of the files that the block loads. Raises ConfigError if the files change meanwhile."""
     before = weights_identity(directory, lora=lora, has_random_weights=has_random_weights)
     yield before
     if weights_identity(directory, lora=lora, has_random_weights=has_random_weights) != before:
@@ -147,7 +148,7 @@ def _digests_of_samples(paths: Sequence[Path], sizes: Sequence[int], contents: S
 
 def _blocks(tensors: Sequence[tuple[int, _Span]], num_blocks: int) -> Iterator[tuple[int, int, int]]:
     """Yield file, place and size of as many blocks: one each of some tensors, or several of each if these are few."""
-    # By number, and not as text: the last layer is the one that is trained most often.
+    # Sort layers by number: text would put layer 9 behind layer 39, and the last layer must be read.
     tensors = sorted(tensors, key=lambda item: _DIGITS.sub(lambda digits: digits[0].zfill(12), item[1].name))
     some = _spread(tensors, num_blocks)
     each = max(1, num_blocks // len(some))
@@ -162,7 +163,7 @@ def _blocks(tensors: Sequence[tuple[int, _Span]], num_blocks: int) -> Iterator[t
 
 
 def _spread(items: Sequence[_Item], most: int) -> Sequence[_Item]:
-    """Return at most so many of the items, the first and the last among them, at even distances."""
+    """Return at most ``most`` of the items at even distances, the first and the last among them."""
     if len(items) <= most:
         return items
     if most == 1:

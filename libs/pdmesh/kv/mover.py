@@ -114,7 +114,7 @@ class KvMover:
     ) -> None:
         """``memory`` is what others copy pieces from and to, beside the transport's. Raises ConfigError.
 
-        ``weights`` is the identity of those that the KV is computed with: pieces of others are dropped.
+        ``weights`` is the identity of the weights that compute the KV: pieces of other weights are dropped.
         ``attend_part`` answers questions about parts of contexts; ``wakeup`` wakes the thread that asks them.
         """
         if config.max_payload_bytes < store.layout.block_bytes:

@@ -104,8 +104,10 @@ class Transcript:
     is_posted: bool = False
     began_s: float = field(init=False)
     _ahead: dict[InstanceId, dict[int, TokenOut]] = field(default_factory=dict[InstanceId, dict[int, TokenOut]])
-    _weights_of: dict[InstanceId, str] = field(default_factory=dict[InstanceId, str])  # of sources of this epoch
-    _logprobs_weights: str = ""  # of what is in ``prompt_logprobs``
+    _weights_of: dict[InstanceId, str] = field(
+        default_factory=dict[InstanceId, str]
+    )  # identity by source, in this epoch
+    _logprobs_weights: str = ""  # identity that computed ``prompt_logprobs``
     _num_turns: dict[InstanceId, int] = field(default_factory=dict[InstanceId, int])  # the last `TurnOver.num` of each
 
     def __post_init__(self) -> None:
@@ -147,7 +149,7 @@ class Transcript:
         output = pack_token_ids(self.output)
         prefix = self.prefix
         if prefix is not None and self.output and prefix.weights != self.weights:
-            prefix = None  # its hashes are of KV that other weights compute
+            prefix = None  # other weights compute the KV that these hashes name
         return Generation(
             request_id=self.request_id,
             epoch=self.epoch,
@@ -212,7 +214,7 @@ class Transcript:
             self.num_dropped += 1
             return
         if weights != self._logprobs_weights:
-            self.prompt_logprobs.clear()  # of a prompt that is computed again, with other weights
+            self.prompt_logprobs.clear()  # other weights compute the prompt again
             self._logprobs_weights = weights
         for position, logprobs in enumerate(message.logprobs, message.start):
             if position < self.num_prompt_tokens:

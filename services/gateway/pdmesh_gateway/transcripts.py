@@ -46,7 +46,7 @@ class Transcripts:
         return transcript
 
     def deliver(self, messages: Iterable[TokenMessage], source: InstanceId, weights: str = "") -> None:
-        """One frame of a worker, whose tokens are drawn with ``weights``."""
+        """Deliver one frame of a worker, which draws tokens with ``weights``."""
         by_id = self._by_id
         for message in messages:
             transcript = by_id.get(message.request_id)

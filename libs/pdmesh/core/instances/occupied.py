@@ -54,7 +54,7 @@ class OccupiedInstance(EmptyInstance):
         self.number = number
         self.draining = draining
         self.closed = False  # by an operator
-        self.shut = False  # so that not even requests whose tokens its weights alone drew go on here
+        self.shut = False  # closed to requests that its weights began, too
         self.reachable = True
         self.suspected = False
         self.num_flights = 0  # changes of what is in flight, of the requests in it, and of the decodes beside it

@@ -1,4 +1,4 @@
-"""The weights identities in a mesh: which one new requests are placed on, and what people are told of several.
+"""The weights identities in a mesh: the one that new requests are placed on, and the sentence for people on several.
 
 KV and tokens never pass from one identity to another. A request without tokens may be computed by any. One with tokens
 goes on where its identity is.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.model import InstanceId, Role, short_weights
 
-#: New requests of which shares are told, the latest.
+#: Number of the latest new requests that shares are computed from.
 NUM_COUNTED = 1000
 
 
@@ -23,7 +23,7 @@ class RevisionView:
 
     weights: str
     instance_ids: tuple[InstanceId, ...]
-    share: float  # of the latest new requests, 0 to 1
+    share: float  # share of the latest new requests, 0 to 1
     takes_new: bool  # new requests are placed here
 
 
@@ -86,7 +86,7 @@ def _newest_first(instances: Collection[InstanceState]) -> list[list[InstanceSta
 
 
 def revisions(instances: Collection[InstanceState], shares: NewRequestShares) -> list[RevisionView]:
-    """Return what is told of each identity, in the order in which their first instances joined."""
+    """Return one view for each identity, in the order in which their first instances joined."""
     members: dict[str, list[InstanceId]] = {}
     for each in instances:
         members.setdefault(each.weights, []).append(each.instance_id)

@@ -201,7 +201,7 @@ class StepSlots:
             return False
         least = queue.least_work_tokens
         if len(self._mesh.weights) > 1:
-            return True  # one may go on where new ones do not begin
+            return True  # a request that was begun may have instances of its own
         if self._idle or least <= self._interruptible_by.greatest:
             return True
         return bundle.local_prefill is not None and least < bundle.long_prompt_tokens and self._any_spare()

@@ -166,7 +166,7 @@ class Round:
         self._step_slots: dict[InstanceId, StepSlot] = {}
         self._is_held_whole = True  # the head's prompt, by some instance
         self._new_weights = mesh.new_weights
-        self._weights: str | None = None  # those that the head is placed on; None: no matter which
+        self._weights: str | None = None  # weights identity that the head is placed on; None: any
         for instance in instances:
             self._open(instance)
 

@@ -117,7 +117,7 @@ class RevisionStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: str
     instance_ids: tuple[InstanceId, ...]
-    share: float  # of the latest new requests, 0 to 1
+    share: float  # share of the latest new requests, 0 to 1
     takes_new: bool  # new requests are placed here
 
 
