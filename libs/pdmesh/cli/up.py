@@ -26,6 +26,7 @@ import typer
 from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import (
     WorkerSpecs,
+    fork_server_spec,
     gateway_specs,
     pinned_settings,
     scheduler_spec,
@@ -80,7 +81,7 @@ class MeshRun:
                 f"{threads} engine {'thread' if threads == 1 else 'threads'} a worker"
             )
             num_workers = sum(self.pools.of(role) * self.config.degrees_of(role).num_processes for role in Role)
-            check_machine(self.config, num_processes=2 + self.num_gateways + num_workers)
+            check_machine(self.config, num_processes=3 + self.num_gateways + num_workers)
             self.config = _with_token(resolved(self.config))
             check_checkpoint(self.config, Path(str(self.config.model)), num_instances=self.pools.total)
             check_ranks(self.config, {self.config.degrees_of(role) for role in Role if self.pools.of(role)})
@@ -130,6 +131,7 @@ class MeshRun:
             resized=workers.resized,
             follow=self._follow,
             close=listener.close,
+            fork_server=fork_server_spec(config, self.pools, self.state, self.environ),
         )
 
     async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:

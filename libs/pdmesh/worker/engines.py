@@ -23,6 +23,7 @@ from pdmesh.profiles import parse_latency
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from pdmesh.engine.loading import LoadedModel
+    from pdmesh.engine.preloaded import PreloadedModel
     from pdmesh.engine.ranks.group import RankGroup
     from pdmesh.engine.ranks.leading import Followers
     from pdmesh.engine.ranks.pipeline import Stages
@@ -47,12 +48,17 @@ def served_model_name(config: MeshConfig) -> str:
 
 
 def build_engine(
-    config: MeshConfig, num_threads: int, ranks: Followers | Stages | None = None, *, num_stages: int = 1
+    config: MeshConfig,
+    num_threads: int,
+    ranks: Followers | Stages | None = None,
+    *,
+    num_stages: int = 1,
+    preloaded: PreloadedModel | None = None,
 ) -> Engine:
     """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError.
 
     ``ranks`` are the other ranks of the instance, of several stages all of them, which load their parts meanwhile. A
-    stand-in has its ``num_stages`` in this process.
+    stand-in has its ``num_stages`` in this process. ``preloaded`` is a model in memory, which may be the one to serve.
     """
     worker = config.worker
     check_ranges(config)
@@ -87,7 +93,8 @@ def build_engine(
     max_model_len = worker.max_model_len or model.max_model_len
     max_frames = max_frames_of(config, layout, max_model_len) if layout.window else None
     if device_name(config) == "cpu":
-        check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
+        if preloaded is None:
+            check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
     elif ranks is not None:
         raise _on_a_device(worker)
     return TorchEngine(
@@ -97,8 +104,34 @@ def build_engine(
         device=worker.device,
         num_threads=num_threads,
         **_ranks_of(ranks, num_stages),
+        **({} if preloaded is None else {"load": preloaded.load}),
         **_compute_options(worker),
     )
+
+
+def preload(config: MeshConfig) -> PreloadedModel | None:
+    """Load on one thread what `build_engine` would load on the CPU for an instance of one rank.
+
+    Importing a module and loading leave no thread behind, so the process can fork. Returns None if the files change
+    meanwhile. Raises ConfigError, OSError.
+    """
+    import torch
+
+    from pdmesh.engine.loading import ComputeOptions
+    from pdmesh.engine.preloaded import preload_model
+
+    torch.set_num_threads(1)
+    worker = config.worker
+    directory = resolve_model(str(config.model))
+    model = load_model_config(directory)
+    layout = model.kv_layout(
+        dtype=worker.dtype, block_size=worker.block_size, frees_windows=frees_behind_windows(config)
+    )
+    check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
+    options = ComputeOptions(
+        device=torch.device("cpu"), frees_windows=layout.window > 0, **_compute_options(worker)
+    )
+    return preload_model(directory, options)
 
 
 def _num_blocks(

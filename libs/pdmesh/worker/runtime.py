@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 import structlog
@@ -55,13 +56,21 @@ from pdmesh.worker.steps import run_steps
 from pdmesh.worker.threads import EngineThread, fair_num_threads
 from pdmesh.worker.token_links import open_token_links
 
+if TYPE_CHECKING:  # torch takes seconds to import
+    from pdmesh.engine.preloaded import PreloadedModel
+
 log = structlog.get_logger()
 
 _BEGAN_AT = int(time.time()) % (1 << 31)
 
 
-async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) -> None:
-    """Serve as one instance until told to stop. Raises InstanceUnavailable if the engine breaks."""
+async def run_worker(
+    config: MeshConfig, context: ServiceContext, role: Role, preloaded: PreloadedModel | None = None
+) -> None:
+    """Serve as one instance until told to stop. ``preloaded`` as in `build_engine`.
+
+    Raises InstanceUnavailable if the engine breaks.
+    """
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
     if config.transfer.transport == "ucx":
@@ -71,7 +80,9 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
     num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
     with start_ranks(config, degrees, num_threads) as ranks:
         async with EngineThread() as thread:
-            build = partial(build_engine, config, num_threads, ranks, num_stages=degrees.stages)
+            build = partial(
+                build_engine, config, num_threads, ranks, num_stages=degrees.stages, preloaded=preloaded
+            )
             engine = await thread.run(build, on_cancel=lambda: None if ranks is None else ranks.kill())
             log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, **degrees._asdict())
             facts = engine_facts(config)
