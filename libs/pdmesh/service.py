@@ -115,7 +115,7 @@ def raise_descriptor_limit() -> None:
 
 
 def run_from_environment(name: str, module: str, *given: object) -> int:
-    """Configure by the environment, call ``module.main`` with the configuration and what is given; return the exit code.
+    """Configure by the environment, call ``module.main`` with this and ``given``, and return its exit code.
 
     The module is imported here, so that one which cannot be is told like any failure.
     """

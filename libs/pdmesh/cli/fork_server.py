@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 log = structlog.get_logger()
 
-#: Of a request: its environment is the largest part. A larger one is refused by the socket.
-MAX_REQUEST_BYTES = 1 << 18
+#: Size of a request, of which the environment is the largest part; any socket takes as much in one message.
+MAX_REQUEST_BYTES = 1 << 17
 
 NUM_REQUEST_FDS = 3
 

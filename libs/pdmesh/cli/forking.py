@@ -47,7 +47,7 @@ class ForkedProcess:
             finally:
                 os.close(ends)
         if self._returncode is None:
-            result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+            result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)  # noqa: ASYNC222  # the process has ended
             assert result is not None
             self._returncode = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         return self._returncode
@@ -74,7 +74,7 @@ class ForkServer:
         """Run a server, and another one when it ends, until cancelled. Return if one ends before it serves."""
         try:
             os.close(os.pidfd_open(os.getpid()))  # forked workers are waited for by such a descriptor
-            while await self._run_once():
+            while await self._run_once():  # noqa: ASYNC110  # returns when a server ends
                 await anyio.sleep(RESTART_DELAY_S)
         except OSError as error:
             self._say(f"workers share nothing: {error.strerror}")
@@ -109,12 +109,16 @@ class ForkServer:
         if not spec.forked_service or _foreign(spec.environment) != _foreign(self._spec.environment):
             return None  # libraries have read the server's variables as they were loaded
         await self._started.wait()
-        request = ForkRequest(service=spec.forked_service, environment=dict(spec.environment))
+        request = msgspec.json.encode(ForkRequest(service=spec.forked_service, environment=dict(spec.environment)))
+        if len(request) > MAX_REQUEST_BYTES:
+            return None
+        process = None
         async with self._one_at_a_time:
             with anyio.CancelScope(shield=True):
-                return await self._fork(request, log.fileno(), ready_fd)
+                process = await self._fork(request, log.fileno(), ready_fd)
+        return process
 
-    async def _fork(self, request: ForkRequest, log_fd: int, ready_fd: int) -> Process | None:
+    async def _fork(self, request: bytes, log_fd: int, ready_fd: int) -> Process | None:
         if self._server is None or self._requests is None:
             return None
         server = self._server
@@ -122,8 +126,7 @@ class ForkServer:
         reply = ForkReply(failed=f"it has not answered for {FORK_LIMIT_S:g} s")
         try:
             with anyio.move_on_after(FORK_LIMIT_S), _adopting_orphans():
-                data = msgspec.json.encode(request)
-                socket.send_fds(self._requests, [data], [log_fd, ready_fd, read_fd])
+                socket.send_fds(self._requests, [request], [log_fd, ready_fd, read_fd])
                 await anyio.wait_readable(self._requests)
                 reply = msgspec.json.decode(self._requests.recv(MAX_REQUEST_BYTES), type=ForkReply)
             if reply.pid:

@@ -83,7 +83,8 @@ def build_engine(
     if config.model is None:
         raise ConfigError("no model is set: set model (PDMESH_MODEL) to a directory or a hub id")
 
-    from pdmesh.engine.runner import TorchEngine  # torch takes seconds to import
+    from pdmesh.engine.loading import load_model  # torch takes seconds to import
+    from pdmesh.engine.runner import TorchEngine
 
     directory = resolve_model(config.model)
     model = load_model_config(directory)
@@ -103,8 +104,8 @@ def build_engine(
         max_frames=max_frames,
         device=worker.device,
         num_threads=num_threads,
+        load=load_model if preloaded is None else preloaded.load,
         **_ranks_of(ranks, num_stages),
-        **({} if preloaded is None else {"load": preloaded.load}),
         **_compute_options(worker),
     )
 
@@ -128,9 +129,7 @@ def preload(config: MeshConfig) -> PreloadedModel | None:
         dtype=worker.dtype, block_size=worker.block_size, frees_windows=frees_behind_windows(config)
     )
     check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
-    options = ComputeOptions(
-        device=torch.device("cpu"), frees_windows=layout.window > 0, **_compute_options(worker)
-    )
+    options = ComputeOptions(device=torch.device("cpu"), frees_windows=layout.window > 0, **_compute_options(worker))
     return preload_model(directory, options)
 
 

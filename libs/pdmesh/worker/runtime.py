@@ -80,9 +80,7 @@ async def run_worker(
     num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
     with start_ranks(config, degrees, num_threads) as ranks:
         async with EngineThread() as thread:
-            build = partial(
-                build_engine, config, num_threads, ranks, num_stages=degrees.stages, preloaded=preloaded
-            )
+            build = partial(build_engine, config, num_threads, ranks, num_stages=degrees.stages, preloaded=preloaded)
             engine = await thread.run(build, on_cancel=lambda: None if ranks is None else ranks.kill())
             log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, **degrees._asdict())
             facts = engine_facts(config)
