@@ -46,6 +46,7 @@ from pdmesh.worker.engines import (
     served_model_name,
 )
 from pdmesh.worker.instance import Instance
+from pdmesh.worker.known_steps import known_steps
 from pdmesh.worker.measuring import measure_at_start
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.peer_checks import PeerChecks
@@ -85,7 +86,9 @@ async def run_worker(
             log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, **degrees._asdict())
             facts = engine_facts(config)
             if facts.num_parameters:
-                facts = replace(facts, measured_steps=await thread.run(partial(measure_at_start, engine)))
+                known = known_steps(config, engine, facts.device_name, num_threads)
+                steps = await thread.run(partial(measure_at_start, engine, known=known))
+                facts = replace(facts, measured_steps=steps)
             config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
             async with _transport(config.transfer) as transport:
                 with rare_collections():  # a full one takes 100 ms, of a step or of a transfer
