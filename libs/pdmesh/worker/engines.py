@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
-from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, resolve_model, with_adapter
 from pdmesh.engine.levels import compiled_levels
 from pdmesh.engine.model_config import DecoderShape
@@ -21,7 +20,8 @@ from pdmesh.host import free_host_bytes
 from pdmesh.model import GRANULE_TOKENS, KvLayout, MeasuredStep, Role, num_blocks_for
 from pdmesh.profiles import parse_latency
 
-if TYPE_CHECKING:  # torch takes seconds to import
+if TYPE_CHECKING:  # torch takes seconds to import, numpy a third of one
+    from pdmesh.engine.base import Engine
     from pdmesh.engine.loading import LoadedModel
     from pdmesh.engine.preloaded import PreloadedModel
     from pdmesh.engine.ranks.group import RankGroup

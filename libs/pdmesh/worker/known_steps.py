@@ -54,7 +54,7 @@ class KnownSteps:
 
 
 def known_steps(config: MeshConfig, engine: Engine, hardware: str, num_threads: int) -> KnownSteps | None:
-    """Return the file for steps of an engine of this configuration; None for a stand-in, or without the model's files."""
+    """Return the file for steps of an engine that the configuration describes; None for a stand-in."""
     if config.worker.engine != "torch":
         return None
     from pdmesh.engine.preloaded import file_versions  # torch takes seconds to import
