@@ -18,7 +18,8 @@ import pytest
 
 from pdmesh.cli import forking
 from pdmesh.cli.forking import ForkServer
-from pdmesh.cli.processes import Child, ChildSpec, ProcessId, process_id, start_child, wait_for_end
+from pdmesh.cli.process_id import ProcessId, process_id, wait_for_end
+from pdmesh.cli.processes import Child, ChildSpec, start_child
 
 DEADLINE_S = 60.0
 

@@ -11,9 +11,9 @@ import anyio
 
 from pdmesh.cli.state import StateFolder
 from pdmesh.config import MeshConfig, SecurityConfig
-from pdmesh.config_sources import CLIENT_KEY_VARIABLE
 from pdmesh.errors import PdmeshError
 from pdmesh.host import is_loopback
+from pdmesh.settings import CLIENT_KEY_VARIABLE
 
 if TYPE_CHECKING:  # takes a tenth of a second to import, and a supervisor needs none
     import httpx

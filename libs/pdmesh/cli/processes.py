@@ -1,10 +1,9 @@
-"""Processes of a mesh: how they are identified and started, and that none outlives its parent."""
+"""Processes of a mesh: how they are started, and that none outlives its parent."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -25,40 +24,6 @@ _LAUNCHER = (
 
 #: What a child says are a few addresses and a sentence; more than this is neither.
 _MAX_SAID_BYTES = 64 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """The identity of a process: pids are reused, but not the pair of pid and start time."""
-
-    pid: int
-    start_ticks: int
-
-    @property
-    def alive(self) -> bool:
-        return process_id(self.pid) == self
-
-
-def process_id(pid: int) -> ProcessId | None:
-    """Return the process that has ``pid`` now, or None if none runs (a zombie does not)."""
-    try:
-        # The name, in brackets, may hold anything; what follows starts with the state (field 3 of proc(5)).
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
-
-
-def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
-    """Block until ``process`` has ended; False if it still runs after ``timeout_s``."""
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return not process.alive or bool(select.select([pidfd], [], [], timeout_s)[0])
-    finally:
-        os.close(pidfd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,8 @@ from pdmesh.cli.plan import (
     threads_per_worker,
 )
 from pdmesh.cli.preflight import check_checkpoint, check_machine, check_ranks
-from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
+from pdmesh.cli.process_id import process_id, wait_for_end
+from pdmesh.cli.processes import ChildSpec
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.cli.supervisor_actuator import follow_scheduler
