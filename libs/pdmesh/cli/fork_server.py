@@ -112,7 +112,7 @@ def _serve(requests: socket.socket, preloaded: PreloadedModel | None) -> Callabl
             reply = ForkReply(failed=str(error), is_stale=is_stale)
         else:
             if pid == 0:
-                requests.detach()  # its descriptor is closed with all others
+                requests.detach()  # `_become` closes the descriptor
                 _become(request, *fds)
                 given = None if is_stale else preloaded
                 return partial(run_from_environment, request.service, f"pdmesh_{request.service}.main", given)

@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from pdmesh.cli.fork_server import MAX_REQUEST_BYTES, ForkReply, ForkRequest
-from pdmesh.cli.processes import Child, ChildSpec, Process, start_child
+from pdmesh.cli.processes import Child, ChildProcess, ChildSpec, start_child
 from pdmesh.config_sources import PREFIX
 from pdmesh.failures import describe_exit
 
@@ -33,7 +33,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(slots=True)
 class ForkedProcess:
-    """A child that another process forked; implements `pdmesh.cli.processes.Process`."""
+    """A child that another process forked; implements `pdmesh.cli.processes.ChildProcess`."""
 
     pid: int
     _pidfd: int
@@ -67,7 +67,7 @@ class ForkServer:
         self._say = say
         self._server: Child | None = None  # while it serves
         self._requests: socket.socket | None = None
-        self._started = anyio.Event()  # or found to be unable to start
+        self._started = anyio.Event()  # also set when no server can be started
         self._one_at_a_time = anyio.Lock()
 
     async def run(self) -> None:
@@ -104,7 +104,7 @@ class ForkServer:
         self._say(f"{spec.name} {describe_exit(returncode)}; starting another one")
         return True
 
-    async def fork(self, spec: ChildSpec, log: BinaryIO, ready_fd: int) -> Process | None:
+    async def fork(self, spec: ChildSpec, log: BinaryIO, ready_fd: int) -> ChildProcess | None:
         """Fork a worker; None if it has to be started by its command. Implements `pdmesh.cli.processes.StartChild`."""
         if not spec.forked_service or _foreign(spec.environment) != _foreign(self._spec.environment):
             return None  # libraries have read the server's variables as they were loaded
@@ -118,7 +118,7 @@ class ForkServer:
                 process = await self._fork(request, log.fileno(), ready_fd)
         return process
 
-    async def _fork(self, request: bytes, log_fd: int, ready_fd: int) -> Process | None:
+    async def _fork(self, request: bytes, log_fd: int, ready_fd: int) -> ChildProcess | None:
         if self._server is None or self._requests is None:
             return None
         server = self._server

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import anyio
+from anyio.abc import ByteStream
 
 from pdmesh.cli.state import StateFolder
 from pdmesh.config import MeshConfig, SecurityConfig
@@ -59,17 +60,16 @@ async def wait_until_ready(url: str, security: SecurityConfig) -> None:
 async def _answers(url: str, path: str, security: SecurityConfig) -> bool:
     """Whether the service answers a GET with 200."""
     address = urlsplit(url)
-    context = trust(security) if address.scheme == "https" else None
+    host, port = str(address.hostname), int(address.port or 0)
     request = f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n"
     answer = b""
     try:
-        async with await anyio.connect_tcp(
-            str(address.hostname),
-            int(address.port or 0),
-            tls=context is not None,
-            ssl_context=context if isinstance(context, ssl.SSLContext) else None,
-            tls_standard_compatible=False,
-        ) as stream:
+        stream: ByteStream = (
+            await anyio.connect_tcp(host, port, ssl_context=context, tls_standard_compatible=False)
+            if isinstance(context := trust(security), ssl.SSLContext)
+            else await anyio.connect_tcp(host, port)
+        )
+        async with stream:
             await stream.send(request.encode())
             while b"\n" not in answer and len(answer) < _MAX_STATUS_LINE:
                 answer += await stream.receive()

@@ -44,7 +44,7 @@ def is_gateway(name: str) -> bool:
     return name.partition("-")[0] == "gateway"
 
 
-class Process(Protocol):
+class ChildProcess(Protocol):
     """A child process that this one reaps."""
 
     @property
@@ -62,7 +62,7 @@ class Process(Protocol):
 class StartChild(Protocol):
     """Starts a process in place of `anyio.open_process`."""
 
-    async def __call__(self, spec: ChildSpec, log: BinaryIO, ready_fd: int) -> Process | None:
+    async def __call__(self, spec: ChildSpec, log: BinaryIO, ready_fd: int) -> ChildProcess | None:
         """Start a child that writes to ``log`` and ``ready_fd``; None if it cannot be started this way."""
         ...
 
@@ -72,7 +72,7 @@ class Child:
     """A running child. It says on a pipe when it serves and why it fails; its output goes to its log file."""
 
     name: str
-    process: Process
+    process: ChildProcess
     _pipe_fd: int
     _pidfd: int | None  # None: it had ended before it could be opened
     _said: bytearray = field(default_factory=bytearray)
@@ -171,7 +171,7 @@ async def start_child(spec: ChildSpec, fork: StartChild | None = None) -> AsyncG
             await process.aclose()
 
 
-async def _execute(spec: ChildSpec, log: BinaryIO, ready_fd: int) -> Process:
+async def _execute(spec: ChildSpec, log: BinaryIO, ready_fd: int) -> ChildProcess:
     return await anyio.open_process(
         ending_with_us(spec.command),
         stdin=None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pdmesh.model import ComputePath, FinishReason, RequestId, SamplingParams
 
-if TYPE_CHECKING:  # these import numpy, which a scheduler does without
+if TYPE_CHECKING:  # numpy takes a third of a second to import
     from pdmesh.engine.guide import Guide
     from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
     from pdmesh.kv.store import KvStore

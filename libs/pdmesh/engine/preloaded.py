@@ -15,7 +15,7 @@ from pdmesh.engine.ranks.share import WHOLE, RankShare
 
 
 class FileVersion(NamedTuple):
-    """One version of a file: a write or a replacement changes at least one field besides ``path``."""
+    """Version of a file. A write or a replacement changes at least one field besides ``path``."""
 
     path: str
     device: int
@@ -40,7 +40,7 @@ def file_versions(*directories: Path | None) -> frozenset[FileVersion]:
 
 @dataclass(frozen=True, slots=True)
 class PreloadedModel:
-    """A whole checkpoint in memory, with what it was made from."""
+    """A whole checkpoint in memory, with the directory, options and files that made it."""
 
     directory: Path
     options: ComputeOptions
@@ -49,14 +49,14 @@ class PreloadedModel:
 
     @property
     def is_current(self) -> bool:
-        """Whether the checkpoint's files, and the adapter's, are still those that were read."""
+        """Whether no file of the checkpoint or the adapter has changed since the load."""
         try:
             return file_versions(self.directory, self.options.lora) == self.files
         except OSError:
             return False
 
     def load(self, directory: Path, options: ComputeOptions, share: RankShare, group: RankGroup | None) -> LoadedModel:
-        """Return the preloaded model if it is the one asked for, else load that one. Raises ConfigError."""
+        """Return the preloaded model if it matches the arguments, else load the model. Raises ConfigError."""
         is_it = directory == self.directory and options == self.options and share == WHOLE and group is None
         return self.model if is_it and self.is_current else load_model(directory, options, share, group)
 

@@ -37,8 +37,8 @@ def measure_at_start(
 ) -> tuple[MeasuredStep, ...]:
     """Time as many steps as fit in about ``limit_s``, in rounds, and return the least time of each. Blocking.
 
-    Steps that are ``known`` are timed again only if no others fit, the shortest first, for `REFRESH_S`; what is
-    measured becomes known.
+    Steps that are ``known`` are timed again only if no others fit, the shortest first, for `REFRESH_S`. New times are
+    added to the known ones.
 
     Rounds, rather than one step several times in a row, because an interruption lasts: if it made all times of a short
     chunk long, tokens would seem to cost nothing, and the first chunks would be far too long.
@@ -62,7 +62,7 @@ def measure_at_start(
 
 
 def _expected_s(shape: StepShape, known_s: Mapping[StepShape, float]) -> float:
-    """Return about what a step takes, by its tokens and those of the known step that is largest; 0 if none is known."""
+    """Estimate the time of a step in proportion to the largest known step, by tokens; 0 if no step is known."""
     largest = max(known_s, key=_num_tokens, default=None)
     return 0.0 if largest is None else known_s[largest] * _num_tokens(shape) / _num_tokens(largest)
 
