@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 log = structlog.get_logger()
 
-#: Size of a request, of which the environment is the largest part; any socket takes as much in one message.
+#: Largest request, mostly environment. Any socket takes as much in one message.
 MAX_REQUEST_BYTES = 1 << 17
 
 NUM_REQUEST_FDS = 3
@@ -98,7 +98,7 @@ def _preload(config: MeshConfig) -> PreloadedModel | None:
 
 
 def _serve(requests: socket.socket, preloaded: PreloadedModel | None) -> Callable[[], int] | None:
-    """Answer requests until there are no more; in a forked worker, return what it is to run."""
+    """Answer requests until the socket closes, and return None. In a forked worker, return its program."""
     supervisor_pid = os.getppid()
     while True:
         data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_REQUEST_FDS)
