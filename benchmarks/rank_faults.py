@@ -32,7 +32,7 @@ import httpx
 from exactness import checkpoint_of
 from report import heading
 
-from pdmesh.cli.processes import process_id, wait_for_end
+from pdmesh.cli.process_id import process_id, wait_for_end
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.testing.checkpoints import TINY
 from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference

@@ -39,10 +39,11 @@ OLDEST_GLIBC = (2, 28)
 #: How many pips share a section, and seconds after which a part that still runs is named.
 NUM_PIPS, PATIENCE_S = 3, 15
 
-#: What the services import, by process: their bytecode is written while pip resolves, not by the first start.
+#: What processes import, by the process that writes the bytecode: while pip resolves, not at the first start. The
+#: Dockerfiles have the same modules.
 PROGRAMS = (
-    ("pdmesh_prefill.main", "pdmesh_decode.main", "pdmesh.worker.engines"),
-    ("pdmesh_gateway.main", "pdmesh_scheduler.main", "pdmesh.cli.app"),
+    ("pdmesh_prefill.main", "pdmesh_decode.main", "pdmesh.engine.runner", "pdmesh.engine.preloaded"),
+    ("pdmesh_gateway.main", "pdmesh_scheduler.main", "pdmesh.cli.app", "pdmesh.cli.up", "pdmesh.cli.fork_server"),
 )
 
 
@@ -149,7 +150,7 @@ def pip(*arguments: str) -> list[str]:
 def writing_bytecode(python: Path, modules: Sequence[str]) -> list[str]:
     """Return a command that imports modules and writes their bytecode, also where PYTHONDONTWRITEBYTECODE is set.
 
-    Images of Python set it for what is built into them; here each process would compile torch again, for a second.
+    Images of Python set it for what is built into them; here each process would compile torch again, for seconds.
     """
     return [str(python), "-c", f"import sys; sys.dont_write_bytecode = False; import {', '.join(modules)}"]
 

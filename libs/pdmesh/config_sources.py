@@ -19,7 +19,7 @@ from typing import Any
 
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError
-from pdmesh.settings import Setting, settings_of, values_of, with_values
+from pdmesh.settings import CLIENT_KEY_VARIABLE, Setting, settings_of, values_of, with_values
 
 PREFIX = "PDMESH_"
 
@@ -30,9 +30,6 @@ CONFIG_FILE_VARIABLE = "PDMESH_CONFIG"
 COMPOSE_VARIABLES = frozenset(
     {"PDMESH_PORT", "PDMESH_MODELS", "PDMESH_TORCH", "PDMESH_GPU_IMAGE", "PDMESH_PREFILL_GPU", "PDMESH_DECODE_GPU"}
 )
-
-#: No setting of any service: the key that our own commands show to a gateway. A mesh's settings may have hashes only.
-CLIENT_KEY_VARIABLE = "PDMESH_API_KEY"
 
 _NO_SETTINGS = frozenset({CONFIG_FILE_VARIABLE, CLIENT_KEY_VARIABLE, *COMPOSE_VARIABLES})
 

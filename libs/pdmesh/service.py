@@ -114,18 +114,18 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def run_from_environment(name: str, module: str) -> int:
-    """What ``python -m`` of a service package does: configure by the environment, run ``module.main``, exit code.
+def run_from_environment(name: str, module: str, *given: object) -> int:
+    """Configure by the environment, call ``module.main`` with this and ``given``, and return its exit code.
 
     The module is imported here, so that one which cannot be is told like any failure.
     """
     try:
         config = load_config(None, os.environ, {})
-        main: Callable[[MeshConfig], int] = importlib.import_module(module).main
+        main: Callable[..., int] = importlib.import_module(module).main
     except Exception as error:
         ready_fd = os.environ.get("PDMESH_READY_FD", "")
         return _failed(name, error, int(ready_fd) if ready_fd.isdigit() else None)
-    return main(config)
+    return main(config, *given)
 
 
 async def _run(name: str, config: MeshConfig, serve: Serve) -> None:

@@ -19,6 +19,9 @@ from typing import Any
 from pdmesh.errors import ConfigError
 from pdmesh.ranges import Range
 
+#: No setting of any service: the key that our own commands show to a gateway. A mesh's settings may have hashes only.
+CLIENT_KEY_VARIABLE = "PDMESH_API_KEY"
+
 
 @dataclass(frozen=True, slots=True)
 class OneOf:

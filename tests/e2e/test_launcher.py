@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.cli.processes import process_id, wait_for_end
+from pdmesh.cli.process_id import process_id, wait_for_end
 from pdmesh.testing.examples import slow_beyond
 
 pytestmark = pytest.mark.e2e

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import anyio
 import pytest
 
-from pdmesh.cli.processes import process_id
+from pdmesh.cli.process_id import process_id
 from pdmesh.config import InstanceDegrees
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind, Role

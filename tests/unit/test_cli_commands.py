@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from pdmesh import __version__
 from pdmesh.cli.app import app
-from pdmesh.cli.processes import ProcessId, wait_for_end
+from pdmesh.cli.process_id import ProcessId, wait_for_end
 from pdmesh.config import MeshConfig
 from pdmesh.config_sources import COMPOSE_VARIABLES, variable_of
 from pdmesh.profiles import load_profile

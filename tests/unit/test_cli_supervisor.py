@@ -18,7 +18,8 @@ import pytest
 from pdmesh.cli import actuator as actuator_module
 from pdmesh.cli import supervisor as supervisor_module
 from pdmesh.cli.http import is_live
-from pdmesh.cli.processes import ChildSpec, ProcessId, process_id, wait_for_end
+from pdmesh.cli.process_id import ProcessId, process_id, wait_for_end
+from pdmesh.cli.processes import ChildSpec
 from pdmesh.cli.supervisor import Backoff, MeshPlan, StartFailed, Supervisor
 from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import SecurityConfig

@@ -36,7 +36,7 @@ from pdmesh.cli.doctor import (
     check_transports,
 )
 from pdmesh.cli.http import Target
-from pdmesh.cli.processes import process_id
+from pdmesh.cli.process_id import process_id
 from pdmesh.cli.request_view import requests_table
 from pdmesh.cli.state import MeshRecord, StateFolder
 from pdmesh.cli.terminal import terminal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -131,3 +132,16 @@ def test_a_platform_with_wheels_is_taken(
 ) -> None:
     monkeypatch.setattr(install.platform, "libc_ver", lambda: libc)
     install.check_platform()
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.gpu"])
+def test_images_have_the_bytecode_that_an_installation_has(install: ModuleType, name: str) -> None:
+    text = (ROOT / "deploy/compose" / name).read_text().replace("\\\n", "")
+    (imported,) = re.findall(r'python -c "import (pdmesh_prefill[^"]*)"', re.sub(r"\s+", " ", text))
+    assert set(imported.split(", ")) == {module for program in install.PROGRAMS for module in program}
+
+
+def test_what_has_bytecode_includes_torch(install: ModuleType) -> None:
+    """An engine imports torch late, so a program that is imported without its engine would leave torch out."""
+    code = f"import {', '.join(install.PROGRAMS[0])}, sys; sys.exit('torch' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

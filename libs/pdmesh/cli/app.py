@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from pdmesh import __version__
-from pdmesh.build_info import core_build
+from pdmesh.cli.help import WholeSummaries
 from pdmesh.cli.keys import app as keys_app
 from pdmesh.cli.operator_commands import app as operator_app
 from pdmesh.cli.operator_commands import ops_app, pool_app
@@ -41,21 +41,25 @@ from pdmesh.cli.options import (
 from pdmesh.cli.state import DEFAULT_NAME, state_folder
 from pdmesh.cli.study_commands import app as study_app
 from pdmesh.cli.tls import app as tls_app
-from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError
-from pdmesh.policy.batching import NOTHING_EXCLUSIVE
+
+if TYPE_CHECKING:  # ``--help`` needs no configuration
+    from pdmesh.config import MeshConfig
 
 app = typer.Typer(
+    cls=WholeSummaries,
     name="pdmesh",
     help="A disaggregated serving mesh for large language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # in rich's own markup "[default: 1]" is a style, and not shown
+    rich_markup_mode=None,  # tables cut long names, and take as long as all else of `--help`
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-requests_app = typer.Typer(help="Show single requests.", no_args_is_help=True)
-policy_app = typer.Typer(help="Show the scheduling policy, and switch it while serving.", no_args_is_help=True)
-config_app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
+requests_app = typer.Typer(cls=WholeSummaries, help="Show single requests.", no_args_is_help=True)
+policy_app = typer.Typer(
+    cls=WholeSummaries, help="Show the scheduling policy, and switch it while serving.", no_args_is_help=True
+)
+config_app = typer.Typer(cls=WholeSummaries, help="Show the configuration.", no_args_is_help=True)
 
 app.add_typer(study_app)
 app.add_typer(operator_app)
@@ -170,6 +174,8 @@ def up(
     )
     pools = make_pools(prefill, decode, mixed)
     if tree.scheduler.batching == "eb" and not pools.mixed:
+        from pdmesh.policy.batching import NOTHING_EXCLUSIVE
+
         raise ConfigError(f"scheduler.batching is eb: {NOTHING_EXCLUSIVE}")
     state = state_folder(os.environ, name)
     if detach:
@@ -419,6 +425,7 @@ def config_show(
 @app.command(epilog="Example: pdmesh version")
 def version() -> None:
     """Print the version, the compiled CPU kernels, and whether the scheduling core is compiled."""
+    from pdmesh.build_info import core_build
     from pdmesh.engine.levels import compiled_levels
 
     kernels = ", ".join(compiled_levels()) or "none, built without a compiler"

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import anyio
-import httpx
+from anyio.abc import ByteStream
 
 from pdmesh.cli.state import StateFolder
 from pdmesh.config import MeshConfig, SecurityConfig
-from pdmesh.config_sources import CLIENT_KEY_VARIABLE
 from pdmesh.errors import PdmeshError
 from pdmesh.host import is_loopback
+from pdmesh.settings import CLIENT_KEY_VARIABLE
+
+if TYPE_CHECKING:  # takes a tenth of a second to import, and a supervisor needs none
+    import httpx
 
 _CONNECT_TIMEOUT_S = 5.0
+_MAX_STATUS_LINE = 1024
 _FIRST_DELAY_S = 0.02
 _MAX_DELAY_S = 0.5
 
@@ -37,26 +43,39 @@ def trust(security: SecurityConfig) -> ssl.SSLContext | bool:
 
 async def is_live(url: str, security: SecurityConfig) -> bool:
     """Whether the service at ``url`` answers its ``/live`` with 200; the caller sets the deadline."""
-    verify = trust(security) if security.tls_cert is not None else False  # nothing to verify
-    try:
-        async with httpx.AsyncClient(base_url=url, verify=verify, timeout=None, trust_env=False) as client:
-            return (await client.get("/live")).status_code == 200
-    except httpx.TransportError:
-        return False
+    return await _answers(url, "/live", security)
 
 
 async def wait_until_ready(url: str, security: SecurityConfig) -> None:
     """Ask ``/ready`` until it answers 200; the caller sets the deadline."""
     delay_s = _FIRST_DELAY_S
-    async with httpx.AsyncClient(base_url=url, verify=trust(security), timeout=5.0, trust_env=False) as client:
-        while True:
-            try:
-                if (await client.get("/ready")).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass  # not there yet, or being restarted
-            await anyio.sleep(delay_s)
-            delay_s = min(2 * delay_s, _MAX_DELAY_S)
+    while True:
+        with anyio.move_on_after(_CONNECT_TIMEOUT_S):
+            if await _answers(url, "/ready", security):
+                return
+        await anyio.sleep(delay_s)
+        delay_s = min(2 * delay_s, _MAX_DELAY_S)
+
+
+async def _answers(url: str, path: str, security: SecurityConfig) -> bool:
+    """Whether the service answers a GET with 200."""
+    address = urlsplit(url)
+    host, port = str(address.hostname), int(address.port or 0)
+    request = f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n\r\n"
+    answer = b""
+    try:
+        stream: ByteStream = (
+            await anyio.connect_tcp(host, port, ssl_context=context, tls_standard_compatible=False)
+            if isinstance(context := trust(security), ssl.SSLContext)
+            else await anyio.connect_tcp(host, port)
+        )
+        async with stream:
+            await stream.send(request.encode())
+            while b"\n" not in answer and len(answer) < _MAX_STATUS_LINE:
+                answer += await stream.receive()
+    except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
+        return False  # not there yet, or being restarted
+    return answer.split(maxsplit=2)[1:2] == [b"200"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +102,8 @@ class Target:
 
     def client(self, *, read_timeout_s: float) -> httpx.Client:
         """Return an HTTP client for the gateway. Raises PdmeshError if there is no such gateway."""
+        import httpx
+
         url, security = self.url, self.config.security
         if url is None:
             record = self.state.read()

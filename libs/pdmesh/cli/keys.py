@@ -22,9 +22,10 @@ from pdmesh.apikeys import (
     parse_api_keys,
     parse_operators,
 )
+from pdmesh.cli.help import WholeSummaries
 from pdmesh.errors import ConfigError
 
-app = typer.Typer(help="Create API keys and operator tokens.", no_args_is_help=True)
+app = typer.Typer(cls=WholeSummaries, help="Create API keys and operator tokens.", no_args_is_help=True)
 
 
 @app.command(epilog="Example: pdmesh keys new alice --file keys.toml")

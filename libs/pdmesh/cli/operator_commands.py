@@ -7,14 +7,17 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from pdmesh.cli.help import WholeSummaries
 from pdmesh.cli.options import Asked, SloTpot, SloTtft, asks_scheduler, new_operation_id
 from pdmesh.core.operator_events import MAX_OPERATION_S, OperationRequested
 from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId, OperationKind, RequestId, Role
 
 app = typer.Typer()
-ops_app = typer.Typer(invoke_without_command=True)
-pool_app = typer.Typer(help="Change how many instances of each role a mesh has.", no_args_is_help=True)
+ops_app = typer.Typer(cls=WholeSummaries, invoke_without_command=True)
+pool_app = typer.Typer(
+    cls=WholeSummaries, help="Change how many instances of each role a mesh has.", no_args_is_help=True
+)
 
 #: An answer of a thousand tokens has ended by then, on most machines; a longer one goes on elsewhere.
 DEFAULT_TIMEOUT_S = 30.0

@@ -10,15 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 import typer
 
 from pdmesh.cli.state import DEFAULT_NAME, StateFolder, state_folder
-from pdmesh.config import MeshConfig
-from pdmesh.config_sources import CLIENT_KEY_VARIABLE, load_config
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.model import OperationId
+from pdmesh.settings import CLIENT_KEY_VARIABLE
+
+if TYPE_CHECKING:  # ``--help`` needs no configuration
+    from pdmesh.config import MeshConfig
+    from pdmesh.model import OperationId
 
 
 class Output(StrEnum):
@@ -75,6 +77,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 def build_config(file: Path | None, settings: list[str] | None, **flags: object) -> MeshConfig:
     """Make the configuration: file < environment < ``--set`` < flags (``section__field``). Raises ConfigError."""
+    from pdmesh.config_sources import load_config
+
     given: dict[str, object] = {}
     for setting in settings or []:
         name, equals, value = setting.partition("=")
@@ -96,6 +100,8 @@ class Asked:
 
 def new_operation_id() -> OperationId:
     """Return an id for an operation, which is done once however often it is asked for under that id."""
+    from pdmesh.model import OperationId
+
     return OperationId(secrets.token_hex(4))
 
 

@@ -12,7 +12,7 @@ from pdmesh.cli.state import StateFolder
 from pdmesh.config import InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.errors import ConfigError
-from pdmesh.host import num_usable_cores
+from pdmesh.host import has_nvidia_driver, num_usable_cores
 from pdmesh.model import PoolCounts, PoolMember, Role
 
 
@@ -122,6 +122,22 @@ def gateway_specs(
     return [replace(spec, pass_fds=(listen_fd,)) for spec in specs]
 
 
+def fork_server_spec(
+    config: MeshConfig, pools: PoolCounts, state: StateFolder, environ: Mapping[str, str]
+) -> ChildSpec | None:
+    """Return the spec of the process that forks workers; None where workers cannot be forked.
+
+    On a host with an NVIDIA device each worker is started by its command: CUDA does not survive a fork.
+    """
+    worker = config.worker
+    if worker.device != "cpu" and (worker.device != "auto" or has_nvidia_driver()):
+        return None
+    roles = [role for role in Role if pools.of(role)]
+    degrees = min(config.degrees_of(role) for role in roles)
+    shared = replace(worker, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.stages)
+    return _spec("fork-server", "pdmesh.cli.fork_server", replace(config, worker=shared), state, environ)
+
+
 def _dialing(config: MeshConfig, scheduler: Mapping[str, Any]) -> MeshConfig:
     security = replace(config.security, operator_token="", operators_file=None)  # the scheduler's alone
     return replace(config, scheduler_address=str(scheduler["address"]), security=security)
@@ -148,4 +164,5 @@ def _spec(name: str, package: str, config: MeshConfig, state: StateFolder, envir
         # The supervisor says when to end: a limit of their own would cut a longer one short.
         environment={**foreign, **environment_of(replace(config, ready_fd=None, drain_s=None))},
         log_file=state.fresh_log(name, config.supervisor.log_keep),
+        forked_service=package.removeprefix("pdmesh_") if package in ("pdmesh_prefill", "pdmesh_decode") else "",
     )

@@ -11,7 +11,7 @@ from pdmesh.config import InstanceDegrees, MeshConfig
 from pdmesh.engine.architectures.undescribed import check_installed
 from pdmesh.engine.files import load_model_config, weight_files
 from pdmesh.errors import ConfigError
-from pdmesh.host import free_host_bytes, is_loopback, num_startable_threads
+from pdmesh.host import free_host_bytes, has_nvidia_driver, is_loopback, num_startable_threads
 from pdmesh.service import raise_descriptor_limit
 from pdmesh.worker.engines import check_ranks_can_compute, check_weights_fit
 
@@ -41,7 +41,7 @@ def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int)
         raise ConfigError(f"{directory} has no tokenizer.json: save the checkpoint with its fast tokenizer")
     if config.worker.load_format != "dummy":
         weight_files(directory)
-    if config.worker.device == "cpu" or (config.worker.device == "auto" and not Path("/proc/driver/nvidia").exists()):
+    if config.worker.device == "cpu" or (config.worker.device == "auto" and not has_nvidia_driver()):
         layout = model.kv_layout(dtype=config.worker.dtype, block_size=config.worker.block_size)
         check_weights_fit(model, layout, num_instances=num_instances, free_bytes=free_host_bytes())
 

@@ -1,20 +1,18 @@
-"""Processes of a mesh: how they are identified and started, and that none outlives its parent."""
+"""Processes of a mesh: how they are started, and that none outlives its parent."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import anyio
-import anyio.abc
 
 #: Asks the kernel to kill us when our parent ends (PR_SET_PDEATHSIG, kept over exec), then becomes the command.
 _LAUNCHER = (
@@ -28,40 +26,6 @@ _LAUNCHER = (
 _MAX_SAID_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """The identity of a process: pids are reused, but not the pair of pid and start time."""
-
-    pid: int
-    start_ticks: int
-
-    @property
-    def alive(self) -> bool:
-        return process_id(self.pid) == self
-
-
-def process_id(pid: int) -> ProcessId | None:
-    """Return the process that has ``pid`` now, or None if none runs (a zombie does not)."""
-    try:
-        # The name, in brackets, may hold anything; what follows starts with the state (field 3 of proc(5)).
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
-
-
-def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
-    """Block until ``process`` has ended; False if it still runs after ``timeout_s``."""
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return not process.alive or bool(select.select([pidfd], [], [], timeout_s)[0])
-    finally:
-        os.close(pidfd)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
     """A process to start. ``environment`` is complete except for PDMESH_READY_FD."""
@@ -71,6 +35,8 @@ class ChildSpec:
     environment: Mapping[str, str]
     log_file: Path
     pass_fds: tuple[int, ...] = ()  # that it inherits
+    #: Name of the service that ``command`` runs, if a fork server may run it instead: "prefill" or "decode".
+    forked_service: str = ""
 
 
 def is_gateway(name: str) -> bool:
@@ -78,12 +44,35 @@ def is_gateway(name: str) -> bool:
     return name.partition("-")[0] == "gateway"
 
 
+class ChildProcess(Protocol):
+    """A child process that this one reaps."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int:
+        """Return the exit code once the process has ended; the negative number of a signal that killed it."""
+        ...
+
+    async def aclose(self) -> None:
+        """Wait until the process has ended, and free what belongs to it."""
+        ...
+
+
+class StartChild(Protocol):
+    """Starts a process in place of `anyio.open_process`."""
+
+    async def __call__(self, spec: ChildSpec, log: BinaryIO, ready_fd: int) -> ChildProcess | None:
+        """Start a child that writes to ``log`` and ``ready_fd``; None if it cannot be started this way."""
+        ...
+
+
 @dataclass(slots=True)
 class Child:
     """A running child. It says on a pipe when it serves and why it fails; its output goes to its log file."""
 
     name: str
-    process: anyio.abc.Process
+    process: ChildProcess
     _pipe_fd: int
     _pidfd: int | None  # None: it had ended before it could be opened
     _said: bytearray = field(default_factory=bytearray)
@@ -152,21 +141,18 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 @asynccontextmanager
-async def start_child(spec: ChildSpec) -> AsyncGenerator[Child]:
-    """Start a child in a session of its own (Ctrl-C must reach only its parent); leaving the block kills it."""
+async def start_child(spec: ChildSpec, fork: StartChild | None = None) -> AsyncGenerator[Child]:
+    """Start a child in a session of its own (Ctrl-C must reach only its parent); leaving the block kills it.
+
+    ``fork`` may start the child in place of its command.
+    """
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
     try:
         with _open_log(spec.log_file) as log:
-            process = await anyio.open_process(
-                ending_with_us(spec.command),
-                stdin=None,
-                stdout=log,
-                stderr=log,
-                env={**spec.environment, "PDMESH_READY_FD": str(write_fd)},
-                start_new_session=True,
-                pass_fds=(write_fd, *spec.pass_fds),
-            )
+            process = await fork(spec, log, write_fd) if fork is not None else None
+            if process is None:
+                process = await _execute(spec, log, write_fd)
     except BaseException:
         os.close(read_fd)
         raise
@@ -183,6 +169,18 @@ async def start_child(spec: ChildSpec) -> AsyncGenerator[Child]:
             os.close(pidfd)
         with anyio.CancelScope(shield=True):
             await process.aclose()
+
+
+async def _execute(spec: ChildSpec, log: BinaryIO, ready_fd: int) -> ChildProcess:
+    return await anyio.open_process(
+        ending_with_us(spec.command),
+        stdin=None,
+        stdout=log,
+        stderr=log,
+        env={**spec.environment, "PDMESH_READY_FD": str(ready_fd)},
+        start_new_session=True,
+        pass_fds=(ready_fd, *spec.pass_fds),
+    )
 
 
 def _open_pidfd(pid: int) -> int | None:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from pdmesh.cli.processes import ProcessId
-from pdmesh.config import SecurityConfig
+from pdmesh.cli.process_id import ProcessId
 from pdmesh.errors import ConfigError
 from pdmesh.rotation import set_aside
+
+if TYPE_CHECKING:
+    from pdmesh.config import SecurityConfig
 
 DEFAULT_NAME = "default"
 
@@ -76,6 +76,8 @@ class StateFolder:
 
     def read(self) -> MeshRecord | None:
         """Return the mesh's record if the mesh runs now; a record whose supervisor is gone counts as none."""
+        import msgspec
+
         try:
             record = msgspec.json.decode(self.record_file.read_bytes(), type=MeshRecord)
         except (OSError, msgspec.MsgspecError):
@@ -84,6 +86,8 @@ class StateFolder:
 
     def write(self, record: MeshRecord) -> None:
         """Replace the record, or leave the old one if that fails. Raises OSError."""
+        import msgspec
+
         part = self.folder / "mesh.json.part"
         try:
             part.touch(mode=0o600)

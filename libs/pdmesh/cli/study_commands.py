@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,8 +22,6 @@ from pdmesh.cli.options import (
     SloTtft,
     build_config,
 )
-from pdmesh.core.config import KvReservation
-from pdmesh.policy.prefill_groups import Schedule
 
 app = typer.Typer()
 
@@ -86,8 +84,8 @@ def simulate(
     reserved: Annotated[int, typer.Option(min=0, help="Instances that `reservation` keeps for long prompts.")] = 0,
     max_group_members: Annotated[int, typer.Option(min=1, help="Most instances that may compute one long prompt.")] = 4,
     sequence_parallel: Annotated[
-        Schedule, typer.Option(help="Whether they compute chunks in turn, or slices at once.")
-    ] = Schedule.PIPELINED,
+        Literal["pipelined", "parallel"], typer.Option(help="Whether they compute chunks in turn, or slices at once.")
+    ] = "pipelined",
     noise: Annotated[
         float, typer.Option(min=0, max=1, help="Random variation of step times: standard deviation, relative.")
     ] = 0.0,
@@ -116,9 +114,9 @@ def simulate(
         typer.Option(min=1, help="Output tokens that each request asks for. [default: as many as it generates]"),
     ] = None,
     kv_reservation: Annotated[
-        KvReservation,
+        Literal["full", "on_demand"],
         typer.Option(help="Reserve KV for the longest answer, or on demand as the services do."),
-    ] = KvReservation.FULL,
+    ] = "full",
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
     max_kv_tokens: MaxKvTokens = 0,
@@ -150,6 +148,8 @@ def simulate(
     """Run a workload through a simulated mesh, once for each bundle, and compare the results."""
     from pdmesh.cli.plan import make_pools
     from pdmesh.cli.simulate import SimulateOptions, run_simulate
+    from pdmesh.core.config import KvReservation
+    from pdmesh.policy.prefill_groups import Schedule
 
     pools = make_pools(prefill, decode, mixed)
     options = SimulateOptions(
@@ -168,7 +168,7 @@ def simulate(
         group_size=group_size,
         reserved=reserved,
         max_group_members=max_group_members,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=Schedule(sequence_parallel),
         noise=noise,
         deaths=deaths,
         away_s=away,
@@ -179,7 +179,7 @@ def simulate(
         clients=clients,
         think_s=think,
         max_tokens=max_tokens,
-        kv_reservation=kv_reservation,
+        kv_reservation=KvReservation(kv_reservation),
         chunk_tokens=chunk_tokens,
         kv_tokens=kv_tokens,
         max_kv_tokens=max_kv_tokens,

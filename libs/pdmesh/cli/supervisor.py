@@ -18,7 +18,8 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from pdmesh.cli.processes import Child, ChildSpec, describe_oom, is_gateway, start_child
+from pdmesh.cli.forking import ForkServer
+from pdmesh.cli.processes import Child, ChildSpec, StartChild, describe_oom, is_gateway, start_child
 from pdmesh.errors import PdmeshError, leaves
 from pdmesh.failures import describe_exit
 from pdmesh.host import memory_limit_bytes, num_oom_kills
@@ -101,6 +102,7 @@ class Service:
     on_event: Callable[[Service, str], None]
     start_timeout_s: float
     hang_s: float
+    fork: StartChild | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     child: Child | None = None
     #: It served, and is being started again. One that could not be started is not known to come.
@@ -143,7 +145,7 @@ class Service:
     async def _run_child(self, serving: Callable[[], None]) -> _Life:
         life = _Life(served_s=0.0)
         num_oom_kills_before = num_oom_kills()
-        async with start_child(self.spec) as child, anyio.create_task_group() as tasks:
+        async with start_child(self.spec, self.fork) as child, anyio.create_task_group() as tasks:
             self.child = child
             try:
                 facts: dict[str, Any] | None = None
@@ -274,6 +276,8 @@ class MeshPlan:
     close: Callable[[], None]
     #: Tell the scheduler what runs, and wait for what it wants; None if it does not answer.
     follow: Callable[[FollowPools], Awaitable[PoolsDesired | None]]
+    #: What forks workers, if anything does.
+    fork_server: ChildSpec | None = None
 
 
 class Supervisor:
@@ -294,6 +298,11 @@ class Supervisor:
         self._say = say
         self.services: list[Service] = []
         self.ready = False
+        self._fork_server = (
+            None
+            if plan.fork_server is None
+            else ForkServer(plan.fork_server, start_timeout_s=plan.start_timeout_s, say=say)
+        )
         self._stop = anyio.Event()
         self._told: list[str] = []  # which instances are coming, as the scheduler has last heard
         self._changed = anyio.Event()
@@ -332,6 +341,8 @@ class Supervisor:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch_signals)
+                if self._fork_server is not None:
+                    tasks.start_soon(self._fork_server.run)
                 tasks.start_soon(self._tend)
                 tasks.start_soon(self._keep_telling)
                 try:
@@ -387,6 +398,7 @@ class Supervisor:
             self._on_event,
             self._plan.start_timeout_s,
             self._plan.hang_s,
+            None if self._fork_server is None else self._fork_server.fork,
         )
         self.services.append(service)
         try:

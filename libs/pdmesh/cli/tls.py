@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
+from pdmesh.cli.help import WholeSummaries
 from pdmesh.errors import ConfigError
 from pdmesh.wire.roles import ServiceRole
 
-app = typer.Typer(help="Create certificates for development.", no_args_is_help=True)
+app = typer.Typer(cls=WholeSummaries, help="Create certificates for development.", no_args_is_help=True)
 
 #: Names under which services of one machine reach each other.
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

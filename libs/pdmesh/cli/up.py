@@ -26,13 +26,15 @@ import typer
 from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import (
     WorkerSpecs,
+    fork_server_spec,
     gateway_specs,
     pinned_settings,
     scheduler_spec,
     threads_per_worker,
 )
 from pdmesh.cli.preflight import check_checkpoint, check_machine, check_ranks
-from pdmesh.cli.processes import ChildSpec, process_id, wait_for_end
+from pdmesh.cli.process_id import process_id, wait_for_end
+from pdmesh.cli.processes import ChildSpec
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.cli.supervisor_actuator import follow_scheduler
@@ -80,7 +82,7 @@ class MeshRun:
                 f"{threads} engine {'thread' if threads == 1 else 'threads'} a worker"
             )
             num_workers = sum(self.pools.of(role) * self.config.degrees_of(role).num_processes for role in Role)
-            check_machine(self.config, num_processes=2 + self.num_gateways + num_workers)
+            check_machine(self.config, num_processes=3 + self.num_gateways + num_workers)
             self.config = _with_token(resolved(self.config))
             check_checkpoint(self.config, Path(str(self.config.model)), num_instances=self.pools.total)
             check_ranks(self.config, {self.config.degrees_of(role) for role in Role if self.pools.of(role)})
@@ -130,6 +132,7 @@ class MeshRun:
             resized=workers.resized,
             follow=self._follow,
             close=listener.close,
+            fork_server=fork_server_spec(config, self.pools, self.state, self.environ),
         )
 
     async def _answers(self, name: str, facts: Mapping[str, Any]) -> bool:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pdmesh.engine.guide import Guide
-from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
-from pdmesh.kv.store import KvStore
 from pdmesh.model import ComputePath, FinishReason, RequestId, SamplingParams
+
+if TYPE_CHECKING:  # numpy takes a third of a second to import
+    from pdmesh.engine.guide import Guide
+    from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
+    from pdmesh.kv.store import KvStore
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)

@@ -315,7 +315,7 @@ class _Reader:
             torch.cat(
                 [self.tensors.read(f"{name}.bias", (size,), rows).to(bias) for name, size, rows in places], out=bias
             )
-            bias = bias if order is None else bias[order]
+            bias = bias if order is None or bias.is_meta else bias[order]
         return self._packed(places, num_inputs, bias, order) or self._plain(places, num_inputs, bias, order)
 
     def _plain(self, places: Sequence[_Place], num_inputs: int, bias: Tensor | None, order: Order) -> Linear:
@@ -326,7 +326,7 @@ class _Reader:
                 f"{place.name}.weight", place.num_outputs, num_inputs, place.rows
             )
             row += place.size
-        if order is not None:
+        if order is not None and not weight.is_meta:  # indexing a meta tensor imports sympy
             weight = weight[order]
         return fastest_linear(weight, bias, self.memory, self.library) if self.packed else PlainLinear(weight, bias)
 
@@ -406,7 +406,9 @@ class _Reader:
         if kind.offset:
             weight += kind.offset
         bias = self._tensor(f"{name}.bias", (size,)) if kind.has_bias else None
-        return Norm(weight, bias) if order is None else Norm(weight[order], None if bias is None else bias[order])
+        if order is None or weight.is_meta:
+            return Norm(weight, bias)
+        return Norm(weight[order], None if bias is None else bias[order])
 
     def _head_norm(
         self, name: str, num_heads: int, heads_of: Callable[[RankShare, ModelConfig], IndexRange]

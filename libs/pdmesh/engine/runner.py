@@ -29,14 +29,15 @@ from pdmesh.engine.forward import Forward, StepOutput, drawn_rows, draws, step_s
 from pdmesh.engine.guide import Guide
 from pdmesh.engine.identity import unchanged_weights
 from pdmesh.engine.kv_cache import TorchKvStore
-from pdmesh.engine.loading import ComputeOptions, load_model, plan_model
+from pdmesh.engine.loading import ComputeOptions, LoadedModel, load_model, plan_model
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.part_attention import PartAttention, part_attention
 from pdmesh.engine.ranks.commands import Ready
 from pdmesh.engine.ranks.elsewhere import AskedRows
+from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.leading import Followers, LeadingForward
 from pdmesh.engine.ranks.pipeline import Pipeline, Stages
-from pdmesh.engine.ranks.share import WHOLE
+from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
 from pdmesh.grammars import Grammars
@@ -47,6 +48,9 @@ log = structlog.get_logger()
 
 #: Logits of one tile while computing prompt log-probabilities: 4K rows of a large vocabulary would take gigabytes.
 _TILE_LOGITS = 1 << 22
+
+
+LoadModel = Callable[[Path, ComputeOptions, RankShare, RankGroup | None], LoadedModel]
 
 
 class TorchEngine:
@@ -67,6 +71,7 @@ class TorchEngine:
     than ``max_frames`` at once (`pdmesh.kv.frames`); None: they hold all, as on a device, with other ranks and with
     ranges.
     ``followers`` are the other ranks, which compute with this one; ``stages`` those that compute in place of it.
+    ``load`` reads the weights.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class TorchEngine:
         max_frames: int | None = None,
         followers: Followers | None = None,
         stages: Stages | None = None,
+        load: LoadModel = load_model,
     ) -> None:
         if num_threads > 0:
             torch.set_num_threads(num_threads)
@@ -125,7 +131,7 @@ class TorchEngine:
         with unchanged_weights(checkpoint_dir, lora=lora, has_random_weights=has_random_weights) as weights:
             if stages is None:
                 share, group = (WHOLE, None) if followers is None else (followers.group.share, followers.group)
-                model = load_model(checkpoint_dir, options, share, group)
+                model = load(checkpoint_dir, options, share, group)
         planned = model or plan_model(checkpoint_dir, options)
         layout, self._max_model_len = planned.layout, planned.max_model_len
         self._vocab_size = planned.config.vocab_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdmesh.cli.processes import process_id
+from pdmesh.cli.process_id import process_id
 
 #: Announces itself, once there is no file beside the events file that ends in ``.NAME.hold``, and waits for SIGTERM;
 #: ``behaviour`` makes it misbehave. What it does goes to the events file.

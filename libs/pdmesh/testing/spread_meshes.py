@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import anyio
 
-from pdmesh.cli.processes import process_id, wait_for_end
+from pdmesh.cli.process_id import process_id, wait_for_end
 from pdmesh.testing.checkpoints import TINY
 from pdmesh.testing.exactness import Reference, random_prompts, reference
 from pdmesh.testing.mesh import PATIENT, RunningMesh, running_mesh

@@ -69,7 +69,7 @@ class PieceBuffer:
 def allocate_buffers(
     num_buffers: int, payload_bytes: int, prefix_bytes: int = 0, *, message_bytes: int = MESSAGE_BYTES
 ) -> list[PieceBuffer]:
-    """Allocate buffers of whole pages in one mapping. Their pages are touched now, not during a transfer.
+    """Allocate buffers of whole pages in one mapping. A page takes memory once it is used.
 
     Each holds a piece with a payload of so many bytes, or `MAX_PIECES` whose payloads have ``message_bytes`` together.
 
@@ -82,8 +82,6 @@ def allocate_buffers(
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             arena.madvise(mmap.MADV_HUGEPAGE)
-    for page in range(0, len(arena), mmap.PAGESIZE):
-        arena[page] = 0
     view = memoryview(arena)
     memories = [view[start : start + stride] for start in range(0, num_buffers * stride, stride)]
     return [PieceBuffer(number, memory, payload_bytes, prefix_bytes) for number, memory in enumerate(memories)]

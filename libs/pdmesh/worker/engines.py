@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
-from pdmesh.engine.base import Engine
 from pdmesh.engine.files import load_model_config, load_model_info, resolve_model, with_adapter
 from pdmesh.engine.identity import stand_in_identity, unchanged_weights
 from pdmesh.engine.levels import compiled_levels
@@ -22,8 +21,10 @@ from pdmesh.host import free_host_bytes
 from pdmesh.model import GRANULE_TOKENS, KvLayout, MeasuredStep, Role, num_blocks_for
 from pdmesh.profiles import parse_latency
 
-if TYPE_CHECKING:  # torch takes seconds to import
+if TYPE_CHECKING:  # torch takes seconds to import, numpy a third of one
+    from pdmesh.engine.base import Engine
     from pdmesh.engine.loading import LoadedModel
+    from pdmesh.engine.preloaded import PreloadedModel
     from pdmesh.engine.ranks.group import RankGroup
     from pdmesh.engine.ranks.leading import Followers
     from pdmesh.engine.ranks.pipeline import Stages
@@ -48,12 +49,17 @@ def served_model_name(config: MeshConfig) -> str:
 
 
 def build_engine(
-    config: MeshConfig, num_threads: int, ranks: Followers | Stages | None = None, *, num_stages: int = 1
+    config: MeshConfig,
+    num_threads: int,
+    ranks: Followers | Stages | None = None,
+    *,
+    num_stages: int = 1,
+    preloaded: PreloadedModel | None = None,
 ) -> Engine:
     """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError.
 
     ``ranks`` are the other ranks of the instance, of several stages all of them, which load their parts meanwhile. A
-    stand-in has its ``num_stages`` in this process.
+    stand-in has its ``num_stages`` in this process. ``preloaded`` is a model in memory, which may be the one to serve.
     """
     worker = config.worker
     check_ranges(config)
@@ -79,7 +85,8 @@ def build_engine(
     if config.model is None:
         raise ConfigError("no model is set: set model (PDMESH_MODEL) to a directory or a hub id")
 
-    from pdmesh.engine.runner import TorchEngine  # torch takes seconds to import
+    from pdmesh.engine.loading import load_model  # torch takes seconds to import
+    from pdmesh.engine.runner import TorchEngine
 
     directory = resolve_model(config.model)
     model = load_model_config(directory)
@@ -89,7 +96,8 @@ def build_engine(
     max_model_len = worker.max_model_len or model.max_model_len
     max_frames = max_frames_of(config, layout, max_model_len) if layout.window else None
     if device_name(config) == "cpu":
-        check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
+        if preloaded is None:
+            check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
     elif ranks is not None:
         raise _on_a_device(worker)
     return TorchEngine(
@@ -98,6 +106,7 @@ def build_engine(
         max_frames=max_frames,
         device=worker.device,
         num_threads=num_threads,
+        load=load_model if preloaded is None else preloaded.load,
         **_ranks_of(ranks, num_stages),
         **_compute_options(worker),
     )
@@ -108,6 +117,29 @@ def _stand_in_weights(model: str | None) -> str:
     if model is None or not Path(model).expanduser().is_dir():
         return stand_in_identity()
     return stand_in_identity(load_model_info(resolve_model(model)).fingerprint.hex())
+
+
+def preload(config: MeshConfig) -> PreloadedModel | None:
+    """Load on one thread what `build_engine` would load on the CPU for an instance of one rank.
+
+    Importing a module and loading leave no thread behind, so the process can fork. Returns None if the files change
+    meanwhile. Raises ConfigError, OSError.
+    """
+    import torch
+
+    from pdmesh.engine.loading import ComputeOptions
+    from pdmesh.engine.preloaded import preload_model
+
+    torch.set_num_threads(1)
+    worker = config.worker
+    directory = resolve_model(str(config.model))
+    model = load_model_config(directory)
+    layout = model.kv_layout(
+        dtype=worker.dtype, block_size=worker.block_size, frees_windows=frees_behind_windows(config)
+    )
+    check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
+    options = ComputeOptions(device=torch.device("cpu"), frees_windows=layout.window > 0, **_compute_options(worker))
+    return preload_model(directory, options)
 
 
 def _num_blocks(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import array
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
 
 from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice
 from pdmesh.model import MeasuredStep, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.latency import ChunkShape, StepShape
+from pdmesh.policy.profile import shape_of
+from pdmesh.worker.known_steps import KnownSteps
 
 #: What an instance times when it starts, the most telling first: a chunk, the constant, attention, decodes, both.
 _START_STEPS = (
@@ -26,23 +28,47 @@ _START_STEPS = (
 START_LIMIT_S = 1.0
 #: Each step is timed so often at most; a core that is shared with others interrupts some of them.
 START_ROUNDS = 4
+#: Time for steps that are known already: a machine that was busy before may be quiet now.
+REFRESH_S = 0.1
 
 
-def measure_at_start(engine: Engine, limit_s: float = START_LIMIT_S) -> tuple[MeasuredStep, ...]:
+def measure_at_start(
+    engine: Engine, limit_s: float = START_LIMIT_S, known: KnownSteps | None = None
+) -> tuple[MeasuredStep, ...]:
     """Time as many steps as fit in about ``limit_s``, in rounds, and return the least time of each. Blocking.
+
+    Steps that are ``known`` are timed again only if no others fit, the shortest first, for `REFRESH_S`. New times are
+    added to the known ones.
 
     Rounds, rather than one step several times in a row, because an interruption lasts: if it made all times of a short
     chunk long, tokens would seem to cost nothing, and the first chunks would be far too long.
     """
     began_s = time.perf_counter()
     step_s(engine, StepShape((ChunkShape(32, 0),), 0, 0))  # first use of code and memory
-    least_s: dict[StepShape, float] = {}
     shapes = [shape for shape in _START_STEPS if fits(engine, shape)]
-    for shape in shapes * START_ROUNDS:
+    earlier = {} if known is None else {shape_of(step): step.duration_s for step in known.read()}
+    least_s = {shape: earlier[shape] for shape in shapes if shape in earlier}
+    missing = [shape for shape in shapes if shape not in least_s and _expected_s(shape, least_s) < limit_s]
+    if not missing:
+        limit_s = min(limit_s, REFRESH_S)
+    for shape in (missing or sorted(least_s, key=lambda shape: least_s[shape])) * START_ROUNDS:
         if time.perf_counter() - began_s > limit_s:
             break
         least_s[shape] = min(step_s(engine, shape), least_s.get(shape, inf))
-    return tuple([_measured(shape, seconds) for shape, seconds in least_s.items()])
+    steps = tuple([_measured(shape, seconds) for shape, seconds in least_s.items()])
+    if known is not None and least_s != earlier:
+        known.write(steps)
+    return steps
+
+
+def _expected_s(shape: StepShape, known_s: Mapping[StepShape, float]) -> float:
+    """Estimate the time of a step in proportion to the largest known step, by tokens; 0 if no step is known."""
+    largest = max(known_s, key=_num_tokens, default=None)
+    return 0.0 if largest is None else known_s[largest] * _num_tokens(shape) / _num_tokens(largest)
+
+
+def _num_tokens(shape: StepShape) -> int:
+    return sum(chunk.num_tokens for chunk in shape.chunks) + int(shape.num_decodes)
 
 
 def _measured(shape: StepShape, seconds: float) -> MeasuredStep:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 import structlog
@@ -45,6 +46,7 @@ from pdmesh.worker.engines import (
     served_model_name,
 )
 from pdmesh.worker.instance import Instance
+from pdmesh.worker.known_steps import known_steps
 from pdmesh.worker.measuring import measure_at_start
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.peer_checks import PeerChecks
@@ -55,14 +57,22 @@ from pdmesh.worker.steps import run_steps
 from pdmesh.worker.threads import EngineThread, fair_num_threads
 from pdmesh.worker.token_links import open_token_links
 
+if TYPE_CHECKING:  # torch takes seconds to import
+    from pdmesh.engine.preloaded import PreloadedModel
+
 log = structlog.get_logger()
 
 _STARTED_AT = time.time()
 _BEGAN_AT = int(_STARTED_AT) % (1 << 31)
 
 
-async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) -> None:
-    """Serve as one instance until told to stop. Raises InstanceUnavailable if the engine breaks."""
+async def run_worker(
+    config: MeshConfig, context: ServiceContext, role: Role, preloaded: PreloadedModel | None = None
+) -> None:
+    """Serve as one instance until told to stop. ``preloaded`` as in `build_engine`.
+
+    Raises InstanceUnavailable if the engine breaks.
+    """
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
     if config.transfer.transport == "ucx":
@@ -72,12 +82,14 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
     num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
     with start_ranks(config, degrees, num_threads) as ranks:
         async with EngineThread() as thread:
-            build = partial(build_engine, config, num_threads, ranks, num_stages=degrees.stages)
+            build = partial(build_engine, config, num_threads, ranks, num_stages=degrees.stages, preloaded=preloaded)
             engine = await thread.run(build, on_cancel=lambda: None if ranks is None else ranks.kill())
             log.info("engine ready", engine=config.worker.engine, num_threads=num_threads, **degrees._asdict())
             facts = engine_facts(config)
             if facts.num_parameters:
-                facts = replace(facts, measured_steps=await thread.run(partial(measure_at_start, engine)))
+                known = known_steps(config, engine, facts.device_name, num_threads)
+                steps = await thread.run(partial(measure_at_start, engine, known=known))
+                facts = replace(facts, measured_steps=steps)
             config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
             async with _transport(config.transfer) as transport:
                 with rare_collections():  # a full one takes 100 ms, of a step or of a transfer

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from pdmesh.model import SamplingParams
 from pdmesh_gateway.auth import Client
@@ -14,6 +12,10 @@ from pdmesh_gateway.choices import GenerationFailed
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.serving import Serving
+
+if TYPE_CHECKING:  # a gateway without embeddings needs no numpy
+    import numpy as np
+    import numpy.typing as npt
 
 #: As in OpenAI's API.
 MAX_INPUTS = 2048

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh_gateway.sampling import invalid
+
+if TYPE_CHECKING:  # a gateway without embeddings needs no numpy
+    import numpy as np
+    import numpy.typing as npt
 
 _LAST_TOKEN = "pooling_mode_lasttoken"
 _NORM_FLOOR = 1e-12
@@ -53,6 +55,8 @@ class Pooling:
 
     def embedding(self, hidden: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
         """Return the embedding that a last token's hidden state comes to."""
+        import numpy as np
+
         vector: npt.NDArray[np.float32] = np.frombuffer(hidden, dtype="<f4")[:dimensions]
         if self.normalizes:
             vector = vector / np.float32(max(float(np.linalg.norm(vector)), _NORM_FLOOR))

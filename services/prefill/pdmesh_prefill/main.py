@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pdmesh.config import MeshConfig
 from pdmesh.model import Role
 from pdmesh.service import run_service
 from pdmesh.worker.runtime import run_worker
 
+if TYPE_CHECKING:  # torch takes seconds to import
+    from pdmesh.engine.preloaded import PreloadedModel
 
-def main(config: MeshConfig) -> int:
+
+def main(config: MeshConfig, preloaded: PreloadedModel | None = None) -> int:
     """Run the instance until stopped, and return the exit code. ``worker.role`` may set another role than prefill."""
     role = Role(config.worker.role or Role.PREFILL)
-    return run_service(role, config, partial(run_worker, role=role))
+    return run_service(role, config, partial(run_worker, role=role, preloaded=preloaded))

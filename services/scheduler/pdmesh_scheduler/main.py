@@ -49,7 +49,6 @@ from pdmesh_scheduler.peers import Leases, Peers
 from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
 from pdmesh_scheduler.standby.mandate import ALONE, Mandate
-from pdmesh_scheduler.standby.standing_by import lead_in_turn
 from pdmesh_scheduler.startup_grace import REGISTER_S, StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.workers import RETURN_GRACE_S, WorkerStreams
@@ -81,6 +80,8 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
         if not config.standby.store:
             await _lead(context, operators, registry, strangers, metrics_port, config, ALONE)
             return
+        from pdmesh_scheduler.standby.standing_by import lead_in_turn  # imports clients of stores
+
         lead = partial(_lead, context, operators, registry, strangers, metrics_port)
         await lead_in_turn(config, context, operators, registry, strangers, SERVICE, lead, metrics_port=metrics_port)
 

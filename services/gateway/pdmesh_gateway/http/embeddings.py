@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import time
+from typing import TYPE_CHECKING
 
 import anyio.lowlevel
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from pdmesh_gateway.embeddings import EMBEDS, check_inputs, embeddings
 from pdmesh_gateway.http.computing import ComputingEndpoint
@@ -18,6 +17,10 @@ from pdmesh_gateway.protocol.embeddings import EmbeddingObject, EmbeddingRequest
 from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.sampling import invalid, truncation_of
 from pdmesh_gateway.serving import Serving
+
+if TYPE_CHECKING:  # a gateway without embeddings needs no numpy
+    import numpy as np
+    import numpy.typing as npt
 
 
 class EmbeddingsEndpoint(ComputingEndpoint[EmbeddingRequest]):

@@ -1,0 +1,42 @@
+"""How processes of a mesh are identified."""
+
+from __future__ import annotations
+
+import os
+import select
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """The identity of a process: pids are reused, but not the pair of pid and start time."""
+
+    pid: int
+    start_ticks: int
+
+    @property
+    def alive(self) -> bool:
+        return process_id(self.pid) == self
+
+
+def process_id(pid: int) -> ProcessId | None:
+    """Return the process that has ``pid`` now, or None if none runs (a zombie does not)."""
+    try:
+        # The name, in brackets, may hold anything; what follows starts with the state (field 3 of proc(5)).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
+
+
+def wait_for_end(process: ProcessId, timeout_s: float) -> bool:
+    """Block until ``process`` has ended; False if it still runs after ``timeout_s``."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return not process.alive or bool(select.select([pidfd], [], [], timeout_s)[0])
+    finally:
+        os.close(pidfd)
