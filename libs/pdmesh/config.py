@@ -490,7 +490,9 @@ class SupervisorConfig:
 class MeshConfig:
     """The whole tree."""
 
-    model: Annotated[str | None, "directory or hub id of the checkpoint; if not set, the demo model"] = None
+    model: Annotated[
+        str | None, "directory, hub id or GGUF file of the model, or a name such as smollm2; if not set, the demo model"
+    ] = None
     scheduler_address: Annotated[
         str,
         "host:port of the scheduler, for workers and gateways; of several schedulers, one of which leads: all of them, "

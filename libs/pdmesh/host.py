@@ -60,11 +60,6 @@ def _num_threads_of_user(root: Path) -> int:
     return sum(_field(file, "Threads:") or 0 for file in status_files if _field(file, "Uid:") == os.getuid())
 
 
-def has_nvidia_driver(root: Path = Path("/")) -> bool:
-    """Return whether the driver of NVIDIA's devices is loaded."""
-    return (root / "proc/driver/nvidia").exists()
-
-
 def num_oom_kills(root: Path = Path("/")) -> int:
     """Processes that the kernel killed for want of memory: of our control group, or of the machine if none says."""
     for group in _groups(root, "memory"):

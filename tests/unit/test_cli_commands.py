@@ -144,9 +144,9 @@ def test_the_help_of_each_command_has_an_example_that_can_be_typed_shows_default
         (["up"], {"PDMESH_POLICY_EB_THRESHOLD": "1"}, "PDMESH_POLICY_EB_THRESHOLD is 1.0: must be a number from 0.001"),
         (["policy", "set", "mb", "--threshold", "0.3"], {}, "--threshold applies to `eb` only"),
         (["up", "--name", "../x"], {}, "--name is '../x'"),
-        (["up", "--model", "./nowhere"], {}, "model './nowhere' is neither a directory nor a Hugging Face hub id"),
-        (["up", "./nowhere"], {}, "model './nowhere' is neither a directory nor a Hugging Face hub id"),
-        (["serve", "./nowhere"], {}, "model './nowhere' is neither a directory nor a Hugging Face hub id"),
+        (["up", "--model", "./nowhere"], {}, "model './nowhere': there is no such file or directory"),
+        (["up", "./nowhere"], {}, "model './nowhere': there is no such file or directory"),
+        (["serve", "./nowhere"], {}, "model './nowhere': there is no such file or directory"),
         (
             ["up", "./nowhere", "--model", "./there"],
             {},

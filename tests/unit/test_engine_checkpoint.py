@@ -190,8 +190,15 @@ def test_resolving_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
         resolve_model(str(tmp_path / "file"))
-    for absent in (str(tmp_path / "nowhere"), "./nowhere", "", "a b"):
-        with pytest.raises(ConfigError, match="neither a directory nor a Hugging Face hub id"):
+    for absent, told in (
+        (str(tmp_path / "nowhere"), "there is no such file or directory"),
+        ("./nowhere", "there is no such file or directory"),
+        ("nowhere.gguf", "there is no such file"),
+        ("llama3:8b", "is a name of another tool: give a Hugging Face hub id such as"),
+        ("", "neither a directory nor a Hugging Face hub id"),
+        ("a b", "neither a directory nor a Hugging Face hub id"),
+    ):
+        with pytest.raises(ConfigError, match=told):
             resolve_model(absent)
 
     asked: list[str] = []

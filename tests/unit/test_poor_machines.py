@@ -30,7 +30,7 @@ from pdmesh.transport import reading
 from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import bind_socket, open_channel, serving
-from pdmesh.worker.engines import check_weights_fit
+from pdmesh.worker.engines import check_memory
 from pdmesh.worker.runtime import transfer_for
 
 
@@ -231,10 +231,10 @@ def test_a_model_too_large_for_memory_is_refused() -> None:
         "config.json",
     )
     layout = model.kv_layout(dtype="auto", block_size=16)
-    check_weights_fit(model, layout, num_instances=2, free_bytes=26 << 30)
-    check_weights_fit(model, layout, num_instances=2, free_bytes=None)
+    check_memory(model, layout, num_instances=2, free_bytes=26 << 30)
+    check_memory(model, layout, num_instances=2, free_bytes=None)
     with pytest.raises(ConfigError, match=r"take 12\.3 GiB in bfloat16, in each of 2 instances, and 24\.0 GiB"):
-        check_weights_fit(model, layout, num_instances=2, free_bytes=24 << 30)
+        check_memory(model, layout, num_instances=2, free_bytes=24 << 30)
 
 
 @pytest.mark.parametrize(("url", "num_proxies"), [("http://127.0.0.1:8000", 0), ("http://elsewhere:8000", 1)])

@@ -90,7 +90,9 @@ def pdmesh(
 @app.command("serve", hidden=True)  # its name in vLLM
 @app.command(epilog="Example: pdmesh up ./my-model --prefill 2 --decode 2 --detach")
 def up(
-    checkpoint: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model, such as smollm2.")
+    ] = None,
     model: Model = None,
     host: Annotated[str | None, typer.Option(help="Address that the gateway listens on. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one. [default: 8000]")] = None,

@@ -36,7 +36,12 @@ Settings = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="Set any setting of `pdmesh config show`; repeatable."),
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="DIR_OR_HUB_ID", help="Checkpoint. [default: the demo model]")
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Directory, hub id, GGUF file, or a name such as smollm2. [default: the demo model]",
+    ),
 ]
 Scheduler = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Use this scheduler instead of a mesh on this machine.")

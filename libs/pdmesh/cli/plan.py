@@ -11,8 +11,9 @@ from pdmesh.cli.processes import ChildSpec, is_gateway
 from pdmesh.cli.state import StateFolder
 from pdmesh.config import InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.config_sources import PREFIX, environment_of
+from pdmesh.engine.devices import may_have_device
 from pdmesh.errors import ConfigError
-from pdmesh.host import has_nvidia_driver, num_usable_cores
+from pdmesh.host import num_usable_cores
 from pdmesh.model import PoolCounts, PoolMember, Role
 
 
@@ -130,7 +131,7 @@ def fork_server_spec(
     On a host with an NVIDIA device each worker is started by its command: CUDA does not survive a fork.
     """
     worker = config.worker
-    if worker.device != "cpu" and (worker.device != "auto" or has_nvidia_driver()):
+    if worker.device != "cpu" and (worker.device != "auto" or may_have_device()):
         return None
     roles = [role for role in Role if pools.of(role)]
     degrees = min(config.degrees_of(role) for role in roles)

@@ -1,4 +1,4 @@
-"""What every service of a mesh needs of its machine, checked once before the first is started."""
+"""Checks of a mesh's settings, model and machine, before its first service is started and without torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,33 @@ from pathlib import Path
 
 from pdmesh.config import InstanceDegrees, MeshConfig
 from pdmesh.engine.architectures.undescribed import check_installed
-from pdmesh.engine.files import load_model_config, weight_files
+from pdmesh.engine.devices import check_device
+from pdmesh.engine.files import load_model_config, load_model_info, weight_files
+from pdmesh.engine.json_files import read_json_object
+from pdmesh.engine.levels import check_cpu_level
 from pdmesh.errors import ConfigError
-from pdmesh.host import free_host_bytes, has_nvidia_driver, is_loopback, num_startable_threads
+from pdmesh.host import free_host_bytes, is_loopback, num_startable_threads
+from pdmesh.policy.bundles import check_bundle_name
 from pdmesh.service import raise_descriptor_limit
-from pdmesh.worker.engines import check_ranks_can_compute, check_weights_fit
+from pdmesh.worker.engines import check_memory, check_ranges, check_ranks_can_compute, device_name, num_blocks_of
 
 #: Of one of our processes (10 to 13 in a mesh of four that answers, 2026-11), and some to spare.
 THREADS_PER_PROCESS = 15
 
 #: For a connection within this machine.
 _CONNECT_LIMIT_S = 3.0
+
+
+def check_settings(config: MeshConfig) -> None:
+    """Raise ConfigError for settings that no service could start with, whatever the model."""
+    check_bundle_name(config.scheduler.bundle)
+    worker = config.worker
+    if worker.engine == "torch":
+        check_device(worker.device)
+        check_cpu_level(worker.cpu_level)
+    check_ranges(config)
+    if worker.lora is not None and not (worker.lora / "adapter_config.json").exists():
+        raise ConfigError(f"{worker.lora} holds no adapter_config.json: give the directory of a LoRA adapter (PEFT's)")
 
 
 def check_machine(config: MeshConfig, *, num_processes: int) -> None:
@@ -32,18 +48,29 @@ def check_machine(config: MeshConfig, *, num_processes: int) -> None:
 
 
 def check_checkpoint(config: MeshConfig, directory: Path, *, num_instances: int) -> None:
-    """Raise ConfigError if ``directory`` is no complete checkpoint, or if it is too large for so many instances."""
-    if config.worker.engine != "torch":
+    """Raise ConfigError if ``num_instances`` cannot serve ``directory``.
+
+    The checkpoint must be complete, have the context length and the dtype that are asked for, and fit into memory.
+    """
+    worker = config.worker
+    if worker.engine != "torch":
         return
     model = load_model_config(directory)
     check_installed(model)
+    max_model_len = model.context(worker.max_model_len)
+    layout = model.kv_layout(dtype=worker.dtype, block_size=worker.block_size)
     if not (directory / "tokenizer.json").exists():
         raise ConfigError(f"{directory} has no tokenizer.json: save the checkpoint with its fast tokenizer")
-    if config.worker.load_format != "dummy":
+    read_json_object(directory / "tokenizer.json")
+    load_model_info(directory)
+    if worker.load_format != "dummy":
         weight_files(directory)
-    if config.worker.device == "cpu" or (config.worker.device == "auto" and not has_nvidia_driver()):
-        layout = model.kv_layout(dtype=config.worker.dtype, block_size=config.worker.block_size)
-        check_weights_fit(model, layout, num_instances=num_instances, free_bytes=free_host_bytes())
+    kv_bytes = worker.kv_offload_host_bytes + (worker.kv_cache_bytes or 0)
+    if worker.kv_cache_bytes is not None:
+        num_blocks_of(worker, layout, free_bytes=None, max_model_len=max_model_len)
+    if device_name(config) == "cpu":
+        free_bytes = free_host_bytes()
+        check_memory(model, layout, num_instances=num_instances, free_bytes=free_bytes, kv_bytes=kv_bytes)
 
 
 def check_ranks(config: MeshConfig, divisions: Collection[InstanceDegrees]) -> None:

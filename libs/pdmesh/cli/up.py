@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from pdmesh.cli.plan import (
     scheduler_spec,
     threads_per_worker,
 )
-from pdmesh.cli.preflight import check_checkpoint, check_machine, check_ranks
+from pdmesh.cli.preflight import check_checkpoint, check_machine, check_ranks, check_settings
 from pdmesh.cli.process_id import process_id, wait_for_end
 from pdmesh.cli.processes import ChildSpec
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
@@ -41,6 +42,7 @@ from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import MeshConfig
 from pdmesh.config_sources import PREFIX, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.failures import sentence
 from pdmesh.host import num_usable_cores
 from pdmesh.model import InstanceId, PoolCounts, Role
 from pdmesh.rotation import cut_off
@@ -73,14 +75,17 @@ class MeshRun:
 
     def run(self) -> None:
         """Start, serve until told to stop, and drain. Raises ConfigError, StartFailed."""
+        try:
+            self._run()
+        except (PdmeshError, OSError, MemoryError) as error:
+            if self.config.ready_fd is not None and not self._announced:
+                _tell(self.config.ready_fd, {"said": [f"pdmesh: {sentence(error)}"]})
+            raise
+
+    def _run(self) -> None:
         with self.state.lock():
-            cores = num_usable_cores()
-            threads = threads_per_worker(self.config, self.pools.total, cores)
-            _say(
-                f"starting {self.pools} for {self.config.model or 'the built-in demo model'}; "
-                f"{cores} {'core' if cores == 1 else 'cores'}, "
-                f"{threads} engine {'thread' if threads == 1 else 'threads'} a worker"
-            )
+            model = self.config.model or "the built-in demo model"
+            check_settings(self.config)
             num_workers = sum(self.pools.of(role) * self.config.degrees_of(role).num_processes for role in Role)
             check_machine(self.config, num_processes=3 + self.num_gateways + num_workers)
             self.config = _with_token(resolved(self.config))
@@ -89,7 +94,13 @@ class MeshRun:
             check_profile(self.config)
             self.state.forget_desired()
             gateway = self.config.gateway
-            listener = bind_socket(gateway.host, gateway.port, setting="gateway.port")
+            listener = bind_socket(gateway.host, gateway.port, setting="--port (gateway.port)")
+            cores = num_usable_cores()
+            threads = threads_per_worker(self.config, self.pools.total, cores)
+            _say(
+                f"starting {self.pools} for {model}; {cores} {'core' if cores == 1 else 'cores'}, "
+                f"{threads} engine {'thread' if threads == 1 else 'threads'} a worker"
+            )
             self._supervisor = supervisor = Supervisor(
                 self._plan(listener), act=follow_scheduler, on_change=self._changed, say=_say
             )
@@ -235,7 +246,7 @@ class MeshRun:
         ways = sorted({str(service.facts["compute"]) for service in record.services if "compute" in service.facts})
         computed = f", computed by {'; '.join(ways)}" if ways else ""
         direct = " --noproxy '*'" if getproxies_environment() else ""  # curl would ask a proxy for this machine, too
-        _say(
+        announcement = (
             f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}{computed}\n\n"
             f"  try   curl -N{trusted}{direct} {url}/v1/chat/completions{key} \\\n"
             f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"
@@ -244,8 +255,10 @@ class MeshRun:
             f"  logs  {self.state.folder}\n"
             f"  stop  {'Ctrl-C, or ' if self.config.ready_fd is None else ''}{command} down{named}\n"
         )
+        _say(announcement)
         if self.config.ready_fd is not None:
-            os.write(self.config.ready_fd, json.dumps({"pid": os.getpid()}).encode() + b"\n")
+            said = [f"pdmesh: {message}" for message in (*sorted(self._complaints), announcement)]
+            _tell(self.config.ready_fd, {"pid": os.getpid(), "said": said})
             os.close(self.config.ready_fd)
 
 
@@ -259,7 +272,7 @@ def resolved(config: MeshConfig) -> MeshConfig:
         name = DEMO_MODEL_NAME
         directory = demo_checkpoint()
     else:
-        directory = resolve_model(config.model)
+        directory = resolve_model(config.model, _say)
         # A directory or file goes by its name, a hub id as it is (its snapshot's directory is a hash).
         given_path = Path(config.model).expanduser()
         name = given_path.resolve().name if given_path.is_dir() else config.model
@@ -347,15 +360,20 @@ def up_detached(
     os.close(write_fd)
     with open(read_fd, "rb") as ready:
         try:
-            served = ready.readline().endswith(b"\n")
+            said: dict[str, Any] = json.loads(ready.readline() or b"{}")
         except KeyboardInterrupt:
             supervisor.send_signal(signal.SIGTERM)
             raise
-    typer.echo(log_file.read_text(errors="replace"), nl=False, err=not served)
+    served = "pid" in said
+    exit_code = 0 if served else supervisor.wait() or 1
+    logged = log_file.read_text(errors="replace")
+    typer.echo(logged, nl=False, err=not served)
+    for message in said.get("said", ()):
+        if message not in logged:  # the log cannot be written, as on a full disk
+            typer.echo(message, err=not served)
     if served:
         supervisor.returncode = 0  # it is on its own now, not ours to reap
-        return 0
-    return supervisor.wait() or 1
+    return exit_code
 
 
 def down(state: StateFolder, *, now: bool, drain_s: float | None) -> bool:
@@ -389,6 +407,12 @@ def _command() -> str:
 
 def _host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _tell(ready_fd: int, facts: Mapping[str, Any]) -> None:
+    """Send one line of JSON to the process that started this one."""
+    with suppress(OSError):
+        os.write(ready_fd, json.dumps(facts).encode() + b"\n")
 
 
 def _say(message: str) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 from safetensors import SafetensorError, safe_open
 
 from pdmesh.engine.architectures import parse_model_config, text_fields
 from pdmesh.engine.json_files import read_json_object
+from pdmesh.engine.known_models import KNOWN_MODELS, known_model
 from pdmesh.engine.model_config import ModelConfig, UndescribedModel
 from pdmesh.errors import ConfigError
+
+log = structlog.get_logger()
 
 #: What a hub snapshot needs for serving; weights in other formats stay where they are.
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model"]
@@ -61,10 +66,11 @@ class ModelInfo:
     max_fixed_rope_tokens: int | None = None
 
 
-def resolve_model(model: str) -> Path:
-    """Return the directory of ``model``: itself, one made of a GGUF model, or a hub id's snapshot, perhaps downloaded.
+def resolve_model(model: str, say: Callable[[str], None] | None = None) -> Path:
+    """Return the directory of ``model``: a directory, a GGUF file, a name of `KNOWN_MODELS` or a hub id.
 
-    Blocking. Hugging Face's own variables (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT) apply.
+    Blocking: the latter two are downloaded unless they are cached. ``say`` announces the download of a known model; by
+    default it is logged. Hugging Face's own variables (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT) apply.
     """
     path = Path(model).expanduser()
     if model and path.is_dir():
@@ -73,9 +79,9 @@ def resolve_model(model: str) -> Path:
         if path.suffix != ".gguf":
             raise ConfigError(f"model {model!r} is a file; give the directory that holds config.json, or a .gguf file")
         return _of_folder(path)
-    # Only hub ids are looked up: "name" or "owner/name". Anything else was meant as a path.
-    if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model:
-        raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face hub id")
+    if model in KNOWN_MODELS:
+        return _of_folder(known_model(model, say or log.info))
+    check_hub_id(model)
 
     import huggingface_hub  # imported late: only a hub id needs it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -83,7 +89,7 @@ def resolve_model(model: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_PATTERNS))
     except HFValidationError as error:
-        raise ConfigError(f"model {model!r} is neither a directory nor a Hugging Face hub id") from error
+        raise _no_model(model) from error
     except LocalEntryNotFoundError as error:
         raise ConfigError(
             f"model {model!r} is not a directory and not in the Hugging Face cache, and the hub cannot be reached;"
@@ -106,6 +112,25 @@ def _of_folder(path: Path) -> Path:
 
     model = find_model(path) if path.is_dir() else path
     return path if model is None else gguf_directory(model)
+
+
+def check_hub_id(model: str) -> None:
+    """Raise ConfigError if ``model``, which is no file or directory, cannot be a hub id: "name" or "owner/name"."""
+    if model.endswith((".gguf", ".safetensors")):
+        raise ConfigError(f"model {model!r}: there is no such file")
+    if model.count("/") > 1 or model.startswith((".", "/", "~")):
+        raise ConfigError(f"model {model!r}: there is no such file or directory")
+    if ":" in model:
+        raise ConfigError(
+            f"model {model!r} is a name of another tool: give a Hugging Face hub id such as 'Qwen/Qwen3-0.6B', a "
+            f"directory, a .gguf file, or {' or '.join(KNOWN_MODELS)}"
+        )
+    if not model:
+        raise _no_model(model)
+
+
+def _no_model(model: str) -> ConfigError:
+    return ConfigError(f"model {model!r} is neither a directory nor a Hugging Face hub id")
 
 
 def with_adapter(name: str, lora: Path | None) -> str:

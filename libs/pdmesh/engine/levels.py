@@ -96,6 +96,13 @@ def processor_levels() -> tuple[CpuLevel, ...]:
     return tuple(CpuLevel(name) for name in probe.pdmesh_levels().decode().split())
 
 
+def check_cpu_level(cpu_level: str) -> None:
+    """Raise ConfigError if kernels were compiled and the processor lacks ``cpu_level``."""
+    available = processor_levels()
+    if available and cpu_level != "auto" and cpu_level not in available:
+        raise ConfigError(f"worker.cpu_level is {cpu_level}, but this processor has only {', '.join(available)}")
+
+
 def choose_kernels(dtype: str, *, cpu_level: str = "auto", ordered: bool = False) -> KernelChoice:
     """The fastest kernels for ``dtype`` that this processor has and that were compiled.
 
@@ -106,9 +113,8 @@ def choose_kernels(dtype: str, *, cpu_level: str = "auto", ordered: bool = False
     if not available:
         return KernelChoice(None, "no kernels were compiled when pdmesh was installed")
     reason = "the processor's best level"
+    check_cpu_level(cpu_level)
     if cpu_level != "auto":
-        if cpu_level not in available:
-            raise ConfigError(f"worker.cpu_level is {cpu_level}, but this processor has only {', '.join(available)}")
         available = available[available.index(CpuLevel(cpu_level)) :]
         reason = f"worker.cpu_level is {cpu_level}"
     for level in available:

@@ -114,13 +114,10 @@ def plan_model(checkpoint_dir: Path, options: ComputeOptions) -> ModelPlan:
     """Return what a checkpoint will be. Raises ConfigError."""
     config = load_model_config(checkpoint_dir)
     check_installed(config)
-    if (asked := options.max_model_len) is not None and asked > config.max_model_len:
-        raise ConfigError(
-            f"max_model_len is {asked}, but {checkpoint_dir} has a context of {config.max_model_len} tokens"
-        )
+    max_model_len = config.context(options.max_model_len)
     frees_windows = options.frees_windows and isinstance(config, ModelConfig)  # undescribed ones guess them
     layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size, frees_windows=frees_windows)
-    return ModelPlan(config, layout, options.max_model_len or config.max_model_len)
+    return ModelPlan(config, layout, max_model_len)
 
 
 def load_model(

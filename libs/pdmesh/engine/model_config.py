@@ -257,6 +257,14 @@ class DecoderShape:
             raise ConfigError(f"dtype is {dtype!r}: use auto, {' or '.join(DTYPES)}")
         return dtype
 
+    def context(self, max_model_len: int | None) -> int:
+        """Return the context length to serve: ``max_model_len``, or else the model's. Raises ConfigError."""
+        if max_model_len is not None and max_model_len > self.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, but the model has a context of {self.max_model_len} tokens"
+            )
+        return max_model_len or self.max_model_len
+
     def kv_layout(self, *, dtype: str, block_size: int, frees_windows: bool = False) -> KvLayout:
         """Layout of this model's KV cache; ``dtype`` as in `compute_dtype`.
 

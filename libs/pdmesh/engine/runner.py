@@ -24,6 +24,7 @@ from pdmesh.engine.base import (
     with_draft,
 )
 from pdmesh.engine.compute import PagedStore
+from pdmesh.engine.devices import check_device_name
 from pdmesh.engine.files import load_model_info
 from pdmesh.engine.forward import Forward, StepOutput, drawn_rows, draws, step_spans
 from pdmesh.engine.guide import Guide
@@ -273,14 +274,10 @@ def _embeddings(batch: Sequence[SequenceSlice], spans: Sequence[QuerySpan], outp
 
 def torch_device(name: str) -> torch.device:
     """The device called ``name``; "auto" is cuda, else cpu. A CUDA device has a number: 0 unless named."""
+    check_device_name(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}: use auto, cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}: use auto, cpu or cuda")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but torch finds no CUDA device")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

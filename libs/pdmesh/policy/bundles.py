@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -108,13 +109,20 @@ STUDIED = (
 BUNDLE_NAMES = tuple(sorted((*BUNDLES, *STUDIED)))
 
 
+def check_bundle_name(name: str) -> None:
+    """Raise ConfigError if no bundle is called ``name``."""
+    if name not in BUNDLE_NAMES:
+        near = difflib.get_close_matches(name, BUNDLE_NAMES, 1)
+        meant = f"did you mean {near[0]}? There are" if near else "use one of"
+        raise ConfigError(f"no policy bundle is called {name!r}: {meant} {', '.join(BUNDLE_NAMES)}")
+
+
 def make_bundle(name: str, config: PolicyConfig) -> Bundle:
     """Build the bundle called ``name``, with the batching of ``config`` if that names one.
 
     Raises ConfigError if there is none of that name.
     """
-    if name not in BUNDLE_NAMES:
-        raise ConfigError(f"no policy bundle is called {name!r}: use one of {', '.join(BUNDLE_NAMES)}")
+    check_bundle_name(name)
     bundle = _builders(name)[name](config)
     if not config.batching:
         return bundle

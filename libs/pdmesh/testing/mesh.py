@@ -224,7 +224,7 @@ def running_mesh(
         )
         os.close(write_fd)
         try:
-            if not select.select([ready], [], [], START_TIMEOUT_S)[0] or not ready.readline():
+            if not select.select([ready], [], [], START_TIMEOUT_S)[0] or b'"pid"' not in ready.readline():
                 supervisor.terminate()
                 supervisor.wait(STOP_TIMEOUT_S)
                 logs = "\n".join(file.read_text() for file in sorted(state.glob("*.log")))

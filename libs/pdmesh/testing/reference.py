@@ -16,21 +16,27 @@ class GreedyStep(NamedTuple):
 
 
 class HfReference:
-    """A checkpoint run by transformers in float32, with the KV cache that ``generate`` uses, on torch's ``device``."""
+    """A checkpoint run by transformers in float32, with the KV cache that ``generate`` uses, on torch's ``device``.
 
-    def __init__(self, directory: Path, device: str = "cpu") -> None:
+    Of a GGUF file, transformers reads the header and dequantises the weights itself.
+    """
+
+    def __init__(self, checkpoint: Path, device: str = "cpu") -> None:
         import torch
         import transformers
 
         hf: Any = transformers  # only partly typed
         hf.logging.disable_progress_bar()
         self._device = device
-        config = hf.AutoConfig.from_pretrained(directory)
+        is_gguf = checkpoint.suffix == ".gguf"
+        directory = checkpoint.parent if is_gguf else checkpoint
+        source = {"gguf_file": checkpoint.name} if is_gguf else {}
+        config = hf.AutoConfig.from_pretrained(directory, **source)
         # only what computes attention step by step caps its scores
         attention = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
         is_wrapped = config.architectures and config.architectures[0].endswith("ForConditionalGeneration")
         kind = getattr(hf, config.architectures[0]) if is_wrapped else hf.AutoModelForCausalLM
-        model = kind.from_pretrained(directory, dtype=torch.float32, **attention)
+        model = kind.from_pretrained(directory, dtype=torch.float32, **attention, **source)
         self._model: Any = model.to(device).eval()
 
     def greedy(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
+from pdmesh.engine.devices import may_have_device
 from pdmesh.engine.files import load_model_config, load_model_info, resolve_model, with_adapter
 from pdmesh.engine.identity import stand_in_identity, unchanged_weights
 from pdmesh.engine.levels import compiled_levels
@@ -97,7 +98,7 @@ def build_engine(
     max_frames = max_frames_of(config, layout, max_model_len) if layout.window else None
     if device_name(config) == "cpu":
         if preloaded is None:
-            check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
+            check_memory(model, layout, num_instances=1, free_bytes=free_host_bytes())
     elif ranks is not None:
         raise _on_a_device(worker)
     return TorchEngine(
@@ -137,7 +138,7 @@ def preload(config: MeshConfig) -> PreloadedModel | None:
     layout = model.kv_layout(
         dtype=worker.dtype, block_size=worker.block_size, frees_windows=frees_behind_windows(config)
     )
-    check_weights_fit(model, layout, num_instances=1, free_bytes=free_host_bytes())
+    check_memory(model, layout, num_instances=1, free_bytes=free_host_bytes())
     options = ComputeOptions(device=torch.device("cpu"), frees_windows=layout.window > 0, **_compute_options(worker))
     return preload_model(directory, options)
 
@@ -267,17 +268,27 @@ def _on_a_device(worker: WorkerConfig) -> ConfigError:
     )
 
 
-def check_weights_fit(model: DecoderShape, layout: KvLayout, *, num_instances: int, free_bytes: int | None) -> None:
-    """Raise ConfigError if so many instances cannot hold the model in the host's memory: the kernel would kill them."""
+def check_memory(
+    model: DecoderShape, layout: KvLayout, *, num_instances: int, free_bytes: int | None, kv_bytes: int = 0
+) -> None:
+    """Raise ConfigError if the host's memory cannot hold the weights and ``kv_bytes`` of ``num_instances``.
+
+    Otherwise the kernel would kill instances.
+    """
     weight_bytes = int(model.num_weights * _bytes_of_a_weight(model, layout))
-    if free_bytes is None or num_instances * weight_bytes <= free_bytes:
+    if free_bytes is None or num_instances * (weight_bytes + kv_bytes) <= free_bytes:
         return
     each = "" if num_instances == 1 else f", in each of {num_instances} instances"
+    kv = f" and KV {_gib(kv_bytes)}" if kv_bytes else ""
+    lower = "lower --kv-cache-bytes, or " if kv_bytes else ""
     raise ConfigError(
-        f"the model's weights take {weight_bytes / (1 << 30):.1f} GiB in {layout.dtype}{each}, and "
-        f"{free_bytes / (1 << 30):.1f} GiB of memory are free: add memory, or use a smaller model or fewer instances "
-        "(`pdmesh up --mixed 1` starts one)"
+        f"the model's weights take {_gib(weight_bytes)} in {layout.dtype}{kv}{each}, and {_gib(free_bytes)} of memory "
+        f"are free: {lower}add memory, or use a smaller model or fewer instances (`pdmesh up --mixed 1` starts one)"
     )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
 def _bytes_of_a_weight(model: DecoderShape, layout: KvLayout) -> float:
@@ -292,7 +303,9 @@ def _bytes_of_a_weight(model: DecoderShape, layout: KvLayout) -> float:
 
 def device_name(config: MeshConfig) -> str:
     """Return the device that `build_engine` chose."""
-    if config.worker.engine == "fake":
+    if config.worker.engine == "fake" or config.worker.device == "cpu":
+        return "cpu"
+    if config.worker.device == "auto" and not may_have_device():
         return "cpu"
     from pdmesh.engine.runner import torch_device
 

@@ -1,0 +1,40 @@
+"""Checks of the device that a setting names, without torch: to import torch takes seconds."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+from pdmesh.errors import ConfigError
+
+_NAME = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+#: Files of the drivers of NVIDIA's devices, in the Windows subsystem and on Jetson too, and of AMD's.
+_DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/dxg", "dev/nvmap", "dev/kfd")
+
+
+def may_have_device(root: Path = Path("/")) -> bool:
+    """Whether torch might find a device other than the CPU."""
+    return any(True for pattern in _DEVICE_FILES for _ in root.glob(pattern))
+
+
+def check_device(name: str, root: Path = Path("/")) -> None:
+    """Raise ConfigError if ``name`` is no device, or names one that cannot be here."""
+    check_device_name(name)
+    if not name.startswith("cuda"):
+        return
+    if not may_have_device(root):
+        raise ConfigError(f"device is {name!r}, but this machine has no NVIDIA device: set it to cpu, or leave it out")
+    version = metadata.version("torch")
+    if version.endswith("+cpu"):
+        raise ConfigError(
+            f"device is {name!r}, but torch {version} is a build without CUDA: install another build of torch, or set "
+            "the device to cpu"
+        )
+
+
+def check_device_name(name: str) -> None:
+    """Raise ConfigError if no device is called ``name``."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"device is {name!r}: use auto, cpu or cuda")
