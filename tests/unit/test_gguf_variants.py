@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from pdmesh.cli.up import resolved
+from pdmesh.config import MeshConfig
 from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.engine.gguf.blocks import values_of
 from pdmesh.engine.gguf.reader import TYPES
@@ -108,6 +110,13 @@ def test_a_folder_may_hold_one_model(tmp_path: Path) -> None:
         resolve_model(str(folder))
     (folder / "model.safetensors").touch()
     assert resolve_model(str(folder)) == folder
+
+
+def test_a_model_is_called_as_its_file_or_folder_is(tmp_path: Path) -> None:
+    content = write_model(tmp_path)[1]
+    parts = write_parts(tmp_path / "folder", content, 2)
+    names = [resolved(MeshConfig(model=str(path))).worker.served_model_name for path in (parts[1], tmp_path / "folder")]
+    assert names == ["model", "folder"]
 
 
 @pytest.mark.parametrize("type_number", SMALL)

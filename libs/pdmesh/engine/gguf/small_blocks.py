@@ -101,13 +101,13 @@ def _tq2_0(data: Tensor) -> GroupedWeight:
 
 
 def _iq4_nl(data: Tensor) -> GroupedWeight:
-    codes = torch.tensor(_IQ4_VALUES)[_planes(data[:, 2:], 4, 16).int()]
+    codes = torch.tensor(_IQ4_VALUES, dtype=torch.int8)[_planes(data[:, 2:], 4, 16).int()]
     return _signed(codes, 8, 32, Factors(_half(data, 0), 1))
 
 
 def _iq4_xs(data: Tensor) -> GroupedWeight:
     low, high = _fields(data[:, 4:8], 4, 2).flatten(1), _fields(data[:, 2:4], 2, 4).flatten(1)
-    codes = torch.tensor(_IQ4_VALUES)[_planes(data[:, 8:], 4, 16).int()]
+    codes = torch.tensor(_IQ4_VALUES, dtype=torch.int8)[_planes(data[:, 8:], 4, 16).int()]
     return _signed(codes, 8, 32, Factors(_half(data, 0), 8, (low | (high << 4)).to(torch.int8) - 32))
 
 
@@ -132,18 +132,25 @@ def _points(grid: Grid) -> Tensor:
     return torch.from_numpy(grid.points)
 
 
+@cache
+def _signs() -> Tensor:
+    """Return what values are multiplied by, (256, 8), for each byte: -1 where a bit is 1, lowest first."""
+    return 1 - 2 * _fields(torch.arange(256), 1, 8).to(torch.int8)
+
+
 def _lattice(
     grid: Grid, numbers: Tensor, signs: Tensor, scales: Factors, *, bits: int, group_size: int
 ) -> GroupedWeight:
-    """Return points of a grid by ``numbers`` (n, points), negative where ``signs`` (n, values) are 1."""
-    values = _points(grid)[numbers.int()].flatten(1)
-    return _signed(values * (1 - 2 * signs.to(torch.int8)), bits, group_size, scales)
+    """Return points of a grid by ``numbers`` (n, points), with signs by bytes (n, values / 8)."""
+    values = _points(grid)[numbers.int()].flatten(1) * _signs()[signs.int()].flatten(1)
+    return _signed(values, bits, group_size, scales)
 
 
-def _seven_signs(numbers: Tensor) -> Tensor:
-    """Return eight signs for each number of seven bits: the last one makes an even number of negative ones."""
-    seven = _fields(numbers, 1, 7)
-    return torch.cat((seven, seven.sum(-1, keepdim=True) & 1), dim=-1).flatten(1)
+def _with_parity(numbers: Tensor) -> Tensor:
+    """Return bytes for numbers of seven bits: the highest bit makes the number of ones even."""
+    folded = numbers ^ (numbers >> 4)
+    folded = folded ^ (folded >> 2)
+    return numbers | (((folded ^ (folded >> 1)) & 1) << 7)
 
 
 def _odd_multipliers(halves: Tensor) -> Tensor:
@@ -155,34 +162,34 @@ def _iq2_xxs(data: Tensor) -> GroupedWeight:
     pairs = data[:, 2:].reshape(len(data), 8, 8)
     words = _words(pairs[:, :, 4:].flatten(1), 4)
     scales = Factors(_half(data, 0).float() / 8, 8, _odd_multipliers((words >> 28) & 15))
-    signs = _seven_signs(_fields(words, 7, 4))
+    signs = _with_parity(_fields(words, 7, 4).flatten(1))
     return _lattice(IQ2_XXS, pairs[:, :, :4].flatten(1), signs, scales, bits=8, group_size=32)
 
 
 def _iq2_xs(data: Tensor) -> GroupedWeight:
     words = _words(data[:, 2:66], 2)
     scales = Factors(_half(data, 0).float() / 8, 16, _odd_multipliers(_fields(data[:, 66:74], 4, 2).flatten(1)))
-    return _lattice(IQ2_XS, words & 511, _seven_signs(words >> 9), scales, bits=8, group_size=16)
+    return _lattice(IQ2_XS, words & 511, _with_parity(words >> 9), scales, bits=8, group_size=16)
 
 
 def _iq2_s(data: Tensor) -> GroupedWeight:
     numbers = data[:, 2:34].int() | (_fields(data[:, 66:74], 2, 4).flatten(1).int() << 8)
     scales = Factors(_half(data, 0).float() / 8, 16, _odd_multipliers(_fields(data[:, 74:82], 4, 2).flatten(1)))
-    signs = _fields(data[:, 34:66], 1, 8).flatten(1)
-    return _lattice(IQ2_S, numbers, signs, scales, bits=8, group_size=16)
+    return _lattice(IQ2_S, numbers, data[:, 34:66], scales, bits=8, group_size=16)
 
 
 def _iq3_xxs(data: Tensor) -> GroupedWeight:
     words = _words(data[:, 66:98], 4)
     scales = Factors(_half(data, 0).float() / 4, 8, _odd_multipliers((words >> 28) & 15))
-    return _lattice(IQ3_XXS, data[:, 2:66], _seven_signs(_fields(words, 7, 4)), scales, bits=8, group_size=32)
+    return _lattice(
+        IQ3_XXS, data[:, 2:66], _with_parity(_fields(words, 7, 4).flatten(1)), scales, bits=8, group_size=32
+    )
 
 
 def _iq3_s(data: Tensor) -> GroupedWeight:
     numbers = data[:, 2:66].int() | (_fields(data[:, 66:74], 1, 8).flatten(1).int() << 8)
     scales = Factors(_half(data, 0), 8, _odd_multipliers(_fields(data[:, 106:110], 4, 2).flatten(1)))
-    signs = _fields(data[:, 74:106], 1, 8).flatten(1)
-    return _lattice(IQ3_S, numbers, signs, scales, bits=5, group_size=32)
+    return _lattice(IQ3_S, numbers, data[:, 74:106], scales, bits=5, group_size=32)
 
 
 def _iq1(numbers: Tensor, shifts_down: Tensor, scales: Factors, group_size: int) -> GroupedWeight:
