@@ -56,10 +56,16 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
         rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
         output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
         name, digest = call(
-            f"pdmesh_linear{suffix}", rows, packed, bias, output, num_rows, NUM_OUTPUTS, NUM_INPUTS, num_threads,
+            f"pdmesh_linear{suffix}", rows, packed, bias, output, 0, num_rows, NUM_OUTPUTS, NUM_INPUTS, num_threads,
             results=[output],
         )  # fmt: skip
         yield f"{name}, {num_rows} rows", digest
+        wide = array("f", bytes(4 * num_rows * NUM_OUTPUTS))
+        name, digest = call(
+            f"pdmesh_linear{suffix}", rows, packed, bias, wide, 1, num_rows, NUM_OUTPUTS, NUM_INPUTS, num_threads,
+            results=[wide],
+        )  # fmt: skip
+        yield f"{name}, {num_rows} rows in fp32", digest
 
     for bits, group_size, has_minima in ((4, 32, True), (5, 16, False), (6, 16, False), (8, 64, True)):
         codes = array("B", (value & ((1 << bits) - 1) for value in inputs.draw(NUM_OUTPUTS * NUM_INPUTS)))
@@ -77,7 +83,7 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
             output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
             name, digest = call(
-                f"pdmesh_linear_packed{suffix}", rows, packed_weight, bias, output, num_rows, NUM_OUTPUTS, NUM_INPUTS,
+                f"pdmesh_linear_packed{suffix}", rows, packed_weight, bias, output, 0, num_rows, NUM_OUTPUTS, NUM_INPUTS,
                 num_threads,
                 results=[output],
             )  # fmt: skip
@@ -110,7 +116,7 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
             output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
             name, digest = call(
-                f"pdmesh_linear_rounded{suffix}", rows, packed_weight, bias, output, num_rows, NUM_OUTPUTS, NUM_INPUTS,
+                f"pdmesh_linear_rounded{suffix}", rows, packed_weight, bias, output, 0, num_rows, NUM_OUTPUTS, NUM_INPUTS,
                 num_threads,
                 results=[output],
             )  # fmt: skip

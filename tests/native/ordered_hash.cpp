@@ -137,7 +137,8 @@ void hash_linear(const Kernels& kernels) {
                 std::vector<Value> packed(weight.size()), output(num_rows * num_outputs), unpacked(num_inputs);
                 pdmesh_pack_linear(weight.data(), packed.data(), num_outputs, num_inputs);
                 kernels.linear(
-                    rows.data(), packed.data(), bias.data(), output.data(), num_rows, num_outputs, num_inputs, 1);
+                    rows.data(), packed.data(), bias.data(), output.data(), 0, num_rows, num_outputs, num_inputs,
+                    1);
                 const int64_t id = num_outputs - 1;
                 pdmesh_unpack_rows(packed.data(), &id, unpacked.data(), 1, num_inputs);
                 hash.add(packed);

@@ -141,6 +141,9 @@ def test_linear_equals_the_reference_and_each_row_is_itself(
     output = linear(rows)
     expected = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE * num_inputs**0.5, rtol=TOLERANCE)
+    scores = linear.scores(rows)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores.to(dtype), output)
     for first in (num_rows // 2, num_rows - 1):
         assert torch.equal(linear(rows[first:]), output[first:])
     token_ids = torch.randint(num_outputs, (7,), generator=generator)

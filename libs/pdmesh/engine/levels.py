@@ -148,18 +148,18 @@ def _path(level: str, folder: Path = FOLDER) -> Path:
 
 
 #: ``csrc/memory.h`` has the same number.
-_INTERFACE = 7
+_INTERFACE = 8
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
     "attention": [_POINTER, _INT, *[_POINTER] * 5, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT, _FLOAT, _INT],
     "add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
     "rotate_and_store": [*[_POINTER] * 5, *[_INT] * 7],
     "gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],
-    "linear": [*[_POINTER] * 4, *[_INT] * 4],
+    "linear": [*[_POINTER] * 4, *[_INT] * 5],
     "pack_linear": [_POINTER, _POINTER, _INT, _INT],
     "unpack_rows": [*[_POINTER] * 3, _INT, _INT],
-    "linear_packed": [*[_POINTER] * 4, *[_INT] * 4],
-    "linear_rounded": [*[_POINTER] * 4, *[_INT] * 4],
+    "linear_packed": [*[_POINTER] * 4, *[_INT] * 5],
+    "linear_rounded": [*[_POINTER] * 4, *[_INT] * 5],
     "pack_codes": [_POINTER, _POINTER, _INT, _INT, _INT],
     "unpack_codes": [*[_POINTER] * 3, _INT, _INT],
 }

@@ -40,12 +40,25 @@ class Linear(Protocol):
         ...
 
 
-class Vocabulary(Linear, Protocol):
+class Vocabulary(Protocol):
     """A layer with an output for each token; where embeddings are tied, the embedding too."""
+
+    @property
+    def row_by_row(self) -> bool:
+        """As in `Linear`."""
+        ...
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """(num_rows, inputs) to (num_rows, outputs) in fp32: the product's sums, not rounded to the rows' dtype."""
+        ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the weight, (num_tokens, inputs). Raises IndexError for an id that is none."""
         ...
+
+
+class _Layer(Linear, Vocabulary, Protocol):
+    """A layer that serves as either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,11 @@ class PlainLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         return functional.linear(rows, self.weight, self.bias)
 
+    def scores(self, rows: Tensor) -> Tensor:
+        if rows.is_cuda and rows.dtype != torch.float32:
+            return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
+        return widened_linear(rows, self.weight, self.bias, torch.float32)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         return functional.embedding(token_ids, self.weight)
 
@@ -70,17 +88,23 @@ class WidenedLinear(PlainLinear):
     def __call__(self, rows: Tensor) -> Tensor:
         if rows.shape[0] < _WIDENED_FROM_ROWS:
             return functional.linear(rows, self.weight, self.bias)
-        num_outputs, num_inputs = self.weight.shape
-        panel_size = max(1, _PANEL_ELEMENTS // num_inputs)
-        panel = rows.new_empty(min(panel_size, num_outputs), num_inputs, dtype=torch.float32)
-        output = rows.new_empty(rows.shape[0], num_outputs)
-        wide = rows.float()
-        for first in range(0, num_outputs, panel_size):
-            outputs = slice(first, min(first + panel_size, num_outputs))
-            weight = panel[: outputs.stop - first].copy_(self.weight[outputs])
-            bias = None if self.bias is None else self.bias[outputs].float()
-            output[:, outputs] = functional.linear(wide, weight, bias)
-        return output
+        return widened_linear(rows, self.weight, self.bias, rows.dtype)
+
+
+def widened_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply in fp32 on a CPU, by copies of the weight's panels; each result is rounded once, to ``dtype``."""
+    if rows.dtype == torch.float32:
+        return functional.linear(rows, weight, bias)
+    num_outputs, num_inputs = weight.shape
+    panel_size = max(1, _PANEL_ELEMENTS // num_inputs)
+    panel = rows.new_empty(min(panel_size, num_outputs), num_inputs, dtype=torch.float32)
+    output = rows.new_empty(rows.shape[0], num_outputs, dtype=dtype)
+    wide = rows.float()
+    for first in range(0, num_outputs, panel_size):
+        outputs = slice(first, min(first + panel_size, num_outputs))
+        copied = panel[: outputs.stop - first].copy_(weight[outputs])
+        output[:, outputs] = functional.linear(wide, copied, None if bias is None else bias[outputs].float())
+    return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +135,22 @@ class TileLinear:
     row_by_row = True
 
     def __call__(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, rows.dtype)
+
+    def scores(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, torch.float32)
+
+    def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         num_outputs, num_inputs = self.weight.shape
         num_rows = rows.shape[0]
         rows = padded_to(rows, num_rows, num_inputs).contiguous()
-        output = rows.new_empty(num_rows, num_outputs)
+        output = rows.new_empty(num_rows, num_outputs, dtype=dtype)
         self.library.linear(
             rows.data_ptr(),
             self.weight.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
             output.data_ptr(),
+            dtype == torch.float32,
             num_rows,
             num_outputs,
             num_inputs,
@@ -211,7 +242,7 @@ def _torch_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
 
 def _own_linear(
     weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary | None
-) -> Vocabulary | None:
+) -> _Layer | None:
     """Return a layer computed by a kernel of our own, if there is one."""
     if weight.is_cuda and has_triton():
         from pdmesh.engine.cuda.linear import row_linear  # only where there is a device

@@ -6,7 +6,7 @@ between calls, so that a layer hook may run another step before it returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -198,8 +198,9 @@ class Transformer:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
         assert self._weights.lm_head is not None, "scores come out of the last stage"
-        scores = self._linear(self.last_norm(hidden), self._weights.lm_head)
-        scores = scores.float() if out is None else out.copy_(scores)
+        lm_head = self._weights.lm_head
+        scores = self._row_by_row(self.last_norm(hidden), lm_head.scores, is_already=lm_head.row_by_row)
+        scores = scores if out is None else out.copy_(scores)
         config = self._config
         if config.logit_scale != 1:
             scores *= config.logit_scale
@@ -253,7 +254,11 @@ class Transformer:
         return self._linear(self._kernels.activate(self._linear(rows, mlp.gate_up)), mlp.down)
 
     def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
-        if not self._deterministic or linear.row_by_row:
-            return linear(rows)
+        return self._row_by_row(rows, linear, is_already=linear.row_by_row)
+
+    def _row_by_row(self, rows: Tensor, multiply: Callable[[Tensor], Tensor], *, is_already: bool) -> Tensor:
+        """Multiply; in deterministic mode, so that a row's result depends on that row alone."""
+        if not self._deterministic or is_already:
+            return multiply(rows)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % _DETERMINISTIC_ROWS))
-        return torch.cat([linear(tile) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]
+        return torch.cat([multiply(tile) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]

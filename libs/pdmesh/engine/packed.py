@@ -67,16 +67,23 @@ class PackedLinear:
     row_by_row = True
 
     def __call__(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, rows.dtype)
+
+    def scores(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, torch.float32)
+
+    def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if self.order is not None:
             rows = rows[:, self.order]
         num_rows, num_outputs, num_inputs = len(rows), _rounded_up(self.num_outputs), _rounded_up(self.num_inputs)
         rows = padded_to(rows, num_rows, num_inputs).contiguous()
-        output = rows.new_empty(num_rows, num_outputs)
+        output = rows.new_empty(num_rows, num_outputs, dtype=dtype)
         self.multiply(
             rows.data_ptr(),
             ctypes.addressof(self.weight),
             None if self.bias is None else self.bias.data_ptr(),
             output.data_ptr(),
+            dtype == torch.float32,
             num_rows,
             num_outputs,
             num_inputs,

@@ -46,8 +46,8 @@ class GatheredVocabulary:
     def row_by_row(self) -> bool:
         return self.own.row_by_row
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self.group.gather(self.own(rows), self.num_tokens, to_all=False)
+    def scores(self, rows: Tensor) -> Tensor:
+        return self.group.gather(self.own.scores(rows), self.num_tokens, to_all=False)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         lowest, highest = token_ids.aminmax()
