@@ -129,12 +129,19 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
         yield f"{name}, kind {kind}{suffix}", digest
 
     count = NUM_TOKENS * ROW_SIZE
-    hidden, delta, normed = inputs.draw(count), inputs.draw(count), array("H", bytes(2 * count))
+    hidden, norm = (array("f", (number % 201 / 64 - 1 for number in range(length))) for length in (count, ROW_SIZE))
+    delta, normed = inputs.draw(count), array("H", bytes(2 * count))
     yield call(
-        f"pdmesh_add_norm{suffix}", hidden, delta, inputs.draw(ROW_SIZE), normed,
-        NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
+        f"pdmesh_add_norm{suffix}", hidden, delta, norm, normed, NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
         results=[hidden, normed],
     )  # fmt: skip
+    for is_wide, rows in ((0, delta), (1, hidden)):
+        normed = array(rows.typecode, bytes(rows.itemsize * count))
+        name, digest = call(
+            f"pdmesh_norm{suffix}", rows, is_wide, norm, normed, NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
+            results=[normed],
+        )  # fmt: skip
+        yield f"{name}, {'fp32' if is_wide else 'narrow'}", digest
     gated = array("H", bytes(2 * count))
     yield call(
         f"pdmesh_gated_silu{suffix}", inputs.draw(2 * count), gated, NUM_TOKENS, ROW_SIZE, num_threads, results=[gated]

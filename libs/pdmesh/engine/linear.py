@@ -53,7 +53,7 @@ class Vocabulary(Protocol):
         ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Rows of the weight, (num_tokens, inputs). Raises IndexError for an id that is none."""
+        """Rows of the weight, (num_tokens, inputs), not rounded. Raises IndexError for an id that is none."""
         ...
 
 

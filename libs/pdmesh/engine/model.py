@@ -65,6 +65,14 @@ class Carried(NamedTuple):
     delta: Tensor | None
 
 
+def hidden_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of hidden states between layers where products multiply ``dtype``.
+
+    CPUs keep fp32: sums of all layers are rounded once, where a product multiplies them.
+    """
+    return torch.float32 if device.type == "cpu" else dtype
+
+
 class Transformer:
     """Weights and the forward pass, of a model or of some of its layers."""
 
@@ -92,7 +100,10 @@ class Transformer:
             RotaryEmbedding(rope, config.head_dim, device, dtype, rotary_dim=config.rotary_dim) for rope in config.ropes
         ]
         self._rotation_of = [config.ropes.index(layer.rope) for layer in config.layers]
-        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))  # as transformers rounds it
+        self._dtype = dtype
+        self.hidden_dtype = hidden_dtype(dtype, device)
+        # as transformers rounds it
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.hidden_dtype))
         self._deterministic = deterministic
 
     @property
@@ -162,7 +173,7 @@ class Transformer:
     def embed_tokens(self, inputs: StepInputs) -> Tensor:
         """Hidden states (num_tokens, hidden_size) before the model's first layer."""
         assert self._weights.embedding is not None, "tokens enter in the first stage"
-        hidden = self._weights.embedding.embed(inputs.token_ids)
+        hidden = self._weights.embedding.embed(inputs.token_ids).to(self.hidden_dtype)
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
         if self._weights.positions is not None:
@@ -199,7 +210,8 @@ class Transformer:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
         assert self._weights.lm_head is not None, "scores come out of the last stage"
         lm_head = self._weights.lm_head
-        scores = self._row_by_row(self.last_norm(hidden), lm_head.scores, is_already=lm_head.row_by_row)
+        _, normed = self._kernels.add_norm(hidden, None, *self._weights.norm)
+        scores = self._row_by_row(normed, lm_head.scores, is_already=lm_head.row_by_row)
         scores = scores if out is None else out.copy_(scores)
         config = self._config
         if config.logit_scale != 1:
@@ -209,9 +221,8 @@ class Transformer:
         return scores
 
     def last_norm(self, hidden: Tensor) -> Tensor:
-        """Chosen rows of `forward`, normed: what scores, and embeddings, are made of."""
-        _, normed = self._kernels.add_norm(hidden, None, *self._weights.norm)
-        return normed
+        """Chosen rows of `forward`, normed, in their dtype: what embeddings are made of."""
+        return self._kernels.norm(hidden, *self._weights.norm)
 
     def tabulate_rotation(self, num_positions: int) -> None:
         """Look rotations up from now on, for tokens before ``num_positions``: on a device, fewer kernels a step."""
@@ -223,12 +234,12 @@ class Transformer:
         if norm is not None:
             return self._kernels.add_norm(hidden, delta, *norm)
         hidden = hidden if delta is None else hidden + delta
-        return hidden, hidden
+        return hidden, hidden.to(self._dtype)
 
     def _added(self, delta: Tensor, norm: Norm | None) -> Tensor:
         """What attention or an MLP adds to the residual stream."""
         if norm is not None:
-            _, delta = self._kernels.add_norm(delta, None, *norm)
+            delta = self._kernels.norm(delta, *norm)
         return delta if self._config.residual_scale == 1 else delta * self._config.residual_scale
 
     def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
@@ -246,8 +257,7 @@ class Transformer:
         norm, gathered = head_norm
         heads = own if gathered is None else gathered.all_of(own)
         rows = heads.flatten(1) if self._config.qk_norm is QkNorm.ALL_HEADS else heads
-        _, normed = self._kernels.add_norm(rows.contiguous(), None, *norm)
-        normed = normed.view(heads.shape)
+        normed = self._kernels.norm(rows.contiguous(), *norm).view(heads.shape)
         return normed if gathered is None else gathered.own_of(normed)
 
     def _mlp(self, rows: Tensor, mlp: Mlp) -> Tensor:

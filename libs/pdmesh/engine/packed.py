@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdmesh.engine.grouped import Factors, GroupedWeight, padded_factors
-from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import TILE_SIZE, Linear, WeightMemory, check_token_ids, padded_to
 
@@ -98,7 +97,7 @@ class PackedLinear:
         self.library.unpack_codes(
             ctypes.addressof(self.weight), token_ids.data_ptr(), output.data_ptr(), len(token_ids), num_inputs
         )
-        return output[:, : self.num_inputs].to(TORCH_DTYPES[self.library.dtype])
+        return output[:, : self.num_inputs]
 
 
 @dataclass(frozen=True, slots=True)

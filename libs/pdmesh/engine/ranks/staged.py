@@ -178,7 +178,7 @@ class StageFollower:
         return replace(span, elsewhere=elsewhere)
 
     def _carried(self, inlet: StageChannel, num_rows: int) -> Carried | None:
-        hidden = inlet.receive(num_rows, self._hidden_size, self._dtype)
+        hidden = inlet.receive(num_rows, self._hidden_size, self._transformer.hidden_dtype)
         delta = None if hidden is None else inlet.receive(num_rows, self._hidden_size, self._dtype)
         return None if hidden is None else Carried(hidden, delta)
 
