@@ -39,26 +39,17 @@ class Linear(Protocol):
         """(num_rows, inputs) to (num_rows, outputs)."""
         ...
 
+    def sums(self, rows: Tensor) -> Tensor:
+        """(num_rows, inputs) to (num_rows, outputs) in fp32: as they are summed, not rounded to the rows' dtype."""
+        ...
 
-class Vocabulary(Protocol):
+
+class Vocabulary(Linear, Protocol):
     """A layer with an output for each token; where embeddings are tied, the embedding too."""
-
-    @property
-    def row_by_row(self) -> bool:
-        """As in `Linear`."""
-        ...
-
-    def scores(self, rows: Tensor) -> Tensor:
-        """(num_rows, inputs) to (num_rows, outputs) in fp32: the product's sums, not rounded to the rows' dtype."""
-        ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the weight, (num_tokens, inputs), not rounded. Raises IndexError for an id that is none."""
         ...
-
-
-class _Layer(Linear, Vocabulary, Protocol):
-    """A layer that serves as either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,7 @@ class PlainLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         return functional.linear(rows, self.weight, self.bias)
 
-    def scores(self, rows: Tensor) -> Tensor:
+    def sums(self, rows: Tensor) -> Tensor:
         if rows.is_cuda and rows.dtype != torch.float32:
             return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
         return widened_linear(rows, self.weight, self.bias, torch.float32)
@@ -119,6 +110,9 @@ class OneDnnLinear:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return product
 
+    def sums(self, rows: Tensor) -> Tensor:
+        return self(rows).float()  # oneDNN rounds
+
 
 @dataclass(frozen=True, slots=True)
 class TileLinear:
@@ -137,7 +131,7 @@ class TileLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         return self._multiply(rows, rows.dtype)
 
-    def scores(self, rows: Tensor) -> Tensor:
+    def sums(self, rows: Tensor) -> Tensor:
         return self._multiply(rows, torch.float32)
 
     def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -242,7 +236,7 @@ def _torch_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
 
 def _own_linear(
     weight: Tensor, bias: Tensor | None, memory: WeightMemory, library: KernelLibrary | None
-) -> _Layer | None:
+) -> Vocabulary | None:
     """Return a layer computed by a kernel of our own, if there is one."""
     if weight.is_cuda and has_triton():
         from pdmesh.engine.cuda.linear import row_linear  # only where there is a device

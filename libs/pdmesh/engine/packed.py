@@ -68,7 +68,7 @@ class PackedLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         return self._multiply(rows, rows.dtype)
 
-    def scores(self, rows: Tensor) -> Tensor:
+    def sums(self, rows: Tensor) -> Tensor:
         return self._multiply(rows, torch.float32)
 
     def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,6 +112,9 @@ class JoinedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.cat([part(rows) for part in self.parts], dim=1)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        return torch.cat([part.sums(rows) for part in self.parts], dim=1)
 
 
 def packed_linear(

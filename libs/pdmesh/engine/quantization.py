@@ -30,8 +30,10 @@ def quantization_of(fields: Fields) -> Quantization | None:
         case "mxfp4":
             return Quantization(format=QuantizedFormat.MXFP4)
         case "gguf":  # as `pdmesh.engine.gguf.directory` writes it
-            interleaves = found.boolean("interleaves_rotation")
-            return Quantization(format=QuantizedFormat.GGUF, interleaves_rotation=interleaves)
+            interleaves, has_codes = found.boolean("interleaves_rotation"), found.boolean("has_codes", default=True)
+            return Quantization(
+                format=QuantizedFormat.GGUF, interleaves_rotation=interleaves, has_codes=has_codes
+            )
         case other:
             raise fields.error(
                 f"the checkpoint is quantised by {other!r}, which is not served; served are {_SERVED}, or one in "

@@ -43,6 +43,7 @@ from pdmesh.worker.engines import (
     device_name,
     engine_facts,
     served_model_name,
+    with_decided_dtype,
 )
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.measuring import measure_at_start
@@ -69,6 +70,8 @@ async def run_worker(config: MeshConfig, context: ServiceContext, role: Role) ->
     degrees = config.degrees_of(role)
     check_ranks_can_compute(config, degrees)
     num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
+    if degrees.num_ranks > 1:
+        config = await anyio.to_thread.run_sync(with_decided_dtype, config, num_threads)
     with start_ranks(config, degrees, num_threads) as ranks:
         async with EngineThread() as thread:
             build = partial(build_engine, config, num_threads, ranks, num_stages=degrees.stages)

@@ -61,7 +61,7 @@ class RowLinear:
             return functional.linear(rows, self.weight, self.bias)
         return self._multiply_row(rows, rows.dtype)
 
-    def scores(self, rows: Tensor) -> Tensor:
+    def sums(self, rows: Tensor) -> Tensor:
         if len(rows) != 1:
             return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
         return self._multiply_row(rows, torch.float32)

@@ -81,7 +81,7 @@ class _Scores(nn.Module):
         self._linear = linear
 
     def forward(self, rows: Tensor) -> Tensor:
-        scores = PlainLinear(self._linear.weight, None).scores(rows.flatten(0, -2))
+        scores = PlainLinear(self._linear.weight, None).sums(rows.flatten(0, -2))
         scores = scores if self._linear.bias is None else scores + self._linear.bias
         return scores.unflatten(0, rows.shape[:-1])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.engine.gguf.architectures import ARCHITECTURES, ExpertFields, GgufModel
-from pdmesh.engine.gguf.reader import GgufHeader, read_header
+from pdmesh.engine.gguf.reader import TYPES, GgufHeader, read_header
 from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
 from pdmesh.errors import ConfigError
 
@@ -26,7 +26,7 @@ WEIGHTS = "model.gguf"
 _MAX_STEM = 48
 
 #: Of what a directory has in it: another number makes it anew.
-_VERSION = 3
+_VERSION = 4
 
 
 def gguf_directory(file: Path) -> Path:
@@ -93,6 +93,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
         "quantization_config": {
             "quant_method": "gguf",
             "interleaves_rotation": architecture.interleaves_rotation,
+            "has_codes": any(TYPES[tensor.type_number].num_values > 1 for tensor in header.tensors.values()),
         },
         **(model.partial_rotation() if architecture.rotates_partly else {}),
         **_experts(model, architecture.experts),

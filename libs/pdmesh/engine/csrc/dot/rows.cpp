@@ -45,7 +45,7 @@ void pdmesh_use_amx(int use) { has_amx = use; }
 
 // hidden += delta (unless null); output = hidden / rms(hidden) * weight. Rows of `size` values, a multiple of 16.
 void pdmesh_add_norm(
-    float* hidden, const bf16* delta, const float* weight, bf16* output, int64_t num_rows, int64_t size, float epsilon,
+    float* hidden, const float* delta, const float* weight, bf16* output, int64_t num_rows, int64_t size, float epsilon,
     int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
     for (int64_t row = 0; row < num_rows; ++row) {

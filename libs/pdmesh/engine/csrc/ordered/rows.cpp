@@ -61,7 +61,7 @@ void norm(
 
 template <class Value>
 void add_norm(
-    float* hidden, const Value* delta, const float* weight, Value* output, int64_t num_rows, int64_t size,
+    float* hidden, const float* delta, const float* weight, Value* output, int64_t num_rows, int64_t size,
     float epsilon, int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
     for (int64_t row = 0; row < num_rows; ++row) {
@@ -124,7 +124,7 @@ void gated_silu(const Value* gate_up, Value* output, int64_t num_rows, int64_t s
 #define PDMESH_ROWS(Value, suffix)                                                                                     \
     /* hidden += delta (unless null); output = hidden / rms(hidden) * weight. Rows of `size` values. */                \
     void pdmesh_add_norm##suffix(                                                                                      \
-        float* hidden, const Value* delta, const float* weight, Value* output, int64_t num_rows, int64_t size,         \
+        float* hidden, const float* delta, const float* weight, Value* output, int64_t num_rows, int64_t size,         \
         float epsilon, int64_t num_threads) {                                                                          \
         add_norm(hidden, delta, weight, output, num_rows, size, epsilon, num_threads);                                 \
     }                                                                                                                  \
