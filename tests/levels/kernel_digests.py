@@ -57,10 +57,16 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
         rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
         output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
         name, digest = call(
-            f"pdmesh_linear{suffix}", rows, packed, bias, output, num_rows, NUM_OUTPUTS, NUM_INPUTS, num_threads,
+            f"pdmesh_linear{suffix}", rows, packed, bias, output, 0, num_rows, NUM_OUTPUTS, NUM_INPUTS, num_threads,
             results=[output],
         )  # fmt: skip
         yield f"{name}, {num_rows} rows", digest
+        wide = array("f", bytes(4 * num_rows * NUM_OUTPUTS))
+        name, digest = call(
+            f"pdmesh_linear{suffix}", rows, packed, bias, wide, 1, num_rows, NUM_OUTPUTS, NUM_INPUTS, num_threads,
+            results=[wide],
+        )  # fmt: skip
+        yield f"{name}, {num_rows} rows in fp32", digest
 
     for bits, group_size, has_minima in ((4, 32, True), (5, 16, False), (6, 16, False), (8, 64, True)):
         codes = array("B", (value & ((1 << bits) - 1) for value in inputs.draw(NUM_OUTPUTS * NUM_INPUTS)))
@@ -78,7 +84,7 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
             output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
             name, digest = call(
-                f"pdmesh_linear_packed{suffix}", rows, packed_weight, bias, output, num_rows, NUM_OUTPUTS, NUM_INPUTS,
+                f"pdmesh_linear_packed{suffix}", rows, packed_weight, bias, output, 0, num_rows, NUM_OUTPUTS, NUM_INPUTS,
                 num_threads,
                 results=[output],
             )  # fmt: skip
@@ -111,7 +117,7 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
             output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
             name, digest = call(
-                f"pdmesh_linear_rounded{suffix}", rows, packed_weight, bias, output, num_rows, NUM_OUTPUTS, NUM_INPUTS,
+                f"pdmesh_linear_rounded{suffix}", rows, packed_weight, bias, output, 0, num_rows, NUM_OUTPUTS, NUM_INPUTS,
                 num_threads,
                 results=[output],
             )  # fmt: skip
@@ -124,12 +130,19 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
         yield f"{name}, kind {kind}{suffix}", digest
 
     count = NUM_TOKENS * ROW_SIZE
-    hidden, delta, normed = inputs.draw(count), inputs.draw(count), array("H", bytes(2 * count))
+    hidden, norm = (array("f", (number % 201 / 64 - 1 for number in range(length))) for length in (count, ROW_SIZE))
+    delta, normed = inputs.draw(count), array("H", bytes(2 * count))
     yield call(
-        f"pdmesh_add_norm{suffix}", hidden, delta, inputs.draw(ROW_SIZE), normed,
-        NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
+        f"pdmesh_add_norm{suffix}", hidden, delta, norm, normed, NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
         results=[hidden, normed],
     )  # fmt: skip
+    for is_wide, rows in ((0, delta), (1, hidden)):
+        normed = array(rows.typecode, bytes(rows.itemsize * count))
+        name, digest = call(
+            f"pdmesh_norm{suffix}", rows, is_wide, norm, normed, NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
+            results=[normed],
+        )  # fmt: skip
+        yield f"{name}, {'fp32' if is_wide else 'narrow'}", digest
     gated = array("H", bytes(2 * count))
     yield call(
         f"pdmesh_gated_silu{suffix}", inputs.draw(2 * count), gated, NUM_TOKENS, ROW_SIZE, num_threads, results=[gated]

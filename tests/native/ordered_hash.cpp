@@ -12,13 +12,14 @@ using Value = uint16_t;  // bits of a bf16 or a float16
     void pdmesh_attention##suffix(                                                                                     \
         const Value*, int64_t, const Value*, Value*, float*, float*, const int64_t*, int64_t, const int64_t*,          \
         int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, float, int64_t);                                  \
-    void pdmesh_add_norm##suffix(Value*, const Value*, const Value*, Value*, int64_t, int64_t, float, int64_t);        \
+    void pdmesh_add_norm##suffix(float*, const Value*, const float*, Value*, int64_t, int64_t, float, int64_t);        \
+    void pdmesh_norm##suffix(const void*, int64_t, const float*, void*, int64_t, int64_t, float, int64_t);             \
     void pdmesh_rotate_and_store##suffix(                                                                              \
         Value*, const Value*, const Value*, const int64_t*, Value*, int64_t, int64_t, int64_t, int64_t, int64_t,       \
         int64_t, int64_t);                                                                                             \
     void pdmesh_gated_silu##suffix(const Value*, Value*, int64_t, int64_t, int64_t);                                   \
     void pdmesh_linear##suffix(                                                                                        \
-        const Value*, const Value*, const Value*, Value*, int64_t, int64_t, int64_t, int64_t);
+        const Value*, const Value*, const Value*, void*, int64_t, int64_t, int64_t, int64_t, int64_t);
 
 extern "C" {
 KERNELS()
@@ -48,6 +49,12 @@ struct Random {
         }
         return result;
     }
+    // Of either sign and size, as a sum of layers has them: exact quotients.
+    std::vector<float> floats(size_t size) {
+        std::vector<float> result(size);
+        for (float& value : result) value = (static_cast<float>(next() % 0x1000000) - 0x800000) / 0x40000;
+        return result;
+    }
 };
 
 // FNV-1a.
@@ -66,6 +73,7 @@ struct Kernels {
     bool half;
     decltype(&pdmesh_attention) attention;
     decltype(&pdmesh_add_norm) add_norm;
+    decltype(&pdmesh_norm) norm;
     decltype(&pdmesh_rotate_and_store) rotate_and_store;
     decltype(&pdmesh_gated_silu) gated_silu;
     decltype(&pdmesh_linear) linear;
@@ -103,12 +111,17 @@ void hash_rows(const Kernels& kernels) {
     Hash norm, rotation, silu;
     Random random = {2};
     for (const int64_t size : {1, 15, 16, 40, 100}) {
-        const auto delta = random.values(3 * size, kernels.half), weight = random.values(size, kernels.half);
-        auto hidden = random.values(3 * size, kernels.half, 12);
+        const auto delta = random.values(3 * size, kernels.half);
+        const auto weight = random.floats(size);
+        auto hidden = random.floats(3 * size);
         std::vector<Value> output(3 * size);
         kernels.add_norm(hidden.data(), delta.data(), weight.data(), output.data(), 3, size, 1e-6f, 1);
         norm.add(hidden);
         norm.add(output);
+        kernels.norm(delta.data(), 0, weight.data(), output.data(), 3, size, 1e-6f, 1);
+        norm.add(output);
+        kernels.norm(hidden.data(), 1, weight.data(), hidden.data(), 3, size, 1e-6f, 1);
+        norm.add(hidden);
         kernels.gated_silu(random.values(6 * size, kernels.half).data(), output.data(), 3, size, 1);
         silu.add(output);
         const int64_t head_dim = 2 * size, slots[] = {5, 0, 7};
@@ -137,7 +150,8 @@ void hash_linear(const Kernels& kernels) {
                 std::vector<Value> packed(weight.size()), output(num_rows * num_outputs), unpacked(num_inputs);
                 pdmesh_pack_linear(weight.data(), packed.data(), num_outputs, num_inputs);
                 kernels.linear(
-                    rows.data(), packed.data(), bias.data(), output.data(), num_rows, num_outputs, num_inputs, 1);
+                    rows.data(), packed.data(), bias.data(), output.data(), 0, num_rows, num_outputs, num_inputs,
+                    1);
                 const int64_t id = num_outputs - 1;
                 pdmesh_unpack_rows(packed.data(), &id, unpacked.data(), 1, num_inputs);
                 hash.add(packed);
@@ -151,9 +165,9 @@ void hash_linear(const Kernels& kernels) {
 
 int main() {
     const Kernels all[] = {
-        {"bfloat16", false, pdmesh_attention, pdmesh_add_norm, pdmesh_rotate_and_store, pdmesh_gated_silu,
-         pdmesh_linear},
-        {"float16", true, pdmesh_attention_f16, pdmesh_add_norm_f16, pdmesh_rotate_and_store_f16,
+        {"bfloat16", false, pdmesh_attention, pdmesh_add_norm, pdmesh_norm, pdmesh_rotate_and_store,
+         pdmesh_gated_silu, pdmesh_linear},
+        {"float16", true, pdmesh_attention_f16, pdmesh_add_norm_f16, pdmesh_norm_f16, pdmesh_rotate_and_store_f16,
          pdmesh_gated_silu_f16, pdmesh_linear_f16},
     };
     for (const Kernels& kernels : all) {

@@ -122,13 +122,14 @@ def test_every_level_gives_the_same_bits(
     results: list[list[npt.NDArray[np.uint8]]] = []
     for library in libraries(dtype):
         kernels, pages = NativeKernels(library, Elementwise(NormConfig(epsilon=1e-6))), cache.clone()
-        added, normed = kernels.add_norm(hidden.clone(), delta, weight)
+        added, normed = kernels.add_norm(hidden.float(), delta, weight.float())
+        of_heads, wide = kernels.norm(delta, weight.float()), kernels.norm(added, weight.float())
         query = kernels.rotate_and_store(normed.view(num_tokens, -1, head_dim), num_heads, rotation, pages)
         plan = NativeAttention(library, layout, head_dim**-0.5).plan([QuerySpan(0, num_tokens, start, table.tolist())])
         output, lse = plan.attend(query, pages, with_lse=True)
         assert lse is not None
         gated = kernels.activate(output.flatten(1)[:, : num_heads * head_dim // 2 * 2])
-        results.append([bits(values) for values in (added, normed, pages, output, lse, gated)])
+        results.append([bits(values) for values in (added, normed, of_heads, wide, pages, output, lse, gated)])
     for result in results[1:]:
         for actual, expected in zip(result, results[0], strict=True):
             np.testing.assert_array_equal(actual, expected)

@@ -141,6 +141,9 @@ def test_linear_equals_the_reference_and_each_row_is_itself(
     output = linear(rows)
     expected = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE * num_inputs**0.5, rtol=TOLERANCE)
+    scores = linear.scores(rows)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores.to(dtype), output)
     for first in (num_rows // 2, num_rows - 1):
         assert torch.equal(linear(rows[first:]), output[first:])
     token_ids = torch.randint(num_outputs, (7,), generator=generator)
@@ -156,16 +159,21 @@ def test_kernels_equal_the_reference(
     library: KernelLibrary, num_tokens: int, width: int, with_delta: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    native, reference = NativeKernels(library, KINDS), TorchKernels(KINDS)
+    native = NativeKernels(library, KINDS)
+    reference = TorchKernels(KINDS, dtype=TORCH_DTYPES[library.dtype])
 
     def draw(*shape: int) -> torch.Tensor:
         return (2 * torch.randn(shape, generator=generator)).to(TORCH_DTYPES[library.dtype])
 
-    hidden, delta, weight = draw(num_tokens, 16 * width), draw(num_tokens, 16 * width), draw(16 * width)
+    hidden, weight = torch.randn(num_tokens, 16 * width, generator=generator), draw(16 * width).float()
+    delta = draw(num_tokens, 16 * width)
     expected_pair = reference.add_norm(hidden, delta if with_delta else None, weight)
     for actual, expected in zip(
         native.add_norm(hidden.clone(), delta if with_delta else None, weight), expected_pair, strict=True
     ):
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    for rows in (hidden, delta):
+        actual, expected = native.norm(rows, weight), reference.norm(rows, weight)
         torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
     gate_up = 8 * draw(num_tokens, 32 * width)

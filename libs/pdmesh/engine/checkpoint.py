@@ -28,7 +28,7 @@ from pdmesh.model import IndexRange
 
 
 class Norm(NamedTuple):
-    """Weights of a norm: in fp32 where the model multiplies by it before it rounds."""
+    """Weights of a norm: in fp32 on CPUs, and where the model multiplies by them before it rounds."""
 
     weight: Tensor
     bias: Tensor | None
@@ -402,7 +402,8 @@ class _Reader:
 
     def _norm(self, name: str, size: int, order: Order = None) -> Norm:
         kind = self.config.norm
-        weight = self._tensor(f"{name}.weight", (size,), torch.float32 if kind.in_float32 else None)
+        is_wide = kind.in_float32 or self.device.type == "cpu"
+        weight = self._tensor(f"{name}.weight", (size,), torch.float32 if is_wide else None)
         if kind.offset:
             weight += kind.offset
         bias = self._tensor(f"{name}.bias", (size,)) if kind.has_bias else None

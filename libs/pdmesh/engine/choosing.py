@@ -11,7 +11,7 @@ from pdmesh.engine.attention import AttentionBackend, PartialBackend, TorchAtten
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.kernels import Elementwise, Kernels, TorchKernels
-from pdmesh.engine.kv_cache import TorchKvStore
+from pdmesh.engine.kv_cache import TORCH_DTYPES, TorchKvStore
 from pdmesh.engine.levels import KernelChoice, KernelLibrary, choose_kernels
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels, suits
@@ -86,7 +86,7 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         num_cache_heads=loaded.layout.num_kv_heads,
         deterministic=loaded.deterministic,
     )
-    kernels: Kernels = TorchKernels(Elementwise.of(config), loaded.deterministic)
+    kernels: Kernels = TorchKernels(Elementwise.of(config), loaded.deterministic, TORCH_DTYPES[layout.dtype])
     name, library = "torch", loaded.kernels.library
     kinds, needs_torch = [] if library is None else [library.level.kind], True
     if library is not None and suits(library.level, config, layout):

@@ -46,7 +46,7 @@ def route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
 def mix_experts(
     experts: Experts, rows: Tensor, linear: Callable[[Tensor, Linear], Tensor], mlp: Callable[[Tensor, Mlp], Tensor]
 ) -> Tensor:
-    """Each row's sum of what its experts give, by their shares; ``linear`` and ``mlp`` compute on rows."""
+    """Return each row's sum of its experts' results, by their shares, in fp32; ``linear`` and ``mlp`` compute on rows."""
     numbers, shares = route(linear(rows, experts.router), experts.config)
     # A row's places, one for each of its experts, sorted by expert.
     by_expert = numbers.flatten().argsort(stable=True)
@@ -56,4 +56,4 @@ def mix_experts(
         if len(places):
             own = places // experts.config.num_per_token  # each of them once
             total.index_add_(0, own, mlp(rows[own], expert).float() * shares.flatten()[places, None])
-    return total.to(rows.dtype)
+    return total

@@ -41,7 +41,14 @@ class Kernels(Protocol):
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """``hidden + delta``, and its norm. Weights in fp32 multiply before the result is rounded, others after."""
+        """Return ``hidden + delta``, and its norm in the dtype that products multiply.
+
+        Weights in fp32 multiply before the result is rounded, others after.
+        """
+        ...
+
+    def norm(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the norm of each row, in the rows' dtype."""
         ...
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
@@ -79,21 +86,28 @@ class TorchKernels:
 
     kinds: Elementwise
     deterministic: bool = False
+    dtype: torch.dtype | None = None  # that products multiply; None: as hidden states are
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Normalise in fp32; see `Kernels.add_norm` for when it rounds."""
         if delta is not None:
             hidden = hidden + delta
-        wide, epsilon = hidden.float(), self.kinds.norm.epsilon
+        return hidden, self._normed(hidden, weight, bias, self.dtype or hidden.dtype)
+
+    def norm(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._normed(rows, weight, bias, rows.dtype)
+
+    def _normed(self, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Normalise in fp32; see `Kernels.add_norm` for when the result is rounded."""
+        wide, epsilon = rows.float(), self.kinds.norm.epsilon
         if self.kinds.norm.kind is NormKind.LAYER:
             scale, shift = weight.float(), None if bias is None else bias.float()
-            return hidden, functional.layer_norm(wide, weight.shape, scale, shift, epsilon).to(hidden.dtype)
+            return functional.layer_norm(wide, weight.shape, scale, shift, epsilon).to(dtype)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         if weight.dtype == torch.float32:
-            return hidden, (wide * weight).to(hidden.dtype)
-        return hidden, weight * wide.to(hidden.dtype)
+            return (wide * weight).to(dtype)
+        return weight * wide.to(dtype)
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         num_rotated = num_heads + cache.shape[2]

@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 
 #: Of each kind's arithmetic: one more whenever a change of the kernels, or of what they are given, changes a bit of any
 #: result.
-_ORDERED_VERSION, _DOT_VERSION = 2, 2
+_ORDERED_VERSION, _DOT_VERSION = 3, 3
 
 
 class CpuLevel(StrEnum):
@@ -61,6 +61,7 @@ class KernelLibrary:
     dtype: str
     attention: Callable[..., None]
     add_norm: Callable[..., None]
+    norm: Callable[..., None]
     rotate_and_store: Callable[..., None]
     gated_silu: Callable[..., None]
     linear: Callable[..., None]
@@ -165,13 +166,14 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
     "attention": [_POINTER, _INT, *[_POINTER] * 5, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT, _FLOAT, _INT],
     "add_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT],
+    "norm": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT],
     "rotate_and_store": [*[_POINTER] * 5, *[_INT] * 7],
     "gated_silu": [_POINTER, _POINTER, _INT, _INT, _INT],
-    "linear": [*[_POINTER] * 4, *[_INT] * 4],
+    "linear": [*[_POINTER] * 4, *[_INT] * 5],
     "pack_linear": [_POINTER, _POINTER, _INT, _INT],
     "unpack_rows": [*[_POINTER] * 3, _INT, _INT],
-    "linear_packed": [*[_POINTER] * 4, *[_INT] * 4],
-    "linear_rounded": [*[_POINTER] * 4, *[_INT] * 4],
+    "linear_packed": [*[_POINTER] * 4, *[_INT] * 5],
+    "linear_rounded": [*[_POINTER] * 4, *[_INT] * 5],
     "pack_codes": [_POINTER, _POINTER, _INT, _INT, _INT],
     "unpack_codes": [*[_POINTER] * 3, _INT, _INT],
 }

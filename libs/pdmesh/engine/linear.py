@@ -39,12 +39,16 @@ class Linear(Protocol):
         """(num_rows, inputs) to (num_rows, outputs)."""
         ...
 
+    def sums(self, rows: Tensor) -> Tensor:
+        """(num_rows, inputs) to (num_rows, outputs) in fp32: as they are summed, not rounded to the rows' dtype."""
+        ...
+
 
 class Vocabulary(Linear, Protocol):
     """A layer with an output for each token; where embeddings are tied, the embedding too."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Rows of the weight, (num_tokens, inputs). Raises IndexError for an id that is none."""
+        """Rows of the weight, (num_tokens, inputs), not rounded. Raises IndexError for an id that is none."""
         ...
 
 
@@ -59,6 +63,11 @@ class PlainLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         return functional.linear(rows, self.weight, self.bias)
 
+    def sums(self, rows: Tensor) -> Tensor:
+        if rows.is_cuda and rows.dtype != torch.float32:
+            return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
+        return widened_linear(rows, self.weight, self.bias, torch.float32)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         return functional.embedding(token_ids, self.weight)
 
@@ -70,17 +79,23 @@ class WidenedLinear(PlainLinear):
     def __call__(self, rows: Tensor) -> Tensor:
         if rows.shape[0] < _WIDENED_FROM_ROWS:
             return functional.linear(rows, self.weight, self.bias)
-        num_outputs, num_inputs = self.weight.shape
-        panel_size = max(1, _PANEL_ELEMENTS // num_inputs)
-        panel = rows.new_empty(min(panel_size, num_outputs), num_inputs, dtype=torch.float32)
-        output = rows.new_empty(rows.shape[0], num_outputs)
-        wide = rows.float()
-        for first in range(0, num_outputs, panel_size):
-            outputs = slice(first, min(first + panel_size, num_outputs))
-            weight = panel[: outputs.stop - first].copy_(self.weight[outputs])
-            bias = None if self.bias is None else self.bias[outputs].float()
-            output[:, outputs] = functional.linear(wide, weight, bias)
-        return output
+        return widened_linear(rows, self.weight, self.bias, rows.dtype)
+
+
+def widened_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply in fp32 on a CPU, by copies of the weight's panels; each result is rounded once, to ``dtype``."""
+    if rows.dtype == torch.float32:
+        return functional.linear(rows, weight, bias)
+    num_outputs, num_inputs = weight.shape
+    panel_size = max(1, _PANEL_ELEMENTS // num_inputs)
+    panel = rows.new_empty(min(panel_size, num_outputs), num_inputs, dtype=torch.float32)
+    output = rows.new_empty(rows.shape[0], num_outputs, dtype=dtype)
+    wide = rows.float()
+    for first in range(0, num_outputs, panel_size):
+        outputs = slice(first, min(first + panel_size, num_outputs))
+        copied = panel[: outputs.stop - first].copy_(weight[outputs])
+        output[:, outputs] = functional.linear(wide, copied, None if bias is None else bias[outputs].float())
+    return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +109,9 @@ class OneDnnLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return product
+
+    def sums(self, rows: Tensor) -> Tensor:
+        return self(rows).float()  # oneDNN rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +129,22 @@ class TileLinear:
     row_by_row = True
 
     def __call__(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, rows.dtype)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, torch.float32)
+
+    def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         num_outputs, num_inputs = self.weight.shape
         num_rows = rows.shape[0]
         rows = padded_to(rows, num_rows, num_inputs).contiguous()
-        output = rows.new_empty(num_rows, num_outputs)
+        output = rows.new_empty(num_rows, num_outputs, dtype=dtype)
         self.library.linear(
             rows.data_ptr(),
             self.weight.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
             output.data_ptr(),
+            dtype == torch.float32,
             num_rows,
             num_outputs,
             num_inputs,

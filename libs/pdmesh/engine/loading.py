@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import structlog
 import torch
 from torch import Tensor
 
 from pdmesh.engine.architectures.undescribed import check_installed
+from pdmesh.engine.calibration import FLOAT16_LIMIT, largest_activation, num_calibration_blocks
 from pdmesh.engine.checkpoint import ModelWeights, load_weights, random_weights
 from pdmesh.engine.choosing import choose_compute, choose_library
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelChoice
-from pdmesh.engine.model_config import DecoderShape, ModelConfig, UndescribedModel
+from pdmesh.engine.model_config import DecoderShape, ModelConfig, QuantizedFormat, UndescribedModel
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.share import WHOLE, RankShare, check_divisible, check_stages
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +129,12 @@ def load_model(
 ) -> LoadedModel:
     """Load a rank's ``share`` of a checkpoint; ``group`` are the ranks of its stage, if it has others.
 
-    Raises ConfigError.
+    An undecided dtype becomes float16 if the model's activations fit. Raises ConfigError.
     """
+    if _is_undecided(load_model_config(checkpoint_dir), options):
+        if share == WHOLE:
+            return _load_in_fitting_dtype(checkpoint_dir, options)
+        options = replace(options, dtype=decided_dtype(checkpoint_dir, options))
     (config, layout, max_model_len), device = plan_model(checkpoint_dir, options), options.device
     check_divisible(config, share.num_ranks)
     check_stages(config, share.num_stages)
@@ -157,6 +165,42 @@ def load_model(
         kernels=kernels,
         share=share,
     )
+
+
+def decided_dtype(checkpoint_dir: Path, options: ComputeOptions) -> str:
+    """Return the dtype that `load_model` takes for a whole model. Loads the model if that depends on activations."""
+    config = load_model_config(checkpoint_dir)
+    if not _is_undecided(config, options):
+        return config.compute_dtype(options.dtype)
+    return load_model(checkpoint_dir, options).layout.dtype
+
+
+def _is_undecided(config: DecoderShape, options: ComputeOptions) -> bool:
+    """Whether a quantised model is computed in float16 on a CPU, should its activations fit."""
+    return (
+        options.dtype == "auto"
+        and options.device.type == "cpu"
+        and options.native
+        and isinstance(config, ModelConfig)
+        and config.quantization is not None
+        and config.quantization.has_integers
+        and (config.dtype == "bfloat16" or config.quantization.format is QuantizedFormat.GGUF)
+    )
+
+
+def _load_in_fitting_dtype(checkpoint_dir: Path, options: ComputeOptions) -> LoadedModel:
+    model = load_model(checkpoint_dir, replace(options, dtype="float16"))
+    assert isinstance(model, LoadedWeights)
+    compute = model.compute(num_calibration_blocks(options.block_size))
+    largest = largest_activation(compute, model.config, options.block_size, model.max_model_len)
+    fits = largest <= FLOAT16_LIMIT
+    log.info(
+        "dtype of a quantised model", dtype="float16" if fits else "bfloat16", largest_activation=round(largest, 2)
+    )
+    if fits:
+        return model
+    del compute, model
+    return load_model(checkpoint_dir, replace(options, dtype="bfloat16"))
 
 
 def give_back_freed_memory() -> None:

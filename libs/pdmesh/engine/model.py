@@ -6,7 +6,7 @@ between calls, so that a layer hook may run another step before it returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -65,6 +65,15 @@ class Carried(NamedTuple):
     delta: Tensor | None
 
 
+def hidden_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of hidden states between layers where products multiply ``dtype``.
+
+    CPUs keep fp32, and so do the products that are added to them: sums of all layers are rounded once, where a product
+    multiplies them. Trained models have single hidden states of 20,000 and more, which float16 could hardly hold.
+    """
+    return torch.float32 if device.type == "cpu" else dtype
+
+
 class Transformer:
     """Weights and the forward pass, of a model or of some of its layers."""
 
@@ -86,13 +95,16 @@ class Transformer:
         self._first_layer = first_layer
         self._cache_heads = cache_heads
         self._weights = weights
-        self._kernels = kernels
+        self.kernels = kernels
         device, dtype = weights.device, weights.dtype
         self._rotaries = [
             RotaryEmbedding(rope, config.head_dim, device, dtype, rotary_dim=config.rotary_dim) for rope in config.ropes
         ]
         self._rotation_of = [config.ropes.index(layer.rope) for layer in config.layers]
-        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))  # as transformers rounds it
+        self._dtype = dtype
+        self.hidden_dtype = hidden_dtype(dtype, device)
+        # as transformers rounds it
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.hidden_dtype))
         self._deterministic = deterministic
 
     @property
@@ -162,7 +174,7 @@ class Transformer:
     def embed_tokens(self, inputs: StepInputs) -> Tensor:
         """Hidden states (num_tokens, hidden_size) before the model's first layer."""
         assert self._weights.embedding is not None, "tokens enter in the first stage"
-        hidden = self._weights.embedding.embed(inputs.token_ids)
+        hidden = self._weights.embedding.embed(inputs.token_ids).to(self.hidden_dtype)
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
         if self._weights.positions is not None:
@@ -181,25 +193,27 @@ class Transformer:
         layer, rotation = self._weights.layers[number], rotations[self._rotation_of[number]]
         hidden, normed = self._add_norm(hidden, delta, layer.input_norm)
         qkv = self._project(layer, normed)
-        return hidden, self._kernels.rotate_and_store(qkv, self._config.num_heads, rotation, cache)
+        return hidden, self.kernels.rotate_and_store(qkv, self._config.num_heads, rotation, cache)
 
     def after_attention(self, number: int, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and delta, from what attention gave for the queries."""
         layer = self._weights.layers[number]
-        delta = self._added(self._linear(attended.flatten(1), layer.output), layer.attention_output_norm)
+        delta = self._added(self._delta(attended.flatten(1), layer.output), layer.attention_output_norm)
         hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
         given = (
             self._mlp(normed, layer.mlp)
             if isinstance(layer.mlp, Mlp)
-            else mix_experts(layer.mlp, normed, self._linear, self._mlp)
+            else mix_experts(layer.mlp, normed, self._linear, self._mlp).to(self.hidden_dtype)
         )
         return hidden, self._added(given, layer.mlp_output_norm)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores of the next token in fp32, (rows, vocab_size), for chosen rows of `forward`; into ``out`` if given."""
         assert self._weights.lm_head is not None, "scores come out of the last stage"
-        scores = self._linear(self.last_norm(hidden), self._weights.lm_head)
-        scores = scores.float() if out is None else out.copy_(scores)
+        lm_head = self._weights.lm_head
+        _, normed = self.kernels.add_norm(hidden, None, *self._weights.norm)
+        scores = self._row_by_row(normed, lm_head.sums, is_already=lm_head.row_by_row)
+        scores = scores if out is None else out.copy_(scores)
         config = self._config
         if config.logit_scale != 1:
             scores *= config.logit_scale
@@ -208,9 +222,8 @@ class Transformer:
         return scores
 
     def last_norm(self, hidden: Tensor) -> Tensor:
-        """Chosen rows of `forward`, normed: what scores, and embeddings, are made of."""
-        _, normed = self._kernels.add_norm(hidden, None, *self._weights.norm)
-        return normed
+        """Chosen rows of `forward`, normed, in their dtype: what embeddings are made of."""
+        return self.kernels.norm(hidden, *self._weights.norm)
 
     def tabulate_rotation(self, num_positions: int) -> None:
         """Look rotations up from now on, for tokens before ``num_positions``: on a device, fewer kernels a step."""
@@ -220,14 +233,14 @@ class Transformer:
     def _add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """``hidden + delta``, and its norm; itself where there is none."""
         if norm is not None:
-            return self._kernels.add_norm(hidden, delta, *norm)
+            return self.kernels.add_norm(hidden, delta, *norm)
         hidden = hidden if delta is None else hidden + delta
-        return hidden, hidden
+        return hidden, hidden.to(self._dtype)
 
     def _added(self, delta: Tensor, norm: Norm | None) -> Tensor:
         """What attention or an MLP adds to the residual stream."""
         if norm is not None:
-            _, delta = self._kernels.add_norm(delta, None, *norm)
+            delta = self.kernels.norm(delta, *norm)
         return delta if self._config.residual_scale == 1 else delta * self._config.residual_scale
 
     def _project(self, layer: LayerWeights, normed: Tensor) -> Tensor:
@@ -245,15 +258,23 @@ class Transformer:
         norm, gathered = head_norm
         heads = own if gathered is None else gathered.all_of(own)
         rows = heads.flatten(1) if self._config.qk_norm is QkNorm.ALL_HEADS else heads
-        _, normed = self._kernels.add_norm(rows.contiguous(), None, *norm)
-        normed = normed.view(heads.shape)
+        normed = self.kernels.norm(rows.contiguous(), *norm).view(heads.shape)
         return normed if gathered is None else gathered.own_of(normed)
 
     def _mlp(self, rows: Tensor, mlp: Mlp) -> Tensor:
-        return self._linear(self._kernels.activate(self._linear(rows, mlp.gate_up)), mlp.down)
+        return self._delta(self.kernels.activate(self._linear(rows, mlp.gate_up)), mlp.down)
+
+    def _delta(self, rows: Tensor, linear: Linear) -> Tensor:
+        """Return what a product adds to hidden states, in their dtype."""
+        multiply = linear.sums if self.hidden_dtype == torch.float32 else linear
+        return self._row_by_row(rows, multiply, is_already=linear.row_by_row)
 
     def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
-        if not self._deterministic or linear.row_by_row:
-            return linear(rows)
+        return self._row_by_row(rows, linear, is_already=linear.row_by_row)
+
+    def _row_by_row(self, rows: Tensor, multiply: Callable[[Tensor], Tensor], *, is_already: bool) -> Tensor:
+        """Multiply; in deterministic mode, so that a row's result depends on that row alone."""
+        if not self._deterministic or is_already:
+            return multiply(rows)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % _DETERMINISTIC_ROWS))
-        return torch.cat([linear(tile) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]
+        return torch.cat([multiply(tile) for tile in padded.split(_DETERMINISTIC_ROWS)])[: len(rows)]  # type: ignore[no-untyped-call]

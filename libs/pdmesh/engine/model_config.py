@@ -48,11 +48,12 @@ class Quantization:
     has_nested_scales: bool = False  # bitsandbytes': scales are quantised, too
     interleaves_rotation: bool = False  # rows of queries and keys are stored as neighbours that rotate
     biases: frozenset[str] = frozenset()  # GGUF's: projections that have some: "qkv", "output", "mlp"
+    has_codes: bool = True  # some tensor is quantised: of a GGUF file, all may be plain
 
     @property
     def has_integers(self) -> bool:
         """Whether weights are scaled integers: where they stay packed, sums are scaled, and no weight is rounded."""
-        return self.format not in _NO_INTEGERS
+        return self.format not in _NO_INTEGERS and self.has_codes
 
 
 class RopeType(StrEnum):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionOutput, PartialPlan, QuerySpan
 from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
-from pdmesh.engine.kv_cache import num_cache_heads
+from pdmesh.engine.kv_cache import TORCH_DTYPES, num_cache_heads
 from pdmesh.engine.levels import CpuLevel, KernelLibrary
 from pdmesh.engine.model_config import Activation, ModelConfig, NormKind
 from pdmesh.model import KvLayout, num_blocks_for
@@ -108,7 +108,10 @@ class _NativePlan:
 
 @dataclass(frozen=True, slots=True)
 class NativeKernels:
-    """Implements `pdmesh.engine.kernels.Kernels` in place, for contiguous rows of the library's dtype."""
+    """Implements `pdmesh.engine.kernels.Kernels` in place, for contiguous rows of the library's dtype.
+
+    Hidden states and the weights of norms are in fp32.
+    """
 
     library: KernelLibrary
     kinds: Elementwise
@@ -120,8 +123,12 @@ class NativeKernels:
         return self._norms and self._activates
 
     @property
+    def _torch(self) -> TorchKernels:
+        return TorchKernels(self.kinds, self.deterministic, TORCH_DTYPES[self.library.dtype])
+
+    @property
     def _norms(self) -> bool:
-        return self.kinds.norm.kind is NormKind.RMS and not self.kinds.norm.in_float32
+        return self.kinds.norm.kind is NormKind.RMS
 
     @property
     def _activates(self) -> bool:
@@ -131,8 +138,8 @@ class NativeKernels:
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if not self._norms:
-            return TorchKernels(self.kinds, self.deterministic).add_norm(hidden, delta, weight, bias)
-        normed = torch.empty_like(hidden)
+            return self._torch.add_norm(hidden, delta, weight, bias)
+        normed = torch.empty_like(hidden, dtype=TORCH_DTYPES[self.library.dtype])
         size = hidden.shape[-1]
         self.library.add_norm(
             hidden.data_ptr(),
@@ -145,6 +152,23 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return hidden, normed
+
+    def norm(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self._norms:
+            return self._torch.norm(rows, weight, bias)
+        normed = torch.empty_like(rows)
+        size = rows.shape[-1]
+        self.library.norm(
+            rows.data_ptr(),
+            rows.dtype == torch.float32,
+            weight.data_ptr(),
+            normed.data_ptr(),
+            rows.numel() // size,
+            size,
+            self.kinds.norm.epsilon,
+            torch.get_num_threads(),
+        )
+        return normed
 
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         num_kv_heads, block_size, head_dim = cache.shape[2:]
@@ -166,7 +190,7 @@ class NativeKernels:
 
     def activate(self, rows: Tensor) -> Tensor:
         if not self._activates:
-            return TorchKernels(self.kinds, self.deterministic).activate(rows)
+            return self._torch.activate(rows)
         gate_up, size = rows, rows.shape[-1] // 2
         output = gate_up.new_empty(*gate_up.shape[:-1], size)
         self.library.gated_silu(

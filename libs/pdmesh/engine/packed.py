@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdmesh.engine.grouped import Factors, GroupedWeight, padded_factors
-from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import TILE_SIZE, Linear, WeightMemory, check_token_ids, padded_to
 
@@ -67,16 +66,23 @@ class PackedLinear:
     row_by_row = True
 
     def __call__(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, rows.dtype)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, torch.float32)
+
+    def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if self.order is not None:
             rows = rows[:, self.order]
         num_rows, num_outputs, num_inputs = len(rows), _rounded_up(self.num_outputs), _rounded_up(self.num_inputs)
         rows = padded_to(rows, num_rows, num_inputs).contiguous()
-        output = rows.new_empty(num_rows, num_outputs)
+        output = rows.new_empty(num_rows, num_outputs, dtype=dtype)
         self.multiply(
             rows.data_ptr(),
             ctypes.addressof(self.weight),
             None if self.bias is None else self.bias.data_ptr(),
             output.data_ptr(),
+            dtype == torch.float32,
             num_rows,
             num_outputs,
             num_inputs,
@@ -91,7 +97,7 @@ class PackedLinear:
         self.library.unpack_codes(
             ctypes.addressof(self.weight), token_ids.data_ptr(), output.data_ptr(), len(token_ids), num_inputs
         )
-        return output[:, : self.num_inputs].to(TORCH_DTYPES[self.library.dtype])
+        return output[:, : self.num_inputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,9 @@ class JoinedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.cat([part(rows) for part in self.parts], dim=1)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        return torch.cat([part.sums(rows) for part in self.parts], dim=1)
 
 
 def packed_linear(

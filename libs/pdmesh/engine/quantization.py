@@ -33,9 +33,11 @@ def quantization_of(fields: Fields) -> Quantization | None:
             biases = found.raw.get("biases") or []
             if not isinstance(biases, list) or not set(map(str, biases)) <= {"qkv", "output", "mlp"}:
                 raise found.error(f"biases is {biases!r}; it must list projections")
-            interleaves = found.boolean("interleaves_rotation")
             return Quantization(
-                format=QuantizedFormat.GGUF, interleaves_rotation=interleaves, biases=frozenset(map(str, biases))
+                format=QuantizedFormat.GGUF,
+                interleaves_rotation=found.boolean("interleaves_rotation"),
+                biases=frozenset(map(str, biases)),
+                has_codes=found.boolean("has_codes", default=True),
             )
         case other:
             raise fields.error(

@@ -30,7 +30,7 @@ from pdmesh.engine.forward import Forward, StepOutput, drawn_rows, draws, step_s
 from pdmesh.engine.guide import Guide
 from pdmesh.engine.identity import unchanged_weights
 from pdmesh.engine.kv_cache import TorchKvStore
-from pdmesh.engine.loading import ComputeOptions, LoadedModel, load_model, plan_model
+from pdmesh.engine.loading import ComputeOptions, LoadedModel, decided_dtype, load_model, plan_model
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.part_attention import PartAttention, part_attention
 from pdmesh.engine.ranks.commands import Ready
@@ -133,6 +133,8 @@ class TorchEngine:
             if stages is None:
                 share, group = (WHOLE, None) if followers is None else (followers.group.share, followers.group)
                 model = load(checkpoint_dir, options, share, group)
+            else:
+                options = replace(options, dtype=decided_dtype(checkpoint_dir, options))
         planned = model or plan_model(checkpoint_dir, options)
         layout, self._max_model_len = planned.layout, planned.max_model_len
         self._vocab_size = planned.config.vocab_size

@@ -183,7 +183,7 @@ def fake_cuda_compute(loaded: Loaded, library: FakeFlashInfer, streams: FakeStre
         num_multiprocessors=4,
         device=streams.device,
     )
-    transformer = loaded.transformer(TorchKernels(Elementwise.of(loaded.config)))
+    transformer = loaded.transformer(TorchKernels(Elementwise.of(loaded.config), dtype=loaded.weights.dtype))
     forward = DeviceForward(
         transformer,
         flashinfer,

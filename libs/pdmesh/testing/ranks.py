@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.forward import DirectForward
-from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.loading import ComputeOptions, load_model
 from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import (
@@ -199,7 +198,6 @@ def _staged_engine(
                     None if share.is_last and share.rank else outlet,
                     AskedRows.of(model.config, model.layout, options.get("range_tokens", 0)),
                     hidden_size=model.config.hidden_size,
-                    dtype=TORCH_DTYPES[model.layout.dtype],
                 ).run()
             finally:
                 groups[number].close()

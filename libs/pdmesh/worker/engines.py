@@ -166,6 +166,24 @@ def _ranks_of(ranks: Followers | Stages | None, num_stages: int) -> dict[str, An
     return {"followers" if num_stages == 1 else "stages": ranks}
 
 
+def with_decided_dtype(config: MeshConfig, num_threads: int) -> MeshConfig:
+    """Return settings that name the dtype, so that not each rank of an instance loads the whole model to decide.
+
+    Blocking. Raises ConfigError.
+    """
+    worker = config.worker
+    if worker.engine != "torch" or worker.dtype != "auto" or config.model is None:
+        return config
+    import torch
+
+    from pdmesh.engine.loading import ComputeOptions, decided_dtype
+
+    torch.set_num_threads(num_threads)
+    options = ComputeOptions(device=torch.device("cpu"), **_compute_options(worker))
+    dtype = decided_dtype(resolve_model(config.model), options)
+    return replace(config, worker=replace(worker, dtype=dtype))
+
+
 def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[LoadedModel, str]:
     """Load one rank's part of the model that the leader makes an engine of; and return the weights' identity.
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from pdmesh.config_sources import load_config
 from pdmesh.engine.compute import Compute
 from pdmesh.engine.forward import DirectForward
-from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.loading import LoadedModel
 from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import Failed, OpenCache, Ready, frame, read_command
@@ -99,7 +98,6 @@ def _follower(
         None if outlet is None else StageChannel(outlet, outlet_memory(memory, share)),
         asked,
         hidden_size=model.config.hidden_size,
-        dtype=TORCH_DTYPES[model.layout.dtype],
     )
 
 

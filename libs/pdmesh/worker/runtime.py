@@ -44,6 +44,7 @@ from pdmesh.worker.engines import (
     device_name,
     engine_facts,
     served_model_name,
+    with_decided_dtype,
 )
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.known_steps import known_steps
@@ -80,6 +81,8 @@ async def run_worker(
     degrees = config.degrees_of(role)
     check_ranks_can_compute(config, degrees)
     num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
+    if degrees.num_ranks > 1:
+        config = await anyio.to_thread.run_sync(with_decided_dtype, config, num_threads)
     with start_ranks(config, degrees, num_threads) as ranks:
         async with EngineThread() as thread:
             build = partial(build_engine, config, num_threads, ranks, num_stages=degrees.stages, preloaded=preloaded)

@@ -137,6 +137,10 @@ class TritonKernels:
         )
         return hidden, normed
 
+    def norm(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        _, normed = self.add_norm(rows, None, weight, bias)
+        return normed
+
     def rotate_and_store(self, qkv: Tensor, num_heads: int, rotation: Rotation, cache: Tensor) -> Tensor:
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         _rotate_and_store_kernel[(len(qkv),)](

@@ -53,7 +53,7 @@ class LayerGraphs:
         self._rotations: dict[int, Sequence[Rotation]] = {}
         self._in_use = False
         self._integers = torch.zeros(4 * SIZES[-1], dtype=torch.int32, device=first.device)
-        self._hidden = first.new_zeros(SIZES[-1], hidden_size)
+        self._hidden = first.new_zeros(SIZES[-1], hidden_size, dtype=transformer.hidden_dtype)
         self._query = first.new_zeros(SIZES[-1], num_heads, head_dim)
         self._attended = first.new_zeros(SIZES[-1], num_heads, head_dim)
 

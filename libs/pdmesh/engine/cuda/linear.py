@@ -45,7 +45,7 @@ def _row_kernel(
     result = tl.sum(sums, axis=1)
     if HAS_BIAS:
         result += tl.load(bias + number, inside, other=0.0).to(tl.float32)
-    tl.store(output + number, result.to(tl.bfloat16), inside)
+    tl.store(output + number, result.to(output.dtype.element_ty), inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,22 @@ class RowLinear:
     row_by_row = False
 
     def __call__(self, rows: Tensor) -> Tensor:
-        num_outputs, num_inputs = self.weight.shape
         if len(rows) != 1:
             return functional.linear(rows, self.weight, self.bias)
+        return self._multiply_row(rows, rows.dtype)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        if len(rows) != 1:
+            return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
+        return self._multiply_row(rows, torch.float32)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return functional.embedding(token_ids, self.weight)
+
+    def _multiply_row(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        num_outputs, num_inputs = self.weight.shape
         inputs, outputs, num_warps = next(tile for tile in _TILES if num_inputs % tile[0] == 0)
-        output = rows.new_empty(1, num_outputs)
+        output = rows.new_empty(1, num_outputs, dtype=dtype)
         _row_kernel[(triton.cdiv(num_outputs, outputs),)](
             rows.contiguous(),
             self.weight,
@@ -75,9 +86,6 @@ class RowLinear:
             num_warps=num_warps,
         )
         return output
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return functional.embedding(token_ids, self.weight)
 
 
 def row_linear(weight: Tensor, bias: Tensor | None) -> RowLinear | None:

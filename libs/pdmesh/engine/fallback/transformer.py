@@ -13,6 +13,7 @@ from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
 from pdmesh.engine.fallback.attention import Attended, passing
 from pdmesh.engine.kernels import store_heads
+from pdmesh.engine.linear import PlainLinear
 from pdmesh.engine.model import StepInputs, wipe_rests
 from pdmesh.engine.model_config import UndescribedModel
 
@@ -29,7 +30,10 @@ class ModuleTransformer:
         self._layers = modules.base_model
         # The same modules, but for the layers: what scores hidden states, scales and caps of its own among it.
         self._head = copy.copy(modules)
-        self._head._modules = {**modules._modules, modules.base_model_prefix: _Given()}
+        scoring = modules.get_output_embeddings()
+        self._head._modules = {
+            name: _Scores(scoring) if module is scoring else module for name, module in modules._modules.items()
+        } | {modules.base_model_prefix: _Given()}
 
     def forward(
         self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
@@ -67,6 +71,19 @@ class _Given(nn.Module):
 
     def forward(self, *unused: Any, inputs_embeds: Tensor, **also_unused: Any) -> _Output:
         return _Output(last_hidden_state=inputs_embeds)
+
+
+class _Scores(nn.Module):
+    """The last product of a model, whose results stay in fp32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, rows: Tensor) -> Tensor:
+        scores = PlainLinear(self._linear.weight, None).sums(rows.flatten(0, -2))
+        scores = scores if self._linear.bias is None else scores + self._linear.bias
+        return scores.unflatten(0, rows.shape[:-1])
 
 
 class _Step:

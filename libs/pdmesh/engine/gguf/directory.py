@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.engine.gguf.architectures import ARCHITECTURES, ExpertFields, GgufModel
-from pdmesh.engine.gguf.reader import GgufHeader, part_paths, read_parts
+from pdmesh.engine.gguf.reader import TYPES, GgufHeader, part_paths, read_parts
 from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
 from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError
@@ -28,7 +28,7 @@ WEIGHTS = "model.gguf"
 _MAX_STEM = 48
 
 #: Of what a directory has in it: another number makes it anew.
-_VERSION = 4
+_VERSION = 5
 
 #: First letters of files that are not a model, but what turns images into a model's embeddings.
 _OF_IMAGES = "mmproj"
@@ -179,6 +179,7 @@ def config_of(header: GgufHeader, where: str) -> dict[str, Any]:
             "quant_method": "gguf",
             "interleaves_rotation": architecture.interleaves_rotation,
             "biases": model.biases(),
+            "has_codes": any(TYPES[tensor.type_number].num_values > 1 for tensor in header.tensors.values()),
         },
         **(model.partial_rotation() if architecture.rotates_partly else {}),
         **experts,

@@ -33,6 +33,9 @@ class GatheredLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         return self.group.gather(self.own(self.group.gather(rows, self.inputs)), self.outputs)
 
+    def sums(self, rows: Tensor) -> Tensor:
+        return self.group.gather(self.own.sums(self.group.gather(rows, self.inputs)), self.outputs)
+
 
 @dataclass(frozen=True, slots=True)
 class GatheredVocabulary:
@@ -48,6 +51,9 @@ class GatheredVocabulary:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.group.gather(self.own(rows), self.num_tokens, to_all=False)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        return self.group.gather(self.own.sums(rows), self.num_tokens, to_all=False)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         lowest, highest = token_ids.aminmax()

@@ -69,7 +69,6 @@ class StageFollower:
         asked: AskedRows,
         *,
         hidden_size: int,
-        dtype: torch.dtype,
     ) -> None:
         assert isinstance(forward.decoder, Transformer), "what transformers' modules compute has one stage"
         self._asked = asked
@@ -82,7 +81,6 @@ class StageFollower:
         self._inlet = inlet
         self._outlet = outlet
         self._hidden_size = hidden_size
-        self._dtype = dtype
         self._replicas = Replicas()
         self._next: deque[StageStep] = deque()
         self._waited_s = 0.0  # of the step, for the leader
@@ -178,8 +176,9 @@ class StageFollower:
         return replace(span, elsewhere=elsewhere)
 
     def _carried(self, inlet: StageChannel, num_rows: int) -> Carried | None:
-        hidden = inlet.receive(num_rows, self._hidden_size, self._dtype)
-        delta = None if hidden is None else inlet.receive(num_rows, self._hidden_size, self._dtype)
+        dtype = self._transformer.hidden_dtype
+        hidden = inlet.receive(num_rows, self._hidden_size, dtype)
+        delta = None if hidden is None else inlet.receive(num_rows, self._hidden_size, dtype)
         return None if hidden is None else Carried(hidden, delta)
 
     def _pass_on(self, carried: Carried | None) -> None:

@@ -35,11 +35,11 @@ void pdmesh_unpack_rows(
     }
 }
 
-// output (num_rows x num_outputs) = rows (num_rows x num_inputs) * packed + bias (unless null).
+// output (num_rows x num_outputs, in fp32 if `is_wide`) = rows (num_rows x num_inputs) * packed + bias (unless null).
 void pdmesh_linear(
-    const uint16_t* rows, const uint16_t* packed, const uint16_t* bias, uint16_t* result, int64_t num_rows,
-    int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
-    const Output output = {bias, result, num_rows, num_outputs};
+    const uint16_t* rows, const uint16_t* packed, const uint16_t* bias, void* result, int64_t is_wide,
+    int64_t num_rows, int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
+    const Output output = {bias, result, is_wide != 0, num_rows, num_outputs};
     const int steps = static_cast<int>(num_inputs / kStep);
     const int64_t block_rows = rows_of_block(num_inputs);
     const int64_t padded = (std::min(num_rows, block_rows) + kTile - 1) / kTile * kTile;

@@ -20,11 +20,12 @@ inline void pack_rows(const bf16* rows, int64_t first, int64_t num_rows, int64_t
 
 struct Output {
     const bf16* bias;  // or null
-    bf16* rows;
+    void* rows;
+    bool is_wide;  // rows are in fp32, else bf16
     int64_t num_rows, size;
 };
 
-// Rounds a product (num_rows x 32) and writes it at (row, column).
+// Writes a product (num_rows x 32) at (row, column).
 inline void write(const float* product, int num_rows, const Output& output, int64_t row, int64_t column) {
     const bool has_bias = output.bias != nullptr;
     const __m512 low_bias = has_bias ? widen(output.bias + column) : _mm512_setzero_ps();
@@ -32,8 +33,14 @@ inline void write(const float* product, int num_rows, const Output& output, int6
     for (int i = 0; i < num_rows; ++i, product += kPanel) {
         const __m512 low = _mm512_add_ps(_mm512_load_ps(product), low_bias);
         const __m512 high = _mm512_add_ps(_mm512_load_ps(product + kTile), high_bias);
-        _mm512_storeu_si512(
-            output.rows + (row + i) * output.size + column, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        const int64_t at = (row + i) * output.size + column;
+        if (output.is_wide) {
+            float* to = static_cast<float*>(output.rows) + at;
+            _mm512_storeu_ps(to, low);
+            _mm512_storeu_ps(to + kTile, high);
+        } else {
+            _mm512_storeu_si512(static_cast<bf16*>(output.rows) + at, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
     }
 }
 

@@ -265,12 +265,12 @@ void pdmesh_unpack_codes(
     unpack_codes(*weight, ids, output, num_rows, num_inputs);
 }
 
-// output (num_rows x num_outputs) = rows (num_rows x num_inputs) * weight + bias (unless null).
+// output (num_rows x num_outputs, in fp32 if `is_wide`) = rows (num_rows x num_inputs) * weight + bias (unless null).
 void pdmesh_linear_packed(
-    const uint16_t* rows, const PackedWeight* packed, const uint16_t* bias, uint16_t* result, int64_t num_rows,
-    int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
+    const uint16_t* rows, const PackedWeight* packed, const uint16_t* bias, void* result, int64_t is_wide,
+    int64_t num_rows, int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
     const PackedWeight& weight = *packed;
-    const Output output = {bias, result, num_rows, num_outputs};
+    const Output output = {bias, result, is_wide != 0, num_rows, num_outputs};
     const int64_t steps = num_inputs / kStep, groups = num_groups(weight, num_inputs);
     const int64_t padded = (std::min<int64_t>(num_rows, kBlockRows) + kTile - 1) / kTile * kTile;
     const auto tiles = buffer<bf16>(static_cast<size_t>(padded * num_inputs));

@@ -201,11 +201,11 @@ void linear(
 
 extern "C" {
 
-// output (num_rows x num_outputs) = rows (num_rows x num_inputs) * weight + bias (unless null).
+// output (num_rows x num_outputs, in fp32 if `is_wide`) = rows (num_rows x num_inputs) * weight + bias (unless null).
 void pdmesh_linear_rounded(
-    const uint16_t* rows, const PackedWeight* weight, const uint16_t* bias, uint16_t* result, int64_t num_rows,
-    int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
-    const Output output = {bias, result, num_rows, num_outputs};
+    const uint16_t* rows, const PackedWeight* weight, const uint16_t* bias, void* result, int64_t is_wide,
+    int64_t num_rows, int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
+    const Output output = {bias, result, is_wide != 0, num_rows, num_outputs};
     (weight->kind == kFloat8 ? linear<Float8> : linear<Table>)(rows, *weight, output, num_inputs, num_threads);
 }
 

@@ -11,6 +11,22 @@
 
 using namespace pdmesh;
 
+namespace {
+
+template <class Value, class Result>
+void norm_row(const Value* row, const float* weight, Result* output, int64_t size, float epsilon) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 value = widen(row + i);
+        squares = _mm512_fmadd_ps(value, value, squares);
+    }
+    const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / size + epsilon));
+    for (int64_t i = 0; i < size; i += 16)
+        narrow(output + i, _mm512_mul_ps(_mm512_mul_ps(widen(row + i), factor), widen(weight + i)));
+}
+
+}  // namespace
+
 extern "C" {
 
 // 0: this processor lacks what the kernels need; 1: AVX-512 with BF16; 2: AMX too. To be called first.
@@ -27,26 +43,30 @@ int pdmesh_prepare() {
 // For tests: do without AMX, or with it again.
 void pdmesh_use_amx(int use) { has_amx = use; }
 
-// hidden += delta (unless null); output = weight * round(hidden / rms(hidden)). Rows of `size` values, a multiple of
-// 16.
+// hidden += delta (unless null); output = hidden / rms(hidden) * weight. Rows of `size` values, a multiple of 16.
 void pdmesh_add_norm(
-    bf16* hidden, const bf16* delta, const bf16* weight, bf16* output, int64_t num_rows, int64_t size, float epsilon,
+    float* hidden, const float* delta, const float* weight, bf16* output, int64_t num_rows, int64_t size, float epsilon,
     int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
     for (int64_t row = 0; row < num_rows; ++row) {
-        bf16* x = hidden + row * size;
-        __m512 squares = _mm512_setzero_ps();
-        for (int64_t i = 0; i < size; i += 16) {
-            if (delta != nullptr) narrow(x + i, _mm512_add_ps(widen(x + i), widen(delta + row * size + i)));
-            const __m512 value = widen(x + i);
-            squares = _mm512_fmadd_ps(value, value, squares);
-        }
-        const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / size + epsilon));
-        for (int64_t i = 0; i < size; i += 16) {
-            bf16* to = output + row * size + i;
-            narrow(to, _mm512_mul_ps(widen(x + i), factor));
-            narrow(to, _mm512_mul_ps(widen(to), widen(weight + i)));
-        }
+        float* sums = hidden + row * size;
+        for (int64_t i = 0; delta != nullptr && i < size; i += 16)
+            _mm512_storeu_ps(sums + i, _mm512_add_ps(widen(sums + i), widen(delta + row * size + i)));
+        norm_row(sums, weight, output + row * size, size, epsilon);
+    }
+}
+
+// output = rows / rms(rows) * weight; rows and output are in fp32 if `is_wide`.
+void pdmesh_norm(
+    const void* rows, int64_t is_wide, const float* weight, void* output, int64_t num_rows, int64_t size,
+    float epsilon, int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t at = row * size;
+        if (is_wide)
+            norm_row(static_cast<const float*>(rows) + at, weight, static_cast<float*>(output) + at, size, epsilon);
+        else
+            norm_row(static_cast<const bf16*>(rows) + at, weight, static_cast<bf16*>(output) + at, size, epsilon);
     }
 }
 

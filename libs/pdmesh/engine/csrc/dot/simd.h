@@ -19,6 +19,10 @@ inline __m512 widen(const bf16* values) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
+inline __m512 widen(const float* values) { return _mm512_loadu_ps(values); }
+
+inline void narrow(float* to, __m512 values) { _mm512_storeu_ps(to, values); }
+
 inline void narrow(bf16* to, __m512 values) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(values));
 }

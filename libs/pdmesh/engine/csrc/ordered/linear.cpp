@@ -44,17 +44,19 @@ void pdmesh_unpack_rows(
     }
 }
 
-// output (num_rows x num_outputs) = rows (num_rows x num_inputs) * packed + bias (unless null).
+// output (num_rows x num_outputs, in fp32 if `is_wide`) = rows (num_rows x num_inputs) * packed + bias (unless null).
 void pdmesh_linear(
-    const Bf16* rows, const Bf16* packed, const Bf16* bias, Bf16* output, int64_t num_rows, int64_t num_outputs,
-    int64_t num_inputs, int64_t num_threads) {
-    linear(rows, PlainWeight<Bf16>{packed, num_inputs}, bias, output, num_rows, num_outputs, num_inputs, num_threads);
+    const Bf16* rows, const Bf16* packed, const Bf16* bias, void* output, int64_t is_wide, int64_t num_rows,
+    int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
+    const PlainWeight<Bf16> weight = {packed, num_inputs};
+    linear<Bf16>(rows, weight, bias, {output, is_wide != 0}, num_rows, num_outputs, num_inputs, num_threads);
 }
 
 void pdmesh_linear_f16(
-    const F16* rows, const F16* packed, const F16* bias, F16* output, int64_t num_rows, int64_t num_outputs,
-    int64_t num_inputs, int64_t num_threads) {
-    linear(rows, PlainWeight<F16>{packed, num_inputs}, bias, output, num_rows, num_outputs, num_inputs, num_threads);
+    const F16* rows, const F16* packed, const F16* bias, void* output, int64_t is_wide, int64_t num_rows,
+    int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
+    const PlainWeight<F16> weight = {packed, num_inputs};
+    linear<F16>(rows, weight, bias, {output, is_wide != 0}, num_rows, num_outputs, num_inputs, num_threads);
 }
 
 }  // extern "C"

@@ -204,7 +204,7 @@ Kernels kernels_of(const PackedWeight& weight) {
 
 template <class Value>
 void linear(
-    const Value* rows, const PackedWeight& weight, const Value* bias, Value* output, int64_t num_rows,
+    const Value* rows, const PackedWeight& weight, const Value* bias, Results<Value> output, int64_t num_rows,
     int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
     const int64_t num_chunks = (num_inputs + kChunk - 1) / kChunk, groups = num_groups(weight, num_inputs);
     const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
@@ -253,9 +253,8 @@ void linear(
                     for (int i = 0; i < kPanel; i += kLanes) {
                         const Floats sum = load(total.get() + row * kPanel + i);
                         const int64_t column = panel * kPanel + i;
-                        store(
-                            output + (block + row) * num_outputs + column,
-                            bias == nullptr ? sum : sum + load(bias + column));
+                        output.put(
+                            (block + row) * num_outputs + column, bias == nullptr ? sum : sum + load(bias + column));
                     }
             }
         }
@@ -276,17 +275,17 @@ void pdmesh_unpack_codes(
     unpack_codes(*weight, ids, output, num_rows, num_inputs);
 }
 
-// output (num_rows x num_outputs) = rows (num_rows x num_inputs) * weight + bias (unless null).
+// output (num_rows x num_outputs, in fp32 if `is_wide`) = rows (num_rows x num_inputs) * weight + bias (unless null).
 void pdmesh_linear_packed(
-    const Bf16* rows, const PackedWeight* weight, const Bf16* bias, Bf16* output, int64_t num_rows,
+    const Bf16* rows, const PackedWeight* weight, const Bf16* bias, void* output, int64_t is_wide, int64_t num_rows,
     int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
-    linear(rows, *weight, bias, output, num_rows, num_outputs, num_inputs, num_threads);
+    linear<Bf16>(rows, *weight, bias, {output, is_wide != 0}, num_rows, num_outputs, num_inputs, num_threads);
 }
 
 void pdmesh_linear_packed_f16(
-    const F16* rows, const PackedWeight* weight, const F16* bias, F16* output, int64_t num_rows, int64_t num_outputs,
-    int64_t num_inputs, int64_t num_threads) {
-    linear(rows, *weight, bias, output, num_rows, num_outputs, num_inputs, num_threads);
+    const F16* rows, const PackedWeight* weight, const F16* bias, void* output, int64_t is_wide, int64_t num_rows,
+    int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
+    linear<F16>(rows, *weight, bias, {output, is_wide != 0}, num_rows, num_outputs, num_inputs, num_threads);
 }
 
 }  // extern "C"

@@ -163,8 +163,8 @@ void multiply_chunk(
 // what a thread asks for the chunks of panels: (column, first input, number of inputs).
 template <class Value, class Weight>
 void linear(
-    const Value* rows, const Weight& weight, const Value* bias, Value* output, int64_t num_rows, int64_t num_outputs,
-    int64_t num_inputs, int64_t num_threads) {
+    const Value* rows, const Weight& weight, const Value* bias, Results<Value> output, int64_t num_rows,
+    int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
     const int64_t num_chunks = (num_inputs + kChunk - 1) / kChunk;
     const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
     const int64_t block_rows = (num_rows + num_blocks - 1) / num_blocks;
@@ -192,8 +192,8 @@ void linear(
                 for (int row = 0; row < count; ++row)
                     for (int i = 0; i < kPanel; i += kLanes) {
                         const Floats sum = load(product.get() + row * kPanel + i);
-                        store(
-                            output + (block + row) * num_outputs + column + i,
+                        output.put(
+                            (block + row) * num_outputs + column + i,
                             bias == nullptr ? sum : sum + load(bias + column + i));
                     }
             }

@@ -118,7 +118,7 @@ struct RoundedWeight {
 
 template <class Value>
 void linear_rounded(
-    const Value* rows, const PackedWeight& weight, const Value* bias, Value* output, int64_t num_rows,
+    const Value* rows, const PackedWeight& weight, const Value* bias, Results<Value> output, int64_t num_rows,
     int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
     if (weight.kind == kFloat8)
         linear(
@@ -134,17 +134,18 @@ void linear_rounded(
 
 extern "C" {
 
-// output (num_rows x num_outputs) = rows (num_rows x num_inputs) * weight + bias (unless null).
+// output (num_rows x num_outputs, in fp32 if `is_wide`) = rows (num_rows x num_inputs) * weight + bias (unless null).
 void pdmesh_linear_rounded(
-    const Bf16* rows, const PackedWeight* weight, const Bf16* bias, Bf16* output, int64_t num_rows,
+    const Bf16* rows, const PackedWeight* weight, const Bf16* bias, void* output, int64_t is_wide, int64_t num_rows,
     int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
-    linear_rounded(rows, *weight, bias, output, num_rows, num_outputs, num_inputs, num_threads);
+    linear_rounded<Bf16>(
+        rows, *weight, bias, {output, is_wide != 0}, num_rows, num_outputs, num_inputs, num_threads);
 }
 
 void pdmesh_linear_rounded_f16(
-    const F16* rows, const PackedWeight* weight, const F16* bias, F16* output, int64_t num_rows, int64_t num_outputs,
-    int64_t num_inputs, int64_t num_threads) {
-    linear_rounded(rows, *weight, bias, output, num_rows, num_outputs, num_inputs, num_threads);
+    const F16* rows, const PackedWeight* weight, const F16* bias, void* output, int64_t is_wide, int64_t num_rows,
+    int64_t num_outputs, int64_t num_inputs, int64_t num_threads) {
+    linear_rounded<F16>(rows, *weight, bias, {output, is_wide != 0}, num_rows, num_outputs, num_inputs, num_threads);
 }
 
 }  // extern "C"

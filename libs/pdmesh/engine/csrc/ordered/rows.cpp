@@ -27,40 +27,54 @@ void store_some(Value* to, Floats values, int64_t count) {
         store_part(to, values, count);
 }
 
-// One row: hidden += delta (unless null); output = weight * round(hidden / rms(hidden)).
-template <class Value>
-void add_norm_row(
-    Value* hidden, const Value* delta, const Value* weight, Value* output, int64_t size, float epsilon) {
+// One row: output = values / rms(values) * weight. `values(i, count)`: those from i on.
+template <class Output, class Values>
+void norm_row(const Values& values, const float* weight, Output* output, int64_t size, float epsilon) {
     Floats squares[kParts] = {};
     for (int64_t first = 0; first < size; first += kTreeLanes)
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; ++part) {
             const int64_t i = first + part * kLanes, count = size - i;
             if (count <= 0) break;
-            Floats value = load_some(hidden + i, count);
-            if (delta != nullptr) {
-                value = rounded<Value>(value + load_some(delta + i, count));
-                store_some(hidden + i, value, count);
-            }
-            squares[part] = multiply_add(value, value, squares[part]);
+            const Floats value = values(i, count);
+            squares[part] = squares[part] + value * value;
         }
     const Floats factor = splat(1.0f / std::sqrt(sum16(squares) / static_cast<float>(size) + epsilon));
     for (int64_t i = 0; i < size; i += kLanes) {
         const int64_t count = size - i;
-        const Floats normed = rounded<Value>(load_some(hidden + i, count) * factor);
-        store_some(output + i, normed * load_some(weight + i, count), count);
+        store_some(output + i, values(i, count) * factor * load_some(weight + i, count), count);
+    }
+}
+
+template <class Value>
+void norm(
+    const Value* rows, const float* weight, Value* output, int64_t num_rows, int64_t size, float epsilon,
+    int64_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const Value* from = rows + row * size;
+        norm_row(
+            [=](int64_t i, int64_t count) { return load_some(from + i, count); }, weight, output + row * size, size,
+            epsilon);
     }
 }
 
 template <class Value>
 void add_norm(
-    Value* hidden, const Value* delta, const Value* weight, Value* output, int64_t num_rows, int64_t size,
+    float* hidden, const float* delta, const float* weight, Value* output, int64_t num_rows, int64_t size,
     float epsilon, int64_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 16)
-    for (int64_t row = 0; row < num_rows; ++row)
-        add_norm_row(
-            hidden + row * size, delta == nullptr ? nullptr : delta + row * size, weight, output + row * size, size,
+    for (int64_t row = 0; row < num_rows; ++row) {
+        float* sums = hidden + row * size;
+        for (int64_t i = 0; delta != nullptr && i < size; i += kLanes) {
+            const int64_t count = size - i;
+            const Floats sum = load_some(sums + i, count) + load_some(delta + row * size + i, count);
+            store_some(sums + i, with_one_nan(sum), count);
+        }
+        norm_row(
+            [=](int64_t i, int64_t count) { return load_some(sums + i, count); }, weight, output + row * size, size,
             epsilon);
+    }
 }
 
 template <class Value>
@@ -108,11 +122,24 @@ void gated_silu(const Value* gate_up, Value* output, int64_t num_rows, int64_t s
 
 // Each function for bf16, and with the suffix _f16 for float16.
 #define PDMESH_ROWS(Value, suffix)                                                                                     \
-    /* hidden += delta (unless null); output = weight * round(hidden / rms(hidden)). Rows of `size` values. */         \
+    /* hidden += delta (unless null); output = hidden / rms(hidden) * weight. Rows of `size` values. */                \
     void pdmesh_add_norm##suffix(                                                                                      \
-        Value* hidden, const Value* delta, const Value* weight, Value* output, int64_t num_rows, int64_t size,         \
+        float* hidden, const float* delta, const float* weight, Value* output, int64_t num_rows, int64_t size,         \
         float epsilon, int64_t num_threads) {                                                                          \
         add_norm(hidden, delta, weight, output, num_rows, size, epsilon, num_threads);                                 \
+    }                                                                                                                  \
+    /* output = rows / rms(rows) * weight; rows and output are in fp32 if `is_wide`. */                                \
+    void pdmesh_norm##suffix(                                                                                          \
+        const void* rows, int64_t is_wide, const float* weight, void* output, int64_t num_rows, int64_t size,          \
+        float epsilon, int64_t num_threads) {                                                                          \
+        if (is_wide)                                                                                                   \
+            norm(                                                                                                      \
+                static_cast<const float*>(rows), weight, static_cast<float*>(output), num_rows, size, epsilon,         \
+                num_threads);                                                                                          \
+        else                                                                                                           \
+            norm(                                                                                                      \
+                static_cast<const Value*>(rows), weight, static_cast<Value*>(output), num_rows, size, epsilon,         \
+                num_threads);                                                                                          \
     }                                                                                                                  \
     /* Rotates queries in place, and rotates keys and copies values to the cache. A row of `qkv` is its query heads,   \
        key heads, value heads; cos and sin have head_dim / 2 columns. `slots`: block * block_size + offset. `cache`     \

@@ -140,6 +140,11 @@ inline Floats widen(Halves values, F16) {
 #endif
 }
 
+// Every NaN becomes the same.
+inline Floats with_one_nan(Floats values) {
+    return select(where_nan(values), as_floats(splat(0x7fc00000)), values);
+}
+
 // To nearest, ties to even. Every NaN becomes 0x7fc0 or 0x7e00.
 inline Halves narrow(Floats values, Bf16) {
     const Words bits = (Words)values;
@@ -155,13 +160,13 @@ inline Halves narrow(Floats values, Bf16) {
 
 inline Halves narrow(Floats values, F16) {
 #if defined(__AVX512F__)
-    const Floats quiet = select(where_nan(values), as_floats(splat(0x7fc00000)), values);
+    const Floats quiet = with_one_nan(values);
     return (Halves)_mm512_cvtps_ph(quiet, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__F16C__)
-    const Floats quiet = select(where_nan(values), as_floats(splat(0x7fc00000)), values);
+    const Floats quiet = with_one_nan(values);
     return (Halves)_mm256_cvtps_ph(quiet, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__aarch64__)
-    const Floats quiet = select(where_nan(values), as_floats(splat(0x7fc00000)), values);
+    const Floats quiet = with_one_nan(values);
     return (Halves)vcvt_f16_f32((float32x4_t)quiet);
 #else
     const Words bits = (Words)values, sign = bits & 0x80000000, magnitude = bits ^ sign;
@@ -187,6 +192,20 @@ inline void store(Value* to, Floats values) {
     const Halves narrowed = narrow(values, Value());
     std::memcpy(to, &narrowed, sizeof(narrowed));
 }
+
+// Results in memory: rounded to Value, or in fp32 where `is_wide`.
+template <class Value>
+struct Results {
+    void* values;
+    bool is_wide;
+
+    void put(int64_t at, Floats results) const {
+        if (is_wide)
+            store(static_cast<float*>(values) + at, with_one_nan(results));
+        else
+            store(static_cast<Value*>(values) + at, results);
+    }
+};
 
 // The first `count` (at most kLanes) values; zeros in the other lanes.
 template <class Value>
