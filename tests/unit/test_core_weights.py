@@ -32,6 +32,11 @@ def profiles(**weights_of: str) -> list[InstanceProfile]:
     return [named_profile(name, weights=weights, started_at=BEGAN_AT[weights]) for name, weights in weights_of.items()]
 
 
+def joined(**weights_of: str) -> InstanceJoined:
+    (profile,) = profiles(**weights_of)
+    return InstanceJoined(profile, ())
+
+
 def bench_with(**weights_of: str) -> CoreBench:
     return CoreBench(*profiles(**weights_of))
 
@@ -60,7 +65,7 @@ def test_new_requests_go_to_the_newest_weights_that_can_serve_them() -> None:
     bench = bench_with(p0=OLD, d0=OLD, p1=NEW)
     (admit,) = of(AdmitPrefill, bench.arrive("a"))
     assert (admit.instance_id, admit.decode_instance_id) == ("p0", "d0")
-    bench.feed(InstanceJoined(*profiles(d1=NEW), ()))
+    bench.feed(joined(d1=NEW))
     (admit,) = of(AdmitPrefill, bench.arrive("b"))
     assert (admit.instance_id, admit.decode_instance_id) == ("p1", "d1")
     bench.feed(DrainRequested(InstanceId("d1")))
@@ -126,7 +131,7 @@ def test_kv_without_a_receiver_waits_for_one_of_its_weights() -> None:
     bench.arrive("a")
     bench.offered("p0", "a")
     assert not of(PlaceDecode, bench.feed(InstanceLost(InstanceId("d0"))))
-    (place,) = of(PlaceDecode, bench.feed(InstanceJoined(*profiles(d2=OLD), ())))
+    (place,) = of(PlaceDecode, bench.feed(joined(d2=OLD)))
     assert place.instance_id == "d2"
 
 
@@ -134,7 +139,7 @@ def test_a_decode_moves_to_its_weights_alone() -> None:
     bench = bench_with(p0=OLD, d0=OLD, d1=NEW)
     bench.decoding("a")
     assert not of(PlaceDecode, bench.feed(DrainRequested(InstanceId("d0"))))
-    (place,) = of(PlaceDecode, bench.feed(InstanceJoined(*profiles(d2=OLD), ())))
+    (place,) = of(PlaceDecode, bench.feed(joined(d2=OLD)))
     assert place.instance_id == "d2"
 
 
@@ -211,8 +216,8 @@ def test_a_request_whose_weights_are_gone_waits_and_ends_with_an_error() -> None
 def test_a_request_goes_on_once_its_weights_are_back() -> None:
     bench = bench_with(p1=NEW, d1=NEW)
     assert not resumes(bench, "a", OLD)
-    bench.feed(InstanceJoined(*profiles(p0=OLD), ()))
-    (admit,) = of(AdmitPrefill, bench.feed(InstanceJoined(*profiles(d0=OLD), ())))
+    bench.feed(joined(p0=OLD))
+    (admit,) = of(AdmitPrefill, bench.feed(joined(d0=OLD)))
     assert (admit.instance_id, admit.decode_instance_id) == ("p0", "d0")
 
 

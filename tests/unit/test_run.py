@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(TESTS))  # type: ignore[no-untyped-call]
+    monkeypatch.syspath_prepend(str(TESTS))
     spec = importlib.util.spec_from_file_location("run_tests", TESTS / "run.py")
     assert spec is not None
     assert spec.loader is not None
