@@ -239,7 +239,11 @@ def write_parts(directory: Path, content: GgufContent, count: int, *, doubled: s
     names = [*content.tensors]
     paths = [directory / f"model-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
     for number, path in enumerate(paths):
-        split = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        split = {  # llama.cpp insists on these types
+            "split.no": np.uint16(number),
+            "split.count": np.uint16(count),
+            "split.tensors.count": np.int32(len(names)),
+        }
         fields = content.metadata if number == 0 else {}
         tensors = {name: content.tensors[name] for name in names if name in (*names[number::count], doubled)}
         path.write_bytes(encoded({**fields, **split}, tensors))
@@ -328,6 +332,10 @@ def _value(value: Any) -> bytes:
             return struct.pack("<I?", 7, value)
         case int():
             return struct.pack("<II", 4, value)
+        case np.uint16():
+            return struct.pack("<IH", 2, value)
+        case np.int32():
+            return struct.pack("<Ii", 5, value)
         case float():
             return struct.pack("<If", 6, value)
         case str():
