@@ -332,10 +332,9 @@ def _value(value: Any) -> bytes:
             return struct.pack("<I?", 7, value)
         case int():
             return struct.pack("<II", 4, value)
-        case np.uint16():
-            return struct.pack("<IH", 2, value)
-        case np.int32():
-            return struct.pack("<Ii", 5, value)
+        case np.integer():
+            number, form = {np.dtype(np.uint16): (2, "<IH"), np.dtype(np.int32): (5, "<Ii")}[value.dtype]
+            return struct.pack(form, number, int(value))
         case float():
             return struct.pack("<If", 6, value)
         case str():
