@@ -136,12 +136,16 @@ def fork_server_spec(
     roles = [role for role in Role if pools.of(role)]
     degrees = min(config.degrees_of(role) for role in roles)
     shared = replace(worker, tensor_parallel_size=degrees.tensor, pipeline_parallel_size=degrees.stages)
-    return _spec("fork-server", "pdmesh.cli.fork_server", replace(config, worker=shared), state, environ)
+    return _spec("fork-server", "pdmesh.cli.fork_server", replace(_not_operated(config), worker=shared), state, environ)
 
 
 def _dialing(config: MeshConfig, scheduler: Mapping[str, Any]) -> MeshConfig:
-    security = replace(config.security, operator_token="", operators_file=None)  # the scheduler's alone
-    return replace(config, scheduler_address=str(scheduler["address"]), security=security)
+    return replace(_not_operated(config), scheduler_address=str(scheduler["address"]))
+
+
+def _not_operated(config: MeshConfig) -> MeshConfig:
+    """Return the configuration without operators' tokens, which only the scheduler gets."""
+    return replace(config, security=replace(config.security, operator_token="", operators_file=None))
 
 
 def pinned_settings(service: str, facts: Mapping[str, Any]) -> dict[str, str]:
