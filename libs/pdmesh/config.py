@@ -271,7 +271,10 @@ class WorkerConfig:
         None
     )
     dtype: Annotated[
-        str, one_of("auto", "float32", "bfloat16", "float16"), "data type of weights and KV; auto: the checkpoint's"
+        str,
+        one_of("auto", "float32", "bfloat16", "float16"),
+        "data type of weights and KV; auto: the checkpoint's, or float16 on a CPU for a quantised model whose "
+        "activations fit",
     ] = "auto"
     load_format: Annotated[
         str,

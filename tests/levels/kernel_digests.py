@@ -84,8 +84,8 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
             output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
             name, digest = call(
-                f"pdmesh_linear_packed{suffix}", rows, packed_weight, bias, output, 0, num_rows, NUM_OUTPUTS, NUM_INPUTS,
-                num_threads,
+                f"pdmesh_linear_packed{suffix}", rows, packed_weight, bias, output, 0, num_rows, NUM_OUTPUTS,
+                NUM_INPUTS, num_threads,
                 results=[output],
             )  # fmt: skip
             yield f"{name}, {bits} bits, {num_rows} rows", digest
@@ -117,8 +117,8 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
             rows, bias = inputs.draw(num_rows * NUM_INPUTS), inputs.draw(NUM_OUTPUTS)
             output = array("H", bytes(2 * num_rows * NUM_OUTPUTS))
             name, digest = call(
-                f"pdmesh_linear_rounded{suffix}", rows, packed_weight, bias, output, 0, num_rows, NUM_OUTPUTS, NUM_INPUTS,
-                num_threads,
+                f"pdmesh_linear_rounded{suffix}", rows, packed_weight, bias, output, 0, num_rows, NUM_OUTPUTS,
+                NUM_INPUTS, num_threads,
                 results=[output],
             )  # fmt: skip
             yield f"{name}, kind {kind}, {num_rows} rows", digest
@@ -130,17 +130,20 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
         yield f"{name}, kind {kind}{suffix}", digest
 
     count = NUM_TOKENS * ROW_SIZE
-    hidden, norm = (array("f", (number % 201 / 64 - 1 for number in range(length))) for length in (count, ROW_SIZE))
-    delta, normed = inputs.draw(count), array("H", bytes(2 * count))
+    hidden, delta, norm = (
+        array("f", (number % 201 / 64 - 1 for number in range(first, first + length)))
+        for first, length in ((0, count), (77, count), (5, ROW_SIZE))
+    )
+    normed = array("H", bytes(2 * count))
     yield call(
         f"pdmesh_add_norm{suffix}", hidden, delta, norm, normed, NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
         results=[hidden, normed],
     )  # fmt: skip
-    for is_wide, rows in ((0, delta), (1, hidden)):
-        normed = array(rows.typecode, bytes(rows.itemsize * count))
+    for is_wide, rows in ((0, inputs.draw(count)), (1, hidden)):
+        of_rows: array[Any] = array(rows.typecode, bytes(rows.itemsize * count))
         name, digest = call(
-            f"pdmesh_norm{suffix}", rows, is_wide, norm, normed, NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
-            results=[normed],
+            f"pdmesh_norm{suffix}", rows, is_wide, norm, of_rows, NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
+            results=[of_rows],
         )  # fmt: skip
         yield f"{name}, {'fp32' if is_wide else 'narrow'}", digest
     gated = array("H", bytes(2 * count))

@@ -12,7 +12,7 @@ using Value = uint16_t;  // bits of a bf16 or a float16
     void pdmesh_attention##suffix(                                                                                     \
         const Value*, int64_t, const Value*, Value*, float*, float*, const int64_t*, int64_t, const int64_t*,          \
         int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, float, int64_t);                                  \
-    void pdmesh_add_norm##suffix(float*, const Value*, const float*, Value*, int64_t, int64_t, float, int64_t);        \
+    void pdmesh_add_norm##suffix(float*, const float*, const float*, Value*, int64_t, int64_t, float, int64_t);        \
     void pdmesh_norm##suffix(const void*, int64_t, const float*, void*, int64_t, int64_t, float, int64_t);             \
     void pdmesh_rotate_and_store##suffix(                                                                              \
         Value*, const Value*, const Value*, const int64_t*, Value*, int64_t, int64_t, int64_t, int64_t, int64_t,       \
@@ -109,16 +109,16 @@ void hash_attention(const Kernels& kernels) {
 
 void hash_rows(const Kernels& kernels) {
     Hash norm, rotation, silu;
-    Random random = {2};
+    Random random = {2}, wide = {4};
     for (const int64_t size : {1, 15, 16, 40, 100}) {
-        const auto delta = random.values(3 * size, kernels.half);
-        const auto weight = random.floats(size);
-        auto hidden = random.floats(3 * size);
+        const auto heads = wide.values(3 * size, kernels.half);
+        const auto delta = wide.floats(3 * size), weight = wide.floats(size);
+        auto hidden = wide.floats(3 * size);
         std::vector<Value> output(3 * size);
         kernels.add_norm(hidden.data(), delta.data(), weight.data(), output.data(), 3, size, 1e-6f, 1);
         norm.add(hidden);
         norm.add(output);
-        kernels.norm(delta.data(), 0, weight.data(), output.data(), 3, size, 1e-6f, 1);
+        kernels.norm(heads.data(), 0, weight.data(), output.data(), 3, size, 1e-6f, 1);
         norm.add(output);
         kernels.norm(hidden.data(), 1, weight.data(), hidden.data(), 3, size, 1e-6f, 1);
         norm.add(hidden);

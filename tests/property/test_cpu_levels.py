@@ -122,7 +122,7 @@ def test_every_level_gives_the_same_bits(
     results: list[list[npt.NDArray[np.uint8]]] = []
     for library in libraries(dtype):
         kernels, pages = NativeKernels(library, Elementwise(NormConfig(epsilon=1e-6))), cache.clone()
-        added, normed = kernels.add_norm(hidden.float(), delta, weight.float())
+        added, normed = kernels.add_norm(hidden.float(), delta.float(), weight.float())
         of_heads, wide = kernels.norm(delta, weight.float()), kernels.norm(added, weight.float())
         query = kernels.rotate_and_store(normed.view(num_tokens, -1, head_dim), num_heads, rotation, pages)
         plan = NativeAttention(library, layout, head_dim**-0.5).plan([QuerySpan(0, num_tokens, start, table.tolist())])

@@ -141,9 +141,9 @@ def test_linear_equals_the_reference_and_each_row_is_itself(
     output = linear(rows)
     expected = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
     torch.testing.assert_close(output.float(), expected, atol=TOLERANCE * num_inputs**0.5, rtol=TOLERANCE)
-    scores = linear.scores(rows)
-    assert scores.dtype == torch.float32
-    assert torch.equal(scores.to(dtype), output)
+    sums = linear.sums(rows)
+    assert sums.dtype == torch.float32
+    assert torch.equal(sums.to(dtype), output)
     for first in (num_rows // 2, num_rows - 1):
         assert torch.equal(linear(rows[first:]), output[first:])
     token_ids = torch.randint(num_outputs, (7,), generator=generator)
@@ -166,13 +166,13 @@ def test_kernels_equal_the_reference(
         return (2 * torch.randn(shape, generator=generator)).to(TORCH_DTYPES[library.dtype])
 
     hidden, weight = torch.randn(num_tokens, 16 * width, generator=generator), draw(16 * width).float()
-    delta = draw(num_tokens, 16 * width)
+    delta = torch.randn(num_tokens, 16 * width, generator=generator)
     expected_pair = reference.add_norm(hidden, delta if with_delta else None, weight)
     for actual, expected in zip(
         native.add_norm(hidden.clone(), delta if with_delta else None, weight), expected_pair, strict=True
     ):
         torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
-    for rows in (hidden, delta):
+    for rows in (hidden, hidden.to(TORCH_DTYPES[library.dtype])):
         actual, expected = native.norm(rows, weight), reference.norm(rows, weight)
         torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 

@@ -6,7 +6,7 @@ Where codes are integers, sums of products are scaled; others give the bits of p
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdmesh.engine.grouped import Factors, GroupedWeight, padded_factors
+from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.linear import TILE_SIZE, Linear, WeightMemory, check_token_ids, padded_to
 
@@ -56,7 +57,7 @@ class PackedLinear:
     """A linear layer, and perhaps a vocabulary; `packed_linear` makes it. Its dtype is the library's."""
 
     library: KernelLibrary
-    multiply: Callable[..., None]  # of the library
+    is_rounded: bool  # weights are rounded to the library's dtype, as plain ones are
     weight: _PackedWeight
     memory: tuple[Tensor, ...]  # what the weight points to
     bias: Tensor | None
@@ -77,7 +78,8 @@ class PackedLinear:
         num_rows, num_outputs, num_inputs = len(rows), _rounded_up(self.num_outputs), _rounded_up(self.num_inputs)
         rows = padded_to(rows, num_rows, num_inputs).contiguous()
         output = rows.new_empty(num_rows, num_outputs, dtype=dtype)
-        self.multiply(
+        multiply = self.library.linear_rounded if self.is_rounded else self.library.linear_packed
+        multiply(
             rows.data_ptr(),
             ctypes.addressof(self.weight),
             None if self.bias is None else self.bias.data_ptr(),
@@ -97,7 +99,8 @@ class PackedLinear:
         self.library.unpack_codes(
             ctypes.addressof(self.weight), token_ids.data_ptr(), output.data_ptr(), len(token_ids), num_inputs
         )
-        return output[:, : self.num_inputs]
+        values = output[:, : self.num_inputs]
+        return values.to(TORCH_DTYPES[self.library.dtype]) if self.is_rounded else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +153,9 @@ def packed_linear(
         packed.data_ptr(), weight.bits, weight.kind, weight.group_size, factors(weight.scales),
         factors(weight.minima), address_of(weight.table),
     )  # fmt: skip
-    multiply = library.linear_rounded if weight.kind.is_rounded else library.linear_packed
-    return PackedLinear(library, multiply, struct, tuple(kept), bias, weight.order, num_outputs, num_inputs)
+    return PackedLinear(
+        library, weight.kind.is_rounded, struct, tuple(kept), bias, weight.order, num_outputs, num_inputs
+    )
 
 
 def joined_linear(parts: Sequence[Linear]) -> Linear:

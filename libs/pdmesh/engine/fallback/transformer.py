@@ -83,7 +83,7 @@ class _Scores(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         scores = PlainLinear(self._linear.weight, None).sums(rows.flatten(0, -2))
         scores = scores if self._linear.bias is None else scores + self._linear.bias
-        return scores.unflatten(0, rows.shape[:-1])
+        return scores.view(*rows.shape[:-1], -1)
 
 
 class _Step:
