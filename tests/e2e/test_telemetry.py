@@ -151,7 +151,7 @@ def test_lines_about_a_request_carry_its_id_and_never_its_text(observed: Observe
     tokens = response["choices"][0]["prompt_token_ids"]
     observed.mesh.wait_until_idle()
     logs = {file.stem: file.read_text() for file in observed.mesh.folder.glob("*.log")}
-    assert len(logs) == 5, sorted(logs)
+    assert len(logs) == 6, sorted(logs)
     for name, text in logs.items():
         assert not re.search(r"xylophone|quarks|juggle|zephyrs", text, re.IGNORECASE), name
         assert not re.search(r"\b" + r"\W+".join(map(str, tokens[:4])) + r"\b", text), name

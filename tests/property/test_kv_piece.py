@@ -16,7 +16,7 @@ from pdmesh.transport.seal import CHECK_BYTES, SEAL_BYTES, MeshKey
 
 KEY = MeshKey("the mesh's")
 ENCRYPTING = MeshKey("the mesh's", encrypts=True)
-COPY_BYTES = 156
+COPY_BYTES = 160
 
 keys = st.sampled_from([KEY, ENCRYPTING])
 
@@ -162,6 +162,7 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
         request_key=bytes(range(16)),
         epoch=Epoch(1),
         capability=2,
+        weights=17,
         chunk=3,
         source=14,
         destination=15,
@@ -175,7 +176,7 @@ def test_the_bytes_on_the_wire_do_not_change() -> None:
         token_index=13,
     )
     assert packed(header)[: COPY_BYTES - SEAL_BYTES].hex() == (
-        "70644b380101100001000000000102030405060708090a0b0c0d0e0f0200000000000000"
+        "70644b390101100001000000000102030405060708090a0b0c0d0e0f020000000000000011000000"
         "0e000f00030000000400000005000000060010000900"
         f"0a0007000000{bytes(range(100, 140)).hex()}0b0000000c0000000d000000"
     )

@@ -118,6 +118,8 @@ def plan_model(checkpoint_dir: Path, options: ComputeOptions) -> ModelPlan:
     """Return what a checkpoint will be. Raises ConfigError."""
     config = load_model_config(checkpoint_dir)
     check_installed(config)
+    if isinstance(config, UndescribedModel):
+        _check_served(config, options)
     max_model_len = config.context(options.max_model_len)
     frees_windows = options.frees_windows and isinstance(config, ModelConfig)  # undescribed ones guess them
     layout = config.kv_layout(dtype=options.dtype, block_size=options.block_size, frees_windows=frees_windows)
@@ -212,8 +214,8 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _load_undescribed(checkpoint_dir: Path, model: UndescribedModel, options: ComputeOptions) -> LoadedModel:
-    """Load a model that transformers' own modules compute, which is what there is of options."""
+def _check_served(model: UndescribedModel, options: ComputeOptions) -> None:
+    """Raise ConfigError for an option that is not there for a model that transformers' own modules compute."""
     refused = {
         "worker.deterministic": options.deterministic,
         "worker.lora": options.lora is not None,
@@ -222,6 +224,10 @@ def _load_undescribed(checkpoint_dir: Path, model: UndescribedModel, options: Co
     }
     for name in (name for name, is_asked in refused.items() if is_asked):
         raise ConfigError(f"{name} is not served of a {model.architecture}, which transformers' own modules compute")
+
+
+def _load_undescribed(checkpoint_dir: Path, model: UndescribedModel, options: ComputeOptions) -> LoadedModel:
+    """Load a model that transformers' own modules compute."""
     from pdmesh.engine.fallback.loading import load_undescribed  # transformers takes seconds to import
 
     return load_undescribed(

@@ -129,6 +129,7 @@ class TorchEngine:
             and not range_tokens,
         )
         model = None
+        plan_model(checkpoint_dir, options)  # refuses options before the weights are read
         with unchanged_weights(checkpoint_dir, lora=lora, has_random_weights=has_random_weights) as weights:
             if stages is None:
                 share, group = (WHOLE, None) if followers is None else (followers.group.share, followers.group)

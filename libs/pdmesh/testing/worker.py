@@ -171,7 +171,11 @@ class RunningInstance:
             offload=offload,
             evict=evict,
         )
-        self.instance.handle(Admit(command=command, generation=generation))
+        self.instance.handle(Admit(command=command, generation=self._hashed_for_own_weights(generation)))
+
+    def _hashed_for_own_weights(self, generation: Generation) -> Generation:
+        """Return a request whose prefix hashes stand for KV of this instance's weights, as a gateway's do."""
+        return msgspec.structs.replace(generation, prefix_weights=self.engine.weights)
 
     def expect(
         self,
@@ -183,6 +187,7 @@ class RunningInstance:
         num_reused: int = 0,
     ) -> None:
         num_tokens = generation.num_tokens
+        generation = self._hashed_for_own_weights(generation)
         bare = generation if with_tokens else msgspec.structs.replace(generation, token_ids=b"")
         has_tail = bool(generation.prefix_root) and not with_tokens
         num_blocks = num_blocks_for(num_tokens + generation.max_tokens_left - 1, self.block_size)
