@@ -36,7 +36,7 @@ def num_calibration_blocks(block_size: int) -> int:
 def largest_activation(compute: Compute, config: ModelConfig, block_size: int, max_model_len: int) -> float:
     """Return the largest magnitude that layers round to float16; infinity where one is no number.
 
-    Hidden states, and what is added to them, stay in fp32. ``compute`` is used for this alone: its kernels stay
+    Hidden states, and what is added to them, stay in fp32. ``compute`` is used once: its kernels stay
     watched.
     """
     forward = compute.forward

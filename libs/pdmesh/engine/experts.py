@@ -46,7 +46,7 @@ def route(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
 def mix_experts(
     experts: Experts, rows: Tensor, linear: Callable[[Tensor, Linear], Tensor], mlp: Callable[[Tensor, Mlp], Tensor]
 ) -> Tensor:
-    """Return each row's sum of its experts' results, by their shares, in fp32."""
+    """Return each row's sum of its experts' results in fp32, by their shares; ``linear`` and ``mlp`` take rows."""
     numbers, shares = route(linear(rows, experts.router), experts.config)
     # A row's places, one for each of its experts, sorted by expert.
     by_expert = numbers.flatten().argsort(stable=True)

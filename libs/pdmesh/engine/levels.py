@@ -161,7 +161,7 @@ def _path(level: str, folder: Path = FOLDER) -> Path:
 
 
 #: ``csrc/memory.h`` has the same number.
-_INTERFACE = 8
+_INTERFACE = 9
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: Mapping[str, list[Any]] = {
     "attention": [_POINTER, _INT, *[_POINTER] * 5, _INT, _POINTER, *[_INT] * 5, _FLOAT, _INT, _FLOAT, _INT],
