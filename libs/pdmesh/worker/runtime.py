@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import anyio
 import structlog
 
-from pdmesh.config import MeshConfig, TransferConfig, WorkerConfig
+from pdmesh.config import InstanceDegrees, MeshConfig, TransferConfig, WorkerConfig
 from pdmesh.core.events import DrainRequested, InstanceEvent, OffloadedLost
 from pdmesh.engine.base import Engine
 from pdmesh.errors import ConfigError, InstanceUnavailable
@@ -37,6 +37,7 @@ from pdmesh.wire.endpoint import check_kv_devices
 from pdmesh.wire.messages import RegisterWorker
 from pdmesh.wire.scheduler_channel import open_scheduler_channel
 from pdmesh.worker.drafts import PromptLookup
+from pdmesh.worker.cores import LentCores, open_cores
 from pdmesh.worker.engines import (
     EngineFacts,
     build_engine,
@@ -93,6 +94,7 @@ async def run_worker(
                 known = known_steps(config, engine, facts.device_name, num_threads)
                 steps = await thread.run(partial(measure_at_start, engine, known=known))
                 facts = replace(facts, measured_steps=steps)
+            cores = await thread.run(partial(lent_cores, config, engine, degrees, num_threads))
             config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
             async with _transport(config.transfer) as transport:
                 with rare_collections():  # a full one takes 100 ms, of a step or of a transfer
@@ -105,6 +107,7 @@ async def run_worker(
                         transport=transport,
                         facts=facts,
                         ranks=ranks,
+                        cores=cores,
                     )
 
 
@@ -118,6 +121,7 @@ async def serve_instance(
     transport: KvTransport,
     facts: EngineFacts = EngineFacts(),  # noqa: B008  # frozen
     ranks: RankProcesses | None = None,
+    cores: LentCores | None = None,
 ) -> None:
     """Do what `run_worker` does, given an engine, the processes that compute with it, and a transport."""
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
@@ -264,7 +268,7 @@ async def serve_instance(
                 work.start_soon(_drain, context, scheduler, instance, work.cancel_scope)
                 if ranks is not None:
                     work.start_soon(_end_without, ranks, work.cancel_scope)
-                failure = await run_steps(instance, engine, thread)
+                failure = await run_steps(instance, engine, thread, cores)
                 work.cancel_scope.cancel()
             if ranks is not None and (why_lost := ranks.why_lost()):
                 failure = InstanceUnavailable(why_lost)
@@ -310,6 +314,28 @@ async def _drain(
         await instance.emptied()
         draining.cancel_scope.cancel()
     work.cancel()
+
+
+def lent_cores(
+    config: MeshConfig, engine: Engine, degrees: InstanceDegrees, num_threads: int
+) -> LentCores | None:
+    """Have the engine use idle cores of other workers, if the settings and the engine allow that."""
+    worker = config.worker
+    if worker.cores_file is None or not worker.lend_cores or worker.engine != "torch" or degrees.num_ranks > 1:
+        return None
+    from pdmesh.engine.runner import TorchEngine  # loaded already
+
+    assert isinstance(engine, TorchEngine)
+    if not engine.any_num_threads:
+        log.info("no cores are lent: results would depend on the number of threads", arithmetic=engine.arithmetic)
+        return None
+    try:
+        cores = open_cores(worker.cores_file, num_threads)
+    except ConfigError as error:
+        log.warning("no cores are lent", reason=str(error))
+        return None
+    engine.use(cores)
+    return cores
 
 
 def offload_tier(
