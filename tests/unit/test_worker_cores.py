@@ -293,7 +293,7 @@ def test_workers_that_start_together_get_rows_of_their_own() -> None:
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot open worker.cores_file"):
+    with pytest.raises(ConfigError, match=r"cannot open worker\.cores_file"):
         open_cores(tmp_path / "none", 1)
     (tmp_path / "short").write_bytes(b"1")
     with pytest.raises(ConfigError, match="no table of cores"):

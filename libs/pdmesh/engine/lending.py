@@ -29,7 +29,7 @@ class Cores(Protocol):
 
 
 class LentDecoder:
-    """A decoder that asks ``cores`` before each layer and before the scores. Implements `pdmesh.engine.forward.Decoder`.
+    """A decoder that asks ``cores`` before each layer and before the scores.
 
     Sampling and all else is computed with the own cores: torch's sums over a row depend on the number of threads.
     Changing the number takes 0.3 us. A team of one thread leaves OpenMP's idle threads as they are.

@@ -36,8 +36,8 @@ from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import check_kv_devices
 from pdmesh.wire.messages import RegisterWorker
 from pdmesh.wire.scheduler_channel import open_scheduler_channel
-from pdmesh.worker.drafts import PromptLookup
 from pdmesh.worker.cores import LentCores, open_cores
+from pdmesh.worker.drafts import PromptLookup
 from pdmesh.worker.engines import (
     EngineFacts,
     build_engine,
@@ -316,9 +316,7 @@ async def _drain(
     work.cancel()
 
 
-def lent_cores(
-    config: MeshConfig, engine: Engine, degrees: InstanceDegrees, num_threads: int
-) -> LentCores | None:
+def lent_cores(config: MeshConfig, engine: Engine, degrees: InstanceDegrees, num_threads: int) -> LentCores | None:
     """Have the engine use idle cores of other workers, if the settings and the engine allow that."""
     worker = config.worker
     if worker.cores_file is None or not worker.lend_cores or worker.engine != "torch" or degrees.num_ranks > 1:

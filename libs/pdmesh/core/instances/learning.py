@@ -13,7 +13,6 @@ from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.profile import device_class_of, self_measured
 from pdmesh.policy.refine import Refinement
 
-
 #: A step that borrowed more cores on average, relative to the instance's own ones, says nothing about the own ones.
 #: Predictions are promises: they must hold when the lenders need their cores again.
 MAX_LENT_SHARE = 0.05
