@@ -46,7 +46,7 @@ _SPIN_COUNT = "5000"
 
 
 def with_brief_spinning(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment of workers that lend each other cores. What the user sets is kept."""
+    """Return the environment of a mesh whose workers lend each other cores. What the user sets is kept."""
     if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys():
         return environ
     return {**environ, "GOMP_SPINCOUNT": _SPIN_COUNT}

@@ -120,8 +120,9 @@ class MeshRun:
         config = self.config
 
         cores_file = create_cores_file() if config.worker.lend_cores else None
-        environ = self.environ if cores_file is None else with_brief_spinning(self.environ)
-        workers = WorkerSpecs(config, self.state, environ, cores_file)
+        if cores_file is not None:
+            self.environ = with_brief_spinning(self.environ)
+        workers = WorkerSpecs(config, self.state, self.environ, cores_file)
 
         def others(scheduler: Mapping[str, Any]) -> tuple[Sequence[ChildSpec], Sequence[ChildSpec]]:
             workers.scheduler = scheduler
