@@ -91,7 +91,7 @@ class LentLayers(NamedTuple):
 
 
 class LentCores:
-    """One worker's row, and the others' as this worker sees them. Implements `pdmesh.engine.lending.Cores`."""
+    """A worker's row of the table, and its view of the others. Implements `pdmesh.engine.lending.Cores`."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class LentCores:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         runs: Callable[[int, int], bool] = process_runs,
     ) -> None:
-        """Take a row of the table ``words``: a free one, or that of a worker that is gone. Raises ConfigError."""
+        """Take a row of the table ``words`` that is free, or whose worker is gone. Raises ConfigError."""
         self.num_own = num_own
-        self.lent_layers = LentLayers()  # of all steps so far
+        self.lent_layers = LentLayers()  # grows with each layer
         self._words = words
         self._num_usable = num_usable
         self._clock_ns = clock_ns

@@ -192,8 +192,8 @@ async def run_steps(
 ) -> Exception:
     """Execute batches until cancelled. If the engine breaks, end the requests of its batches and return its error.
 
-    While a step runs on the engine's thread, the event loop serves the links. ``cores`` are those that the engine uses,
-    if workers lend each other theirs.
+    While a step runs on the engine's thread, the event loop serves the links. ``cores`` is this worker's part of the
+    table, if workers lend each other cores.
     """
     # anyio has no call from a thread that does not wait for its result.
     call_soon = asyncio.get_running_loop().call_soon_threadsafe
