@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -44,13 +45,20 @@ async def test_a_lone_worker_borrows_and_answers_stay_the_same(checkpoint: Path,
         if "results would depend on the number of threads" in mesh.logs():
             pytest.skip("no kernels were compiled for this processor")
         assert await answer(mesh) == expected
-        assert mesh.total("lent_core_seconds") > 0
+        assert lent_s(mesh, "prefill-0") > 0, "nothing was decoded yet"
+        assert lent_s(mesh, "decode-0") > 0, "the prompt was computed"
         mesh.wait_until_idle()
         assert share_of_a_core_while_idle(mesh) < 0.5, "threads of idle workers sleep"
         killed = mesh.pids()["decode-0"]
         os.kill(killed, signal.SIGKILL)
         mesh.wait_until_replaced("decode-0", killed)
         assert await answer(mesh) == expected
+
+
+def lent_s(mesh: RunningMesh, worker: str) -> float:
+    found = re.search(r"^pdmesh:lent_core_seconds_total (\S+)$", mesh.metrics()[worker], re.M)
+    assert found is not None
+    return float(found[1])
 
 
 def share_of_a_core_while_idle(mesh: RunningMesh) -> float:

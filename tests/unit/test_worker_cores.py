@@ -14,7 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pdmesh.cli.plan import WorkerSpecs, with_brief_spinning
+from pdmesh.cli.state import StateFolder
+from pdmesh.config import MeshConfig, WorkerConfig
+from pdmesh.config_sources import load_config
 from pdmesh.errors import ConfigError
+from pdmesh.model import PoolCounts
 from pdmesh.worker.cores import (
     IDLE_AFTER_NS,
     NUM_ROWS,
@@ -23,7 +28,7 @@ from pdmesh.worker.cores import (
     LentCores,
     create_cores_file,
     open_cores,
-    process_runs,
+    process_state,
 )
 
 LIMIT_S = 30.0
@@ -36,12 +41,12 @@ class Host:
         self.words = memoryview(bytearray(NUM_ROWS * 64)).cast("q")
         self.num_usable = num_usable
         self.now_ns = 1_000_000_000
-        self.running: set[int] = set()
+        self.state_of: dict[int, str] = {}  # as proc(5) has it, of the processes that exist
         self._last_pid = 0
 
     def start(self, num_own: int) -> LentCores:
         self._last_pid += 1
-        self.running.add(self._last_pid)
+        self.state_of[self._last_pid] = "S"
         return LentCores(
             self.words,
             num_own,
@@ -49,7 +54,7 @@ class Host:
             start_ticks=10 * self._last_pid,
             num_usable=self.num_usable,
             clock_ns=lambda: self.now_ns,
-            runs=lambda pid, ticks: pid in self.running and ticks == 10 * pid,
+            state_of=lambda pid, ticks: self.state_of.get(pid, "") if ticks == 10 * pid else "",
         )
 
     def pass_time(self, ns: int) -> None:
@@ -112,7 +117,10 @@ def test_the_row_of_a_worker_that_is_gone_is_taken_and_a_full_table_refuses() ->
         host.start(1)
     with pytest.raises(ConfigError, match="lend_cores to false"):
         host.start(1)
-    host.running.remove(7)
+    host.state_of[8] = "T"
+    with pytest.raises(ConfigError, match="lend_cores to false"):
+        host.start(1)
+    del host.state_of[7]
     host.start(1)
 
 
@@ -131,7 +139,7 @@ class Lending(RuleBasedStateMachine):
 
     def _start(self, num_own: int) -> None:
         cores = self.host.start(num_own)
-        name = max(self.host.running)
+        name = max(self.host.state_of)
         self.workers[name] = cores
         self.changed_ns[name] = self.host.now_ns
 
@@ -179,8 +187,9 @@ class Lending(RuleBasedStateMachine):
     def a_worker_is_halted(self, number: int, is_killed: bool) -> None:
         name = self._present(number)
         self.halted.add(name)
-        self.host.running.remove(name)
+        self.host.state_of[name] = "T"
         if is_killed:
+            del self.host.state_of[name]
             num_own = self.workers[name].num_own
             del self.workers[name]  # whatever it had, the next one takes the row
             self.halted.discard(name)
@@ -192,7 +201,7 @@ class Lending(RuleBasedStateMachine):
     def a_worker_continues(self) -> None:
         name = min(self.halted)
         self.halted.remove(name)
-        self.host.running.add(name)
+        self.host.state_of[name] = "R"
 
     def _check(self, name: int, num_cores: int) -> None:
         own = self.workers[name].num_own
@@ -304,6 +313,19 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
 
 def test_a_process_is_known_by_pid_and_start() -> None:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    assert process_runs(os.getpid(), int(fields[19]))
-    assert not process_runs(os.getpid(), int(fields[19]) + 1)
-    assert not process_runs(0, 0)
+    assert process_state(os.getpid(), int(fields[19])) == "R"
+    assert process_state(os.getpid(), int(fields[19]) + 1) == ""
+    assert process_state(0, 0) == ""
+
+
+def test_workers_of_a_mesh_get_its_table(tmp_path: Path) -> None:
+    config = MeshConfig(worker=WorkerConfig(num_threads=1))
+    specs = WorkerSpecs(config, StateFolder("m", tmp_path), {}, Path("/proc/1/fd/7"), {"address": "127.0.0.1:1"})
+    for spec in specs.of_pools(PoolCounts(prefill=1, decode=1, mixed=0)):
+        assert load_config(None, spec.environment, {}).worker.cores_file == Path("/proc/1/fd/7")
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(name: str) -> None:
+    assert int(with_brief_spinning({"A": "b"})["GOMP_SPINCOUNT"]) < 100_000
+    assert with_brief_spinning({name: "7"}) == {name: "7"}

@@ -47,8 +47,8 @@ STALE_AFTER_NS = 2_000_000_000
 #: Cores that cannot be divided evenly go to each borrower in turn.
 TURN_NS = 100_000_000
 
-#: Process states of proc(5) in which nothing is computed: stopped, traced, ended.
-_HALTED = frozenset("TtZX")
+#: States of a process in which nothing is computed: ended, or by proc(5) stopped or traced.
+_HALTED = frozenset(("", "T", "t"))
 
 
 def create_cores_file() -> Path | None:
@@ -65,10 +65,10 @@ def create_cores_file() -> Path | None:
     return Path(f"/proc/{os.getpid()}/fd/{fd}")
 
 
-def process_runs(pid: int, start_ticks: int) -> bool:
-    """Whether the process with this pid and start time exists and is not stopped."""
+def process_state(pid: int, start_ticks: int) -> str:
+    """Return the letter of proc(5) for the process with this pid and start time; empty if the process has ended."""
     found = _look_up(pid)
-    return found is not None and found[1] == start_ticks and found[0] not in _HALTED
+    return "" if found is None or found[1] != start_ticks or found[0] in "ZX" else found[0]
 
 
 def _look_up(pid: int) -> tuple[str, int] | None:
@@ -102,16 +102,17 @@ class LentCores:
         start_ticks: int,
         num_usable: int,
         clock_ns: Callable[[], int] = time.monotonic_ns,
-        runs: Callable[[int, int], bool] = process_runs,
+        state_of: Callable[[int, int], str] = process_state,
     ) -> None:
         """Take a row of the table ``words`` that is free, or whose worker is gone. Raises ConfigError."""
         self.num_own = num_own
-        self.lent_layers = LentLayers()  # grows with each layer
+        self._num_layers = self._num_lent = 0
         self._words = words
+        self._states = words[_STATE::_ROW_WORDS]
         self._num_usable = num_usable
         self._clock_ns = clock_ns
-        self._runs = runs
-        self._looked_up: dict[int, tuple[int, bool]] = {}  # when, and whether the process of a row runs
+        self._state_of = state_of
+        self._looked_up: dict[int, tuple[int, bool]] = {}  # when, and whether the process of a row was halted
         self._row = self._free_row()
         for word, value in ((_STATE, 0), (_PID, pid), (_START_TICKS, start_ticks), (_NUM_CORES, num_own)):
             self._write(word, value)
@@ -129,39 +130,48 @@ class LentCores:
         """Return the number of cores to compute the next layer with."""
         now_ns = self._clock_ns()
         self._write(_STATE, now_ns)
-        num_idle = num_busy = num_borrowers = rank = 0
-        for row in range(NUM_ROWS):
-            state = self._read(row, _STATE)
+        self._num_layers += 1
+        num_idle, num_busy = 0, self.num_own
+        num_borrowers, rank = 1, 0
+        for row, state in enumerate(self._states.tolist()):
             if not state:
                 break
-            num_cores = min(max(0, self._read(row, _NUM_CORES)), self._num_usable)
             if row == self._row:
-                rank = num_borrowers
-            elif now_ns + state > IDLE_AFTER_NS if state < 0 else self._is_halted(row, state, now_ns):
-                num_idle += num_cores
+                rank = num_borrowers - 1
                 continue
-            num_busy += num_cores
-            num_borrowers += state > 0
-        num_lendable = max(0, min(num_idle, self._num_usable - num_busy))
+            num_cores = min(max(0, self._words[row * _ROW_WORDS + _NUM_CORES]), self._num_usable)
+            if now_ns + state > IDLE_AFTER_NS if state < 0 else self._is_halted(row, state, now_ns):
+                num_idle += num_cores
+            else:
+                num_busy += num_cores
+                num_borrowers += state > 0
+        num_lendable = min(num_idle, self._num_usable - num_busy)
+        if num_lendable <= 0:
+            return self.num_own
         share, rest = divmod(num_lendable, num_borrowers)
         num_lent = share + ((rank + now_ns // TURN_NS) % num_borrowers < rest)
-        before = self.lent_layers
-        self.lent_layers = LentLayers(before.num_layers + 1, before.num_lent + num_lent)
+        self._num_lent += num_lent
         return self.num_own + num_lent
+
+    @property
+    def lent_layers(self) -> LentLayers:
+        """The layers of all steps so far."""
+        return LentLayers(self._num_layers, self._num_lent)
 
     def _is_halted(self, row: int, state: int, now_ns: int) -> bool:
         """Whether the worker of a row has not finished a layer for long, and its process has ended or is stopped."""
         if now_ns - state < STALE_AFTER_NS:
             return False
-        looked_at_ns, runs = self._looked_up.get(row, (0, True))
+        looked_at_ns, is_halted = self._looked_up.get(row, (0, False))
         if now_ns - looked_at_ns >= STALE_AFTER_NS // 4:
-            runs = self._runs(self._read(row, _PID), self._read(row, _START_TICKS))
-            self._looked_up[row] = now_ns, runs
-        return not runs
+            is_halted = self._state_of(self._read(row, _PID), self._read(row, _START_TICKS)) in _HALTED
+            self._looked_up[row] = now_ns, is_halted
+        return is_halted
 
     def _free_row(self) -> int:
         for row in range(NUM_ROWS):
-            if not self._read(row, _STATE) or not self._runs(self._read(row, _PID), self._read(row, _START_TICKS)):
+            is_taken = self._read(row, _STATE) and self._state_of(self._read(row, _PID), self._read(row, _START_TICKS))
+            if not is_taken:  # a stopped worker may continue
                 return row
         raise ConfigError(f"{NUM_ROWS} workers of this host lend cores already: set worker.lend_cores to false")
 
