@@ -259,7 +259,6 @@ def test_a_process_that_is_stopped_or_killed_is_seen(monkeypatch: pytest.MonkeyP
     """As another process sees it: a busy word expires once the process that wrote the word does not run."""
     monkeypatch.setattr("pdmesh.worker.cores.num_usable_cores", lambda: 2)
     file = create_cores_file()
-    assert file is not None
     process = computing_process(file)
     try:
         cores = open_cores(file, 1)
@@ -290,7 +289,6 @@ def test_a_process_that_is_stopped_or_killed_is_seen(monkeypatch: pytest.MonkeyP
 
 def test_workers_that_start_together_get_rows_of_their_own() -> None:
     file = create_cores_file()
-    assert file is not None
     processes = [computing_process(file) for _ in range(3)]
     try:
         cores = open_cores(file, 1)

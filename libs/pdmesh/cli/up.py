@@ -119,9 +119,13 @@ class MeshRun:
     def _plan(self, listener: socket.socket) -> MeshPlan:
         config = self.config
 
-        cores_file = create_cores_file() if config.worker.lend_cores else None
-        if cores_file is not None:
-            self.environ = with_brief_spinning(self.environ)
+        cores_file = None
+        if config.worker.lend_cores:
+            try:
+                cores_file = create_cores_file()
+                self.environ = with_brief_spinning(self.environ)
+            except OSError as error:
+                _say(f"workers lend no cores: this system gives them no memory to share ({error.strerror})")
         workers = WorkerSpecs(config, self.state, self.environ, cores_file)
 
         def others(scheduler: Mapping[str, Any]) -> tuple[Sequence[ChildSpec], Sequence[ChildSpec]]:

@@ -21,12 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import structlog
-
 from pdmesh.errors import ConfigError
 from pdmesh.host import num_usable_cores
-
-log = structlog.get_logger()
 
 #: Rows of the table. Workers beyond this number neither lend nor borrow.
 NUM_ROWS = 64
@@ -51,17 +47,13 @@ TURN_NS = 100_000_000
 _HALTED = frozenset(("", "T", "t"))
 
 
-def create_cores_file() -> Path | None:
-    """Return the path of a new table, which lasts as long as this process; None if the system has no such memory.
+def create_cores_file() -> Path:
+    """Return the path of a new table, which lasts as long as this process. Raises OSError.
 
-    Workers open it by this path, whichever process starts them.
+    Workers open the table by the path, whichever process starts them.
     """
-    try:
-        fd = os.memfd_create("pdmesh-cores")
-        os.ftruncate(fd, _NUM_BYTES)
-    except OSError as error:
-        log.warning("workers lend no cores", reason=error.strerror)
-        return None
+    fd = os.memfd_create("pdmesh-cores")
+    os.ftruncate(fd, _NUM_BYTES)
     return Path(f"/proc/{os.getpid()}/fd/{fd}")
 
 

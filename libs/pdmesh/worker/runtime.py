@@ -84,6 +84,7 @@ async def run_worker(
     num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
     if degrees.num_ranks > 1:
         config = await anyio.to_thread.run_sync(with_decided_dtype, config, num_threads)
+    cores = reserve_cores(config, degrees, num_threads)
     with start_ranks(config, degrees, num_threads) as ranks:
         async with EngineThread() as thread:
             build = partial(build_engine, config, num_threads, ranks, num_stages=degrees.stages, preloaded=preloaded)
@@ -94,7 +95,8 @@ async def run_worker(
                 known = known_steps(config, engine, facts.device_name, num_threads)
                 steps = await thread.run(partial(measure_at_start, engine, known=known))
                 facts = replace(facts, measured_steps=steps)
-            cores = await thread.run(partial(lent_cores, config, engine, degrees, num_threads))
+            if cores is not None:
+                cores = use_cores(engine, cores)
             config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
             async with _transport(config.transfer) as transport:
                 with rare_collections():  # a full one takes 100 ms, of a step or of a transfer
@@ -316,21 +318,27 @@ async def _drain(
     work.cancel()
 
 
-def lent_cores(config: MeshConfig, engine: Engine, degrees: InstanceDegrees, num_threads: int) -> LentCores | None:
-    """Have the engine use idle cores of other workers, if the settings and the engine allow that."""
+def reserve_cores(config: MeshConfig, degrees: InstanceDegrees, num_threads: int) -> LentCores | None:
+    """Take a row for this worker in the table of cores, if workers lend each other cores. Its own cores are in use."""
     worker = config.worker
     if worker.cores_file is None or not worker.lend_cores or worker.engine != "torch" or degrees.num_ranks > 1:
         return None
+    try:
+        cores = open_cores(worker.cores_file, num_threads)
+    except ConfigError as error:
+        log.warning("this worker lends no cores", reason=str(error))
+        return None
+    cores.occupy()
+    return cores
+
+
+def use_cores(engine: Engine, cores: LentCores) -> LentCores | None:
+    """Have the engine compute with ``cores``; None if its results would depend on the number of threads."""
     from pdmesh.engine.runner import TorchEngine  # loaded already
 
     assert isinstance(engine, TorchEngine)
     if not engine.any_num_threads:
         log.info("no cores are lent: results would depend on the number of threads", arithmetic=engine.arithmetic)
-        return None
-    try:
-        cores = open_cores(worker.cores_file, num_threads)
-    except ConfigError as error:
-        log.warning("no cores are lent", reason=str(error))
         return None
     engine.use(cores)
     return cores
