@@ -236,11 +236,17 @@ class AlternatingCores:
 
     def __init__(self, *nums: int) -> None:
         self.taken: list[int] = []
+        self.is_taken = False
         self._nums = nums
 
     def take(self) -> int:
         self.taken.append(self._nums[len(self.taken) % len(self._nums)])
+        self.is_taken = True
         return self.taken[-1]
+
+    def give_back(self) -> None:
+        assert self.is_taken
+        self.is_taken = False
 
 
 def test_lent_cores_change_no_bit(tmp_path: Path) -> None:

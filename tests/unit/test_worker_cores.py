@@ -21,7 +21,10 @@ from pdmesh.config_sources import load_config
 from pdmesh.errors import ConfigError
 from pdmesh.model import PoolCounts
 from pdmesh.worker.cores import (
+    FIRST_PAUSE_NS,
     IDLE_AFTER_NS,
+    JUDGED_NS,
+    LAST_PAUSE_NS,
     NUM_ROWS,
     STALE_AFTER_NS,
     TURN_NS,
@@ -41,6 +44,7 @@ class Host:
         self.words = memoryview(bytearray(NUM_ROWS * 64)).cast("q")
         self.num_usable = num_usable
         self.now_ns = 1_000_000_000
+        self.busy_ns = 0  # processor time of the thread that computes
         self.state_of: dict[int, str] = {}  # as proc(5) has it, of the processes that exist
         self._last_pid = 0
 
@@ -54,6 +58,7 @@ class Host:
             start_ticks=10 * self._last_pid,
             num_usable=self.num_usable,
             clock_ns=lambda: self.now_ns,
+            busy_clock_ns=lambda: self.busy_ns,
             state_of=lambda pid, ticks: self.state_of.get(pid, "") if ticks == 10 * pid else "",
         )
 
@@ -109,6 +114,32 @@ def test_the_mean_number_of_lent_cores_is_that_of_the_layers_since() -> None:
     second.occupy()
     first.take()
     assert first.lent_layers.mean_since(before) == 1
+
+
+def layer(host: Host, cores: LentCores, ns: int, *, busy_ns: int) -> int:
+    """Compute a layer; return with how many cores."""
+    num_cores = cores.take()
+    host.pass_time(ns)
+    host.busy_ns += busy_ns
+    cores.give_back()
+    return num_cores
+
+
+def test_borrowing_pauses_while_processes_beside_the_mesh_use_the_cores() -> None:
+    host = Host(num_usable=2)
+    cores, _ = host.start(1), host.start(1)
+    host.pass_time(IDLE_AFTER_NS + 1)
+    half = JUDGED_NS // 2
+    assert [layer(host, cores, half, busy_ns=half - 1) for _ in range(8)] == [2] * 8
+    for pause_ns in (FIRST_PAUSE_NS, 2 * FIRST_PAUSE_NS, 4 * FIRST_PAUSE_NS, LAST_PAUSE_NS, LAST_PAUSE_NS):
+        assert [layer(host, cores, half, busy_ns=half // 2) for _ in range(2)] == [2, 2]
+        assert layer(host, cores, pause_ns - 1, busy_ns=0) == 1
+        assert cores.take() == 1
+        host.pass_time(1)
+    assert [layer(host, cores, half, busy_ns=half) for _ in range(2)] == [2, 2]
+    assert [layer(host, cores, half, busy_ns=0) for _ in range(2)] == [2, 2]
+    assert layer(host, cores, FIRST_PAUSE_NS, busy_ns=0) == 1
+    assert cores.take() == 2
 
 
 def test_the_row_of_a_worker_that_is_gone_is_taken_and_a_full_table_refuses() -> None:

@@ -24,7 +24,11 @@ class Cores(Protocol):
         ...
 
     def take(self) -> int:
-        """Return the number of cores to use until the next call."""
+        """Return the number of cores to use until `give_back`."""
+        ...
+
+    def give_back(self) -> None:
+        """Note that what the cores were taken for is computed."""
         ...
 
 
@@ -43,6 +47,7 @@ class LentDecoder:
         self, inputs: StepInputs, caches: Sequence[Tensor], attention: AttentionPlan, on_layer: LayerHook | None
     ) -> Tensor:
         def hook(layer: int) -> None:
+            self._cores.give_back()
             if on_layer is not None:
                 on_layer(layer)  # may run another step
             torch.set_num_threads(self._cores.take())
@@ -63,4 +68,5 @@ class LentDecoder:
         try:
             yield
         finally:
+            self._cores.give_back()
             torch.set_num_threads(self._cores.num_own)

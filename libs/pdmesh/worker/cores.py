@@ -43,6 +43,13 @@ STALE_AFTER_NS = 2_000_000_000
 #: Cores that cannot be divided evenly go to each borrower in turn.
 TURN_NS = 100_000_000
 
+#: Threads of one layer wait for each other. If a process beside the mesh uses a lent core, the engine's thread sleeps
+#: for more than this share of the time, and a layer takes longer than on the own cores. Judged over so much time.
+MAX_ASLEEP_SHARE, JUDGED_NS = 0.25, 20_000_000
+
+#: A worker that found lent cores to be in use borrows none for so long; for twice as long, each time that this recurs.
+FIRST_PAUSE_NS, LAST_PAUSE_NS = 1_000_000_000, 8_000_000_000
+
 #: States of a process in which nothing is computed: ended, or by proc(5) stopped or traced.
 _HALTED = frozenset(("", "T", "t"))
 
@@ -94,15 +101,23 @@ class LentCores:
         start_ticks: int,
         num_usable: int,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        busy_clock_ns: Callable[[], int] = time.thread_time_ns,
         state_of: Callable[[int, int], str] = process_state,
     ) -> None:
-        """Take a row of the table ``words`` that is free, or whose worker is gone. Raises ConfigError."""
+        """Take a row of the table ``words`` that is free, or whose worker is gone. Raises ConfigError.
+
+        ``busy_clock_ns`` is the processor time of the calling thread.
+        """
         self.num_own = num_own
         self._num_layers = self._num_lent = 0
         self._words = words
         self._states = words[_STATE::_ROW_WORDS]
         self._num_usable = num_usable
         self._clock_ns = clock_ns
+        self._busy_clock_ns = busy_clock_ns
+        self._lent_since: tuple[int, int] | None = None  # by both clocks, while a layer borrows
+        self._lent_ns = self._busy_ns = 0  # of layers that are not judged yet
+        self._paused_until_ns = self._pause_ns = 0
         self._state_of = state_of
         self._looked_up: dict[int, tuple[int, bool]] = {}  # when, and whether the process of a row was halted
         self._row = self._free_row()
@@ -119,10 +134,34 @@ class LentCores:
         self._write(_STATE, -self._clock_ns())
 
     def take(self) -> int:
-        """Return the number of cores to compute the next layer with."""
+        """Return the number of cores to compute with until `give_back`, or until the next call."""
         now_ns = self._clock_ns()
         self._write(_STATE, now_ns)
         self._num_layers += 1
+        num_lent = 0 if now_ns < self._paused_until_ns else self._num_lent_at(now_ns)
+        self._num_lent += num_lent
+        self._lent_since = (now_ns, self._busy_clock_ns()) if num_lent else None
+        return self.num_own + num_lent
+
+    def give_back(self) -> None:
+        """Note that a layer is computed; pause borrowing if its threads waited for processes beside the mesh."""
+        if self._lent_since is None:
+            return
+        now_ns = self._clock_ns()
+        self._lent_ns += now_ns - self._lent_since[0]
+        self._busy_ns += self._busy_clock_ns() - self._lent_since[1]
+        self._lent_since = None
+        if self._lent_ns < JUDGED_NS:
+            return
+        if self._busy_ns < (1 - MAX_ASLEEP_SHARE) * self._lent_ns:
+            self._pause_ns = min(max(FIRST_PAUSE_NS, 2 * self._pause_ns), LAST_PAUSE_NS)
+            self._paused_until_ns = now_ns + self._pause_ns
+        else:
+            self._pause_ns = 0
+        self._lent_ns = self._busy_ns = 0
+
+    def _num_lent_at(self, now_ns: int) -> int:
+        """Return this worker's share of the cores that are idle now."""
         num_idle, num_busy = 0, self.num_own
         num_borrowers, rank = 1, 0
         for row, state in enumerate(self._states.tolist()):
@@ -139,11 +178,9 @@ class LentCores:
                 num_borrowers += state > 0
         num_lendable = min(num_idle, self._num_usable - num_busy)
         if num_lendable <= 0:
-            return self.num_own
+            return 0
         share, rest = divmod(num_lendable, num_borrowers)
-        num_lent = share + ((rank + now_ns // TURN_NS) % num_borrowers < rest)
-        self._num_lent += num_lent
-        return self.num_own + num_lent
+        return share + ((rank + now_ns // TURN_NS) % num_borrowers < rest)
 
     @property
     def lent_layers(self) -> LentLayers:
