@@ -43,8 +43,8 @@ STALE_AFTER_NS = 2_000_000_000
 #: Cores that cannot be divided evenly go to each borrower in turn.
 TURN_NS = 100_000_000
 
-#: Threads of one layer wait for each other. If a process beside the mesh uses a lent core, the engine's thread sleeps
-#: for more than this share of the time, and a layer takes longer than on the own cores. Judged over so much time.
+#: Share of the time that the engine's thread sleeps where a process beside the mesh uses a lent core: the threads of a
+#: layer wait for each other, and the layer takes longer than on the own cores. Judged over `JUDGED_NS` of lent layers.
 MAX_ASLEEP_SHARE, JUDGED_NS = 0.25, 20_000_000
 
 #: A worker that found lent cores to be in use borrows none for so long; for twice as long, each time that this recurs.
@@ -115,8 +115,8 @@ class LentCores:
         self._num_usable = num_usable
         self._clock_ns = clock_ns
         self._busy_clock_ns = busy_clock_ns
-        self._lent_since: tuple[int, int] | None = None  # by both clocks, while a layer borrows
-        self._lent_ns = self._busy_ns = 0  # of layers that are not judged yet
+        self._lent_since: tuple[int, int] | None = None  # both clocks at the last `take` that borrowed
+        self._lent_ns = self._busy_ns = 0  # since borrowing was judged last
         self._paused_until_ns = self._pause_ns = 0
         self._state_of = state_of
         self._looked_up: dict[int, tuple[int, bool]] = {}  # when, and whether the process of a row was halted
