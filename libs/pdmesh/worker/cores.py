@@ -115,8 +115,8 @@ class LentCores:
         self._num_usable = num_usable
         self._clock_ns = clock_ns
         self._busy_clock_ns = busy_clock_ns
-        self._lent_since: tuple[int, int] | None = None  # both clocks at the last `take` that borrowed
-        self._lent_ns = self._busy_ns = 0  # since borrowing was judged last
+        self._lent_since: tuple[int, int] | None = None  # when the layer that borrows began, by both clocks
+        self._lent_ns = self._busy_ns = 0  # layers that are not judged yet
         self._paused_until_ns = self._pause_ns = 0
         self._state_of = state_of
         self._looked_up: dict[int, tuple[int, bool]] = {}  # when, and whether the process of a row was halted
