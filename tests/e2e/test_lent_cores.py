@@ -14,7 +14,7 @@ import pytest
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 
-pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow]
 
 #: Bytes, so about as many tokens.
 PROMPT = "Borrowed cores change no bit. " * 30
