@@ -140,6 +140,7 @@ async def measure(
                 ttfts_s, itls_s = await load.beside_streams(num_prompt_tokens, num_prompts)
                 figures.beside_ttft_s += ttfts_s
                 figures.beside_itl_s += itls_s
+                print(f"round {number}, {name}: {line(figures)}", flush=True)
             mesh.wait_until_idle(60)
     return found
 
@@ -186,12 +187,18 @@ def main() -> None:
             )
         )
         lent_s = meshes["lent"].total("lent_core_seconds")
-    print(f"{'threads':8} {'TTFT alone':>11} {'one stream':>11} {'TTFT beside':>12} {'ITL p99':>9}")
     for name, figures in found.items():
-        ttft_s, rate, beside_s, itl_s = figures.medians
-        print(f"{name:8} {ttft_s:9.2f} s {rate:7.1f} t/s {beside_s:10.2f} s {itl_s * 1e3:6.0f} ms")
-    print(f"core seconds on lent cores: {lent_s:.1f}")
+        print(f"{name:5} {line(figures)}")
+    print(f"load of the machine after: {os.getloadavg()[0]:.1f}; core seconds on lent cores: {lent_s:.1f}")
     judge(found)
+
+
+def line(figures: Figures) -> str:
+    ttft_s, rate, beside_s, itl_s = figures.medians
+    return (
+        f"TTFT alone {ttft_s:6.2f} s, one stream {rate:5.1f} tokens/s; "
+        f"beside streams TTFT {beside_s:6.2f} s, ITL p99 {itl_s * 1e3:5.0f} ms"
+    )
 
 
 def judge(found: dict[str, Figures]) -> None:
