@@ -249,13 +249,14 @@ class AlternatingCores:
         self.is_taken = False
 
 
-def test_lent_cores_change_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lent_cores_change_no_bit(dtype: str, tmp_path: Path) -> None:
     """Of tokens, log-probabilities and KV: in chunks, in decodes, and in a step inside another step."""
     directory = write_checkpoint(tmp_path, num_layers=3, dtype="bfloat16", head_dim=32, hidden_size=64)
     params = SamplingParams(max_tokens=5, temperature=0.0, logprobs=3)
     found: list[tuple[object, ...]] = []
     for nums in ((1,), (2,), (1, 2), (3, 1, 2)):
-        engine = TorchEngine(directory, num_blocks=64, num_threads=1, device="cpu")
+        engine = TorchEngine(directory, num_blocks=64, num_threads=1, device="cpu", dtype=dtype)
         if not engine.any_num_threads:
             pytest.skip("no kernels were compiled for this processor")
         cores = AlternatingCores(*nums)
