@@ -120,7 +120,7 @@ class MeshRun:
         config = self.config
 
         cores_file = None
-        if config.worker.lend_cores:
+        if config.worker.lend_cores and self.pools.total > 1:
             try:
                 cores_file = create_cores_file()
                 self.environ = with_brief_spinning(self.environ)
