@@ -369,6 +369,12 @@ class WorkerConfig:
     num_threads: Annotated[
         int, Range(0, 4096), "threads of the engine, in each rank; 0: a fair share of the machine's cores"
     ] = 0
+    lend_cores: Annotated[
+        bool,
+        "compute with the idle cores of other workers of one `pdmesh up`, and lend them the own ones while idle. On "
+        "CPUs, where compiled kernels do all of the work in instances of one rank: bits stay the same",
+    ] = True
+    cores_file: Annotated[Path | None, "shared table of idle workers for lend_cores; `pdmesh up` makes one"] = None
     metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
     deterministic: Annotated[bool, "make results independent of batch and chunk shape, bit for bit; on CPUs alone"] = (
         False

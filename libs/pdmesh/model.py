@@ -494,6 +494,7 @@ class OwnDecodeSteps:
     #: From the beginning of the first to the end of the last: what is more than duration_s are gaps.
     wall_s: Annotated[float, SECONDS]
     began_s: Annotated[float, FINITE] = 0.0
+    lent_share: Annotated[float, Range(0)] = 0.0  # sum of the shares of the steps (`StepDone`)
 
     @property
     def ended_s(self) -> float:

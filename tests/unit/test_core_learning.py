@@ -53,7 +53,7 @@ def core_of(learning: LatencyLearning) -> SchedulerCore:
     return core
 
 
-def run_prompts(core: SchedulerCore, number: int, factor: float) -> list[Event]:
+def run_prompts(core: SchedulerCore, number: int, factor: float, *, lent_share: float = 0.0) -> list[Event]:
     """Prompts one after the other, each step ``factor`` times as long as the prior says; the events it took."""
     events: list[Event] = []
     now_s = 1.0
@@ -73,7 +73,8 @@ def run_prompts(core: SchedulerCore, number: int, factor: float) -> list[Event]:
                 ChunkDone(request_id=c.request_id, epoch=c.epoch, num_tokens=c.num_tokens, is_last=c.is_last)
                 for c in plan.chunks
             )
-            steps += feed(StepDone(measured(1.0).instance_id, plan.plan_id, duration_s, chunks, 0))
+            done = StepDone(measured(1.0).instance_id, plan.plan_id, duration_s, chunks, 0, lent_share=lent_share)
+            steps += feed(done)
     return events
 
 
@@ -145,6 +146,21 @@ def own_steps(duration_s: float, *, num_steps: int = 32, num_tokens: int = 8, co
         duration_s=num_steps * duration_s,
         wall_s=num_steps * duration_s,
     )
+
+
+@pytest.mark.parametrize(("lent_share", "is_learnt"), [(0.0, True), (0.04, True), (0.06, False), (1.0, False)])
+def test_steps_with_lent_cores_are_not_learnt_from(lent_share: float, is_learnt: bool) -> None:
+    """Predictions are promises, which must hold once the lenders need their cores again."""
+    core = core_of(LatencyLearning.MEASURED)
+    core.handle(InstanceJoined(measured(0.001), ()), 0.0)
+    before = core.latency
+    for number in range(40):
+        own = replace(own_steps(0.05), lent_share=32 * lent_share)
+        core.handle(DecodeStepsDone(measured(1.0).instance_id, own), float(number))
+    assert (core.latency is not before) == is_learnt
+    before = core.latency
+    run_prompts(core, 40, 9.0, lent_share=lent_share)
+    assert (core.latency is not before) == is_learnt
 
 
 @pytest.mark.parametrize("learning", LatencyLearning)

@@ -227,3 +227,71 @@ def test_impossible_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="device is 'abacus'"):
         TorchEngine(directory, num_blocks=1, device="abacus")
     assert TorchEngine(directory, num_blocks=1, max_model_len=100).max_model_len == 100
+
+
+class AlternatingCores:
+    """Cores that are lent for every other layer, or always, or never."""
+
+    num_own = 1
+
+    def __init__(self, *nums: int) -> None:
+        self.taken: list[int] = []
+        self.is_taken = False
+        self._nums = nums
+
+    def take(self) -> int:
+        self.taken.append(self._nums[len(self.taken) % len(self._nums)])
+        self.is_taken = True
+        return self.taken[-1]
+
+    def give_back(self) -> None:
+        assert self.is_taken
+        self.is_taken = False
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lent_cores_change_no_bit(dtype: str, tmp_path: Path) -> None:
+    """Of tokens, log-probabilities and KV: in chunks, in decodes, and in a step inside another step."""
+    directory = write_checkpoint(tmp_path, num_layers=3, dtype="bfloat16", head_dim=32, hidden_size=64)
+    params = SamplingParams(max_tokens=5, temperature=0.0, logprobs=3)
+    found: list[tuple[object, ...]] = []
+    for nums in ((1,), (2,), (1, 2), (3, 1, 2)):
+        engine = TorchEngine(directory, num_blocks=64, num_threads=1, device="cpu", dtype=dtype)
+        if not engine.any_num_threads:
+            pytest.skip("no kernels were compiled for this processor")
+        cores = AlternatingCores(*nums)
+        engine.use(cores)
+        made = [generate(engine, PROMPT * 4, 5, chunk_tokens=num, params=params) for num in (1 << 20, 29)]
+        assert torch.get_num_threads() == 1, "sampling and all else has the own cores"
+        num_steps = sum(len(each.results) for each in made)
+        assert len(cores.taken) >= 4 * num_steps, "for each layer, and for the scores"
+        blocks = block_table(engine, len(PROMPT) * 4)
+        found.append(([each.results for each in made], [layer_bytes(engine, layer, blocks) for layer in range(3)]))
+    assert all(each == found[0] for each in found)
+
+
+def test_a_step_inside_another_leaves_lent_cores_to_the_outer_one(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, num_layers=3, dtype="bfloat16", head_dim=32, hidden_size=64)
+    engine = TorchEngine(directory, num_blocks=64, num_threads=1, device="cpu")
+    if not engine.any_num_threads:
+        pytest.skip("no kernels were compiled for this processor")
+    expected = generate(engine, PROMPT, 1).output_ids
+    engine.use(AlternatingCores(2))
+    first, second = separate_tables(engine, [len(PROMPT), len(PROMPT)])
+    num_threads: list[int] = []
+
+    def interrupt(layer: int) -> None:
+        num_threads.append(torch.get_num_threads())
+        inner = new_sequence(PROMPT, second)
+        engine.execute([SequenceSlice(sequence=inner, start=0, num_tokens=len(PROMPT), sample=True)])
+
+    outer = SequenceSlice(sequence=new_sequence(PROMPT, first), start=0, num_tokens=len(PROMPT), sample=True)
+    (result,) = engine.execute([outer], on_layer=interrupt)
+    assert num_threads == [2, 2, 2]
+    assert [result.token_id] == expected
+    assert torch.get_num_threads() == 1
+
+
+def test_what_torch_sums_is_computed_with_the_own_cores(engine: TorchEngine) -> None:
+    """In float32 all is torch's, and its libraries sum by the number of threads."""
+    assert not engine.any_num_threads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pdmesh.cli.processes import ChildSpec, is_gateway
@@ -39,6 +40,18 @@ def threads_per_worker(config: MeshConfig, num_workers: int, cores: int, num_ran
     return config.worker.num_threads or max(1, cores // num_workers // num_ranks)
 
 
+#: About 0.1 ms of spinning for OpenMP's idle threads: longer than the gaps between the kernels of a layer. By default
+#: they spin for 3 ms, and would keep the core of a worker that needs the core again.
+_SPIN_COUNT = "5000"
+
+
+def with_brief_spinning(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment of a mesh whose workers lend each other cores. What the user sets is kept."""
+    if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys():
+        return environ
+    return {**environ, "GOMP_SPINCOUNT": _SPIN_COUNT}
+
+
 def scheduler_spec(config: MeshConfig, state: StateFolder, environ: Mapping[str, str]) -> ChildSpec:
     settings = config.scheduler
     if settings.operations_file is None:
@@ -57,6 +70,7 @@ class WorkerSpecs:
     config: MeshConfig
     state: StateFolder
     environ: Mapping[str, str]
+    cores_file: Path | None = None
     scheduler: Mapping[str, Any] = field(default_factory=dict[str, Any])
     _positions: dict[str, int] = field(default_factory=dict[str, int])  # never given again: ports depend on them
 
@@ -75,6 +89,7 @@ class WorkerSpecs:
             instance_id=f"{self.name_prefix}{name}",
             role=str(role),
             metrics_port=self.config.worker.metrics_port and self.config.worker.metrics_port + self._positions[name],
+            cores_file=self.cores_file,
         )
         package = "pdmesh_prefill" if role is Role.PREFILL else "pdmesh_decode"
         return _spec(

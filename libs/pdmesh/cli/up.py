@@ -32,6 +32,7 @@ from pdmesh.cli.plan import (
     pinned_settings,
     scheduler_spec,
     threads_per_worker,
+    with_brief_spinning,
 )
 from pdmesh.cli.preflight import check_checkpoint, check_machine, check_ranks, check_settings
 from pdmesh.cli.process_id import process_id, wait_for_end
@@ -50,6 +51,7 @@ from pdmesh.telemetry.logs import UnfailingStream
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import bind_socket
 from pdmesh.wire.messages import ExpectInstances, FollowPools, PoolsDesired
+from pdmesh.worker.cores import create_cores_file
 
 #: Where no limit is set and none is told.
 LONGEST_DRAIN_S = 7 * 24 * 3600.0
@@ -117,7 +119,14 @@ class MeshRun:
     def _plan(self, listener: socket.socket) -> MeshPlan:
         config = self.config
 
-        workers = WorkerSpecs(config, self.state, self.environ)
+        cores_file = None
+        if config.worker.lend_cores and self.pools.total > 1:
+            try:
+                cores_file = create_cores_file()
+                self.environ = with_brief_spinning(self.environ)
+            except OSError as error:
+                _say(f"workers lend no cores: this system gives them no memory to share ({error.strerror})")
+        workers = WorkerSpecs(config, self.state, self.environ, cores_file)
 
         def others(scheduler: Mapping[str, Any]) -> tuple[Sequence[ChildSpec], Sequence[ChildSpec]]:
             workers.scheduler = scheduler

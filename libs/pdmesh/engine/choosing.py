@@ -107,7 +107,15 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
     transformer = loaded.transformer(kernels)
     store = TorchKvStore(loaded.layout, loaded.num_blocks, loaded.memory, loaded.num_frames)
     caches = store.layers[slice(*loaded.layers)]
-    forward = DirectForward(transformer, ranged, caches, layout=loaded.layout, device=device, frames=store.frames)
+    forward = DirectForward(
+        transformer,
+        ranged,
+        caches,
+        layout=loaded.layout,
+        device=device,
+        frames=store.frames,
+        any_num_threads=not (needs_torch or loaded.range_tokens or config.logit_cap),  # caps are torch's
+    )
     return Compute(
         name=name,
         reason=loaded.kernels.reason,

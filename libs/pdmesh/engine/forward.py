@@ -116,8 +116,13 @@ class DirectForward:
         layout: KvLayout,
         device: torch.device,
         frames: FrameMap | None = None,
+        any_num_threads: bool = False,
     ) -> None:
-        """``frames`` say where the KV of layers with a window lies, if that is not where the blocks are."""
+        """``frames`` say where the KV of layers with a window lies, if that is not where the blocks are.
+
+        ``any_num_threads``: the bits of the results do not depend on the number of threads.
+        """
+        self.any_num_threads = any_num_threads
         self.decoder = decoder
         self.attention = attention
         self.caches = caches

@@ -26,10 +26,11 @@ from pdmesh.engine.base import (
 from pdmesh.engine.compute import PagedStore
 from pdmesh.engine.devices import check_device_name
 from pdmesh.engine.files import load_model_info
-from pdmesh.engine.forward import Forward, StepOutput, drawn_rows, draws, step_spans
+from pdmesh.engine.forward import DirectForward, Forward, StepOutput, drawn_rows, draws, step_spans
 from pdmesh.engine.guide import Guide
 from pdmesh.engine.identity import unchanged_weights
 from pdmesh.engine.kv_cache import TorchKvStore
+from pdmesh.engine.lending import Cores, LentDecoder
 from pdmesh.engine.loading import ComputeOptions, LoadedModel, decided_dtype, load_model, plan_model
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.part_attention import PartAttention, part_attention
@@ -209,6 +210,16 @@ class TorchEngine:
             SliceResult(drawn=tokens, prompt_logprobs=prompt, embedding=embeddings.get(index, b""))
             for index, (tokens, prompt) in enumerate(zip(drawn, prompts, strict=True))
         ]
+
+    @property
+    def any_num_threads(self) -> bool:
+        """Whether the bits of its results are the same with any number of threads."""
+        return isinstance(self._forward, DirectForward) and self._forward.any_num_threads
+
+    def use(self, cores: Cores) -> None:
+        """Compute layers with ``cores`` from now on. Only if `any_num_threads`."""
+        assert isinstance(self._forward, DirectForward)
+        self._forward.decoder = LentDecoder(self._forward.decoder, cores)
 
     def prepare(self, grammar: str) -> None:
         self._grammars.matcher(grammar)

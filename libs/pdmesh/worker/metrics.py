@@ -38,6 +38,9 @@ class WorkerMetrics:
             buckets=_STEP_BUCKETS_S,
             registry=self.registry,
         )
+        self.lent_core_s = Counter(
+            "pdmesh:lent_core_seconds", "Core seconds of steps on cores of idle workers.", registry=self.registry
+        )
         self.kv_wait_s = Histogram(
             "pdmesh:kv_wait_seconds",
             "How long a step waited for KV of its prompt that other instances compute.",

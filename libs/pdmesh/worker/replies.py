@@ -91,6 +91,7 @@ def step_done(
         began_s=time.began_s,
         ended_s=time.ended_s,
         waited_s=time.waited_s,
+        lent_share=time.lent_share,
     )
 
 

@@ -110,6 +110,7 @@ class Results:
         """Report a planned step; note one of the instance's own."""
         kind = "mixed" if batch.chunks and batch.decodes else "prefill" if batch.chunks else "decode"
         self._context.metrics.step_s.labels(kind).observe(time.duration_s)
+        self._context.metrics.lent_core_s.inc(time.num_lent_cores * time.duration_s)
         if batch.plan is not None:
             report = step_done(self._context.instance_id, batch.plan, batch, time, self._own.take(), ended)
             self._context.report(report)
@@ -120,6 +121,7 @@ class Results:
                 duration_s=time.duration_s,
                 began_s=time.began_s,
                 ended_s=time.ended_s,
+                lent_share=time.lent_share,
             )
 
     def _finish_chunk(self, chunk: BatchChunk, result: SliceResult, time: StepTime) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import anyio
 import structlog
 
-from pdmesh.config import MeshConfig, TransferConfig, WorkerConfig
+from pdmesh.config import InstanceDegrees, MeshConfig, TransferConfig, WorkerConfig
 from pdmesh.core.events import DrainRequested, InstanceEvent, OffloadedLost
 from pdmesh.engine.base import Engine
 from pdmesh.errors import ConfigError, InstanceUnavailable
@@ -36,6 +36,7 @@ from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import check_kv_devices
 from pdmesh.wire.messages import RegisterWorker
 from pdmesh.wire.scheduler_channel import open_scheduler_channel
+from pdmesh.worker.cores import LentCores, open_cores
 from pdmesh.worker.drafts import PromptLookup
 from pdmesh.worker.engines import (
     EngineFacts,
@@ -83,6 +84,7 @@ async def run_worker(
     num_threads = fair_num_threads(config.worker.num_threads, degrees.num_ranks)
     if degrees.num_ranks > 1:
         config = await anyio.to_thread.run_sync(with_decided_dtype, config, num_threads)
+    cores = reserve_cores(config, degrees, num_threads)
     with start_ranks(config, degrees, num_threads) as ranks:
         async with EngineThread() as thread:
             build = partial(build_engine, config, num_threads, ranks, num_stages=degrees.stages, preloaded=preloaded)
@@ -93,6 +95,8 @@ async def run_worker(
                 known = known_steps(config, engine, facts.device_name, num_threads)
                 steps = await thread.run(partial(measure_at_start, engine, known=known))
                 facts = replace(facts, measured_steps=steps)
+            if cores is not None:
+                cores = use_cores(engine, cores)
             config = replace(config, transfer=transfer_for(device_name(config), config.transfer, why_unreadable()))
             async with _transport(config.transfer) as transport:
                 with rare_collections():  # a full one takes 100 ms, of a step or of a transfer
@@ -105,6 +109,7 @@ async def run_worker(
                         transport=transport,
                         facts=facts,
                         ranks=ranks,
+                        cores=cores,
                     )
 
 
@@ -118,6 +123,7 @@ async def serve_instance(
     transport: KvTransport,
     facts: EngineFacts = EngineFacts(),  # noqa: B008  # frozen
     ranks: RankProcesses | None = None,
+    cores: LentCores | None = None,
 ) -> None:
     """Do what `run_worker` does, given an engine, the processes that compute with it, and a transport."""
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
@@ -264,7 +270,7 @@ async def serve_instance(
                 work.start_soon(_drain, context, scheduler, instance, work.cancel_scope)
                 if ranks is not None:
                     work.start_soon(_end_without, ranks, work.cancel_scope)
-                failure = await run_steps(instance, engine, thread)
+                failure = await run_steps(instance, engine, thread, cores)
                 work.cancel_scope.cancel()
             if ranks is not None and (why_lost := ranks.why_lost()):
                 failure = InstanceUnavailable(why_lost)
@@ -310,6 +316,32 @@ async def _drain(
         await instance.emptied()
         draining.cancel_scope.cancel()
     work.cancel()
+
+
+def reserve_cores(config: MeshConfig, degrees: InstanceDegrees, num_threads: int) -> LentCores | None:
+    """Take a row for this worker in the table of cores, if workers lend each other cores. Its own cores are in use."""
+    worker = config.worker
+    if worker.cores_file is None or not worker.lend_cores or worker.engine != "torch" or degrees.num_ranks > 1:
+        return None
+    try:
+        cores = open_cores(worker.cores_file, num_threads)
+    except ConfigError as error:
+        log.warning("this worker lends no cores", reason=str(error))
+        return None
+    cores.occupy()
+    return cores
+
+
+def use_cores(engine: Engine, cores: LentCores) -> LentCores | None:
+    """Have the engine compute with ``cores``; None if its results would depend on the number of threads."""
+    from pdmesh.engine.runner import TorchEngine  # loaded already
+
+    assert isinstance(engine, TorchEngine)
+    if not engine.any_num_threads:
+        log.info("no cores are lent: results would depend on the number of threads", arithmetic=engine.arithmetic)
+        return None
+    engine.use(cores)
+    return cores
 
 
 def offload_tier(

@@ -32,6 +32,7 @@ from pdmesh.errors import InstanceUnavailable
 from pdmesh.kv.elsewhere import KvElsewhereLost
 from pdmesh.kv.gate import Urgent
 from pdmesh.worker.batch import Batch, BatchChunk, BatchDecode
+from pdmesh.worker.cores import LentCores, LentLayers
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.plans import MAX_QUEUED_PLANS, Plans
 from pdmesh.worker.threads import EngineThread
@@ -66,8 +67,10 @@ class _Step:
         engine: Engine,
         run_inside: Callable[[Batch], None] | None,
         flight: StepFlight | None = None,
+        cores: LentCores | None = None,
     ) -> None:
         self._batch = batch
+        self._cores = cores
         self._plans = plans
         self._engine = engine
         self._run_inside = run_inside  # None: it is inside another, or there are stages
@@ -86,6 +89,7 @@ class _Step:
         is_open = self._run_inside is not None and bool(batch.chunks)
         hook = self._layer_done if is_open or self._waiting else self._publish
         started_s = time.perf_counter()
+        before = LentLayers() if self._cores is None else self._cores.lent_layers
         for guard in batch.guards:
             guard.wait()
         self._waited_s += time.perf_counter() - started_s
@@ -108,7 +112,11 @@ class _Step:
             if chunk in self._aborted:
                 results[index] = None
         duration_s = ended_s - started_s - self._nested_s - self._waited_s - self._flight.queued_s
-        return _Executed(batch, results, StepTime(started_s, ended_s, duration_s, self._waited_s))
+        step_time = StepTime(started_s, ended_s, duration_s, self._waited_s)
+        if self._cores is not None:
+            num_lent = self._cores.lent_layers.mean_since(before)
+            step_time = step_time._replace(num_lent_cores=num_lent, num_own_cores=self._cores.num_own)
+        return _Executed(batch, results, step_time)
 
     def _rows(self) -> dict[int, SequenceSlice]:
         """What is left to compute, by its place in the batch."""
@@ -151,11 +159,14 @@ class _Step:
 class _Executor:
     """What runs on the engine's thread. ``on_inside`` is told there of each batch that ran inside another."""
 
-    def __init__(self, plans: Plans, engine: Engine, on_inside: Callable[[_Executed], object]) -> None:
+    def __init__(
+        self, plans: Plans, engine: Engine, on_inside: Callable[[_Executed], object], cores: LentCores | None
+    ) -> None:
         self.broken: list[Batch] = []  # batches that ended with the engine's failure
         self._plans = plans
         self._engine = engine
         self._on_inside = on_inside
+        self._cores = cores
 
     def execute(self, batch: Batch) -> _Executed:
         return self._run(batch, self._execute_inside)
@@ -170,21 +181,26 @@ class _Executor:
         self, batch: Batch, run_inside: Callable[[Batch], None] | None, flight: StepFlight | None = None
     ) -> _Executed:
         try:
-            return _Step(batch, self._plans, self._engine, run_inside, flight).run()
+            return _Step(batch, self._plans, self._engine, run_inside, flight, self._cores).run()
         except Exception:
             self.broken.append(batch)
             raise
 
 
-async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) -> Exception:
+async def run_steps(
+    instance: Instance, engine: Engine, thread: EngineThread, cores: LentCores | None = None
+) -> Exception:
     """Execute batches until cancelled. If the engine breaks, end the requests of its batches and return its error.
 
-    While a step runs on the engine's thread, the event loop serves the links.
+    While a step runs on the engine's thread, the event loop serves the links. ``cores`` is this worker's part of the
+    table, if workers lend each other cores.
     """
     # anyio has no call from a thread that does not wait for its result.
     call_soon = asyncio.get_running_loop().call_soon_threadsafe
     done_inside, inside = anyio.create_memory_object_stream[_Executed](MAX_QUEUED_PLANS)
-    executor = _Executor(instance.plans, engine, lambda executed: call_soon(partial(done_inside.send_nowait, executed)))
+    executor = _Executor(
+        instance.plans, engine, lambda executed: call_soon(partial(done_inside.send_nowait, executed)), cores
+    )
     failure: Exception | None = None
     async with AsyncExitStack() as stack:
         lanes = [thread]
@@ -196,7 +212,7 @@ async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) ->
         tasks.start_soon(_hand_out, instance, inside)
         tasks.start_soon(instance.plans.grammars.run, engine.prepare)
         if len(lanes) == 1:
-            failure = await _run_batches(instance, executor, thread)
+            failure = await _run_batches(instance, executor, thread, cores)
         else:
             failure = await _Pipelined(instance, executor, lanes).run()
         tasks.cancel_scope.cancel()
@@ -204,12 +220,18 @@ async def run_steps(instance: Instance, engine: Engine, thread: EngineThread) ->
     return failure
 
 
-async def _run_batches(instance: Instance, executor: _Executor, thread: EngineThread) -> Exception:
+async def _run_batches(
+    instance: Instance, executor: _Executor, thread: EngineThread, cores: LentCores | None
+) -> Exception:
     while True:
         batch = instance.plans.next_batch()
         if batch is None:
+            if cores is not None:
+                cores.release()
             await instance.plans.wait_for_work()
             continue
+        if cores is not None:
+            cores.occupy()
         try:
             executed = await thread.run(partial(executor.execute, batch), on_cancel=instance.stop_waiting)
         except Exception as error:

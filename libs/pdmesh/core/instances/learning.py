@@ -13,6 +13,10 @@ from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.profile import device_class_of, self_measured
 from pdmesh.policy.refine import Refinement
 
+#: A step that borrowed more cores on average, relative to the instance's own ones, says nothing about the own ones.
+#: Predictions are promises: they must hold when the lenders need their cores again.
+MAX_LENT_SHARE = 0.05
+
 
 class LatencyLearner:
     """Keeps a model for each make of instance: those that compute the same model on the same hardware.
@@ -84,7 +88,7 @@ class LatencyLearner:
             instance.switches.forget()
         shape = StepShape(chunks, event.num_decodes, event.num_decode_context_tokens)
         instance.batching.meter.step(event.began_s, event.ended_s, shape)
-        return self._observe(instance, shape, event.duration_s) or moved
+        return self._observe(instance, shape, event.duration_s, event.lent_share) or moved
 
     def own_steps(self, instance: InstanceState, own: OwnDecodeSteps) -> bool:
         """Take note of decode steps that an instance made by itself, as of so many equal ones."""
@@ -92,13 +96,15 @@ class LatencyLearner:
         number = max(1, own.num_steps)
         shape = StepShape((), own.num_tokens / number, own.num_context_tokens / number)
         instance.batching.meter.step(own.began_s, own.ended_s, shape, number)
-        return self._observe(instance, shape, own.duration_s / number)
+        return self._observe(instance, shape, own.duration_s / number, own.lent_share / number)
 
-    def _observe(self, instance: InstanceState, shape: StepShape, seconds: float) -> bool:
+    def _observe(self, instance: InstanceState, shape: StepShape, seconds: float, lent_share: float) -> bool:
         if self._learning is LatencyLearning.FIXED:
             return False
         if shape.num_decodes:
             instance.note_context(shape.num_decodes, shape.num_decode_context_tokens)
+        if lent_share > MAX_LENT_SHARE:
+            return False
         refinement = self._of_device_class.get(instance.device_class)
         if refinement is None:
             refinement = self._of_device_class[instance.device_class] = Refinement(self.model)

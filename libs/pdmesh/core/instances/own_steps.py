@@ -33,6 +33,7 @@ class OwnSteps:
         began_s: float,
         ended_s: float,
         num_steps: int = 1,
+        lent_share: float = 0.0,
     ) -> None:
         """Add steps, of which all sizes are sums."""
         before = self._made
@@ -41,6 +42,7 @@ class OwnSteps:
             num_tokens += before.num_tokens
             num_context_tokens += before.num_context_tokens
             duration_s += before.duration_s
+            lent_share += before.lent_share
             began_s = before.began_s
         self._made = OwnDecodeSteps(
             num_steps=num_steps,
@@ -49,6 +51,7 @@ class OwnSteps:
             duration_s=duration_s,
             wall_s=ended_s - began_s,
             began_s=began_s,
+            lent_share=lent_share,
         )
 
     @property
