@@ -20,7 +20,7 @@ import numpy as np
 LIBRARY = Path(llama_cpp.llama_cpp.__file__).parent / "lib" / "libggml-base.so"
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def keep_quiet(level: int, text: bytes, data: ctypes.c_void_p) -> None:
     pass
 

@@ -139,7 +139,8 @@ def digests(library: ctypes.CDLL, suffix: str, inputs: Inputs, num_threads: int)
         f"pdmesh_add_norm{suffix}", hidden, delta, norm, normed, NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
         results=[hidden, normed],
     )  # fmt: skip
-    for is_wide, rows in ((0, inputs.draw(count)), (1, hidden)):
+    cases: tuple[tuple[int, array[Any]], ...] = ((0, inputs.draw(count)), (1, hidden))
+    for is_wide, rows in cases:
         of_rows: array[Any] = array(rows.typecode, bytes(rows.itemsize * count))
         name, digest = call(
             f"pdmesh_norm{suffix}", rows, is_wide, norm, of_rows, NUM_TOKENS, ROW_SIZE, 1e-6, num_threads,
