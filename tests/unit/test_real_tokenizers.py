@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(600)]
 NUM_TEXTS = 500
 
 #: Each text is made of some of these.
-PIECES = (
+PIECES: Sequence[str] = (
     "Hello, world!", "don't", "I'LL", "naïve café", "cafe\u0301", "\u1e9b\u0323", "ﬁ", "Straße", "İstanbul",
     "你好\uff0c世界", "こんにちは", "カタカナ", "한국어", "\u1112\u1161\u11ab", "مرحبا بالعالم", "שלום", "नमस्ते", "ไทย",
     "👍", "👨‍👩‍👧‍👦", "🏳️‍🌈", "👩🏽‍🚀", "🇩🇪🇫🇷", "\u200d", "\u200b", "\ufeff", "\u00ad", "\u202e", "\u2028",
