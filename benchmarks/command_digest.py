@@ -81,6 +81,7 @@ ADDED: Sequence[str] = (
     "RequestArrived.request.weights",
     "InstanceJoined.profile.weights",
     "InstanceJoined.profile.started_at",
+    "StepDone.lent_share",
     "KvReleased.granules",
     "KvReleased.num_known",
     "AdmitPrefill.keeps_prefix",

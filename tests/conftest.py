@@ -148,7 +148,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves out today as ``slow``, and skip ``gpu`` tests where there is no CUDA device."""
     day = int(os.environ.get("TESTS_DAY", datetime.now(UTC).toordinal()))
-    by_name = {name_of(item): item for item in items if item.get_closest_marker("slow") is None}
+    by_name = {
+        name_of(item): item
+        for item in items
+        if item.get_closest_marker("slow") is None and item.get_closest_marker("always") is None
+    }
     for name in left_out(list(by_name), RECORD, day):
         by_name[name].add_marker("slow")
     skip_without_device(items)

@@ -33,6 +33,7 @@ _TIE, _TOLERANCE = 1e-3, 1e-3
 CHUNK_TOKENS = 97
 
 
+@pytest.mark.always
 async def test_a_real_model_says_what_transformers_says(tmp_path: Path) -> None:
     model = real_model("smollm2")
     settings = {"WORKER_DTYPE": "float32", "POLICY_CHUNK_TOKENS": "7", "SCHEDULER_BUNDLE": "fcfs"}

@@ -49,6 +49,6 @@ def test_a_pool_of_whole_instances_decides_what_is_loaded(tmp_path: Path) -> Non
 def test_no_worker_that_may_compute_on_a_device_is_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, has_driver: bool, forks: bool
 ) -> None:
-    monkeypatch.setattr(plan, "has_nvidia_driver", lambda: has_driver)
+    monkeypatch.setattr(plan, "may_have_device", lambda: has_driver)
     config = MeshConfig(worker=WorkerConfig(device=device))
     assert (fork_server_spec(config, POOLS, StateFolder("test", tmp_path), {}) is not None) == forks
