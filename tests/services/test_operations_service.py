@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from pdmesh.apikeys import Operator, entry_of, hash_key
 from pdmesh.config import MeshConfig, SecurityConfig
-from pdmesh.core.commands import SetRole
+from pdmesh.core.commands import DesiredProcesses, SetRole
 from pdmesh.core.operator_events import (
     BundleChangeRequested,
     FailedStart,
@@ -22,7 +22,6 @@ from pdmesh.core.operator_events import (
     ResizeRequested,
     RollingRequested,
 )
-from pdmesh.core.operators.actuators import DesiredProcesses
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.model import InstanceId, ManagedProcess, OperationId, OperationKind, PoolCounts, ProcessKind, Role
 from pdmesh.testing.core import a_report

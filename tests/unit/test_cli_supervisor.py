@@ -23,7 +23,7 @@ from pdmesh.cli.processes import ChildSpec
 from pdmesh.cli.supervisor import Backoff, MeshPlan, StartFailed, Supervisor
 from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import SecurityConfig
-from pdmesh.core.operators.actuators import DesiredProcesses
+from pdmesh.core.commands import DesiredProcesses
 from pdmesh.model import InstanceId, ManagedProcess, PoolMember, Role
 from pdmesh.testing.processes import is_running, write_stand_in
 from pdmesh.wire.messages import FollowPools, PoolsDesired

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.commands import SetRole
+from pdmesh.core.commands import DesiredProcesses, SetRole
 from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import (
     ActuatorLost,
@@ -19,7 +19,7 @@ from pdmesh.core.operator_events import (
     OperationRequested,
     ResizeRequested,
 )
-from pdmesh.core.operators.actuators import DesiredProcesses, host_bytes
+from pdmesh.core.operators.actuators import host_bytes
 from pdmesh.core.operators.pools import GONE_S, plan_pools
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, Role
 from pdmesh.testing.core import CoreBench, a_report, bench_of, named_profile, of

@@ -25,7 +25,7 @@ import pytest
 from pdmesh.cli.kubernetes_actuator import KubernetesActuator
 from pdmesh.config import MeshConfig
 from pdmesh.config_sources import CONFIG_FILE_VARIABLE, load_config
-from pdmesh.core.operators.actuators import DesiredProcesses
+from pdmesh.core.commands import DesiredProcesses
 from pdmesh.model import InstanceId, PoolMember, Role
 from pdmesh.settings import settings_of
 from pdmesh.testing.kubernetes import NAMESPACE, FakeApiServer, FakeCluster, asking, rules_of

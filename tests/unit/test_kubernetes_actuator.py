@@ -12,7 +12,8 @@ import anyio.abc
 import pytest
 
 from pdmesh.cli.kubernetes_actuator import KubernetesActuator
-from pdmesh.core.operators.actuators import DesiredProcesses, number_of
+from pdmesh.core.commands import DesiredProcesses
+from pdmesh.core.operators.actuators import number_of
 from pdmesh.kubernetes import KubernetesError
 from pdmesh.model import InstanceId, PoolMember, Role
 from pdmesh.testing.kubernetes import PODS, FakeCluster, Rule, asking

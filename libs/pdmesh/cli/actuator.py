@@ -13,8 +13,8 @@ from typing import Protocol
 import anyio
 import anyio.abc
 
+from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import ActuatorReported
-from pdmesh.core.operators.actuators import DesiredProcesses
 from pdmesh.wire.messages import MAX_WAIT_S, FollowPools, PoolsDesired
 
 #: Between two questions to a scheduler that does not answer.

@@ -23,8 +23,9 @@ from prometheus_client import CollectorRegistry
 
 from pdmesh.cli.actuator import Ask, follow
 from pdmesh.config import MeshConfig
+from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import ActuatorReported, FailedStart
-from pdmesh.core.operators.actuators import DesiredProcesses, number_of
+from pdmesh.core.operators.actuators import number_of
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.kubernetes import Forbidden, KubernetesApi, KubernetesError, open_kubernetes
 from pdmesh.model import InstanceId, ManagedProcess, Role

@@ -10,8 +10,8 @@ import anyio.abc
 from pdmesh.cli.actuator import follow
 from pdmesh.cli.processes import is_gateway
 from pdmesh.cli.supervisor import END_S, Service, Supervisor
+from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import ActuatorReported, FailedStart
-from pdmesh.core.operators.actuators import DesiredProcesses
 from pdmesh.errors import PdmeshError
 from pdmesh.host import free_host_bytes
 from pdmesh.model import InstanceId, ManagedProcess, PoolMember

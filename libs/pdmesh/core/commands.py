@@ -5,6 +5,7 @@ A command knows to whom it goes by its base class, and what the record of its re
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 from msgspec import Struct
@@ -16,7 +17,9 @@ from pdmesh.model import (
     Epoch,
     GatewayId,
     InstanceId,
+    ManagedProcess,
     PartMember,
+    PoolMember,
     PrefixHashes,
     RejectReason,
     RequestId,
@@ -455,3 +458,12 @@ InstanceCommand = (
 )
 
 Command = InstanceCommand | GatewayCommand | WakeAt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredProcesses:
+    """The processes that an actuator starts and stops, unless that is done already."""
+
+    start: tuple[PoolMember, ...] = ()
+    stop: tuple[InstanceId, ...] = ()  # instances that hold nothing, or are gone
+    replace: tuple[ManagedProcess, ...] = ()  # by new processes, without a gap where possible; instances hold nothing

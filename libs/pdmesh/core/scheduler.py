@@ -18,7 +18,7 @@ from itertools import chain, islice
 from math import inf
 from typing import get_args
 
-from pdmesh.core.commands import SHARED_BLAME, Command, Outcome, WakeAt
+from pdmesh.core.commands import SHARED_BLAME, Command, DesiredProcesses, Outcome, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import (
     CacheReported,
@@ -63,7 +63,7 @@ from pdmesh.core.instances.revisions import RevisionView, revisions
 from pdmesh.core.integrity import check_integrity
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
-from pdmesh.core.operators.actuators import Actuators, DesiredProcesses
+from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.all_operations import AllOperations
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.desired import DesiredState

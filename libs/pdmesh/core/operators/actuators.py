@@ -7,22 +7,12 @@ twice, does nothing twice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import ActuatorLost, ActuatorReported
 from pdmesh.model import InstanceId, InstanceProfile, ManagedProcess, PoolMember, ProcessKind
 
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DesiredProcesses:
-    """What an actuator has to do, unless it is done already."""
-
-    start: tuple[PoolMember, ...] = ()
-    stop: tuple[InstanceId, ...] = ()  # nothing is left on them, or they are not there
-    replace: tuple[ManagedProcess, ...] = ()  # by other processes, without a gap where that can be; instances are empty
 
 
 class Actuators:

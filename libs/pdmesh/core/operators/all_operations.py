@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import inf
 
+from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.handlers import Handlers
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import (
@@ -15,7 +16,7 @@ from pdmesh.core.operator_events import (
     ResizeRequested,
     RollingRequested,
 )
-from pdmesh.core.operators.actuators import Actuators, DesiredProcesses
+from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.operators.judging import Judge
 from pdmesh.core.operators.operations import Operations

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import ActuatorReported
-from pdmesh.core.operators.actuators import DesiredProcesses
 from pdmesh.wire.messages.envelope import Message
 
 #: Longer, a question is asked again.
