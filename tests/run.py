@@ -150,7 +150,7 @@ def stages(
 ) -> Iterator[Sequence[Part]]:
     """Yield parts that run beside each other, then the parts that follow them.
 
-    With ``everything``, slow tests come second: the ones in ``slow_files``, or all of them if that is None.
+    With ``everything``, slow tests follow: the ones in ``slow_files``, or all of them if that is None.
     """
     if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments if not argument.startswith("-")):
         yield [Part("tests", arguments)]
@@ -183,7 +183,8 @@ def stages(
         if chosen
     ]
     slow[:1] = [replace(first, linters=["mypy", "pyright"]) for first in slow[:1]]
-    yield slow
+    for part in slow:  # one by one: instances on a busy machine lose their leases, and streams start again
+        yield [part]
     yield [Part("device", [*arguments, f"tests/{ALONE}"])]
 
 

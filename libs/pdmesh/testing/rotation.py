@@ -23,7 +23,7 @@ NUM_SHARES = 7
 FUNCTION_CPU_S, TEST_CPU_S = 0.75, 2.0
 
 #: Recorded CPU seconds of touched files that one run takes in addition to the day's share.
-TOUCHED_CPU_S = 400.0
+TOUCHED_CPU_S = 150.0
 
 #: Commits that are at most this much older than the newest one are the change. A session of work lasts three hours.
 CHANGE_AGE_S = 4 * 3600
