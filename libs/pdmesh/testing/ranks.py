@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.forward import DirectForward
+from pdmesh.engine.identity import weights_identity
 from pdmesh.engine.loading import ComputeOptions, load_model
 from pdmesh.engine.ranks.channel import StageChannel
 from pdmesh.engine.ranks.commands import (
@@ -184,7 +185,8 @@ def _staged_engine(
             assert isinstance(command, OpenCache)
             compute = model.compute(command.num_blocks, stages.memory)
             assert isinstance(compute.forward, DirectForward)
-            leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason)))
+            weights = weights_identity(checkpoint)
+            leader.sendall(frame(Ready(compute.arithmetic, compute.name, compute.reason, weights)))
             before = outlets[number - num_ranks][1]
             inlet = None if share.is_first else StageChannel(before, inlet_memory(memory, share))
             outlet = StageChannel(outlets[number][0], outlet_memory(memory, share))
