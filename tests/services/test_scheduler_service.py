@@ -347,6 +347,8 @@ async def test_an_instance_that_was_given_up_and_is_there_is_told_what_the_other
             assert await p.ended() == "OK"
         async with mesh.worker(prefill()) as p:
             assert (await p.expect(PeerGone)).data_address == decode().data_address
+            p.post(Goodbye())
+            assert await p.ended() == "OK", "else the next process may meet this one's stream"
         async with mesh.worker(replace(prefill(), data_address=b"another process")) as p:
             p.post(LoadReported(prefill().instance_id, 0, 0, 0, 0))
             with pytest.raises(TimeoutError):
