@@ -47,7 +47,7 @@ class NewRequestShares:
 
 
 def have_pair(instances: Collection[InstanceState]) -> bool:
-    """Whether some instance prefills and some instance, perhaps the same, decodes what it prefilled."""
+    """Return whether an instance prefills, and it or another one in its KV group decodes."""
     groups = {instance.kv_group for instance in instances if instance.role_decodes}
     return any(instance.role_prefills and instance.kv_group in groups for instance in instances)
 
