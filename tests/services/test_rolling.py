@@ -26,6 +26,7 @@ from pdmesh.wire.messages import (
     CancelOperation,
     FollowPools,
     GetStatus,
+    Goodbye,
     MeshStatus,
     OperationStatus,
     PoolsDesired,
@@ -125,6 +126,8 @@ class Machine:
                 async with mesh.worker(replace(profile, pid=self.instances[name])) as worker:
                     task_status.started()
                     await worker.expect(StopInstance, None)
+                    worker.post(Goodbye())  # its process may be started again before the scheduler sees a broken stream
+                    assert await worker.ended() == "OK"
                 self.instances[name] = self.next_pid()
                 self.does(name)
                 await self.held.get(name, _NOW).wait()

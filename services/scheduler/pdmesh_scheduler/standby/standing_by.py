@@ -123,9 +123,10 @@ async def _refusing(
         return StandingBy(leader=keepers[0].leader if keepers else "")
 
     async def refuse(link: FrameLink[Any, Any], _peer: str) -> None:
-        link.post(answer())
-        link.close()
         with anyio.move_on_after(REFUSAL_LIMIT_S):
+            await anext(link.frames(), None)  # gRPC tells a peer whose write fails of that error, and not of our answer
+            link.post(answer())
+            link.close()
             await link.pump()
 
     async def refuse_question(_frame: bytes, _context: Any) -> bytes:
