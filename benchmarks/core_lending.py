@@ -61,11 +61,11 @@ class Figures:
 class Load:
     """Requests to one mesh, of prompts that no cache has."""
 
-    def __init__(self, mesh: RunningMesh, client: httpx.AsyncClient, vocab_size: int) -> None:
+    def __init__(self, mesh: RunningMesh, client: httpx.AsyncClient, vocab_size: int, rng: random.Random) -> None:
         self._mesh = mesh
         self._client = client
         self._vocab_size = vocab_size
-        self._rng = random.Random(mesh.base_url)
+        self._rng = rng
 
     async def token_times_s(self, num_prompt_tokens: int, max_tokens: int) -> AsyncIterator[float]:
         """When each token arrives."""
@@ -128,10 +128,11 @@ async def measure(
 ) -> dict[str, Figures]:
     """Measure all meshes in turn, after one round that only warms up."""
     found = {name: Figures() for name in meshes}
+    rngs = {name: random.Random(0) for name in meshes}
     for number in range(num_rounds + 1):
         for name, mesh in meshes.items():
             async with mesh.client() as client:
-                load, figures = Load(mesh, client, vocab_size), found[name]
+                load, figures = Load(mesh, client, vocab_size, rngs[name]), found[name]
                 if number == 0:
                     await load.ttft_s(num_prompt_tokens // 4)
                     continue

@@ -373,7 +373,7 @@ class WorkerConfig:
         bool,
         "compute with the idle cores of other workers of one `pdmesh up`, and lend them the own ones while idle. On "
         "CPUs, where compiled kernels do all of the work in instances of one rank: bits stay the same",
-    ] = False
+    ] = True
     cores_file: Annotated[Path | None, "shared table of idle workers for lend_cores; `pdmesh up` makes one"] = None
     metrics_port: Annotated[int, PORT, "Prometheus, on telemetry.metrics_host; 0 takes a free port"] = 0
     deterministic: Annotated[bool, "make results independent of batch and chunk shape, bit for bit; on CPUs alone"] = (

@@ -131,7 +131,7 @@ def test_borrowing_pauses_while_processes_beside_the_mesh_use_the_cores() -> Non
     host.pass_time(IDLE_AFTER_NS + 1)
     half = JUDGED_NS // 2
     assert [layer(host, cores, half, busy_ns=half - 1) for _ in range(8)] == [2] * 8
-    for pause_ns in (FIRST_PAUSE_NS, 2 * FIRST_PAUSE_NS, 4 * FIRST_PAUSE_NS, LAST_PAUSE_NS, LAST_PAUSE_NS):
+    for pause_ns in (*(FIRST_PAUSE_NS << recurrence for recurrence in range(5)), LAST_PAUSE_NS, LAST_PAUSE_NS):
         assert [layer(host, cores, half, busy_ns=half // 2) for _ in range(2)] == [2, 2]
         assert layer(host, cores, pause_ns - 1, busy_ns=0) == 1
         assert cores.take() == 1

@@ -45,10 +45,10 @@ TURN_NS = 100_000_000
 
 #: Share of the time that the engine's thread sleeps where a process beside the mesh uses a lent core: the threads of a
 #: layer wait for each other, and the layer takes longer than on the own cores. Judged over `JUDGED_NS` of lent layers.
-MAX_ASLEEP_SHARE, JUDGED_NS = 0.25, 20_000_000
+MAX_ASLEEP_SHARE, JUDGED_NS = 0.45, 100_000_000
 
 #: A worker that found lent cores to be in use borrows none for so long; for twice as long, each time that this recurs.
-FIRST_PAUSE_NS, LAST_PAUSE_NS = 1_000_000_000, 8_000_000_000
+FIRST_PAUSE_NS, LAST_PAUSE_NS = 250_000_000, 8_000_000_000
 
 #: States of a process in which nothing is computed: ended, or by proc(5) stopped or traced.
 _HALTED = frozenset(("", "T", "t"))
