@@ -93,6 +93,14 @@ async def test_bad_requests_have_a_status_and_a_reason(model: Path) -> None:
             assert failed.value.details()
 
 
+async def test_the_smallest_nucleus_reaches_the_workers(model: Path) -> None:
+    async with served(model) as (channel, mesh):
+        for top_p in (0.0, 0.5):
+            request = pb.GenerateRequest(text="abc", sampling=pb.SamplingOptions(max_tokens=2, top_p=top_p))
+            assert [response async for response in stub(channel).Generate(request)]
+        assert [submit.generation.params.top_p for submit in mesh.submitted] == [0.0, 0.5]
+
+
 async def test_a_client_that_leaves_cancels_its_request(model: Path) -> None:
     async with served(model) as (channel, mesh):
         mesh.script = silence

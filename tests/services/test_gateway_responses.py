@@ -224,7 +224,7 @@ async def test_bad_requests_are_refused_by_field(model: Path) -> None:
         ({"messages": []}, "messages", "not supported"),
         ({"tools": [{"type": "function", "name": "f", "parameters": deep}]}, "tools", "nested"),
         ({"input": [cut_deep]}, "input", "nested"),
-        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "response_format", "schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format", "`text.format.schema` is missing"),
     ]
     async with served(model) as (_client, http, mesh, _running):
         for fields, param, message in cases:

@@ -16,11 +16,10 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.testing.tokenizers import write_tokenizer
 from pdmesh_gateway.http.body import ClientGone, decode_body, may_hold_more_values, read_body
 from pdmesh_gateway.http.chat import template_messages
-from pdmesh_gateway.http.unknown import _INSTEAD, REFUSED, header_value
+from pdmesh_gateway.http.unknown import header_value
 from pdmesh_gateway.limits import SMALL_BODY_BYTES, RequestLimiter
 from pdmesh_gateway.protocol.chat import ChatMessage, ChatRequest
 from pdmesh_gateway.protocol.completions import CompletionRequest
-from pdmesh_gateway.protocol.tokens import TokenizeRequest
 from pdmesh_gateway.sampling import sampling_params, target_s
 from pdmesh_gateway.templates import MAX_NESTING, RequestTemplates, TemplateFailed, check_nesting, compile_template
 from pdmesh_gateway.tokenizer import ModelTokenizer
@@ -101,10 +100,10 @@ async def test_a_client_that_leaves_while_sending_is_gone() -> None:
         (b'{"mirostat": 2}', "mirostat", "`mirostat` is not supported by this server"),
         (b'{"max_new_tokens": 2}', "max_new_tokens", "Use `max_tokens`"),
         (b'{"messages": []}', "messages", "not supported"),
-        (b"{" + b",".join(b'"a%d": 1' % i for i in range(65)) + b"}", "a0", "65 fields are unknown"),
+        (b"{" + b",".join(b'"a%d": 1' % i for i in range(65)) + b"}", "a64", "More than 64 fields are unknown"),
         (b'{"prompt": "\xff"}', None, "could not parse|Invalid"),
         (b'{"temperature": NaN, "regex": "a"}', "regex", "Use `structured_outputs`"),
-        (b'{"temperature": NaN, "prompt": "\\ud800"}', None, "could not parse"),
+        (b'{"temperature": NaN, "prompt": "\xed\xa0\x80"}', None, "could not parse"),
     ],
 )
 async def test_a_bad_body_is_refused_by_field(body: bytes, param: str | None, message: str) -> None:
@@ -137,16 +136,6 @@ async def test_unknown_fields_are_passed_over_and_told(padding: bytes) -> None:
         await decode_body(decoder, body, max_values=100, strict=True)
 
 
-def test_no_field_that_is_refused_is_one_of_ours() -> None:
-    """What an endpoint knows is never looked up among the refused; what none knows should be there for a reason."""
-    ours = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__, *TokenizeRequest.__struct_fields__}
-    assert {name for name in REFUSED if name in ours} == {
-        *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
-        *("echo", "messages", "prompt", "thinking_token_budget", "tool_choice", "tools", "top_logprobs"),
-    }
-    assert set(_INSTEAD) <= set(REFUSED)
-
-
 def test_a_header_holds_only_names_that_it_can() -> None:
     assert header_value(["a", "b-c.d"]) == b"a, b-c.d"
     assert header_value(["a\r\nset-cookie: x", "\u20ac", "b" * 65, "ok"]) == b"ok, 3 more"
@@ -166,7 +155,7 @@ async def test_nan_is_read_so_that_its_field_can_be_named() -> None:
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", 2.1),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("top_k", -2),
         ("min_p", 2.0),

@@ -17,7 +17,7 @@ from pdmesh.grammars import Grammars
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.grammar_process import GrammarProcess
 from pdmesh_gateway.grammars import MAX_PROPERTIES, GrammarChecker, asked_for
-from pdmesh_gateway.http.unknown import without_unknown
+from pdmesh_gateway.http.unknown import known_fields
 from pdmesh_gateway.protocol.chat import ChatRequest
 
 pytestmark = pytest.mark.anyio
@@ -78,6 +78,20 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
     (json_schema(OBJECT), '{"a":12}', '{"b"'),
     (json_schema(OBJECT), '{"a":12}', '{ "a"'),
     ({"response_format": {"type": "json_object"}}, '{"any":[1,null]}', "[1]"),
+    *(
+        ({"response_format": {"type": kind, **extra, "schema": schema}}, allowed, forbidden)
+        for kind in ("json_object", "json_schema")
+        for extra in ({}, {"json_schema": None})
+        for schema, allowed, forbidden in (
+            (OBJECT, '{"a":12}', '{"b"'),
+            (json.dumps(OBJECT), '{"a":12}', '{"a":"'),
+            ({"type": "array", "items": {"type": "integer"}}, "[1,2]", "{"),
+            ({"enum": ["yes", "no"]}, '"no"', "{"),
+        )
+    ),
+    ({"response_format": {"type": "json_object", "schema": {}}}, '{"any":1}', "[1]"),
+    ({"response_format": {"type": "json_object", "schema": None}}, '{"any":1}', "[1]"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": OBJECT}}}, '{"a":1}', '{"b"'),
     (structured(json=OBJECT), '{"a":-1}', '{"a":"'),
     (structured(json=json.dumps(OBJECT)), '{"a":0}', "a"),
     (structured(json=OBJECT, disable_any_whitespace=False), '{ "a": 12 }', '{ "b'),
@@ -113,6 +127,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "xml"}}, "`response_format.type` is 'xml': use text, json_object"),
     ({"response_format": {"type": "json_schema"}}, "`response_format.json_schema.schema` is missing"),
     (json_schema([1]), "not a JSON object"),
+    ({"response_format": {"type": "json_object", "schema": [1]}}, "not a JSON object"),
+    ({"response_format": {"type": "json_object", "schema": "{"}}, "not JSON"),
     (json_schema(DEEP), "64 levels deep"),
     (json_schema({"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}), "over 1000 properties"),
     (json_schema({"enum": [str(i) for i in range(1001)]}), "over 1000 enum values"),
@@ -148,7 +164,7 @@ async def test_what_cannot_be_obeyed_is_a_400_that_names_the_field(
 @pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"])
 def test_fields_that_vllm_has_given_up_point_to_the_new_one(name: str) -> None:
     with pytest.raises(RequestRejected, match=f"`{name}` is not supported by this server. Use `structured_outputs`."):
-        without_unknown({name: "x"}, (), strict=False)
+        known_fields({name: "x"}, ChatRequest, strict=False)
 
 
 async def test_a_grammar_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

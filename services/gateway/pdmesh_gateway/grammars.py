@@ -108,18 +108,17 @@ def asked_for(fields: SamplingFields) -> tuple[str, str] | None:
         return asked
     if schema is None or schema.type == "text":
         return None
+    name = schema.FIELD
+    given = schema.schema if schema.json_schema is None else schema.json_schema.schema
     if schema.type == "json_object":
-        return "response_format", json_grammar({"type": "object"}, "response_format")
+        return name, json_grammar({"type": "object"} if given in (None, {}) else given, name)
     if schema.type == "json_schema":
-        if schema.json_schema is None or schema.json_schema.schema is None:
-            raise invalid("response_format", "`response_format.json_schema.schema` is missing.")
-        return "response_format", json_grammar(schema.json_schema.schema, "response_format")
+        if given is None:
+            raise invalid(name, f"`{schema.SCHEMA}` is missing.")
+        return name, json_grammar(given, name)
     if schema.type == "structural_tag":
-        return "response_format", _structural_tag(msgspec.to_builtins(schema), "response_format")
-    raise invalid(
-        "response_format",
-        f"`response_format.type` is {schema.type[:40]!r}: use text, json_object, json_schema or structural_tag.",
-    )
+        return name, _structural_tag(msgspec.to_builtins(schema), name)
+    raise invalid(name, f"`{name}.type` is {schema.type[:40]!r}: use text, json_object, json_schema or structural_tag.")
 
 
 def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str | None = None) -> str:

@@ -157,7 +157,7 @@ def sampling_params(
     Without a seed a random one is drawn. Raises RequestRejected naming the field.
     """
     number("temperature", fields.temperature, low=0, high=2)
-    number("top_p", fields.top_p, above=0, high=1)
+    number("top_p", fields.top_p, low=0, high=1)
     number("top_k", fields.top_k, low=-1, high=2**31 - 1)
     number("min_p", fields.min_p, low=0, high=1)
     number("repetition_penalty", fields.repetition_penalty, above=0, high=100)

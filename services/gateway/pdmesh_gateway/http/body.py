@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.unknown import ignored_names, unrecognized, without_unknown
+from pdmesh_gateway.http.encodings import decoder_of
+from pdmesh_gateway.http.unknown import ignored_in_objects, known_fields
 from pdmesh_gateway.limits import Upload
 
 T = TypeVar("T")
@@ -29,7 +31,14 @@ _MAX_BLANKS = 64
 #: Counted at a time, before other threads get their turn.
 _COUNT_BYTES = 1024 * 1024
 
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>.*)`)?$")
+#: Complaints that reading the values along the types settles: unknown fields, and whole numbers written as floats.
+_SETTLED = re.compile(r"Object contains unknown field `|Expected `[^`]*\bint\b[^`]*`, got `float`")
+
+#: A UTF-16 pair of escapes, half of one, or another escape.
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
 _PATH = re.compile(r" - at `\$\.?(?P<field>[^`.\[]*)(?P<rest>[^`]*)`$")
 
 
@@ -49,8 +58,10 @@ async def read_body(
     content_length: int | None,
     max_bytes: int,
     timeout_s: float,
+    content_encoding: str | None = None,
 ) -> bytes:
-    """The whole body. Raises RequestRejected (413, 408, 429) and ClientGone."""
+    """The whole body, decompressed. Raises RequestRejected (413, 408, 415, 429) and ClientGone."""
+    decoder = decoder_of(content_encoding)
     if content_length is not None and content_length > max_bytes:
         raise _too_big(max_bytes)
     parts: list[bytes] = []
@@ -60,12 +71,15 @@ async def read_body(
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            part = message.get("body", b"")
-            if upload.num_bytes + len(part) > max_bytes:
-                raise _too_big(max_bytes)
-            upload.add(len(part))
-            parts.append(part)
+            for part in decoder.pieces(message.get("body", b"")):
+                if upload.num_bytes + len(part) > max_bytes:
+                    raise _too_big(max_bytes)
+                upload.add(len(part))
+                parts.append(part)
+                if content_encoding is not None:
+                    await anyio.lowlevel.checkpoint()  # a small part may hold much
             if not message.get("more_body", False):
+                decoder.check_end()
                 return b"".join(parts)
     parts.clear()
     why = "before the server needed its memory for other requests" if upload.was_given_up else f"within {timeout_s:g} s"
@@ -79,10 +93,10 @@ def _too_big(max_bytes: int) -> RequestRejected:
 async def decode_body(
     decoder: msgspec.json.Decoder[T], body: bytes, *, max_values: int, strict: bool = False
 ) -> tuple[T, tuple[str, ...]]:
-    """A body as its struct, and the names of the fields that were passed over, being unknown: none if ``strict``.
+    """Decode a body to its struct, and return the names of ignored fields with it: none if ``strict``.
 
-    Raises RequestRejected naming the field and what is wrong with it, or 413 if it may hold more than ``max_values``
-    values: to build them would hold the interpreter up for everybody.
+    Half a surrogate pair, as of a text that was cut within an emoji, is read as U+FFFD. Raises RequestRejected that
+    names the field and its fault, or 413 if the body may hold more than ``max_values`` values.
     """
     if len(body) <= INLINE_BYTES:
         return _decode(decoder, body, strict)
@@ -95,12 +109,29 @@ async def decode_body(
         if _first(body) != b"{":
             return _decode(decoder, body, strict)  # raises: a struct is an object
         try:
-            fields = read_in_pieces(body)
+            fields = _mended(read_in_pieces, body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_json(error) from None
         return _known(decoder, fields, strict)
 
     return await anyio.to_thread.run_sync(decode)
+
+
+def _mended(decode: Callable[[bytes], Any], body: bytes) -> Any:
+    """Decode a JSON text, with U+FFFD in place of half a surrogate pair if it cannot be decoded otherwise."""
+    try:
+        return decode(body)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        mended = _mend(body)
+        if mended == body:
+            raise
+        return decode(mended)
+
+
+def _mend(body: bytes) -> bytes:
+    return _ESCAPE.sub(lambda escape: b"\\ufffd" if escape["half"] else escape[0], body)
 
 
 def read_in_pieces(text: bytes | msgspec.Raw, *, most_bytes: int = INLINE_BYTES, depth: int = PIECE_DEPTH) -> Any:
@@ -139,9 +170,10 @@ def may_hold_more_values(body: bytes, most: int) -> bool:
 
 def _decode(decoder: msgspec.json.Decoder[T], body: bytes, strict: bool) -> tuple[T, tuple[str, ...]]:
     try:
-        return decoder.decode(body), ()
+        request: T = _mended(decoder.decode, body)
+        return request, ignored_in_objects(request, strict=strict)
     except msgspec.ValidationError as error:
-        if _UNKNOWN_FIELD.search(str(error)) is None:
+        if _SETTLED.search(str(error)) is None:
             raise invalid_body(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if b"NaN" not in body and b"Infinity" not in body:
@@ -154,12 +186,13 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes, strict: bool) -> tupl
 
 
 def _known(decoder: msgspec.json.Decoder[T], fields: Any, strict: bool) -> tuple[T, tuple[str, ...]]:
-    """The struct of an object's fields, and the names of those that were passed over."""
+    """The struct of an object's fields, and the names of the ignored ones."""
     try:
         if not isinstance(fields, dict):
             return msgspec.convert(fields, decoder.type), ()  # raises: a struct is an object
-        known = without_unknown(fields, getattr(decoder.type, "__struct_encode_fields__", ()), strict=strict)
-        return msgspec.convert(known, decoder.type), ignored_names(fields, known)
+        known, ignored = known_fields(fields, decoder.type, strict=strict)
+        request = msgspec.convert(known, decoder.type)
+        return request, ignored + ignored_in_objects(request, strict=strict)
     except msgspec.ValidationError as error:
         raise invalid_body(error) from None
     except (ValueError, RecursionError) as error:
@@ -169,10 +202,10 @@ def _known(decoder: msgspec.json.Decoder[T], fields: Any, strict: bool) -> tuple
 def _fields(body: bytes) -> Any:
     """The value of a JSON text. Raises ValueError and RecursionError."""
     try:
-        return msgspec.json.decode(body)
+        return _mended(msgspec.json.decode, body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         # Python's own encoder writes NaN and Infinity, which are not JSON: read them, so that the field can be named.
-        value = json.loads(body)
+        value = json.loads(_mend(body))
         msgspec.json.encode(value)  # refuses halves of a surrogate pair, which Python's decoder lets through
         return value
 
@@ -184,9 +217,6 @@ def _not_json(error: Exception) -> RequestRejected:
 def invalid_body(error: msgspec.ValidationError) -> RequestRejected:
     """msgspec's complaint as OpenAI words it."""
     message = str(error)
-    unknown = _UNKNOWN_FIELD.search(message)
-    if unknown is not None:
-        return unrecognized(".".join(filter(None, (unknown["path"], unknown["name"]))))
     path = _PATH.search(message)
     if path is None:
         missing = re.search(r"missing required field `([^`]*)`", message)

@@ -122,12 +122,12 @@ async def conversation_of(
         template=request.chat_template,
     )
     tools, warnings = chat_tools(request.tools)
-    if isinstance(request, TokenizeRequest):
-        return replace(conversation, tools=tools, variables=variables)
     if request.documents is not None:
         variables["documents"] = request.documents
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
+    if isinstance(request, TokenizeRequest):
+        return replace(conversation, tools=tools, variables=variables)
         if request.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
     return replace(

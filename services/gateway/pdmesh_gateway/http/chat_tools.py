@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from pdmesh_gateway.protocol.chat import FunctionDefinition
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
 
@@ -47,7 +48,7 @@ def chat_tool_choice(given: Any) -> ToolChoice:
 
 def _tool(function: Any, where: str) -> Tool:
     try:
-        tool = msgspec.convert(function, _Function)
+        tool = msgspec.convert(function, FunctionDefinition)
     except msgspec.ValidationError as error:
         raise invalid("tools", f"`{where}` is not a valid function: {error}") from None
     return Tool(
@@ -64,10 +65,3 @@ def _named(of: Any) -> str:
     if not isinstance(name, str):
         raise invalid("tool_choice", "`tool_choice` has a function without a name.")
     return name
-
-
-class _Function(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None

@@ -17,7 +17,7 @@ from pdmesh_gateway.http.responses.protocol import (
     ResponseObject,
     ResponsesRequest,
 )
-from pdmesh_gateway.http.unknown import HEADER, REFUSED
+from pdmesh_gateway.http.unknown import HEADER, OTHERS
 from pdmesh_gateway.protocol.chat import ChatBatchRequest, ChatRequest, ChatResponse
 from pdmesh_gateway.protocol.completions import CompletionRequest, CompletionResponse
 from pdmesh_gateway.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
@@ -113,8 +113,8 @@ def docs_page(document: dict[str, Any]) -> bytes:
         f"<h1>{html.escape(title)}</h1><p>Machine-readable: <a href=openapi.json>openapi.json</a></p>"
         + "".join(sections)
         + "<h2>Other fields</h2><p>Fields that are not listed are ignored, and named in the header "
-        f"<code>{HEADER.decode()}</code>. Refused unless they are fields of the endpoint, or ask for nothing: "
-        f"{_listed(sorted(REFUSED))}</p>"
+        f"<code>{HEADER.decode()}</code>. Refused unless they ask for nothing: fields of other endpoints that change "
+        f"an answer, and {_listed(sorted(OTHERS))}</p>"
     )
     return page.encode()
 

@@ -1,18 +1,48 @@
-"""Fields that no request type of ours has: which may be passed over, and which must be refused.
+"""Fields that a request's type does not have: which are ignored, and which are refused.
 
-OpenAI's clients, and those of other servers, add fields every month. Most of them ask for bookkeeping: an answer is the
-same without. What would change the answer, or its shape, is refused by name rather than ignored.
+Clients of OpenAI and of other servers add fields every month. Most ask for bookkeeping: an answer is the same without.
+A field that would change the answer, or its shape, is refused by name. Request types say which of their
+fields do (`pdmesh_gateway.protocol.fields`), so that an endpoint refuses what another one knows. `OTHERS` lists fields
+of other servers. The same holds for objects within a request.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from pdmesh.errors import RequestRejected
+from pdmesh_gateway.http.messages import protocol as messages
+from pdmesh_gateway.http.messages.protocol import (
+    CountTokensRequest,
+    MessagesRequest,
+    OutputFormat,
+    Thinking,
+    ToolDefinition,
+)
+from pdmesh_gateway.http.responses import protocol as responses
+from pdmesh_gateway.http.responses.protocol import (
+    FunctionTool,
+    InputTokensRequest,
+    Reasoning,
+    ResponsesRequest,
+    TextFormat,
+)
+from pdmesh_gateway.protocol.chat import ChatBatchRequest, ChatMessage, ChatRequest, FunctionDefinition
+from pdmesh_gateway.protocol.completions import CompletionRequest
+from pdmesh_gateway.protocol.embeddings import EmbeddingRequest
+from pdmesh_gateway.protocol.sampling import ResponseFormat, StructuredOutputs
+from pdmesh_gateway.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
-#: The response header that names the fields that were passed over.
+StructType = type[msgspec.Struct]
+
+#: The response header that names the fields that were ignored.
 HEADER = b"x-ignored-fields"
 MAX_NAMED = 16
 
@@ -21,28 +51,64 @@ MAX_UNKNOWN = 64
 
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-_STRUCTURED = "Use `structured_outputs`."
-_TEMPLATE = "Use `chat_template_kwargs`."
-_LENGTH = "Use `max_tokens`."
+#: Requests that draw no answer: fields that only say how one is drawn cannot change what these get.
+_READING: tuple[StructType, ...] = (
+    EmbeddingRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    CountTokensRequest,
+    InputTokensRequest,
+)
+_GENERATING: tuple[StructType, ...] = (
+    ChatRequest,
+    ChatBatchRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+)
 
-#: What to use instead, by field.
-_INSTEAD = {
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structural_tag"), _STRUCTURED),
-    **dict.fromkeys(("ebnf", "regex", "grammar", "json_schema", "guideline"), _STRUCTURED),
-    **dict.fromkeys(("enable_thinking", "thinking", "think", "thinking_budget"), _TEMPLATE),
-    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens", "max_length", "max_output_tokens"), _LENGTH),
-    "stop_sequences": "Use `stop`.",
-    "repeat_penalty": "Use `repetition_penalty`.",
-    "functions": "Use `tools`.",
-    "function_call": "Use `tool_choice`.",
-}
+#: Objects within requests that are the same thing in several dialects.
+_FORMATS: tuple[StructType, ...] = (ResponseFormat, TextFormat, OutputFormat, StructuredOutputs)
+_FUNCTIONS: tuple[StructType, ...] = (FunctionDefinition, FunctionTool, ToolDefinition)
 
-#: Fields that change an answer, of OpenAI's API and other servers', with the values that ask for nothing. `null` never
-#: asks for anything.
-REFUSED: dict[str, tuple[Any, ...]] = {
+#: Names of one thing. A refusal names the first that the endpoint knows.
+_SYNONYMS: tuple[tuple[str, ...], ...] = (
+    (
+        *("max_tokens", "max_output_tokens", "max_completion_tokens"),
+        *("max_length", "max_new_tokens", "n_predict", "num_predict"),
+    ),
+    ("response_format", "text", "output_config", "output_format"),
+    (
+        *("structured_outputs", "text", "output_config"),
+        *(
+            "ebnf",
+            "format",
+            "grammar",
+            "grammar_string",
+            "guided_choice",
+            "guided_grammar",
+            "guided_json",
+            "guided_regex",
+            "guideline",
+        ),
+        *("json_schema", "regex", "response_schema", "structural_tag"),
+    ),
+    ("chat_template_kwargs", "thinking", "enable_thinking", "think", "thinking_budget"),
+    ("reasoning_effort", "reasoning", "output_config"),
+    ("stop", "stop_sequences", "stopping_strings"),
+    ("min_tokens", "min_length", "min_new_tokens"),
+    ("repetition_penalty", "repeat_penalty"),
+    ("tools", "functions"),
+    ("tool_choice", "function_call"),
+    ("messages", "prompt", "input"),
+    ("system", "instructions", "system_prompt"),
+)
+_SYNONYMS_WITHIN = (("parameters", "input_schema"), ("schema", "json", "json_schema"))
+
+#: Fields that change an answer and that no request type of ours has, with the values that ask for nothing.
+OTHERS: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "audio": (),
-    "background": (False,),
     "conversation": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -59,7 +125,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "repetition_detection": (),
     "structural_tag": (),
-    "thinking_token_budget": (),
     "use_beam_search": (False,),
     # SGLang
     "custom_logit_processor": (),
@@ -75,7 +140,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "stop_regex": ([], ""),
     "stream_reasoning": (True,),
     # llama.cpp, Ollama, TGI and kin
+    "adapter_id": (),
+    "ban_eos_token": (False,),
     "banned_strings": ([],),
+    "custom_token_bans": ("",),
     "decoder_input_details": (False,),
     "do_sample": (True,),
     "dry_multiplier": (0,),
@@ -84,81 +152,93 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "enable_thinking": (),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
+    "format": ("",),
     "grammar": ("",),
+    "grammar_string": ("",),
+    "guidance_scale": (1,),
     "guideline": (),
     "lora": ([],),
     "max_length": (),
     "max_new_tokens": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
     "mirostat": (0,),
     "n_predict": (-1,),
     "n_probs": (0,),
+    "negative_prompt": ("",),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
     "num_predict": (-1,),
     "num_return_sequences": (1,),
     "options": ({},),
+    "penalty_alpha": (0,),
     "raw": (False,),
     "repeat_penalty": (1,),
+    "response_schema": (),
+    "return_full_text": (False,),
     "samplers": (),
     "smoothing_factor": (0,),
+    "stopping_strings": ([],),
+    "system_prompt": ("",),
     "tfs": (1,),
     "tfs_z": (1,),
     "think": (),
-    "thinking": (),
     "thinking_budget": (),
     "top_a": (0,),
     "top_n_sigma": (-1, 0),
+    "truncate": (),
     "typical": (1,),
     "typical_p": (1,),
     "watermark": (False,),
     "xtc_probability": (0,),
-    # Of an endpoint of ours, sent to another.
-    "add_generation_prompt": (True,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "input": (),
-    "instructions": (),
-    "max_output_tokens": (),
-    "messages": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "reasoning": (),
-    "stop_sequences": ([],),
-    "system": (),
-    "text": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
+}
+
+#: The same of messages and of other objects within a request.
+_OTHERS_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "images": ([],),
+    "partial": (False,),
+    "prefix": (False,),
+}
+_OTHERS_OF_FORMATS: dict[str, tuple[Any, ...]] = {"ebnf": (), "pattern": (), "value": ()}
+_OTHERS_OF_REASONING: dict[str, tuple[Any, ...]] = {"enabled": (True,), "exclude": (False,), "max_tokens": ()}
+_OTHERS_WITHIN: dict[StructType, dict[str, tuple[Any, ...]]] = {
+    ChatMessage: _OTHERS_OF_MESSAGES,
+    messages.InputMessage: _OTHERS_OF_MESSAGES,
+    responses.InputMessage: _OTHERS_OF_MESSAGES,
+    Reasoning: _OTHERS_OF_REASONING,
+    Thinking: _OTHERS_OF_REASONING,
+    ResponseFormat: _OTHERS_OF_FORMATS,
+    TextFormat: _OTHERS_OF_FORMATS,
+    OutputFormat: _OTHERS_OF_FORMATS,
 }
 
 
-def without_unknown(fields: Mapping[str, Any], known: Iterable[str], *, strict: bool) -> dict[str, Any]:
-    """The fields of ``known`` names. Raises RequestRejected for another one that asks for something that would change
-    the answer, that looks like a misspelt one of ours or, if ``strict``, that asks for anything.
+def known_fields(fields: Mapping[str, Any], kind: Any, *, strict: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the fields that ``kind`` has, and the names of the ignored ones, at any depth.
+
+    Whole numbers written as floats become integers where ``kind`` has integers. Raises RequestRejected for a field that
+    would change the answer, that looks like a misspelt one or, if ``strict``, for any unknown field that is not null.
     """
-    names = frozenset(known)
-    asked = {name: value for name, value in fields.items() if name not in names and value is not None}
-    if len(asked) > MAX_UNKNOWN:
-        raise unrecognized(next(iter(asked)), f" {len(asked)} fields are unknown.")
-    for name, value in asked.items():
-        if name in REFUSED:
-            if value not in REFUSED[name]:
-                raise _unsupported(name)
-        elif strict:
-            raise unrecognized(name)
-        elif (meant := _likely_meant(name, names)) is not None:
-            raise unrecognized(name, f" Did you mean {meant}?")
-    return {name: value for name, value in fields.items() if name in names}
+    reading = _Reading(strict=strict)
+    known = reading.object(fields, kind)
+    return known, tuple(reading.ignored)
 
 
-def ignored_names(fields: Mapping[str, Any], known: Mapping[str, Any]) -> tuple[str, ...]:
-    """What of ``fields`` is not in ``known`` and asked for something."""
-    return tuple(
-        name for name, value in fields.items() if value is not None and name not in known and name not in REFUSED
-    )
+def ignored_in_objects(request: Any, *, strict: bool) -> tuple[str, ...]:
+    """Check the objects that stay objects (`pdmesh_gateway.protocol.fields.shaped`) as `known_fields` does.
+
+    Return the names of the ignored fields. Raises RequestRejected.
+    """
+    names: tuple[str, ...] = ()
+    kind: Any = type(request)
+    for name, shape in _shapes_of(kind):
+        if objects := getattr(request, name):
+            reading = _Reading(strict=strict, path=[name])
+            reading.value(objects, _Plan(item=_Plan(struct=shape)))
+            names += tuple(reading.ignored)
+    return names
 
 
 def header_value(names: Iterable[str]) -> bytes:
@@ -176,17 +256,168 @@ def unrecognized(name: str, hint: str = "") -> RequestRejected:
     return RequestRejected(message, param=name, code="unknown_parameter")
 
 
-def _unsupported(name: str) -> RequestRejected:
-    instead = f" {_INSTEAD[name]}" if name in _INSTEAD else ""
-    return RequestRejected(f"`{name}` is not supported by this server.{instead}", param=name, code="unsupported_value")
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Parts of a field's values that are read: objects of a struct, items of a list, and whole numbers."""
+
+    struct: StructType | None = None
+    item: _Plan | None = None
+    is_whole: bool = False
 
 
-def _likely_meant(name: str, known: frozenset[str]) -> str | None:
-    """The known field that ``name`` is but for case, dashes or one letter."""
+@dataclass(slots=True)
+class _Reading:
+    """Reads the JSON values of one request along its types."""
+
+    strict: bool
+    path: list[str | int] = field(default_factory=list[str | int])  # names, and places in lists
+    ignored: dict[str, None] = field(default_factory=dict[str, None])  # names, without places in lists
+
+    def object(self, given: Mapping[str, Any], kind: StructType) -> dict[str, Any]:
+        """Return the fields of an object that ``kind`` has."""
+        plans = _plans_of(kind)
+        own_types = getattr(kind, "OWN_TYPES", None)
+        is_foreign = own_types is not None and given.get("type") not in own_types  # skipped whole
+        known: dict[str, Any] = {}
+        for name, value in given.items():
+            plan = plans.get(name)
+            if plan is not None:
+                self.path.append(name)
+                known[name] = self.value(value, plan)
+                self.path.pop()
+            elif value is not None and not is_foreign:
+                self._unknown(name, value, given, kind)
+        return known
+
+    def value(self, value: Any, plan: _Plan) -> Any:
+        """Return a value, without the unknown fields of its objects and with whole numbers as integers."""
+        if isinstance(value, dict):
+            return value if plan.struct is None else self.object(value, plan.struct)
+        if isinstance(value, list):
+            return value if plan.item is None else self._items(value, plan.item)
+        return int(value) if plan.is_whole and isinstance(value, float) and value.is_integer() else value
+
+    def _items(self, values: Sequence[Any], plan: _Plan) -> list[Any]:
+        items: list[Any] = []
+        self.path.append(0)
+        for i, value in enumerate(values):
+            self.path[-1] = i
+            items.append(self.value(value, plan))
+        self.path.pop()
+        return items
+
+    def _unknown(self, name: str, value: Any, given: Mapping[str, Any], kind: StructType) -> None:
+        refused = _refused_by(kind).get(name)
+        if refused is not None:
+            if value not in refused:
+                raise _unsupported(self._path_of(name), name, kind)
+            return
+        if self.strict or getattr(kind, "CLOSED", False):
+            raise unrecognized(self._path_of(name))
+        for meant in _resembling(name, kind):
+            if given.get(meant) is None and _fits(value, _types_of(kind)[meant]):
+                raise unrecognized(self._path_of(name), f" Did you mean `{meant}`?")
+        self.ignored[".".join([*(each for each in self.path if isinstance(each, str)), name])] = None
+        if len(self.ignored) > MAX_UNKNOWN:
+            raise unrecognized(self._path_of(name), f" More than {MAX_UNKNOWN} fields are unknown.")
+
+    def _path_of(self, name: str) -> str:
+        steps = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in (*self.path, name[:100]))
+        return steps.removeprefix(".")
+
+
+@cache
+def _types_of(kind: StructType) -> dict[str, Any]:
+    """Return the types of a struct's fields, with their marks."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in kind.__struct_fields__}
+
+
+@cache
+def _plans_of(kind: StructType) -> dict[str, _Plan]:
+    return {name: _plan_of(annotation) for name, annotation in _types_of(kind).items()}
+
+
+def _plan_of(kind: Any) -> _Plan:
+    options = _options(kind)
+    items = (_plan_of(get_args(each)[0]) for each in options if get_origin(each) is list)
+    return _Plan(
+        struct=next(filter(_is_struct, options), None),
+        item=next((item for item in items if item != _Plan()), None),
+        is_whole=int in options and float not in options,
+    )
+
+
+@cache
+def _refused_by(kind: StructType) -> dict[str, tuple[Any, ...]]:
+    """Return the unknown fields that an object must not have, with the values that ask for nothing."""
+    types = _types_of(kind)
+    refused = dict(OTHERS if kind in (*_READING, *_GENERATING) else _OTHERS_WITHIN.get(kind, {}))
+    for family in (_READING, (*_GENERATING, *_READING), _FORMATS, _FUNCTIONS):
+        if kind in family:
+            for other in family:
+                for name, annotation in _types_of(other).items():
+                    if name not in types and not _mark(annotation, "inert", False):
+                        refused[name] = (*refused.get(name, ()), *_mark(annotation, "neutral", ()))
+            break
+    return refused
+
+
+@cache
+def _shapes_of(kind: Any) -> tuple[tuple[str, StructType], ...]:
+    """Return the fields that are lists of objects of a shape, and the shapes."""
+    shapes = ((name, _mark(annotation, "shape", None)) for name, annotation in _types_of(kind).items())
+    return tuple((name, shape) for name, shape in shapes if shape is not None)
+
+
+def _mark(annotation: Any, name: str, default: Any) -> Any:
+    marks = (mark.extra for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, msgspec.Meta))
+    return next((extra[name] for extra in marks if extra is not None and name in extra), default)
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """Return the types that a value of a field may have."""
+    if get_origin(kind) is Annotated:
+        return _options(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return tuple(option for each in get_args(kind) for option in _options(each))
+    return (kind,)
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value could be of a field's type. The fields of objects are not looked at."""
+    if isinstance(value, dict) and any(map(_is_struct, _options(kind))):
+        return True
+    try:
+        msgspec.convert(_Reading(strict=False).value(value, _plan_of(kind)), kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _unsupported(path: str, name: str, kind: StructType) -> RequestRejected:
+    types = _types_of(kind)
+    groups = _SYNONYMS if kind in (*_READING, *_GENERATING) else _SYNONYMS_WITHIN
+    known = (each for synonyms in groups if name in synonyms for each in synonyms if each in types)
+    instead = next((f" Use `{each}`." for each in known), "")
+    return RequestRejected(f"`{path}` is not supported by this server.{instead}", param=path, code="unsupported_value")
+
+
+@lru_cache(maxsize=1024)
+def _resembling(name: str, kind: StructType) -> tuple[str, ...]:
+    """Return the fields that change an answer and that ``name`` is but for case, dashes or one letter."""
     key = _key(name)
     if not 4 <= len(key) <= 40:
-        return None
-    return next((f"`{each}`" for each in sorted(known) if _is_one_edit(key, _key(each))), None)
+        return ()
+    return tuple(
+        known
+        for known, annotation in _types_of(kind).items()
+        if not _mark(annotation, "inert", False) and _is_one_edit(key, _key(known))
+    )
 
 
 def _key(name: str) -> str:

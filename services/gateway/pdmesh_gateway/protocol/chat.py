@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from pdmesh_gateway.protocol.fields import Inert, neutral, shaped
 from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
 from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.protocol.usage import Usage
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
+class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A part of a message's content; types other than ``text`` are refused by name."""
 
     type: str
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One message; what a template may look at."""
 
     role: str
@@ -30,34 +31,51 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None
 
 
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    """Fields of a chat's function that the answer may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(msgspec.Struct, kw_only=True):
+    """Fields of a chat's tool. Tools of other types are skipped."""
+
+    OWN_TYPES: ClassVar[tuple[str | None, ...]] = ("function", None)
+
+    type: Inert[str | None] = None
+    function: FunctionDefinition | None = None
+
+
 class ChatFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """What requests for the answers of one or of several conversations have in common."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    best_of: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    logprobs: Annotated[bool | None, neutral(False)] = None
+    top_logprobs: Annotated[int | None, neutral(0)] = None
+    best_of: Annotated[int | None, neutral(1)] = None
+    add_generation_prompt: Annotated[bool | None, neutral(True)] = None
+    continue_final_message: Annotated[bool | None, neutral(False)] = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, neutral({})] = None
+    documents: Annotated[list[dict[str, Any]] | None, neutral([])] = None
+    tools: Annotated[list[dict[str, Any]] | None, shaped(ChatTool), neutral([])] = None
+    tool_choice: Annotated[Any, neutral("none", "auto")] = None
+    parallel_tool_calls: Annotated[bool | None, neutral(True)] = None
     thinking_token_budget: int | None = None  # vLLM's: reasoning ends after so many tokens
-    echo: bool | None = None  # what of the answer was given comes with it
-    # Accepted; they change nothing here.
-    include_reasoning: bool | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    echo: Annotated[bool | None, neutral(False)] = None  # what of the answer was given comes with it
+    include_reasoning: Annotated[bool | None, neutral(True)] = None
     reasoning_effort: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    verbosity: str | None = None
+    mm_processor_kwargs: Inert[dict[str, Any] | None] = None
+    prompt_cache_key: Inert[str | None] = None
+    prompt_cache_retention: Inert[str | None] = None
+    safety_identifier: Inert[str | None] = None
+    service_tier: Inert[str | None] = None
+    store: Inert[bool | None] = None
+    verbosity: Inert[str | None] = None
 
 
 class ChatRequest(ChatFields, kw_only=True, forbid_unknown_fields=True):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+from pdmesh_gateway.protocol.fields import neutral
 from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
 from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.protocol.usage import Usage
@@ -18,8 +21,8 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     prompt: str | list[str | int | list[int]] | None = None
     max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET  # null: up to the end of the context
     max_completion_tokens: int | None = None  # a chat's name for it; wins over `max_tokens`, as there
-    best_of: int | None = None
-    echo: bool | None = None
+    best_of: Annotated[int | None, neutral(1)] = None
+    echo: Annotated[bool | None, neutral(False)] = None
     logprobs: int | None = None
 
     @property

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+from pdmesh_gateway.protocol.fields import Inert, neutral
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -10,16 +14,16 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     model: str | None = None
     input: str | list[str | int | list[int]] | None = None
-    encoding_format: str | None = None  # float, or base64 of little-endian float32
+    encoding_format: Annotated[str | None, neutral("float")] = None  # float, or base64 of little-endian float32
     dimensions: int | None = None
-    user: str | None = None
+    user: Inert[str | None] = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None  # left, which keeps the end, or right
     add_special_tokens: bool | None = None
-    priority: int | None = None
-    request_id: str | None = None
+    priority: Inert[int | None] = None
+    request_id: Inert[str | None] = None
     cache_salt: str | None = None
-    slo_ttft_ms: float | None = None
+    slo_ttft_ms: Inert[float | None] = None
 
 
 class EmbeddingObject(msgspec.Struct, kw_only=True):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from pdmesh_gateway.protocol.fields import Inert, neutral
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``stream_options``: what a stream tells beside the text."""
 
     include_usage: bool | None = None
@@ -15,26 +17,36 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(msgspec.Struct, kw_only=True):
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``response_format.json_schema``. Answers are held to the schema whether ``strict`` or not."""
 
-    name: str | None = None
-    description: str | None = None
+    name: Inert[str | None] = None
+    description: Inert[str | None] = None
     schema: Any = None
-    strict: bool | None = None
+    strict: Inert[bool | None] = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """``response_format``: what an answer is to be. ``structures`` and ``triggers`` are those of a structural tag."""
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``response_format``: the form of an answer. ``structures`` and ``triggers`` describe a structural tag.
+
+    Other servers have ``schema`` beside the type ``json_object``, or in place of ``json_schema``.
+    """
+
+    #: Names of the field and of its schema, for errors.
+    FIELD: ClassVar[str] = "response_format"
+    SCHEMA: ClassVar[str] = "response_format.json_schema.schema"
 
     type: str
     json_schema: JsonSchema | None = None
+    schema: Any = None
     structures: list[Any] = []
     triggers: list[str] = []
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's ``structured_outputs``: one of `KINDS`."""
+    """vLLM's ``structured_outputs``: one of `KINDS`. A field that is not known is a constraint, so it is refused."""
+
+    CLOSED: ClassVar[bool] = True
 
     KINDS: ClassVar[tuple[str, ...]] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -56,43 +68,42 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    min_p: Annotated[float | None, neutral(0)] = None
+    repetition_penalty: Annotated[float | None, neutral(1)] = None
+    presence_penalty: Annotated[float | None, neutral(0)] = None
+    frequency_penalty: Annotated[float | None, neutral(0)] = None
+    logit_bias: Annotated[dict[str, float] | None, neutral({})] = None
     seed: int | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
+    n: Annotated[int | None, neutral(1)] = None
+    stop: Annotated[str | list[str] | None, neutral([])] = None
+    stop_token_ids: Annotated[list[int] | None, neutral([])] = None
+    include_stop_str_in_output: Annotated[bool | None, neutral(False)] = None
+    ignore_eos: Annotated[bool | None, neutral(False)] = None
+    min_tokens: Annotated[int | None, neutral(0)] = None
+    skip_special_tokens: Annotated[bool | None, neutral(True)] = None
+    stream: Annotated[bool | None, neutral(False)] = None
+    stream_options: Inert[StreamOptions | None] = None
+    return_token_ids: Annotated[bool | None, neutral(False)] = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None  # left, which keeps the end, or right
     add_special_tokens: bool | None = None
-    priority: int | None = None
-    request_id: str | None = None
+    priority: Inert[int | None] = None
+    request_id: Inert[str | None] = None
     # Ours: service level targets, milliseconds. Headers of the same meaning win: x-slo-ttft-ms, x-slo-tpot-ms.
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
-    user: str | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    slo_ttft_ms: Inert[float | None] = None
+    slo_tpot_ms: Inert[float | None] = None
+    user: Inert[str | None] = None
+    response_format: Annotated[ResponseFormat | None, neutral({"type": "text"})] = None
+    structured_outputs: Annotated[StructuredOutputs | None, neutral({})] = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str] | None, neutral([])] = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    return_tokens_as_token_ids: bool | None = None
+    logprob_token_ids: Annotated[list[int] | None, neutral([])] = None
+    return_tokens_as_token_ids: Annotated[bool | None, neutral(False)] = None
     cache_salt: str | None = None
-    # Accepted; they change nothing here.
-    metadata: dict[str, Any] | None = None
-    spaces_between_special_tokens: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: Any = None
-    vllm_xargs: dict[str, Any] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    metadata: Inert[dict[str, Any] | None] = None
+    spaces_between_special_tokens: Inert[bool | None] = None
+    length_penalty: Inert[float | None] = None
+    early_stopping: Inert[Any] = None
+    vllm_xargs: Inert[dict[str, Any] | None] = None
+    kv_transfer_params: Annotated[dict[str, Any] | None, neutral({})] = None

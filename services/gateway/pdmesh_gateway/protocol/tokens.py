@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from pdmesh_gateway.protocol.chat import ChatMessage
+from pdmesh_gateway.protocol.chat import ChatMessage, ChatTool
+from pdmesh_gateway.protocol.fields import Inert, neutral, shaped
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -16,13 +17,15 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    return_token_strs: Annotated[bool | None, neutral(False)] = None
+    add_generation_prompt: Annotated[bool | None, neutral(True)] = None
+    continue_final_message: Annotated[bool | None, neutral(False)] = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, neutral({})] = None
+    documents: Annotated[list[dict[str, Any]] | None, neutral([])] = None
+    reasoning_effort: str | None = None
+    tools: Annotated[list[dict[str, Any]] | None, shaped(ChatTool), neutral([])] = None
+    mm_processor_kwargs: Inert[dict[str, Any] | None] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,24 +1,26 @@
 """What Anthropic's clients send and get, as msgspec structs.
 
-Fields of the API that are not here are ignored or refused by `pdmesh_gateway.http.unknown`. ``cache_control``,
-``citations`` and signatures are passed over wherever they stand.
+Fields of the API that are not here are ignored or refused by `pdmesh_gateway.http.unknown`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from pdmesh_gateway.protocol.fields import Inert, neutral
 
-class Source(msgspec.Struct, kw_only=True):
+
+class Source(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where a document's content is; only ``text`` is read."""
 
     type: str = ""
     data: str | None = None
+    media_type: Inert[str | None] = None
 
 
-class Block(msgspec.Struct, kw_only=True):
+class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A part of a message. Which fields it has goes by its type."""
 
     type: str
@@ -30,26 +32,35 @@ class Block(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None
     content: str | list[Block] | None = None  # of a call's result
     source: Source | None = None
+    cache_control: Inert[Any] = None
+    citations: Inert[Any] = None
+    signature: Inert[str | None] = None
+    data: Inert[str | None] = None  # thinking that only Anthropic can read
+    is_error: Inert[bool | None] = None
+    context: Inert[str | None] = None
 
 
-class InputMessage(msgspec.Struct, kw_only=True):
+class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message: what was said, or done, by ``role``."""
 
     role: str
     content: str | list[Block]
 
 
-class ToolDefinition(msgspec.Struct, kw_only=True):
+class ToolDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A function that the answer may call. Tools of another type run at Anthropic's."""
 
+    OWN_TYPES: ClassVar[tuple[str | None, ...]] = ("custom", None)
+
     name: str = ""
-    type: str | None = None
+    type: Inert[str | None] = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: Inert[Any] = None
 
 
-class ToolChoiceField(msgspec.Struct, kw_only=True):
+class ToolChoiceField(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``tool_choice``: which calls an answer may, or must, have."""
 
     type: str
@@ -57,21 +68,22 @@ class ToolChoiceField(msgspec.Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, kw_only=True):
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``thinking``: whether the model thinks first. How much is its own affair."""
 
     type: str
     display: str | None = None
+    budget_tokens: Inert[int | None] = None
 
 
-class OutputFormat(msgspec.Struct, kw_only=True):
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What the answer's text is to be: JSON of a schema."""
 
     type: str
     schema: Any = None
 
 
-class OutputConfig(msgspec.Struct, kw_only=True):
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``output_config``: the answer's form, and how much effort it is worth."""
 
     format: OutputFormat | None = None
@@ -95,19 +107,18 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     """``POST /v1/messages``."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str] | None, neutral([])] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
-    # They change nothing here.
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
+    metadata: Inert[dict[str, Any] | None] = None
+    service_tier: Inert[str | None] = None
     # Ours, as in the other endpoints.
     seed: int | None = None
-    priority: int | None = None
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
+    priority: Inert[int | None] = None
+    slo_ttft_ms: Inert[float | None] = None
+    slo_tpot_ms: Inert[float | None] = None
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]

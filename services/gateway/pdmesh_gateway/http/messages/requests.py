@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.conversations import Conversation
@@ -11,11 +12,10 @@ from pdmesh_gateway.http.messages.protocol import (
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
-    OutputFormat,
     ToolChoiceField,
     ToolDefinition,
 )
-from pdmesh_gateway.protocol.sampling import JsonSchema, ResponseFormat, SamplingFields
+from pdmesh_gateway.protocol.sampling import ResponseFormat, SamplingFields
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
 from pdmesh_gateway.turns import TurnBuilder
@@ -133,11 +133,26 @@ def _tool_choice(choice: ToolChoiceField | None) -> ToolChoice:
 
 
 def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
-    wanted: OutputFormat | None = request.output_format
+    wanted, format_type = request.output_format, _OutputFormat
     if request.output_config is not None and request.output_config.format is not None:
-        wanted = request.output_config.format
+        wanted, format_type = request.output_config.format, _ConfiguredFormat
     if wanted is None:
         return None
     if wanted.type != "json_schema":
-        raise invalid("output_config", f"`output_config.format.type` is {wanted.type[:40]!r}: use json_schema.")
-    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=wanted.schema))
+        name = format_type.FIELD
+        raise invalid(name, f"`{name}.type` is {wanted.type[:40]!r}: use json_schema.")
+    return format_type(type="json_schema", schema=wanted.schema)
+
+
+class _OutputFormat(ResponseFormat, kw_only=True):
+    """``output_format`` in the words of ``response_format``."""
+
+    FIELD: ClassVar[str] = "output_format"
+    SCHEMA: ClassVar[str] = "output_format.schema"
+
+
+class _ConfiguredFormat(_OutputFormat, kw_only=True):
+    """``output_config.format`` in the words of ``response_format``."""
+
+    FIELD: ClassVar[str] = "output_config.format"
+    SCHEMA: ClassVar[str] = "output_config.format.schema"

@@ -5,31 +5,68 @@ Items and tools come as they are, since clients send kinds of both that no serve
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from pdmesh_gateway.protocol.chat import ChatTokenLogprob
+from pdmesh_gateway.protocol.fields import Inert, neutral, shaped
+from pdmesh_gateway.protocol.sampling import StreamOptions
 
 
-class Reasoning(msgspec.Struct, kw_only=True):
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``reasoning``: how much of it; a summary is never made."""
 
     effort: str | None = None
     summary: str | None = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True):
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``text.format``: what the answer's text is to be."""
 
     type: str
-    name: str | None = None
-    description: str | None = None
+    name: Inert[str | None] = None
+    description: Inert[str | None] = None
     schema: Any = None
+    strict: Inert[bool | None] = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """Fields of a function that the answer may call. Tools of other types are skipped."""
+
+    OWN_TYPES: ClassVar[tuple[str | None, ...]] = ("function",)
+
+    type: Inert[str]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class TextOptions(msgspec.Struct, kw_only=True):
+class InputPart(msgspec.Struct, kw_only=True):
+    """Fields of a part of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class InputMessage(msgspec.Struct, kw_only=True):
+    """Fields of an item that is a message. Items of other types may have any fields."""
+
+    OWN_TYPES: ClassVar[tuple[str | None, ...]] = ("message", None)
+
+    type: str | None = None
+    role: str
+    content: str | list[InputPart]
+    id: str | None = None
+    phase: str | None = None
+    status: str | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``text``: the form of the answer's text."""
 
     format: TextFormat | None = None
@@ -40,16 +77,16 @@ class InputTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     """``POST /v1/responses/input_tokens``: what of a request makes its prompt."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]] | None = None
+    input: Annotated[str | list[dict[str, Any]] | None, shaped(InputMessage)] = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[dict[str, Any]] | None, shaped(FunctionTool), neutral([])] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, neutral("none", "auto")] = None
+    parallel_tool_calls: Annotated[bool | None, neutral(True)] = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    truncation: str | None = None  # nothing is ever left out of a prompt
+    chat_template_kwargs: Annotated[dict[str, Any] | None, neutral({})] = None
+    truncation: Inert[str | None] = None  # no prompt is ever cut
 
 
 class ResponsesRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=True):
@@ -59,31 +96,30 @@ class ResponsesRequest(InputTokensRequest, kw_only=True, forbid_unknown_fields=T
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    store: bool | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
-    top_logprobs: int | None = None
-    # They change nothing here.
-    max_tool_calls: int | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    stream_options: dict[str, Any] | None = None
-    client_metadata: dict[str, Any] | None = None
-    background: bool | None = None  # it is answered whether its client waits or not
+    store: Inert[bool | None] = None
+    include: Annotated[list[str] | None, neutral([])] = None
+    metadata: Inert[dict[str, str] | None] = None
+    user: Inert[str | None] = None
+    top_logprobs: Annotated[int | None, neutral(0)] = None
+    max_tool_calls: Inert[int | None] = None
+    prompt_cache_key: Inert[str | None] = None
+    prompt_cache_retention: Inert[str | None] = None
+    safety_identifier: Inert[str | None] = None
+    service_tier: Inert[str | None] = None
+    stream_options: Inert[StreamOptions | None] = None
+    client_metadata: Inert[dict[str, Any] | None] = None
+    background: Annotated[bool | None, neutral(False)] = None  # the client need not wait for the answer
     # vLLM's and ours, as in the other endpoints.
-    enable_response_messages: bool | None = None
+    enable_response_messages: Annotated[bool | None, neutral(False)] = None
     top_k: int | None = None
-    min_p: float | None = None
+    min_p: Annotated[float | None, neutral(0)] = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    repetition_penalty: float | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
+    stop: Annotated[str | list[str] | None, neutral([])] = None
+    repetition_penalty: Annotated[float | None, neutral(1)] = None
+    priority: Inert[int | None] = None
+    request_id: Inert[str | None] = None
+    slo_ttft_ms: Inert[float | None] = None
+    slo_tpot_ms: Inert[float | None] = None
 
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.http.responses.protocol import InputTokensRequest, ResponsesRequest, TextFormat
-from pdmesh_gateway.protocol.sampling import JsonSchema, ResponseFormat, SamplingFields
+from pdmesh_gateway.protocol.sampling import ResponseFormat, SamplingFields
 from pdmesh_gateway.sampling import MAX_LOGPROBS, invalid, number
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
 from pdmesh_gateway.turns import TurnBuilder, arguments_of
@@ -189,8 +189,14 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice:
 def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
     if wanted is None:
         return None
-    schema = JsonSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict)
-    return ResponseFormat(type=wanted.type, json_schema=schema if wanted.type == "json_schema" else None)
+    return _TextFormat(type=wanted.type, schema=wanted.schema)
+
+
+class _TextFormat(ResponseFormat, kw_only=True):
+    """``text.format`` in the words of ``response_format``."""
+
+    FIELD: ClassVar[str] = "text.format"
+    SCHEMA: ClassVar[str] = "text.format.schema"
 
 
 def _not_found(item_id: str) -> RequestRejected:
