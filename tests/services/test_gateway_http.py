@@ -453,16 +453,13 @@ async def test_keys_guard_the_api_and_not_the_probes(model: Path) -> None:
         assert allowed.status_code == 200
 
 
-async def test_wrong_methods_paths_and_ids(model: Path) -> None:
+async def test_wrong_methods_and_paths(model: Path) -> None:
     async with ready_gateway(model) as (client, _mesh, _running):
         for method, path, allowed in (("GET", "/v1/completions", "POST"), ("POST", "/health", "GET, HEAD")):
             response = await client.request(method, path)
             assert (response.status_code, response.headers["allow"]) == (405, allowed)
         unknown = await client.get("/v1/nothing")
         assert (unknown.status_code, error_of(unknown)["code"]) == (404, "not_found")
-        for bad in ("a b", "x" * 200):
-            response = await client.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": bad})
-            assert (response.status_code, error_of(response)["param"]) == (400, "X-Request-Id")
 
 
 async def test_limits_answer_413_408_and_429(model: Path) -> None:
@@ -756,17 +753,6 @@ async def test_arguments_nested_deep_are_no_failure_of_ours(model: Path, depth: 
             body = f'{{"messages":[{{"role":"user"}}],"max_tokens":1,"{field}":{value}}}'
             response = await client.post("/v1/chat/completions", content=body)
             assert response.status_code in (200, 400), response.text
-
-
-async def test_half_a_surrogate_pair_is_no_text(model: Path) -> None:
-    async with ready_gateway(model) as (client, _mesh, _running):
-        for body in (
-            b'{"prompt": "\\ud800"}',
-            b'{"prompt": "\\ud800", "min_p": NaN}',
-            b'{"prompt": ["\\udfff"], "n": NaN}',
-        ):
-            response = await client.post("/v1/completions", content=body)
-            assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
 
 
 async def test_templates_of_requests_are_rendered_where_they_are_trusted(model: Path) -> None:

@@ -114,7 +114,9 @@ class Target:
             url = base_url(record.http_address, security)
         return httpx.Client(
             base_url=url,
-            headers={} if self.key is None else {"Authorization": f"Bearer {self.key}"},
+            headers={}
+            if self.key is None
+            else {b"Authorization": f"Bearer {self.key}".encode("utf-8", "surrogateescape")},
             verify=trust(security),
             timeout=httpx.Timeout(read_timeout_s, connect=_CONNECT_TIMEOUT_S),
             trust_env=not is_loopback(httpx.URL(url).host),  # a proxy does not reach this machine

@@ -201,18 +201,35 @@ class ApiKeys:
         """Raises ConfigError."""
         keys: list[ApiKey] = []
         if self._single:
-            keys.append(ApiKey(name="api_key", hash=hash_key(self._single), scopes=SCOPES))
+            key = _sendable(self._single, "security.api_key")
+            keys.append(ApiKey(name="api_key", hash=hash_key(key), scopes=SCOPES))
         if self._file is not None:
             text, where = self._file.text(), self._file.where
-            keys += parse_api_keys(text, where).values() if self._file.path.suffix == ".toml" else _lines(text)
+            keys += parse_api_keys(text, where).values() if self._file.path.suffix == ".toml" else _lines(text, where)
         return keys
 
 
-def _lines(text: str) -> list[ApiKey]:
+def _lines(text: str, where: str) -> list[ApiKey]:
     """Keys as they are, one a line (``#`` begins a comment), without limits."""
     lines = dict.fromkeys(line.strip() for line in text.splitlines())
-    hashes = [hash_key(line) for line in lines if line and not line.startswith("#")]
+    hashes = [hash_key(_sendable(line, where)) for line in lines if line and not line.startswith("#")]
     return [ApiKey(name=f"key-{digest[7:15]}", hash=digest) for digest in hashes]
+
+
+def _sendable(key: str, where: str) -> str:
+    """Return a key as `header_text` reads it from a header. Raises ConfigError if no header can carry it."""
+    key = header_text(key.strip().encode("utf-8", "surrogateescape"))
+    if not key or any((char < " " and char != "\t") or char == "\x7f" for char in key):
+        raise ConfigError(f"{where} has a key that no header can carry: use letters, digits and marks")
+    return key
+
+
+def header_text(value: bytes) -> str:
+    """Return the value of a header, which clients write in UTF-8 or, by older rules, in Latin-1."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _range(low: int | None, high: int | None) -> str:

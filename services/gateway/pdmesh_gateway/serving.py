@@ -31,7 +31,10 @@ from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
-_LABEL = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+MAX_LABEL_CHARS = 128
+_LABEL = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_LABEL_CHARS}}}")
+_NOT_OF_LABELS = re.compile(r"[^A-Za-z0-9._:@/+=-]")
+
 #: What one message of a frame can carry, with room for all else.
 MAX_PROMPT_TOKENS = MAX_FRAME_BYTES // 8
 
@@ -210,6 +213,11 @@ def check_label(label: str, *, param: str) -> str:
             f"`{param}` must be 1 to 128 characters of A-Z a-z 0-9 . _ : @ / + = -", param=param, code="invalid_value"
         )
     return label
+
+
+def label_of(given: str) -> str:
+    """Return the id that a header carries as a label: proxies set any text, so other characters become ``_``."""
+    return _NOT_OF_LABELS.sub("_", given.strip())[:MAX_LABEL_CHARS]
 
 
 def check_traceparent(traceparent: str | None) -> str | None:

@@ -23,7 +23,7 @@ from pdmesh_gateway.http.responses.endpoint import ResponsesEndpoint
 from pdmesh_gateway.http.responses.stored import StoredResponses
 from pdmesh_gateway.http.ui import UiEndpoints
 from pdmesh_gateway.http.utility import UtilityEndpoints
-from pdmesh_gateway.serving import Serving, check_label
+from pdmesh_gateway.serving import Serving, label_of
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -145,9 +145,7 @@ class _Endpoint:
             exchange.status = CLIENT_CLOSED_REQUEST
 
     def _check(self, exchange: Exchange) -> None:
-        given = exchange.header("x-request-id")
-        if given is not None:
-            exchange.label = check_label(given, param="X-Request-Id")
+        exchange.label = label_of(exchange.header("x-request-id") or "")
         if self._methods and exchange.scope["method"] not in self._methods:
             exchange.extra_headers.append((b"allow", ", ".join(self._methods).encode()))
             raise RequestRejected(
@@ -155,7 +153,7 @@ class _Endpoint:
             )
         if self._scope is not None:
             self._serving.origins.check(exchange.header("host"), exchange.header("origin"))
-            exchange.client = self._serving.keys.check(exchange.header("authorization"), exchange.header("x-api-key"))
+            exchange.client = self._serving.keys.check(exchange.text("authorization"), exchange.text("x-api-key"))
             exchange.client.check_scope(self._scope)
             form = exchange.header(ASKING)
             if form is not None and (report := load_report(form, self._serving.link.state)) is not None:

@@ -121,7 +121,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
         shown_ids: frozenset[int] = frozenset(),
     ) -> GenerationJob:
         serving = self._serving
-        if request.request_id is not None and exchange.header("x-request-id") is None:
+        if request.request_id is not None and not exchange.label:
             exchange.label = check_label(request.request_id, param="request_id")
         slo = Slo(
             ttft_s=_target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", request.slo_ttft_ms),

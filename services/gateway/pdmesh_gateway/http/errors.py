@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdmesh.errors import RequestRejected
+from pdmesh_gateway.http.encodings import ACCEPTED
 from pdmesh_gateway.protocol.errors import ErrorBody, ErrorResponse
 
 
@@ -24,10 +25,14 @@ def error_event(error: RequestRejected) -> bytes:
 
 
 def error_headers(error: RequestRejected) -> list[tuple[bytes, bytes]]:
-    """What goes beside the body: ``Retry-After`` in whole seconds, at least 1, and how to authenticate with a 401."""
+    """Return the headers of an error: ``Retry-After`` in whole seconds, at least 1, how to authenticate with a 401, and
+    the encodings that are read.
+    """
     headers: list[tuple[bytes, bytes]] = []
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    if error.code == "unsupported_content_encoding":
+        headers.append((b"accept-encoding", ACCEPTED))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

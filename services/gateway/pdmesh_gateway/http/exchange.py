@@ -12,7 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.auth import Client
+from pdmesh_gateway.auth import Client, header_text
 from pdmesh_gateway.http.body import ClientGone, read_body
 from pdmesh_gateway.http.errors import OPENAI, ErrorDialect, error_event, error_headers
 from pdmesh_gateway.limits import RequestLimiter
@@ -54,6 +54,11 @@ class Exchange:
         value = self.headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
+    def text(self, name: str) -> str | None:
+        """Return a header that may hold other characters than ASCII."""
+        value = self.headers.get(name.encode())
+        return None if value is None else header_text(value)
+
     @property
     def known_client(self) -> Client:
         """The client of a request whose key was checked."""
@@ -75,7 +80,12 @@ class Exchange:
         """The whole body, counted as it comes. Raises RequestRejected and ClientGone."""
         with admission.upload() as upload:
             return await read_body(
-                self.receive, upload, content_length=self.content_length, max_bytes=max_bytes, timeout_s=timeout_s
+                self.receive,
+                upload,
+                content_length=self.content_length,
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                content_encoding=self.header("content-encoding"),
             )
 
     async def respond(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
 from typing import TypeVar
 
@@ -31,7 +33,10 @@ async def read_body(exchange: Exchange, serving: Serving) -> bytes:
             code="unsupported_media_type",
         )
     config = serving.config
-    return await exchange.body(serving.admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    body = await exchange.body(serving.admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    if (encoding := json.detect_encoding(body[:4])) not in ("utf-8", "utf-8-sig"):
+        raise RequestRejected(f"The request body is {encoding.upper()}: send JSON in UTF-8.", code="invalid_json")
+    return body.removeprefix(codecs.BOM_UTF8)
 
 
 async def decode_request(exchange: Exchange, serving: Serving, decoder: msgspec.json.Decoder[T], body: bytes) -> T:

@@ -12,13 +12,14 @@ from typing import Any
 import anyio
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.wire.certificates import keep_renewed
 from pdmesh.wire.endpoint import bind_socket, cannot_listen
 from pdmesh_gateway.http.errors import error_json
+from pdmesh_gateway.http.half_closed import HalfClosedClient
 
 #: Longer than the idle time of usual load balancers (60 s), so that they close first.
 KEEP_ALIVE_S = 65
@@ -68,12 +69,13 @@ _HEAD_TOO_LARGE = (
 
 class _LimitedProtocol(HttpToolsProtocol):
     """Closes a connection that keeps a request's head waiting, or sends too long a one. Bodies and answers take what
-    time they need.
+    time they need. A client may close its sending half after a request.
     """
 
     _head_is_due: asyncio.TimerHandle | None = None
     #: Bytes since the last that the application was told of: of a head, a trailer or a chunk's extension.
     _num_head_bytes = 0
+    _half_closed: HalfClosedClient | None = None
 
     def __init__(self, *, drain: _Drain, **settings: Any) -> None:
         super().__init__(**settings)
@@ -98,6 +100,9 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._forget_head()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.waiting_for_100_continue = False
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign]
         if self._drain.begun and self.is_busy:
             self.cycle.keep_alive = False  # its response says so
 
@@ -116,8 +121,19 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.transport.write(b"%scontent-length: %d\r\n\r\n%s" % (_HEAD_TOO_LARGE, len(body), body))
         self.transport.close()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for the answer to a whole request. Over TLS there are no half-closed connections."""
+        if not self.is_busy or self.cycle.more_body or self.pipeline or self.scheme == "https":
+            return False
+        self.cycle.keep_alive = False
+        is_http10 = self.scope["http_version"] == "1.0"
+        self._half_closed = HalfClosedClient(self.loop, self.transport, self.cycle, is_http10=is_http10)
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
+        if self._half_closed is not None:
+            self._half_closed.close()
         super().connection_lost(exc)
         if self._drain.begun and not self.connections:
             self._drain.emptied.set()
@@ -131,6 +147,21 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._head_is_due is not None:
             self._head_is_due.cancel()
             self._head_is_due = None
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Any:
+    """Return a `send` for an HTTP/1.0 client: a body of unknown length ends with the connection, not with a chunk."""
+    send = cycle.send
+
+    async def send_unchunked(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if not any(name == b"content-length" for name, _ in message["headers"]):
+                cycle.chunked_encoding = False
+        elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_unchunked
 
 
 class _Server(uvicorn.Server):
