@@ -1,4 +1,5 @@
-# make up     start a mesh with the built-in demo model on 127.0.0.1:8000 (ARGS="--prefill 2 --decode 2" for more)
+# make up     start a mesh with the built-in demo model on 127.0.0.1:8000, in the background (ARGS="--prefill 2 --decode 2" for more)
+# make down   stop it
 # make test   ruff and tests on all cores, and what took how long (ARGS="-k groups" for some, ARGS=tests/unit/test_ranges.py for a
 #             file alone, ARGS="-n 0" for one process)
 # make test-all  that, then both type checkers, what is slow, all examples and seeds; without a time limit
@@ -40,10 +41,13 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_
 
 LINTS := ruff mypy pyright imports
 
-.PHONY: up test test-all ci lint $(LINTS) dst results fuzz resolve docs wheels fmt clean
+.PHONY: up down test test-all ci lint $(LINTS) dst results fuzz resolve docs wheels fmt clean
 
 up: $(RUN_STAMP)
-	@$(BIN)/pdmesh up $(ARGS)
+	@$(BIN)/pdmesh up --detach $(ARGS)
+
+down: $(RUN_STAMP)
+	@$(BIN)/pdmesh down $(ARGS)
 
 test: $(TEST_STAMP)
 	@$(TEST_ENV) $(BIN)/python tests/run.py $(ARGS)

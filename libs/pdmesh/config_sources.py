@@ -15,6 +15,7 @@ import tomllib
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pdmesh.config import MeshConfig
@@ -37,11 +38,17 @@ _NO_SETTINGS = frozenset({CONFIG_FILE_VARIABLE, CLIENT_KEY_VARIABLE, *COMPOSE_VA
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
-def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> MeshConfig:
+def load_config(
+    file: Path | None,
+    environ: Mapping[str, str],
+    flags: Mapping[str, object],
+    typed: Mapping[str, str] = MappingProxyType({}),
+) -> MeshConfig:
     """Build the tree from ``file`` (else the one `PDMESH_CONFIG` names), environment and flags, the last one winning.
 
-    ``flags`` are dotted names (``gateway.port``) with a value or None for "not given". Variables without our prefix
-    are left to those they belong to (HF_*, UCX_*, CUDA_*, OTEL_*). Raises ConfigError.
+    ``flags`` are dotted names (``gateway.port``) with a value or None for "not given", and ``typed`` says what was
+    typed for some of them (``--port``). Variables without our prefix are left to those they belong to (HF_*, UCX_*,
+    CUDA_*, OTEL_*). Raises ConfigError.
     """
     settings = {setting.name: setting for setting in settings_of(MeshConfig)}
     values: dict[str, object] = {}
@@ -65,7 +72,7 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
     for name, value in flags.items():
         if value is not None:
             setting = _lookup(settings, name, name)
-            values[name] = setting.checked(value if setting.secret else setting.parsed(value), name)
+            values[name] = setting.checked(value if setting.secret else setting.parsed(value), typed.get(name, name))
 
     config = typing.cast(MeshConfig, with_values(MeshConfig, values))
     if (config.security.tls_cert is None) != (config.security.tls_key is None):

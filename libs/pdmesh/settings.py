@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from pdmesh.errors import ConfigError
 from pdmesh.ranges import Range
+from pdmesh.units import parse_bytes, parse_seconds
 
 #: No setting of any service: the key that our own commands show to a gateway. A mesh's settings may have hashes only.
 CLIENT_KEY_VARIABLE = "PDMESH_API_KEY"
@@ -52,6 +53,21 @@ _NOUNS = {bool: "true or false", int: "whole number", float: "number", str: "tex
 
 
 @dataclass(frozen=True, slots=True)
+class Unit:
+    """What a number with a unit is called and how it is read."""
+
+    noun: str
+    examples: str
+    parse: Callable[[str], float]
+
+
+_UNITS = {
+    ("bytes", int): Unit("size in bytes", "such as 4GiB or 10GB", parse_bytes),
+    ("s", float): Unit("duration in seconds", "such as 30s or 5m", parse_seconds),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One leaf of a tree of settings."""
 
@@ -65,12 +81,18 @@ class Setting:
     secret: bool = False
 
     @property
+    def unit(self) -> Unit | None:
+        """The unit of a number, by the last word of its name."""
+        return _UNITS.get((self.name.rpartition("_")[2], self.type))
+
+    @property
     def wanted(self) -> str:
         """What it may be, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        noun = _NOUNS[self.type]
-        return noun if self.range is None else f"{noun}{self.range}"
+        noun = _NOUNS[self.type] if self.unit is None else self.unit.noun
+        examples = "" if self.unit is None else f", {self.unit.examples}"
+        return f"{noun}{self.range or ''}{examples}"
 
     def parsed(self, text: object) -> object:
         """A value from text, or the text itself where it cannot be one (`checked` then says so)."""
@@ -81,7 +103,7 @@ class Setting:
         try:
             if self.type is bool:
                 return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
-            return self.type(text)
+            return self.type(text) if self.unit is None else self.unit.parse(text)
         except (ValueError, KeyError):
             return text
 
@@ -93,6 +115,8 @@ class Setting:
             raise ConfigError(f"{where} is empty: give a secret, or leave the setting out")
         if self.type is Path and isinstance(value, str):
             value = Path(value)
+        if self.unit is not None and isinstance(value, str):
+            value = self.parsed(value)  # TOML has no sizes and durations
         if self.type is float and type(value) is int:
             value = float(value)
         fits = type(value) is self.type or (self.type is Path and isinstance(value, Path))

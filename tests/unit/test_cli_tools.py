@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import io
 import json
 import os
 import shutil
@@ -19,11 +18,18 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
-from rich.console import Console, RenderableType
 
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
 from pdmesh.cli import doctor
-from pdmesh.cli.admin import compute_lines, group_line, host_lines, instances_table, target
+from pdmesh.cli.admin import (
+    compute_lines,
+    group_line,
+    host_lines,
+    instances_table,
+    processes_table,
+    speed_line,
+    target,
+)
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.doctor import (
     Severity,
@@ -38,8 +44,8 @@ from pdmesh.cli.doctor import (
 from pdmesh.cli.http import Target
 from pdmesh.cli.process_id import process_id
 from pdmesh.cli.request_view import requests_table
-from pdmesh.cli.state import MeshRecord, StateFolder
-from pdmesh.cli.terminal import terminal
+from pdmesh.cli.state import MeshRecord, ServiceRecord, StateFolder, running_meshes
+from pdmesh.cli.tables import Column, Table
 from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig, WorkerConfig
 from pdmesh.engine.levels import CpuLevel, KernelChoice
 from pdmesh.errors import ConfigError, InstanceUnavailable, PdmeshError, ProtocolError
@@ -117,20 +123,48 @@ async def test_a_scheduler_that_is_not_there() -> None:
 
 
 def test_the_status_table_fits_a_terminal_of_80_columns() -> None:
-    console = Console(width=80, file=io.StringIO())
-    console.print(instances_table(STATE))
-    assert isinstance(console.file, io.StringIO)
-    header, row = console.file.getvalue().splitlines()
-    assert row.split() == ["prefill-0", "prefill", "drained", "cpu", "1234567", "0", "0", "0", "8192/8192", "free"]
+    (one,) = STATE.instances
+    kept = msgspec.structs.replace(one, num_kept_blocks=312)
+    header, row = instances_table(msgspec.structs.replace(STATE, instances=(kept,))).lines(80)
+    assert row.split() == ["prefill-0", "prefill", "drained", "cpu", "1234567", "0", "0", "0", "8192/8192", "312"]
     assert header.split()[0] == "instance"
+    assert len(row) <= 80
 
 
-def shown(width: int, *parts: RenderableType) -> str:
-    console = terminal()
-    console.width, console.file = width, io.StringIO()
-    for part in parts:
-        console.print(part)
-    return console.file.getvalue()
+def shown(width: int, table: Table) -> str:
+    return "\n".join(table.lines(width))
+
+
+def test_a_table_cuts_what_may_be_cut_and_wraps_its_last_column() -> None:
+    table = Table([Column("id", min_width=4), Column("number", right=True), Column("detail")])
+    table.add("abcdefghij", "1", "one two three")
+    assert list(table.lines(80)) == ["id         number detail", "abcdefghij      1 one two three"]
+    assert list(table.lines(20)) == ["id   number detail", "abc…      1 one two", "            three"]
+
+
+def test_the_speed_of_the_last_minute_is_a_line() -> None:
+    def record(arrived_at: float, **more: Any) -> messages.RequestRecord:
+        return messages.RequestRecord(
+            request_id="r", arrived_at=arrived_at, num_prompt_tokens=1, bundle="fcfs", entries=(), **more
+        )
+
+    assert speed_line([], 100.0) is None
+    assert speed_line([record(99.0)], 100.0) is None, "no token has come"
+    old = record(10.0, first_token_s=9.0, num_output_tokens=900)
+    recent = [record(90.0 + n, first_token_s=0.1 * (n + 1), num_output_tokens=50) for n in range(2)]
+    told = "last 10 s: 2 requests, TTFT p50 200 ms, p99 200 ms, 10.0 tokens/s"
+    assert speed_line([old, *recent], 100.0) == told
+
+
+def test_the_processes_of_this_machine_have_age_restarts_and_memory(tmp_path: Path) -> None:
+    me = process_id(os.getpid())
+    assert me is not None
+    service = ServiceRecord(name="decode-0", process=me, facts={}, num_restarts=2)
+    _, row = processes_table(record_of(services=(service,))).lines(80)
+    name, pid, *age, restarts, memory, unit = row.split()
+    assert (name, pid, restarts, unit) == ("decode-0", str(os.getpid()), "2", "MB")
+    assert age[-1] in ("s", "min")
+    assert int(memory) > 10
 
 
 def test_a_narrow_terminal_costs_the_ends_of_ids_and_no_column() -> None:
@@ -172,23 +206,23 @@ def test_instances_stand_by_role_and_number_however_they_joined() -> None:
         ("prefill-0", Role.PREFILL),
     ]
     instances = tuple(msgspec.structs.replace(one, instance_id=InstanceId(name), role=role) for name, role in joined)
-    console = Console(width=80, file=io.StringIO())
-    console.print(instances_table(msgspec.structs.replace(STATE, instances=instances)))
-    assert isinstance(console.file, io.StringIO)
-    names = [line.split()[0] for line in console.file.getvalue().splitlines()[1:]]
+    _, *rows = instances_table(msgspec.structs.replace(STATE, instances=instances)).lines(80)
+    names = [row.split()[0] for row in rows]
     assert names == ["prefill-0", "prefill-1", "mixed-0", "decode-9", "decode-10"]
 
 
 @contextmanager
-def gateway(*events: object, done: bool = True, status: int = 200) -> Iterator[str]:
-    """An HTTP server that streams ``events`` to any chat; yields its URL."""
+def gateway(*events: object, done: bool = True, status: int = 200, bodies: list[Any] | None = None) -> Iterator[str]:
+    """An HTTP server that streams ``events`` to any chat; yields its URL. ``bodies`` gets what it is sent."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self._send(json.dumps({"data": [{"id": "m"}]}))
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if bodies is not None:
+                bodies.append(body)
             lines = [": ping", *(f"data: {json.dumps(event)}" for event in events), *(["data: [DONE]"] if done else [])]
             self._send("\n\n".join(lines))
 
@@ -225,6 +259,18 @@ def test_chat_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with gateway(chunk("Hel"), {"choices": []}, chunk("lo")) as url:
         assert say_hi(url) == 0
     assert capsys.readouterr().out == "Hello\n"
+
+
+def test_chat_says_that_an_answer_was_cut_and_leaves_drawing_to_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    cut = {"choices": [{"delta": {}, "finish_reason": "length"}]}
+    bodies: list[Any] = []
+    with gateway(chunk("Hel"), cut, {"choices": []}, bodies=bodies) as url:
+        options = ChatOptions(model=None, system=None, max_tokens=8)
+        assert run_chat(Target(MeshConfig(), StateFolder("default", Path("nowhere")), url), options, "Hi") == 0
+    told = capsys.readouterr()
+    assert told.out == "Hel\n"
+    assert told.err == "[cut at the limit of tokens: --max-tokens is 8, or the context is full]\n"
+    assert "temperature" not in bodies[0]
 
 
 def test_chat_shows_reasoning_and_calls_and_asks_for_results(
@@ -302,23 +348,29 @@ def test_the_key_that_a_command_shows(tmp_path: Path) -> None:
         shown(None, api_keys_file=tmp_path / "none")
 
 
-def test_commands_know_a_meshs_certificates_by_its_record(tmp_path: Path) -> None:
-    """Else they cannot be used but from where the mesh was started."""
+def record_of(**more: Any) -> MeshRecord:
+    """The record of a mesh whose supervisor is the test's process."""
     me = process_id(os.getpid())
     assert me is not None
+    fields: dict[str, Any] = {
+        "name": "default",
+        "supervisor": me,
+        "started_at": 0.0,
+        "ready": True,
+        "http_address": "127.0.0.1:8000",
+        "scheduler_address": "127.0.0.1:9000",
+        "mesh_token": "token",
+        "model": "m",
+        "config": {},
+        "services": (),
+    }
+    return MeshRecord(**{**fields, **more})
+
+
+def test_commands_know_a_meshs_certificates_by_its_record(tmp_path: Path) -> None:
+    """Else they cannot be used but from where the mesh was started."""
     own = {"tls_cert": "/tls/mesh.pem", "tls_key": "/tls/mesh.key", "tls_ca": None}
-    record = MeshRecord(
-        name="default",
-        supervisor=me,
-        started_at=0.0,
-        ready=True,
-        http_address="127.0.0.1:8000",
-        scheduler_address="127.0.0.1:9000",
-        mesh_token="token",
-        model="m",
-        config={"security": own},
-        services=(),
-    )
+    record = record_of(config={"security": own})
     state = StateFolder("default", tmp_path)
     state.write(record)
     _, _, security = target(MeshConfig(), state)
@@ -383,6 +435,16 @@ def test_doctor_finds_a_taken_port() -> None:
         check = check_port(LOOPBACK, taken.getsockname()[1])
     assert check.verdict is Severity.WARNING
     assert "--port" in check.advice
+
+
+def test_doctor_knows_the_mesh_that_has_the_port(tmp_path: Path) -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        state = StateFolder("mine", tmp_path / "pdmesh/mine")
+        state.folder.mkdir(parents=True)
+        state.write(record_of(name="mine", http_address=f"{LOOPBACK}:{port}"))
+        check = check_port(LOOPBACK, port, running_meshes({"XDG_STATE_HOME": str(tmp_path)}))
+    assert (check.verdict, check.found) == (Severity.OK, f"mesh 'mine' serves m at {LOOPBACK}:{port}")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
-from typer.testing import CliRunner
 
 from pdmesh.cli.app import app
 from pdmesh.cli.http import Target
@@ -51,11 +51,11 @@ FRAME: dict[str, Any] = {
 }
 
 
-def text_of(frame: dict[str, Any]) -> str:
+def text_of(frame: dict[str, Any], width: int = 160) -> str:
     timelines = Timelines()
     timelines.take(frame["now_s"], frame["steps"])
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(view(frame, timelines))
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(view(frame, timelines, width))
     return console.export_text()
 
 
@@ -74,6 +74,17 @@ def test_a_frame_says_what_the_page_says() -> None:
         assert part in text
     for part in ("mine", "prefill-0 → decode-0", "1000", "25 %", "0.5 s"):
         assert part in text
+
+
+def test_at_80_columns_progress_and_age_are_whole_and_what_is_not_shown_is_counted() -> None:
+    (request,) = FRAME["requests"]
+    long = {**request, "label": "", "id": "chatcmpl-0a57fd1ed650d5a659dfc0e3142cf4d7", "helpers": ["prefill-1"]}
+    text = text_of({**FRAME, "requests": [long] * 20, "num_running": 25, "num_waiting": 5}, width=80)
+    rows = [line for line in text.splitlines() if line.startswith("chatcmpl-0a5")]
+    assert len(rows) == 12
+    assert all(row.split()[-4:] == ["25", "%", "0.5", "s"] for row in rows)
+    assert "and 18 more" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_who_helps_stands_beside_the_leader() -> None:

@@ -84,13 +84,54 @@ def test_an_empty_variable_unsets_what_may_be_unset() -> None:
     assert config.gateway.default_max_tokens is None
 
 
+SECONDS = "a duration in seconds of at least 0.001, such as 30s or 5m"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4GiB", 4 << 30), ("10GB", 10**10), ("1.5 MiB", 3 << 19), ("64Ki", 65536), ("4096", 4096), ("1e9", 10**9)],
+)
+def test_sizes_have_units_wherever_they_come_from(tmp_path: Path, text: str, num_bytes: int) -> None:
+    file = toml_file(tmp_path, f'[worker]\nkv_cache_bytes = "{text}"\n')
+    for config in (
+        load_config(file, {}, {}),
+        load_config(None, {"PDMESH_WORKER_KV_CACHE_BYTES": text}, {}),
+        load_config(None, {}, {"worker.kv_cache_bytes": text}),
+    ):
+        assert config.worker.kv_cache_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30.0), ("5m", 300.0), ("1.5h", 5400.0), ("250ms", 0.25), ("7", 7.0)]
+)
+def test_durations_have_units_wherever_they_come_from(tmp_path: Path, text: str, seconds: float) -> None:
+    file = toml_file(tmp_path, f'drain_s = "{text}"\n')
+    for config in (
+        load_config(file, {}, {}),
+        load_config(None, {"PDMESH_DRAIN_S": text}, {}),
+        load_config(None, {}, {"drain_s": text}),
+    ):
+        assert config.drain_s == seconds
+
+
+@pytest.mark.parametrize("text", ["4 gigs", "GiB", "4G", "0.3", "-1", "1e999", "4GiBs"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a size in bytes of at least 1, such as 4GiB or 10GB"):
+        load_config(None, {"PDMESH_WORKER_KV_CACHE_BYTES": text}, {})
+
+
+def test_a_flag_is_named_as_it_was_typed() -> None:
+    with pytest.raises(ConfigError, match=r"^--port is 'x': must be a whole number"):
+        load_config(None, {}, {"gateway.port": "x"}, {"gateway.port": "--port"})
+
+
 @pytest.mark.parametrize(("variable", "text", "wanted"), [
     ("PDMESH_GATEWAY_PORT", "many", "PDMESH_GATEWAY_PORT is 'many': must be a whole number from 0 to 65535"),
     ("PDMESH_GATEWAY_PORT", "65536", "PDMESH_GATEWAY_PORT is 65536: must be a whole number from 0 to 65535"),
     ("PDMESH_GATEWAY_PORT", "1.5", "PDMESH_GATEWAY_PORT is '1.5': must be a whole number from 0 to 65535"),
-    ("PDMESH_SCHEDULER_LEASE_S", "0", "PDMESH_SCHEDULER_LEASE_S is 0.0: must be a number of at least 0.001"),
-    ("PDMESH_SCHEDULER_LEASE_S", "nan", "PDMESH_SCHEDULER_LEASE_S is nan: must be a number of at least 0.001"),
-    ("PDMESH_SCHEDULER_LEASE_S", "inf", "PDMESH_SCHEDULER_LEASE_S is inf: must be a number of at least 0.001"),
+    ("PDMESH_SCHEDULER_LEASE_S", "0", f"PDMESH_SCHEDULER_LEASE_S is 0.0: must be {SECONDS}"),
+    ("PDMESH_SCHEDULER_LEASE_S", "nan", f"PDMESH_SCHEDULER_LEASE_S is 'nan': must be {SECONDS}"),
+    ("PDMESH_SCHEDULER_LEASE_S", "inf", f"PDMESH_SCHEDULER_LEASE_S is 'inf': must be {SECONDS}"),
     ("PDMESH_POLICY_GROUP_SIZE", "65", "PDMESH_POLICY_GROUP_SIZE is 65: must be a whole number from 1 to 64"),
     (
         "PDMESH_POLICY_MAX_GROUP_MEMBERS",

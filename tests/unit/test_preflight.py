@@ -69,7 +69,7 @@ def of_an_unserved_type(content: bytes) -> bytes:
 
 MISTAKES: Mapping[str, tuple[Mistake, str]] = {
     "device": (typed("--device", "gpu"), "device is 'gpu': use auto, cpu or cuda"),
-    "dtype": (typed("--dtype", "int8"), "worker.dtype is 'int8': must be one of auto, float32, bfloat16, float16"),
+    "dtype": (typed("--dtype", "int8"), "--dtype is 'int8': must be one of auto, float32, bfloat16, float16"),
     "length": (
         with_model("--max-model-len", "9000"),
         "max_model_len is 9000, but the model has a context of 8192 tokens",

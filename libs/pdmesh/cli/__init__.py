@@ -13,10 +13,20 @@ from pdmesh.failures import sentence
 def main() -> int:
     """Run the command line; the exit code is 0 done, 1 failed, 2 wrong usage or configuration."""
     _mend_standard_streams()
+    import click
+
     from pdmesh.cli.app import app
 
     try:
-        app()
+        return int(app.main(prog_name="pdmesh", standalone_mode=False) or 0)
+    except click.UsageError as error:
+        command = "pdmesh" if error.ctx is None else error.ctx.command_path
+        message = error.format_message().rstrip(".")
+        sys.stderr.write(f"pdmesh: {message[0].lower()}{message[1:]}; see `{command} --help`\n")
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        sys.stderr.write("\n")
+        return 130
     except ConfigError as error:
         sys.stderr.write(f"pdmesh: {error}\n")
         return 2
@@ -26,7 +36,6 @@ def main() -> int:
     except (OSError, MemoryError) as error:  # of the machine; any other would be a bug, whose traceback is wanted
         sys.stderr.write(f"pdmesh: {sentence(error)}\n")
         return 1
-    return 0
 
 
 def _mend_standard_streams() -> None:

@@ -3,77 +3,110 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import anyio
+import click
 import msgspec
-import typer
-from rich.table import Table
-from rich.text import Text
 
 from pdmesh.cli.options import Output
 from pdmesh.cli.request_view import print_choices, print_request, requests_table
 from pdmesh.cli.state import MeshRecord, StateFolder
-from pdmesh.cli.terminal import terminal
+from pdmesh.cli.tables import Column, Table
 from pdmesh.config import MeshConfig, SecurityConfig
-from pdmesh.core.instances.arithmetic import several_classes
-from pdmesh.core.instances.revisions import several_revisions
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.model import GRANULE_TOKENS, short_weights
 from pdmesh.wire import messages
 from pdmesh.wire.admin import ask_scheduler
 
+#: How far back speeds are measured, and over how many requests at most.
+SPEED_S = 60.0
+MAX_SPEED_REQUESTS = 200
+
 
 def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     """Print the state of a mesh. Raises PdmeshError if none can be asked."""
     record, address, security = target(config, state)
-    answer = anyio.run(ask_scheduler, address, security, messages.GetStatus())
-    if not isinstance(answer, messages.MeshStatus):
+    answer, latest = anyio.run(_ask_status, address, security)
+    if not isinstance(answer, messages.MeshStatus) or not isinstance(latest, messages.RequestList):
         raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
         local = None if record is None else _public(record)
-        typer.echo(msgspec.json.format(msgspec.json.encode({"mesh": local, "state": answer})).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode({"mesh": local, "state": answer})).decode())
         return
-    console = terminal()
     if record is not None:
-        console.print(_where(record))
-    verdict = ("ready", "green") if answer.ready else ("not ready", "red")
+        click.echo(_where(record))
+    verdict = click.style("ready", fg="green") if answer.ready else click.style("not ready", fg="red")
     rest = "" if answer.ready else f": {answer.reason}"
     batching = f"  batching {answer.batching}" if answer.batching else ""
-    figures = f"  waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}{batching}"
-    console.print(Text.assemble(verdict, rest, figures))
-    console.print(instances_table(answer))
+    click.echo(
+        f"{verdict}{rest}  waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}{batching}"
+    )
+    if (speed := speed_line(latest.requests, time.time())) is not None:
+        click.echo(speed)
+    instances_table(answer).show()
+    if record is not None:
+        click.echo()
+        processes_table(record).show()
+    for line in _lines(answer):
+        click.echo(line)
+    if len({row.arithmetic for row in answer.instances}) > 1:
+        from pdmesh.core.instances.arithmetic import several_classes
+
+        classes = several_classes({row.instance_id: row.arithmetic for row in messages.in_order(answer.instances)})
+        click.secho(classes, fg="yellow")
+    if (weights := weights_line(answer)) is not None:
+        click.secho(weights, fg="yellow" if len(answer.revisions) > 1 else None)
+    if answer.tenants:
+        click.echo()
+        tenants_table(answer).show()
+
+
+async def _ask_status(address: str, security: SecurityConfig) -> tuple[messages.AdminResponse, messages.AdminResponse]:
+    answer = await ask_scheduler(address, security, messages.GetStatus())
+    return answer, await ask_scheduler(address, security, messages.ListRequests(limit=MAX_SPEED_REQUESTS))
+
+
+def _lines(answer: messages.MeshStatus) -> Iterator[str]:
     for row in messages.in_order(answer.instances):
         if row.batching is not None:
-            console.print(f"{row.instance_id}  {batching_line(row.batching)}")
-    for line in compute_lines(answer.instances):
-        console.print(line)
-    for line in [*ranks_lines(answer.instances), *host_lines(answer.instances)]:
-        console.print(line)
-    for line in link_lines(answer.links):
-        console.print(line)
+            yield f"{row.instance_id}  {batching_line(row.batching)}"
+    yield from kv_lines(answer.instances)
+    yield from compute_lines(answer.instances)
+    yield from ranks_lines(answer.instances)
+    yield from host_lines(answer.instances)
+    yield from link_lines(answer.links)
     if answer.num_fetched_tokens:
-        console.print(f"kept KV fetched by instances from others: {answer.num_fetched_tokens:,} tokens")
-    for group in answer.groups:
-        console.print(group_line(group))
-    classes = several_classes({row.instance_id: row.arithmetic for row in messages.in_order(answer.instances)})
-    if classes is not None:
-        console.print(classes, style="yellow")
-    if (weights := weights_line(answer)) is not None:
-        console.print(weights, style="yellow" if len(answer.revisions) > 1 else None)
-    if answer.tenants:
-        console.print()
-        console.print(tenants_table(answer))
+        yield f"kept KV fetched by instances from others: {answer.num_fetched_tokens:,} tokens"
+    yield from map(group_line, answer.groups)
+
+
+def speed_line(latest: Sequence[messages.RequestRecord], now: float) -> str | None:
+    """Say how fast requests of the last minute were answered; None if there were none. ``now`` is Unix time."""
+    recent = [each for each in latest if each.arrived_at > now - SPEED_S]
+    firsts = sorted(each.first_token_s for each in recent if each.first_token_s is not None)
+    if not firsts:
+        return None
+    num_tokens = sum(each.num_output_tokens or 0 for each in recent)
+    span_s = max(now - min(each.arrived_at for each in recent), 1.0)
+    p50, p99 = (1e3 * firsts[min(len(firsts) - 1, int(share * len(firsts)))] for share in (0.5, 0.99))
+    return (
+        f"last {min(span_s, SPEED_S):.0f} s: {len(recent)} requests, TTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms, "
+        f"{num_tokens / span_s:.1f} tokens/s"
+    )
 
 
 def weights_line(answer: messages.MeshStatus) -> str | None:
     """Say which weights are loaded; of several identities, on how many instances, and how many requests each takes."""
-    model = answer.instances[0].model if answer.instances else ""
-    shares = {each.weights: (len(each.instance_ids), each.share) for each in answer.revisions}
-    if (sentence := several_revisions(model, shares)) is not None:
-        return sentence
-    return next((f"weights {short_weights(weights)} on all instances" for weights in shares if weights), None)
+    if len(answer.revisions) > 1:
+        from pdmesh.core.instances.revisions import several_revisions
+
+        shares = {each.weights: (len(each.instance_ids), each.share) for each in answer.revisions}
+        return several_revisions(answer.instances[0].model if answer.instances else "", shares)
+    return next(
+        (f"weights {short_weights(each.weights)} on all instances" for each in answer.revisions if each.weights), None
+    )
 
 
 def show_request(config: MeshConfig, state: StateFolder, request_id: str, output: Output) -> None:
@@ -87,11 +120,11 @@ def show_request(config: MeshConfig, state: StateFolder, request_id: str, output
     if not isinstance(answer, messages.RequestRecord | messages.RequestList):
         raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
-        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     elif isinstance(answer, messages.RequestRecord):
-        print_request(terminal(), answer)
+        print_request(answer)
     else:
-        print_choices(terminal(), request_id, answer)
+        print_choices(request_id, answer)
 
 
 def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Output) -> None:
@@ -101,9 +134,9 @@ def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Ou
     if not isinstance(answer, messages.RequestList):
         raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
-        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
-        terminal().print(requests_table(answer.requests))
+        requests_table(answer.requests).show()
 
 
 def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, str, SecurityConfig]:
@@ -118,15 +151,12 @@ def target(config: MeshConfig, state: StateFolder) -> tuple[MeshRecord | None, s
     return record, record.scheduler_address, record.security(config.security)
 
 
-def _where(record: MeshRecord) -> Text:
+def _where(record: MeshRecord) -> str:
     """Return the mesh's name and addresses, in two lines that fit 80 columns."""
     up_s = time.time() - record.started_at
     grpc_address = next((s.facts["grpc_address"] for s in record.services if "grpc_address" in s.facts), "")
-    return Text.assemble(
-        "mesh ",
-        (record.name, "bold"),
-        f"  model {record.model}  up {duration(up_s)}\nhttp {record.http_address}  grpc {grpc_address}",
-    )
+    name = click.style(record.name, bold=True)
+    return f"mesh {name}  model {record.model}  up {duration(up_s)}\nhttp {record.http_address}  grpc {grpc_address}"
 
 
 def _public(record: MeshRecord) -> dict[str, Any]:
@@ -136,13 +166,12 @@ def _public(record: MeshRecord) -> dict[str, Any]:
 
 
 def instances_table(answer: messages.MeshStatus) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
-    for column in ("instance", "role", "state", "device"):
-        table.add_column(column)
-    for column in ("pid", "prefills", "decodes", "queued", "kv blocks"):
-        table.add_column(column, justify="right")
+    """Return a table of at most 80 columns."""
+    texts = [Column("instance", min_width=12), *map(Column, ("role", "state", "device"))]
+    numbers = [Column(title, right=True) for title in ("pid", "prefills", "decodes", "queued", "kv free", "kept")]
+    table = Table([*texts, *numbers])
     for row in messages.in_order(answer.instances):
-        table.add_row(
+        table.add(
             row.instance_id,
             row.role,
             row.state,
@@ -151,8 +180,20 @@ def instances_table(answer: messages.MeshStatus) -> Table:
             str(row.num_prefilling),
             str(row.num_decoding),
             str(row.num_queued_tokens),
-            _blocks(row),
+            f"{row.num_free_blocks}/{row.num_blocks}",
+            str(row.num_kept_blocks),
         )
+    return table
+
+
+def processes_table(record: MeshRecord) -> Table:
+    """Return a table of the processes that `pdmesh up` keeps running on this machine."""
+    numbers = [Column(title, right=True) for title in ("pid", "age", "restarts", "memory")]
+    table = Table([Column("process"), *numbers])
+    for service in record.services:
+        process = service.process
+        age, memory = duration(process.age_s()), f"{process.memory_bytes() / 1e6:.0f} MB"
+        table.add(service.name, str(process.pid), age, str(service.num_restarts), memory)
     return table
 
 
@@ -225,12 +266,10 @@ def group_line(group: messages.GroupStatus) -> str:
 
 
 def tenants_table(answer: messages.MeshStatus) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("key")
-    for column in ("share", "waiting", "running", "used in the last minute"):
-        table.add_column(column, justify="right")
+    numbers = ("share", "waiting", "running", "used in the last minute")
+    table = Table([Column("key", min_width=12), *(Column(title, right=True) for title in numbers)])
     for row in answer.tenants:
-        table.add_row(
+        table.add(
             row.tenant or "(none)",
             str(row.share or ""),
             str(row.num_waiting),
@@ -240,12 +279,14 @@ def tenants_table(answer: messages.MeshStatus) -> Table:
     return table
 
 
-def _blocks(row: messages.InstanceStatus) -> str:
-    text = f"{row.num_free_blocks}/{row.num_blocks} free"
-    text += f" ({row.num_kept_blocks} kept)" if row.num_kept_blocks else ""
-    text += f", {row.num_quarantined_blocks} quarantined" if row.num_quarantined_blocks else ""
-    num_offloaded = row.num_offloaded_granules * GRANULE_TOKENS
-    return text + (f", {num_offloaded} tokens offloaded" if num_offloaded else "")
+def kv_lines(instances: Sequence[messages.InstanceStatus]) -> Iterator[str]:
+    """Yield a line for each instance with KV that is quarantined or offloaded."""
+    for row in messages.in_order(instances):
+        num_offloaded = row.num_offloaded_granules * GRANULE_TOKENS
+        parts = [f"{row.num_quarantined_blocks} blocks quarantined"] if row.num_quarantined_blocks else []
+        parts += [f"{num_offloaded} tokens offloaded"] if num_offloaded else []
+        if parts:
+            yield f"kv  {row.instance_id}: {', '.join(parts)}"
 
 
 def duration(seconds: float) -> str:

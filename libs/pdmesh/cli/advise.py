@@ -10,8 +10,8 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
-import typer
 from rich.table import Table
 
 from pdmesh.cli.options import Asked, Output
@@ -112,7 +112,7 @@ def run_advise(asked: Asked, options: AdviceOptions) -> None:
     """Print what would have been better. Raises ConfigError if the log does not contain enough."""
     advice = advise(log_file(asked, options), options, asked.output)
     if asked.output is Output.JSON:
-        typer.echo(json.dumps(_as_json(advice), indent=2))
+        click.echo(json.dumps(_as_json(advice), indent=2))
     else:
         _print(advice)
 
@@ -213,19 +213,19 @@ def _print(advice: Advice) -> None:
         if each is not advice.now:
             _add(table, each, advice)
     terminal().print(table)
-    typer.echo(
+    click.echo(
         f"{advice.num_requests} requests; all figures but the first line's are simulated, with a model of this log"
     )
     if (other := advice.too_slow) is not None:
-        typer.echo(
+        click.echo(
             f"{other.proposal.pools} ({other.proposal.bundle}) would have had more within targets, but takes more than "
             f"{1e3 * advice.tpot_limit_s:.3g} ms per token; set the limit with --slo-tpot"
         )
     if advice.best is None:
-        typer.echo(f"no proposal is better by {100 * advice.min_gain:g} points: keep the mesh as it is")
+        click.echo(f"no proposal is better by {100 * advice.min_gain:g} points: keep the mesh as it is")
         return
     for command in command_of(advice.now.proposal, advice.best.proposal):
-        typer.echo(f"  {command}")
+        click.echo(f"  {command}")
 
 
 def _add(table: Table, each: Foretold, advice: Advice, what: str = "") -> None:

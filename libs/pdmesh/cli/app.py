@@ -7,26 +7,29 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-import typer
+import click
+from click.exceptions import Exit
 
 from pdmesh import __version__
-from pdmesh.cli.help import WholeSummaries
+from pdmesh.cli.commands import Argument, Commands, Flag, Option
 from pdmesh.cli.keys import app as keys_app
 from pdmesh.cli.operator_commands import app as operator_app
 from pdmesh.cli.operator_commands import ops_app, pool_app
 from pdmesh.cli.options import (
+    DEVICE,
+    DIAL,
+    DTYPE,
+    HOST,
+    MODEL,
+    PORT,
     Asked,
     ClientKey,
     ConfigFile,
-    CpuLevel,
     Decode,
-    Device,
-    Dial,
-    Dtype,
+    Given,
     Mixed,
-    Model,
     Name,
     Output,
     OutputFormat,
@@ -36,7 +39,7 @@ from pdmesh.cli.options import (
     Url,
     asks_quietly,
     asks_scheduler,
-    build_config,
+    configured,
 )
 from pdmesh.cli.state import DEFAULT_NAME, state_folder
 from pdmesh.cli.study_commands import app as study_app
@@ -44,136 +47,122 @@ from pdmesh.cli.tls import app as tls_app
 from pdmesh.errors import ConfigError
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
+    from pdmesh.cli.http import Target
     from pdmesh.config import MeshConfig
 
-app = typer.Typer(
-    cls=WholeSummaries,
-    name="pdmesh",
-    help="A disaggregated serving mesh for large language models.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # tables cut long names, and take as long as all else of `--help`
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-requests_app = typer.Typer(cls=WholeSummaries, help="Show single requests.", no_args_is_help=True)
-policy_app = typer.Typer(
-    cls=WholeSummaries, help="Show the scheduling policy, and switch it while serving.", no_args_is_help=True
-)
-config_app = typer.Typer(cls=WholeSummaries, help="Show the configuration.", no_args_is_help=True)
 
-app.add_typer(study_app)
-app.add_typer(operator_app)
-app.add_typer(pool_app, name="pool")
-app.add_typer(ops_app, name="ops")
-app.add_typer(requests_app, name="requests")
-app.add_typer(policy_app, name="policy")
-app.add_typer(config_app, name="config")
-app.add_typer(keys_app, name="keys")
-app.add_typer(tls_app, name="tls")
-
-
-def _print_version(wanted: bool) -> None:
+def _print_version(context: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted:
         version()
-        raise typer.Exit
+        context.exit()
 
 
-@app.callback()
-def pdmesh(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """A disaggregated serving mesh for large language models."""
+app = Commands(
+    "pdmesh",
+    "A disaggregated serving mesh for large language models.",
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
+            help="Print the version and exit.",
+        )
+    ],
+)
+requests_app = Commands("requests", "Show single requests.")
+policy_app = Commands("policy", "Show the scheduling policy, and switch it while serving.")
+config_app = Commands("config", "Show the configuration.")
+
+#: Options of `up` that set settings, beside those that other commands have, too.
+UP_FLAGS = (
+    MODEL,
+    Flag("--served-model-name", "worker.served_model_name", "Model name that clients use.", "NAME", panel="Model"),
+    Flag("--lora", "worker.lora", "LoRA adapter to merge into the weights: PEFT's directory.", "PATH", panel="Model"),
+    DTYPE,
+    DEVICE,
+    Flag("--cpu-level", "worker.cpu_level", "Highest level of CPU kernels to use, such as avx2.", panel="Model"),
+    Flag("--max-model-len", "worker.max_model_len", "Context length. [default: the checkpoint's]", "N", panel="Model"),
+    Flag("--kv-cache-bytes", "worker.kv_cache_bytes", "KV cache of an instance, such as 4GiB.", "SIZE", panel="Model"),
+    Flag(
+        "--deterministic",
+        "worker.deterministic",
+        "Bit-identical results whatever the batch.",
+        panel="Model",
+        is_switch=True,
+    ),
+    Flag(
+        "--tensor-parallel-size",
+        "worker.tensor_parallel_size",
+        "Processes that compute each instance's steps. [default: 1]",
+        "N",
+        short="-tp",
+        panel="Pools",
+    ),
+    Flag("--prefill-tp", "prefill.tensor_parallel_size", "The same, of prefill instances only.", "N", panel="Pools"),
+    Flag("--decode-tp", "decode.tensor_parallel_size", "The same, of decode instances only.", "N", panel="Pools"),
+    Flag(
+        "--pipeline-parallel-size",
+        "worker.pipeline_parallel_size",
+        "Stages that each instance's steps pass. [default: 1]",
+        "N",
+        short="-pp",
+        panel="Pools",
+    ),
+    Flag("--prefill-pp", "prefill.pipeline_parallel_size", "The same, of prefill instances only.", "N", panel="Pools"),
+    Flag("--decode-pp", "decode.pipeline_parallel_size", "The same, of decode instances only.", "N", panel="Pools"),
+    Flag(
+        "--bundle",
+        "scheduler.bundle",
+        "Policy bundle; see `pdmesh policy list`. [default: pdmesh]",
+        "NAME",
+        panel="Policy",
+    ),
+    Flag(
+        "--profile",
+        "scheduler.profile",
+        "Latency model of an instance. [default: measured at start]",
+        "NAME|FILE",
+        panel="Policy",
+    ),
+    Flag("--chunk-tokens", "policy.chunk_tokens", "Prompt tokens in a step.", "N", panel="Policy"),
+    HOST,
+    PORT,
+    Flag(
+        "--api-key",
+        "security.api_key",
+        "Key that clients must send; safer: PDMESH_SECURITY_API_KEY.",
+        "KEY",
+        panel="Network",
+    ),
+    Flag("--log-level", "telemetry.log_level", "debug, info, warning or error.", "LEVEL", panel="Output"),
+)
 
 
-@app.command("serve", hidden=True)  # its name in vLLM
-@app.command(epilog="Example: pdmesh up ./my-model --prefill 2 --decode 2 --detach")
+@app.define(example="pdmesh up ./my-model --prefill 2 --decode 2 --detach", aliases=("serve",))
+@configured(*UP_FLAGS)
 def up(
-    checkpoint: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model, such as smollm2.")
-    ] = None,
-    model: Model = None,
-    host: Annotated[str | None, typer.Option(help="Address that the gateway listens on. [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one. [default: 8000]")] = None,
+    given: Given,
+    model: Annotated[str | None, Argument(metavar="MODEL", help="Same as --model, such as smollm2.")] = None,
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = 0,
-    tensor_parallel_size: Annotated[
-        int | None,
-        typer.Option(
-            "--tensor-parallel-size", "-tp", help="Processes that compute each instance's steps. [default: 1]"
-        ),
-    ] = None,
-    prefill_tp: Annotated[int | None, typer.Option(help="The same, of prefill instances only.")] = None,
-    decode_tp: Annotated[int | None, typer.Option(help="The same, of decode instances only.")] = None,
-    pipeline_parallel_size: Annotated[
-        int | None,
-        typer.Option("--pipeline-parallel-size", "-pp", help="Stages that each instance's steps pass. [default: 1]"),
-    ] = None,
-    prefill_pp: Annotated[int | None, typer.Option(help="The same, of prefill instances only.")] = None,
-    decode_pp: Annotated[int | None, typer.Option(help="The same, of decode instances only.")] = None,
-    gateways: Annotated[int, typer.Option(min=1, max=64, help="Number of gateway processes; they share the port.")] = 1,
+    gateways: Annotated[
+        int, Option(min=1, max=64, panel="Network", help="Number of gateway processes; they share the port.")
+    ] = 1,
     name: Name = DEFAULT_NAME,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Run in the background; return once the mesh serves.")
+        bool, Option("--detach", "-d", help="Run in the background; return once the mesh serves.")
     ] = False,
-    served_model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
-    lora: Annotated[Path | None, typer.Option(help="LoRA adapter to merge into the weights: PEFT's directory.")] = None,
-    dtype: Dtype = None,
-    cpu_level: CpuLevel = None,
-    device: Device = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Context length. [default: the checkpoint's]")] = None,
-    kv_cache_bytes: Annotated[int | None, typer.Option(help="Size of an instance's KV cache.")] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens in a step.")] = None,
-    bundle: Annotated[
-        str | None, typer.Option(help="Policy bundle; see `pdmesh policy list`. [default: pdmesh]")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Latency model of an instance. [default: measured at start]")
-    ] = None,
-    deterministic: Annotated[
-        bool | None, typer.Option("--deterministic", help="Bit-identical results whatever the batch.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="Key that clients must send; safer: PDMESH_SECURITY_API_KEY.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
 ) -> None:
     """Start a mesh on this machine. Ctrl-C drains and stops it; a second one kills it."""
     from pdmesh.cli.plan import make_pools
     from pdmesh.cli.up import MeshRun, up_detached
 
-    if checkpoint is not None and model is not None:
-        raise ConfigError(f"two models are given, {checkpoint!r} and --model {model!r}: give one")
-    tree = build_config(
-        config,
-        settings,
-        model=checkpoint or model,
-        gateway__host=host,
-        gateway__port=port,
-        worker__served_model_name=served_model_name,
-        worker__lora=lora,
-        worker__dtype=dtype,
-        worker__cpu_level=cpu_level,
-        worker__device=device,
-        worker__max_model_len=max_model_len,
-        worker__kv_cache_bytes=kv_cache_bytes,
-        worker__deterministic=deterministic,
-        worker__tensor_parallel_size=tensor_parallel_size,
-        prefill__tensor_parallel_size=prefill_tp,
-        decode__tensor_parallel_size=decode_tp,
-        worker__pipeline_parallel_size=pipeline_parallel_size,
-        prefill__pipeline_parallel_size=prefill_pp,
-        decode__pipeline_parallel_size=decode_pp,
-        policy__chunk_tokens=chunk_tokens,
-        scheduler__bundle=bundle,
-        scheduler__profile=profile,
-        security__api_key=api_key,
-        telemetry__log_level=log_level,
-    )
+    if model is not None and (other := given.flag("model")) is not None:
+        raise ConfigError(f"two models are given, {model!r} and --model {other!r}: give one")
+    tree = given.config(model=model)
     pools = make_pools(prefill, decode, mixed)
     if tree.scheduler.batching == "eb" and not pools.mixed:
         from pdmesh.policy.batching import NOTHING_EXCLUSIVE
@@ -181,27 +170,42 @@ def up(
         raise ConfigError(f"scheduler.batching is eb: {NOTHING_EXCLUSIVE}")
     state = state_folder(os.environ, name)
     if detach:
-        raise typer.Exit(up_detached(tree, pools, state, os.environ, gateways))
+        raise Exit(up_detached(tree, pools, state, os.environ, gateways))
     MeshRun(tree, pools, state, os.environ, gateways).run()
 
 
-@app.command(epilog="Example: pdmesh down --drain 10")
+@app.define(example='pdmesh run smollm2 "Why is the sky blue?"')
+@configured(DTYPE, DEVICE, HOST, PORT)
+def run(
+    given: Given,
+    model: Annotated[str | None, Argument(metavar="MODEL", help="As of `pdmesh up`.")] = None,
+    message: Annotated[list[str] | None, Argument(metavar="MESSAGE", help="Print the answer to this and exit.")] = None,
+    name: Name = DEFAULT_NAME,
+) -> None:
+    """Chat with a model: start a mesh in the background unless one serves the model, and leave it running."""
+    from pdmesh.cli.run import run_model
+
+    tree = given.config(model=model)
+    raise Exit(run_model(tree, state_folder(os.environ, name), " ".join(message or ()) or None))
+
+
+@app.define(example="pdmesh down --drain 10s", aliases=("stop",))
 def down(
     name: Name = DEFAULT_NAME,
-    now: Annotated[bool, typer.Option("--now", help="Kill at once, without draining.")] = False,
+    now: Annotated[bool, Option("--now", help="Kill at once, without draining.")] = False,
     drain: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SECONDS", help="Time that requests have to finish. [default: the mesh's drain_s]"),
+        Option(min=0, seconds=True, help="Time that requests have to finish. [default: the mesh's drain_s]"),
     ] = None,
 ) -> None:
     """Drain and stop a mesh on this machine, and wait until it has ended."""
     from pdmesh.cli.up import down as stop
 
     stopped = stop(state_folder(os.environ, name), now=now, drain_s=drain)
-    typer.echo(f"pdmesh: mesh {name!r} {'stopped' if stopped else 'is not running'}")
+    click.echo(f"pdmesh: mesh {name!r} {'stopped' if stopped else 'is not running'}")
 
 
-@app.command(epilog="Example: pdmesh status -o json")
+@app.define(example="pdmesh status -o json", aliases=("ps",))
 @asks_scheduler
 def status(asked: Asked) -> None:
     """Show the instances of a mesh and what they are doing."""
@@ -210,29 +214,51 @@ def status(asked: Asked) -> None:
     show_status(asked.config, asked.state, asked.output)
 
 
-@app.command(epilog="Example: pdmesh top --once")
+@app.define(example="pdmesh models", aliases=("ls",))
+def models(output: OutputFormat = Output.TABLE) -> None:
+    """List the models on this machine, and the names of others that are downloaded at first use."""
+    from pdmesh.cli.models import list_models
+
+    list_models(output)
+
+
+@app.define(example="pdmesh logs decode-0 -f")
+def logs(
+    process: Annotated[
+        list[str] | None, Argument(metavar="PROCESS", help="Such as gateway or decode-0. [default: all]")
+    ] = None,
+    name: Name = DEFAULT_NAME,
+    lines: Annotated[int, Option("-n", "--lines", min=0, help="How many of the latest lines to print.")] = 100,
+    follow: Annotated[bool, Option("-f", "--follow", help="Go on with new lines until Ctrl-C.")] = False,
+    output: OutputFormat = Output.TABLE,
+) -> None:
+    """Print the logs of all processes of a mesh that was started with `pdmesh up`, in the order of time."""
+    from pdmesh.cli.logs import print_logs
+
+    print_logs(state_folder(os.environ, name), process or (), lines, follow=follow, output=output)
+
+
+@app.define(example="pdmesh top --once")
 def top(
     name: Name = DEFAULT_NAME,
     url: Url = None,
     api_key: ClientKey = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
+    once: Annotated[bool, Option("--once", help="Print the current state and exit.")] = False,
     output: OutputFormat = Output.TABLE,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Watch instances, their steps and requests, as on the gateway's page. Ctrl-C exits."""
-    from pdmesh.cli.http import Target
     from pdmesh.cli.top import run_top
 
-    target = Target(build_config(config, settings), state_folder(os.environ, name), url, api_key)
-    run_top(target, once=once, output=output)
+    run_top(_target(config, settings, name, url, api_key), once=once, output=output)
 
 
-@requests_app.command("show", epilog="Example: pdmesh requests show chatcmpl-cd69")
+@requests_app.define("show", example="pdmesh requests show chatcmpl-cd69")
 @asks_scheduler
 def requests_show(
     asked: Asked,
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],
+    request_id: Annotated[str, Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],
 ) -> None:
     """Print a request's timeline: waiting, each chunk with its instance, the KV transfer, the tokens."""
     from pdmesh.cli.admin import show_request
@@ -240,11 +266,11 @@ def requests_show(
     show_request(asked.config, asked.state, request_id, asked.output)
 
 
-@requests_app.command("list", epilog="Example: pdmesh requests list -n 50")
+@requests_app.define("list", example="pdmesh requests list -n 50", aliases=("ls",))
 @asks_scheduler
 def requests_list(
     asked: Asked,
-    limit: Annotated[int, typer.Option("-n", "--limit", min=1, help="How many requests to list.")] = 20,
+    limit: Annotated[int, Option("-n", "--limit", min=1, help="How many requests to list.")] = 20,
 ) -> None:
     """List the latest requests, newest first."""
     from pdmesh.cli.admin import list_requests
@@ -252,16 +278,16 @@ def requests_list(
     list_requests(asked.config, asked.state, limit, asked.output)
 
 
-@policy_app.command("list", epilog="Example: pdmesh policy list")
+@policy_app.define("list", example="pdmesh policy list", aliases=("ls",))
 @asks_scheduler
 def policy_list(asked: Asked) -> None:
-    """List the policy bundles; a star marks the one in use."""
+    """List the policy bundles and batching modes; stars mark those in use where a mesh runs."""
     from pdmesh.cli.policy import list_policies
 
     list_policies(asked.config, asked.state, asked.output)
 
 
-@policy_app.command("get", epilog="Example: pdmesh policy get")
+@policy_app.define("get", example="pdmesh policy get")
 @asks_quietly
 def policy_get(asked: Asked) -> None:
     """Print the policy bundle in use."""
@@ -270,16 +296,14 @@ def policy_get(asked: Asked) -> None:
     get_policy(asked.config, asked.state)
 
 
-@policy_app.command("set", epilog="Example: pdmesh policy set fcfs")
+@policy_app.define("set", example="pdmesh policy set fcfs")
 @asks_quietly
 def policy_set(
     asked: Asked,
-    policy: Annotated[
-        str, typer.Argument(metavar="POLICY", help="A bundle or a batching mode, as in `pdmesh policy list`.")
-    ],
+    policy: Annotated[str, Argument(metavar="POLICY", help="A bundle or a batching mode, as in `pdmesh policy list`.")],
     threshold: Annotated[
         float | None,
-        typer.Option(help="For `eb`: share of idle seats that ends a decode phase. [default: the best in theory]"),
+        Option(help="For `eb`: share of idle seats that ends a decode phase. [default: the best in theory]"),
     ] = None,
 ) -> None:
     """Switch the policy bundle, or the batching mode, while serving. No request is dropped."""
@@ -288,28 +312,27 @@ def policy_set(
     set_policy(asked.config, asked.state, policy, threshold)
 
 
-@app.command(epilog='Example: pdmesh chat -m "Why separate prefill and decode?"')
+@app.define(example='pdmesh chat -m "Why separate prefill and decode?"')
 def chat(
     name: Name = DEFAULT_NAME,
     url: Url = None,
     api_key: ClientKey = None,
-    model: Annotated[str | None, typer.Option(help="Name of the served model. [default: the first one]")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
-    temperature: Annotated[float, typer.Option(min=0)] = 1.0,
-    tools: Annotated[Path | None, typer.Option(help="JSON file with a list of tools that the model may call.")] = None,
+    model: Annotated[str | None, Option(help="Name of the served model. [default: the first one]")] = None,
+    system: Annotated[str | None, Option(help="A system message.")] = None,
+    max_tokens: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float | None, Option(min=0, help="0: the likeliest tokens. [default: the model's]")] = None,
+    tools: Annotated[Path | None, Option(help="JSON file with a list of tools that the model may call.")] = None,
     tool_choice: Annotated[
-        str | None, typer.Option(help="auto, none, required, or the name of a tool. [default: auto]")
+        str | None, Option(help="auto, none, required, or the name of a tool. [default: auto]")
     ] = None,
     message: Annotated[
-        str | None, typer.Option("--message", "-m", help="Send this message, print the answer and exit.")
+        str | None, Option("--message", "-m", help="Send this message, print the answer and exit.")
     ] = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Chat with the model. Ctrl-C stops an answer, Ctrl-D exits."""
     from pdmesh.cli.chat import ChatOptions, run_chat
-    from pdmesh.cli.http import Target
 
     options = ChatOptions(
         model=model,
@@ -319,121 +342,108 @@ def chat(
         tools=tools,
         tool_choice=tool_choice,
     )
-    target = Target(build_config(config, settings), state_folder(os.environ, name), url, api_key)
-    raise typer.Exit(run_chat(target, options, message))
+    raise Exit(run_chat(_target(config, settings, name, url, api_key), options, message))
 
 
-@app.command(epilog="Example: pdmesh doctor --mesh")
+@app.define(example="pdmesh doctor --mesh")
+@configured(PORT)
 def doctor(
+    given: Given,
     output: OutputFormat = Output.TABLE,
-    port: Annotated[int | None, typer.Option(help="HTTP port to check. [default: 8000]")] = None,
     mesh: Annotated[
-        bool,
-        typer.Option("--mesh", help="Check a running mesh instead: its instances try each other and the gateways."),
+        bool, Option("--mesh", help="Check a running mesh instead: its instances try each other and the gateways.")
     ] = False,
     name: Name = DEFAULT_NAME,
     scheduler: Scheduler = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
 ) -> None:
     """Check this machine: processor, kernels, torch, UCX, GPU, ports, memory. Says how to fix what is missing."""
     if mesh:
         from pdmesh.cli.mesh_doctor import run_mesh_doctor
 
-        tree = build_config(config, settings, scheduler_address=scheduler)
-        raise typer.Exit(run_mesh_doctor(tree, state_folder(os.environ, name), output))
+        tree = given.config(scheduler_address=scheduler)
+        raise Exit(run_mesh_doctor(tree, state_folder(os.environ, name), output))
     from pdmesh.cli.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(build_config(config, settings, gateway__port=port), output, os.environ))
+    raise Exit(run_doctor(given.config(), output, os.environ))
 
 
-@app.command(epilog="Example: pdmesh gateway --model ./my-model --scheduler 10.0.0.1:5000 --port 8000")
-def gateway(
-    model: Model = None,
-    scheduler: Dial = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="HTTP port. [default: 8000]")] = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
+@app.define(example="pdmesh gateway --model ./my-model --scheduler 10.0.0.1:5000 --port 8000")
+@configured(MODEL, DIAL, HOST, PORT)
+def gateway(given: Given) -> None:
     """Run one gateway in the foreground."""
-    tree = build_config(
-        config, settings, model=model, scheduler_address=scheduler, gateway__host=host, gateway__port=port
-    )
-    _run_service("gateway", tree)
+    _run_service("gateway", given.config())
 
 
-@app.command(epilog="Example: pdmesh scheduler --host 127.0.0.1 --port 5000")
-def scheduler(
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="gRPC port. [default: a free one]")] = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
+@app.define(example="pdmesh scheduler --host 127.0.0.1 --port 5000")
+@configured(
+    Flag("--host", "scheduler.host", "Address to listen on. [default: 127.0.0.1]", metavar="ADDRESS"),
+    Flag("--port", "scheduler.port", "gRPC port. [default: a free one]", metavar="PORT"),
+)
+def scheduler(given: Given) -> None:
     """Run one scheduler in the foreground."""
-    _run_service("scheduler", build_config(config, settings, scheduler__host=host, scheduler__port=port))
+    _run_service("scheduler", given.config())
 
 
-@app.command(epilog="Example: pdmesh prefill --model ./my-model --scheduler 127.0.0.1:5000")
-def prefill(
-    model: Model = None,
-    scheduler: Dial = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
+@app.define(example="pdmesh prefill --model ./my-model --scheduler 127.0.0.1:5000")
+@configured(MODEL, DIAL)
+def prefill(given: Given) -> None:
     """Run one prefill instance in the foreground."""
-    _run_service("prefill", build_config(config, settings, model=model, scheduler_address=scheduler))
+    _run_service("prefill", given.config())
 
 
-@app.command(epilog="Example: pdmesh decode --model ./my-model --scheduler 127.0.0.1:5000 --role mixed")
-def decode(
-    model: Model = None,
-    scheduler: Dial = None,
-    role: Annotated[str | None, typer.Option(help="decode or mixed. [default: decode]")] = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
+@app.define(example="pdmesh decode --model ./my-model --scheduler 127.0.0.1:5000 --role mixed")
+@configured(MODEL, DIAL, Flag("--role", "worker.role", "decode or mixed. [default: decode]", metavar="ROLE"))
+def decode(given: Given) -> None:
     """Run one decode or mixed instance in the foreground."""
-    _run_service("decode", build_config(config, settings, model=model, scheduler_address=scheduler, worker__role=role))
+    _run_service("decode", given.config())
 
 
-@app.command(epilog="Example: pdmesh actuator --release mesh --scheduler mesh-scheduler:7000")
-def actuator(
-    release: Annotated[str | None, typer.Option(help="Name of the chart's release. [default: mesh]")] = None,
-    scheduler: Dial = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
+@app.define(example="pdmesh actuator --release mesh --scheduler mesh-scheduler:7000")
+@configured(
+    Flag("--release", "kubernetes.release", "Name of the chart's release. [default: mesh]", metavar="NAME"), DIAL
+)
+def actuator(given: Given) -> None:
     """Start, stop and replace instances in Kubernetes for `pool resize` and `restart --rolling`, from a pod there."""
     from pdmesh.cli.kubernetes_actuator import run_actuator
 
-    tree = build_config(config, settings, scheduler_address=scheduler, kubernetes__release=release)
-    raise typer.Exit(run_actuator(tree))
+    raise Exit(run_actuator(given.config()))
 
 
-@config_app.command("show", epilog="Example: pdmesh config show --set scheduler.bundle=fcfs")
+@config_app.define("show", example="pdmesh config show --set scheduler.bundle=fcfs")
+@configured()
 def config_show(
-    output: Annotated[str, typer.Option("-o", "--output", help="toml or json.")] = "toml",
-    config: ConfigFile = None,
-    settings: Settings = None,
+    given: Given,
+    output: Annotated[Literal["toml", "json"], Option("-o", "--output", help="Output format.")] = "toml",
 ) -> None:
     """Print the resolved configuration; flags override the environment, and that overrides the file."""
     from pdmesh.config_sources import to_dict, to_toml
 
-    tree = build_config(config, settings)
-    typer.echo(json.dumps(to_dict(tree), indent=2) if output == "json" else to_toml(tree), nl=output == "json")
+    tree = given.config()
+    click.echo(json.dumps(to_dict(tree), indent=2) if output == "json" else to_toml(tree), nl=output == "json")
 
 
-@app.command(epilog="Example: pdmesh version")
+@app.define(example="pdmesh version")
 def version() -> None:
     """Print the version, the compiled CPU kernels, and whether the scheduling core is compiled."""
     from pdmesh.build_info import core_build
     from pdmesh.engine.levels import compiled_levels
 
     kernels = ", ".join(compiled_levels()) or "none, built without a compiler"
-    typer.echo(f"{__version__} (CPU kernels: {kernels}; core: {core_build()})")
+    click.echo(f"{__version__} (CPU kernels: {kernels}; core: {core_build()})")
+
+
+app.include(study_app)
+app.include(operator_app)
+for group in (pool_app, ops_app, requests_app, policy_app, config_app, keys_app, tls_app):
+    app.add_command(group)
+
+
+def _target(config: Path | None, settings: list[str] | None, name: str, url: str | None, key: str | None) -> Target:
+    from pdmesh.cli.http import Target
+
+    return Target(Given(config, settings or (), {}).config(), state_folder(os.environ, name), url, key)
 
 
 def _run_service(name: str, config: MeshConfig) -> None:
     main = cast("Callable[[MeshConfig], int]", importlib.import_module(f"pdmesh_{name}.main").main)
-    raise typer.Exit(main(config))
+    raise Exit(main(config))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
-import typer
 
 from pdmesh.cli.http import Target, refusal
 from pdmesh.errors import PdmeshError
@@ -20,10 +20,10 @@ _READ_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    model: str | None
-    system: str | None
-    max_tokens: int
-    temperature: float
+    model: str | None = None  # None: the first one that is served
+    system: str | None = None
+    max_tokens: int = 512
+    temperature: float | None = None  # None: as the model's files say
     tools: Path | None = None
     tool_choice: str | None = None
 
@@ -34,7 +34,9 @@ Message = dict[str, Any]
 
 def run_chat(target: Target, options: ChatOptions, message: str | None) -> int:
     """Converse until the end of input, or give one answer to ``message``. Raises PdmeshError."""
-    fields: dict[str, Any] = {"max_tokens": options.max_tokens, "temperature": options.temperature, "stream": True}
+    fields: dict[str, Any] = {"max_tokens": options.max_tokens, "stream": True}
+    if options.temperature is not None:
+        fields["temperature"] = options.temperature
     if options.tools is not None:
         fields["tools"] = _read_tools(options.tools)
     if options.tool_choice is not None:
@@ -46,7 +48,7 @@ def run_chat(target: Target, options: ChatOptions, message: str | None) -> int:
             if message is not None:
                 _turn(client, fields, history, [{"role": "user", "content": message}])
                 return 0
-            typer.echo(f"{fields['model']} at {client.base_url}; Ctrl-C stops an answer, Ctrl-D exits")
+            click.echo(f"{fields['model']} at {client.base_url}; Ctrl-C stops an answer, Ctrl-D exits")
             return _converse(client, fields, history)
         except httpx.TransportError as error:
             raise PdmeshError(f"the gateway at {client.base_url} cannot be reached: {error}") from error
@@ -57,16 +59,16 @@ def _converse(client: httpx.Client, fields: dict[str, Any], history: list[Messag
         try:
             said = _ask(history)
         except (EOFError, KeyboardInterrupt):
-            typer.echo()
+            click.echo()
             return 0
         if not said:
             continue
         try:
             _turn(client, fields, history, said)
         except KeyboardInterrupt:
-            typer.echo(" [stopped]")
+            click.echo(" [stopped]")
         except PdmeshError as error:  # this turn failed, the conversation goes on
-            typer.echo(f"[{error}]")
+            click.echo(f"[{error}]")
 
 
 def _ask(history: list[Message]) -> list[Message]:
@@ -94,9 +96,13 @@ def _turn(client: httpx.Client, fields: dict[str, Any], history: list[Message], 
             request_id = chunk.get("id", request_id)
             for choice in chunk.get("choices", []):
                 answer.add(choice.get("delta", {}))
+                answer.is_cut |= choice.get("finish_reason") == "length"
     answer.end()
+    if answer.is_cut:
+        note = f"[cut at the limit of tokens: --max-tokens is {fields['max_tokens']}, or the context is full]"
+        click.echo(note, err=True)
     if request_id:
-        typer.echo(f"[{request_id}]", err=True)  # what `pdmesh requests show` takes
+        click.echo(f"[{request_id}]", err=True)  # what `pdmesh requests show` takes
     history += [*said, answer.message]
 
 
@@ -105,11 +111,12 @@ class _Answer:
 
     def __init__(self) -> None:
         self.message: Message = {"role": "assistant", "content": ""}
+        self.is_cut = False
         self._printing = ""  # the kind of what was printed last
 
     def add(self, delta: dict[str, Any]) -> None:
         if reasoning := delta.get("reasoning_content"):
-            self._show("reasoning", typer.style(reasoning, dim=True))
+            self._show("reasoning", click.style(reasoning, dim=True))
         if content := delta.get("content"):
             self._show("content", content)
             self.message["content"] += content
@@ -117,7 +124,7 @@ class _Answer:
             self._add_call(piece)
 
     def end(self) -> None:
-        typer.echo()
+        click.echo()
 
     def _add_call(self, piece: dict[str, Any]) -> None:
         calls = self.message.setdefault("tool_calls", [])
@@ -128,14 +135,14 @@ class _Answer:
         called = calls[piece["index"]]["function"]
         called["name"] += function.get("name") or ""
         called["arguments"] += function.get("arguments") or ""
-        name = typer.style(function["name"], bold=True) + " " if function.get("name") else ""
+        name = click.style(function["name"], bold=True) + " " if function.get("name") else ""
         self._show("call", name + (function.get("arguments") or ""))
 
     def _show(self, kind: str, text: str) -> None:
         if self._printing not in ("", kind):
-            typer.echo()
+            click.echo()
         self._printing = kind
-        typer.echo(text, nl=False)
+        click.echo(text, nl=False)
 
 
 def _read_tools(path: Path) -> list[Any]:

@@ -13,21 +13,19 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import typer
+import click
 from huggingface_hub import constants
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from pdmesh.build_info import core_build
 from pdmesh.cli.options import Output
 from pdmesh.cli.preflight import check_machine
-from pdmesh.cli.state import state_root
+from pdmesh.cli.state import MeshRecord, running_meshes, state_root
+from pdmesh.cli.tables import terminal_width, wrapped
 from pdmesh.config import MeshConfig, TransferConfig, WorkerConfig
 from pdmesh.engine.levels import choose_kernels, processor_levels
 from pdmesh.errors import ConfigError
@@ -64,7 +62,7 @@ def run_doctor(config: MeshConfig, output: Output, environ: Mapping[str, str]) -
     """Print all checks; return 1 if something essential fails, else 0."""
     checks = list(all_checks(config, environ))
     if output is Output.JSON:
-        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+        click.echo(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         _print(checks)
     return 1 if any(check.verdict is Severity.FAILURE for check in checks) else 0
@@ -77,7 +75,7 @@ def all_checks(config: MeshConfig, environ: Mapping[str, str]) -> Iterator[Check
     yield from check_ucx(environ)
     yield check_memory_reading(why_unreadable())
     yield check_encryption(config.transfer, seconds_to_seal)
-    yield check_port(config.gateway.host, config.gateway.port)
+    yield check_port(config.gateway.host, config.gateway.port, running_meshes(environ))
     yield check_memory(config, free_host_bytes())
     yield check_disk("state", state_root(environ), "XDG_STATE_HOME")
     yield check_disk("checkpoints", Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE")
@@ -193,13 +191,17 @@ def check_encryption(config: TransferConfig, seconds: Callable[[int], float]) ->
     return Check("KV encryption", Severity.OK, f"{found}; transfer.encrypt is {'on' if config.encrypt else 'off'}")
 
 
-def check_port(host: str, port: int) -> Check:
+def check_port(host: str, port: int, meshes: Sequence[MeshRecord] = ()) -> Check:
+    """Check that the port is free, or that one of ``meshes`` serves there."""
     if port == 0:
         return Check("port", Severity.OK, "a free port is used")
     try:
         with socket.create_server((host, port)):
             return Check("port", Severity.OK, f"{host}:{port} is free")
     except OSError as error:
+        for mesh in meshes:
+            if mesh.http_address.rpartition(":")[2] == str(port):
+                return Check("port", Severity.OK, f"mesh {mesh.name!r} serves {mesh.model} at {mesh.http_address}")
         advice = "stop the process that uses it (`pdmesh down` if it is a mesh), or use another with --port"
         return Check("port", Severity.WARNING, f"{host}:{port}: {error.strerror}", advice)
 
@@ -272,8 +274,9 @@ def check_hub() -> Check:
 
 def _print(checks: list[Check]) -> None:
     colours = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.FAILURE: "red"}
-    table = Table(box=None, pad_edge=False, show_header=False)
+    width = max(len(check.subject) for check in checks)
     for check in checks:
-        text = check.found + (f"\n→ {check.advice}" if check.advice else "")
-        table.add_row(f"[{colours[check.verdict]}]{check.verdict}[/]", check.subject, escape(text))
-    Console(highlight=False).print(table)
+        verdict = click.style(f"{check.verdict:7}", fg=colours[check.verdict])
+        room = max(terminal_width() - width - 9, 20)
+        found = [*wrapped(check.found, room), *(wrapped(f"→ {check.advice}", room) if check.advice else ())]
+        click.echo(f"{verdict} {check.subject:{width}} " + f"\n{'':{width + 9}}".join(found))

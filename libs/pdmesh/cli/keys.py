@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit
 
 from pdmesh.apikeys import (
     DEFAULT_OPERATOR_SCOPES,
@@ -22,30 +23,26 @@ from pdmesh.apikeys import (
     parse_api_keys,
     parse_operators,
 )
-from pdmesh.cli.help import WholeSummaries
+from pdmesh.cli.commands import Argument, Commands, Option
 from pdmesh.errors import ConfigError
 
-app = typer.Typer(cls=WholeSummaries, help="Create API keys and operator tokens.", no_args_is_help=True)
+app = Commands("keys", "Create API keys and operator tokens.")
 
 
-@app.command(epilog="Example: pdmesh keys new alice --file keys.toml")
+@app.define(example="pdmesh keys new alice --file keys.toml")
 def new(
-    name: Annotated[str, typer.Argument(help="Owner of the key; it appears in logs and limits.")],
-    file: Annotated[Path | None, typer.Option(help="Add the entry to this file (security.api_keys_file).")] = None,
+    name: Annotated[str, Argument(help="Owner of the key; it appears in logs and limits.")],
+    file: Annotated[Path | None, Option(help="Add the entry to this file (security.api_keys_file).")] = None,
     scope: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(sorted(SCOPES))}; repeatable. [default: all but watch]")
+        list[str] | None, Option(help=f"{', '.join(sorted(SCOPES))}; repeatable. [default: all but watch]")
     ] = None,
-    requests_per_minute: Annotated[float | None, typer.Option()] = None,
-    tokens_per_minute: Annotated[float | None, typer.Option(help="Prompt and output tokens per minute.")] = None,
-    max_concurrent_requests: Annotated[float | None, typer.Option()] = None,
-    min_priority: Annotated[
-        int | None, typer.Option(help="Lowest value allowed; lower values are served first.")
-    ] = None,
-    max_priority: Annotated[int | None, typer.Option()] = None,
-    min_slo_ttft_ms: Annotated[
-        float | None, typer.Option(help="Shortest TTFT target that the key may ask for.")
-    ] = None,
-    share: Annotated[int, typer.Option(help="Weight among keys whose requests wait.")] = 1,
+    requests_per_minute: Annotated[float | None, Option()] = None,
+    tokens_per_minute: Annotated[float | None, Option(help="Prompt and output tokens per minute.")] = None,
+    max_concurrent_requests: Annotated[float | None, Option()] = None,
+    min_priority: Annotated[int | None, Option(help="Lowest value allowed; lower values are served first.")] = None,
+    max_priority: Annotated[int | None, Option()] = None,
+    min_slo_ttft_ms: Annotated[float | None, Option(help="Shortest TTFT target that the key may ask for.")] = None,
+    share: Annotated[int, Option(help="Weight among keys whose requests wait.")] = 1,
 ) -> None:
     """Create a key and its entry. The key is printed once and stored nowhere."""
     secret = new_key()
@@ -64,12 +61,12 @@ def new(
     _make(key, secret, file, "security.api_keys_file", "a running gateway")
 
 
-@app.command(epilog="Example: pdmesh keys operator bob --scope write --file operators.toml")
+@app.define(example="pdmesh keys operator bob --scope write --file operators.toml")
 def operator(
-    name: Annotated[str, typer.Argument(help="Owner of the token; it appears in the scheduler's log.")],
-    file: Annotated[Path | None, typer.Option(help="Add the entry to this file (security.operators_file).")] = None,
+    name: Annotated[str, Argument(help="Owner of the token; it appears in the scheduler's log.")],
+    file: Annotated[Path | None, Option(help="Add the entry to this file (security.operators_file).")] = None,
     scope: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(sorted(OPERATOR_SCOPES))}; repeatable. [default: read]")
+        list[str] | None, Option(help=f"{', '.join(sorted(OPERATOR_SCOPES))}; repeatable. [default: read]")
     ] = None,
 ) -> None:
     """Create an operator's token and its entry. The operator sets security.operator_token; it is printed once."""
@@ -88,13 +85,13 @@ def _make(key: ApiKey | Operator, secret: str, file: Path | None, setting: str, 
         if file is not None:
             add_entry(file, key, entry)
     except ConfigError as error:
-        typer.echo(f"pdmesh: {error}", err=True)
-        raise typer.Exit(2) from error
+        click.echo(f"pdmesh: {error}", err=True)
+        raise Exit(2) from error
     if file is None:
-        typer.echo(f"# append to the file that {setting} names (*.toml)\n{entry}", err=True)
+        click.echo(f"# append to the file that {setting} names (*.toml)\n{entry}", err=True)
     else:
-        typer.echo(f"pdmesh: {key.name} added to {file}; {reader} reads it within seconds", err=True)
-    typer.echo(secret)
+        click.echo(f"pdmesh: {key.name} added to {file}; {reader} reads it within seconds", err=True)
+    click.echo(secret)
 
 
 def _parse(key: ApiKey | Operator, text: str, where: str) -> Mapping[str, ApiKey | Operator]:

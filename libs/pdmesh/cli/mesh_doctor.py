@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 
 import anyio
+import click
 import msgspec
-import typer
-from rich.table import Table
 
 from pdmesh.cli.admin import target
 from pdmesh.cli.options import Output
 from pdmesh.cli.state import StateFolder
-from pdmesh.cli.terminal import terminal
+from pdmesh.cli.tables import Column, Table
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ProtocolError
 from pdmesh.wire import messages
@@ -49,7 +48,7 @@ def run_mesh_doctor(config: MeshConfig, state: StateFolder, output: Output) -> i
         raise ProtocolError(f"the scheduler at {address} answered another question")
     found = list(findings(answer, time.time()))
     if output is Output.JSON:
-        typer.echo(msgspec.json.encode({"checked": answer, "findings": found}).decode())
+        click.echo(msgspec.json.encode({"checked": answer, "findings": found}).decode())
     else:
         _print(answer, found)
     return 1 if found else 0
@@ -94,17 +93,14 @@ def _certificate(where: str, expires_at: float | None, now: float) -> Iterator[F
 
 
 def _print(answer: messages.MeshChecked, found: list[Finding]) -> None:
-    console = terminal()
     num_pairs = len(answer.instances) * (len(answer.instances) - 1)
-    console.print(
+    click.echo(
         f"{len(answer.instances)} instances, {num_pairs} ways of KV, "
         f"{len(answer.instances) * len(answer.gateways)} of tokens: {f'{len(found)} problems' if found else 'all well'}"
     )
     if not found:
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("where", "what is wrong", "what to do"):
-        table.add_column(title)
+    table = Table([Column("where"), Column("what is wrong"), Column("what to do")])
     for each in found:
-        table.add_row(each.where, each.problem, each.advice)
-    console.print(table)
+        table.add(each.where, each.problem, each.advice)
+    table.show()

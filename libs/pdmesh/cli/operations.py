@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import anyio
+import click
 import msgspec
-import typer
-from rich.table import Table
 
 from pdmesh.cli.admin import duration, target
 from pdmesh.cli.options import Asked, Output, new_operation_id
-from pdmesh.cli.progress import progress_line
-from pdmesh.cli.terminal import terminal
+from pdmesh.cli.tables import Column, Table
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import OperationId, OperationKind, OperationState, PoolCounts, Role
@@ -102,15 +100,12 @@ def list_operations(asked: Asked) -> None:
     if asked.output is Output.JSON:
         _print_json(answer)
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("id", overflow="fold")  # it is typed again
-    for column in ("operation", "instance", "state", "left", "since", "detail"):
-        table.add_column(column)
+    table = Table([*map(Column, ("id", "operation", "instance", "state", "left", "since", "detail"))])
     for each in answer.operations:
         since = f"{duration(time.time() - each.began_at)} ago"
         left = str(each.num_left) if each.state == OperationState.RUNNING else ""
-        table.add_row(each.operation_id, _what(each), each.instance_id, each.state, left, since, each.detail)
-    terminal().print(table)
+        table.add(each.operation_id, _what(each), each.instance_id, each.state, left, since, each.detail)
+    table.show()
 
 
 def show_operation(asked: Asked, operation_id: str) -> None:
@@ -140,7 +135,9 @@ def current_state(asked: Asked) -> MeshStatus:
 
 async def _run(asked: Asked, question: StartOperation | StartResize | StartRolling, wait: bool) -> int:
     status = await _ask(asked, question, FIRST_LIMIT_S)
-    if wait:
+    if wait and status.state == OperationState.RUNNING:
+        from pdmesh.cli.progress import progress_line  # loads rich
+
         with progress_line(asked.output) as say:
             while status.state == OperationState.RUNNING:
                 say(_line(status))
@@ -151,7 +148,7 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
         if status.pools is not None and asked.output is not Output.JSON:
             command = status.resize_command
             how = f" with\n  {command}" if command else ": scheduler.resize_command is not set"
-            typer.echo(f"pdmesh: start and stop them yourself{how}", err=True)
+            click.echo(f"pdmesh: start and stop them yourself{how}", err=True)
         return EXIT_NO_ACTUATOR
     if status.state == OperationState.REFUSED:
         return EXIT_REFUSED
@@ -179,7 +176,7 @@ async def _ask_patiently(asked: Asked, question: AdminRequest, limit_s: float) -
             if anyio.current_time() + AWAY_PAUSE_S > until_s:
                 raise
         if not has_said and asked.output is not Output.JSON:
-            typer.echo(f"pdmesh: the scheduler does not answer; trying for {limit_s:g} s", err=True)
+            click.echo(f"pdmesh: the scheduler does not answer; trying for {limit_s:g} s", err=True)
         has_said = True
         await anyio.sleep(AWAY_PAUSE_S)
 
@@ -189,11 +186,11 @@ def _print(status: OperationStatus, output: Output) -> None:
         _print_json(status)
         return
     is_wrong = status.state in (OperationState.REFUSED, OperationState.FAILED)
-    typer.echo(f"pdmesh: {_line(status)}", err=is_wrong)
+    click.echo(f"pdmesh: {_line(status)}", err=is_wrong)
 
 
 def _print_json(answer: OperationStatus | OperationList) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
 
 
 def _line(status: OperationStatus) -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
-import typer
+from click.exceptions import Exit
 
-from pdmesh.cli.help import WholeSummaries
+from pdmesh.cli.commands import Argument, Commands, Option
 from pdmesh.cli.options import Asked, SloTpot, SloTtft, asks_scheduler, new_operation_id
-from pdmesh.core.operator_events import MAX_OPERATION_S, OperationRequested
 from pdmesh.errors import ConfigError
-from pdmesh.model import InstanceId, OperationKind, RequestId, Role
 
-app = typer.Typer()
-ops_app = typer.Typer(cls=WholeSummaries, invoke_without_command=True)
-pool_app = typer.Typer(
-    cls=WholeSummaries, help="Change how many instances of each role a mesh has.", no_args_is_help=True
-)
+app = Commands("operate", "")
+ops_app = Commands("ops", "Show running and recent operations, such as drains and role changes.", default="list")
+pool_app = Commands("pool", "Change how many instances of each role a mesh has.")
+
+#: As `pdmesh.core.operator_events` allows.
+MAX_OPERATION_S = 86400.0
 
 #: An answer of a thousand tokens has ended by then, on most machines; a longer one goes on elsewhere.
 DEFAULT_TIMEOUT_S = 30.0
@@ -25,27 +24,28 @@ DEFAULT_TIMEOUT_S = 30.0
 #: A large model is loaded meanwhile.
 DEFAULT_START_TIMEOUT_S = 600.0
 
-Instance = Annotated[str, typer.Argument(metavar="INSTANCE", help="Name of an instance, as in `pdmesh status`.")]
+Instance = Annotated[str, Argument(metavar="INSTANCE", help="Name of an instance, as in `pdmesh status`.")]
 Timeout = Annotated[
     float,
-    typer.Option(
-        min=0, max=MAX_OPERATION_S, help="Seconds that requests have to finish; then they move or restart elsewhere."
+    Option(
+        min=0,
+        max=MAX_OPERATION_S,
+        seconds=True,
+        help="Time that requests have to finish; then they move or restart elsewhere.",
     ),
 ]
 StartTimeout = Annotated[
-    float, typer.Option(min=0, max=MAX_OPERATION_S, help="Seconds that a new instance has to register.")
+    float, Option(min=0, max=MAX_OPERATION_S, seconds=True, help="Time that a new instance has to register.")
 ]
-PoolSize = Annotated[int | None, typer.Option(min=0, max=1024, help="Number of instances. [default: as now]")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Do it even if this is the last instance that can prefill, or decode.")
-]
+PoolSize = Annotated[int | None, Option(min=0, max=1024, help="Number of instances. [default: as now]")]
+Force = Annotated[bool, Option("--force", help="Do it even if this is the last instance that can prefill, or decode.")]
 LogFile = Annotated[
-    Path | None, typer.Option("--log", metavar="FILE", help="Event log of a scheduler. [default: this mesh's]")
+    Path | None, Option("--log", metavar="FILE", help="Event log of a scheduler. [default: this mesh's]")
 ]
-Last = Annotated[float, typer.Option("--last", min=1, metavar="SECONDS", help="How much of the end of the log to use.")]
+Last = Annotated[float, Option("--last", min=1, seconds=True, help="How much of the latest events to use.")]
 MinGain = Annotated[
     float,
-    typer.Option(
+    Option(
         "--min-gain",
         min=0,
         max=100,
@@ -53,101 +53,76 @@ MinGain = Annotated[
         help="Least gain that counts, in percentage points of requests within targets.",
     ),
 ]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the operation has ended.")]
+Wait = Annotated[bool, Option("--wait/--no-wait", help="Wait until the operation has ended. [default: wait]")]
 
 
-@app.command(epilog="Example: pdmesh drain decode-0 --timeout 60")
+@app.define(example="pdmesh drain decode-0 --timeout 60")
 @asks_scheduler
 def drain(
     asked: Asked, instance: Instance, timeout: Timeout = DEFAULT_TIMEOUT_S, force: Force = False, wait: Wait = True
 ) -> None:
     """Take an instance out of use: it gets no new requests, and its decodes move elsewhere with their KV."""
-    requested = OperationRequested(
-        operation_id=new_operation_id(),
-        kind=OperationKind.DRAIN,
-        instance_id=InstanceId(instance),
-        timeout_s=timeout,
-        force=force,
-    )
-    _operate(asked, requested, wait=wait)
+    _operate(asked, "drain", instance, wait=wait, timeout_s=timeout, force=force)
 
 
-@app.command(epilog="Example: pdmesh undrain decode-0")
+@app.define(example="pdmesh undrain decode-0")
 @asks_scheduler
 def undrain(asked: Asked, instance: Instance) -> None:
     """Put a drained instance back into use."""
-    requested = OperationRequested(
-        operation_id=new_operation_id(),
-        kind=OperationKind.UNDRAIN,
-        instance_id=InstanceId(instance),
-        timeout_s=0.0,
-    )
-    _operate(asked, requested)
+    _operate(asked, "undrain", instance, timeout_s=0.0)
 
 
-@app.command(epilog="Example: pdmesh role decode-1 prefill --timeout 5")
+@app.define(example="pdmesh role decode-1 prefill --timeout 5")
 @asks_scheduler
 def role(
     asked: Asked,
     instance: Instance,
-    to: Annotated[Role, typer.Argument(metavar="ROLE", help="prefill, decode or mixed.")],
+    to: Annotated[Literal["prefill", "decode", "mixed"], Argument(metavar="ROLE", help="prefill, decode or mixed.")],
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     force: Force = False,
     judge: Annotated[
         bool,
-        typer.Option(
-            "--judge/--no-judge", help="Undo the change if fewer requests meet their targets, or requests queue."
+        Option(
+            "--judge/--no-judge",
+            help="Undo the change if fewer requests meet their targets, or requests queue. [default: judge]",
         ),
     ] = True,
     wait: Wait = True,
 ) -> None:
     """Change an instance's role, once requests that the new role cannot serve have ended or moved."""
-    requested = OperationRequested(
-        operation_id=new_operation_id(),
-        kind=OperationKind.ROLE,
-        instance_id=InstanceId(instance),
-        timeout_s=timeout,
-        force=force,
-        role=to,
-        judged=judge,
-    )
-    _operate(asked, requested, wait=wait)
+    _operate(asked, "role", instance, wait=wait, timeout_s=timeout, force=force, role=to, judged=judge)
 
 
-@app.command(epilog="Example: pdmesh move chatcmpl-cd69 decode-1")
+@app.define(example="pdmesh move chatcmpl-cd69 decode-1")
 @asks_scheduler
 def move(
     asked: Asked,
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Request id, response id, or the client's label.")],
-    instance: Annotated[str, typer.Argument(metavar="INSTANCE", help="Instance to move it to.")],
+    request: Annotated[str, Argument(metavar="REQUEST", help="Request id, response id, or the client's label.")],
+    instance: Annotated[str, Argument(metavar="INSTANCE", help="Instance to move it to.")],
     timeout: Annotated[
         float,
-        typer.Option(
-            min=0, max=MAX_OPERATION_S, help="Seconds that the move may take; then the request stays where it is."
+        Option(
+            min=0,
+            max=MAX_OPERATION_S,
+            seconds=True,
+            help="Time that the move may take; then the request stays where it is.",
         ),
     ] = DEFAULT_TIMEOUT_S,
     wait: Wait = True,
 ) -> None:
     """Move a decoding request to another instance with its KV. Its stream goes on, token for token."""
-    requested = OperationRequested(
-        operation_id=new_operation_id(),
-        kind=OperationKind.MOVE,
-        instance_id=InstanceId(instance),
-        timeout_s=timeout,
-        request_id=RequestId(request),
-    )
-    _operate(asked, requested, wait=wait)
+    _operate(asked, "move", instance, wait=wait, timeout_s=timeout, request_id=request)
 
 
-@app.command(epilog="Example: pdmesh restart decode-0, or pdmesh restart --rolling --no-wait")
+@app.define(example="pdmesh restart decode-0, or pdmesh restart --rolling --no-wait")
 @asks_scheduler
 def restart(
     asked: Asked,
     instance: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="An instance, a gateway or the scheduler."),
+        Argument(metavar="NAME", help="An instance, a gateway or the scheduler."),
     ] = None,
-    rolling: Annotated[bool, typer.Option("--rolling", help="Restart every process, one at a time.")] = False,
+    rolling: Annotated[bool, Option("--rolling", help="Restart every process, one at a time.")] = False,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     start_timeout: StartTimeout = DEFAULT_START_TIMEOUT_S,
     force: Force = False,
@@ -161,20 +136,13 @@ def restart(
     if (instance is None) is not rolling:
         raise ConfigError("give the name of one process, or --rolling for all")
     if instance is not None:
-        requested = OperationRequested(
-            operation_id=new_operation_id(),
-            kind=OperationKind.RESTART,
-            instance_id=InstanceId(instance),
-            timeout_s=timeout,
-            force=force,
-        )
-        _operate(asked, requested, wait=wait)
+        _operate(asked, "restart", instance, wait=wait, timeout_s=timeout, force=force)
     from pdmesh.cli.operations import restart_all
 
-    raise typer.Exit(restart_all(asked, timeout_s=timeout, start_timeout_s=start_timeout, force=force, wait=wait))
+    raise Exit(restart_all(asked, timeout_s=timeout, start_timeout_s=start_timeout, force=force, wait=wait))
 
 
-@pool_app.command("resize", epilog="Example: pdmesh pool resize --prefill 2 --decode 3")
+@pool_app.define("resize", example="pdmesh pool resize --prefill 2 --decode 3")
 @asks_scheduler
 def pool_resize(
     asked: Asked,
@@ -187,14 +155,15 @@ def pool_resize(
 ) -> None:
     """Resize the pools: instances change roles, are started by `pdmesh up`, or are drained and stopped."""
     from pdmesh.cli.operations import resize
+    from pdmesh.model import Role
 
     sizes = {Role.PREFILL: prefill, Role.DECODE: decode, Role.MIXED: mixed}
     if all(size is None for size in sizes.values()):
         raise ConfigError("no pool size is given: use --prefill, --decode or --mixed")
-    raise typer.Exit(resize(asked, sizes, timeout_s=timeout, start_timeout_s=start_timeout, wait=wait))
+    raise Exit(resize(asked, sizes, timeout_s=timeout, start_timeout_s=start_timeout, wait=wait))
 
 
-@pool_app.command("advise", epilog="Example: pdmesh pool advise --slo-ttft 0.5 --last 600")
+@pool_app.define("advise", example="pdmesh pool advise --slo-ttft 0.5 --last 600")
 @asks_scheduler
 def pool_advise(
     asked: Asked,
@@ -212,7 +181,7 @@ def pool_advise(
     run_advise(asked, AdviceOptions(log=log, last_s=last, slo=slo, min_gain=min_gain / 100))
 
 
-@pool_app.command("auto", epilog="Example: pdmesh pool auto --slo-ttft 0.5 --every 120")
+@pool_app.define("auto", example="pdmesh pool auto --slo-ttft 0.5 --every 120")
 @asks_scheduler
 def pool_auto(
     asked: Asked,
@@ -221,10 +190,10 @@ def pool_auto(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     min_gain: MinGain = 3.0,
-    every: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time between two checks.")] = 60.0,
-    least: Annotated[int, typer.Option(min=1, help="Least number of prefill and of decode instances to keep.")] = 1,
+    every: Annotated[float, Option(min=1, seconds=True, help="Time between two checks.")] = 60.0,
+    least: Annotated[int, Option(min=1, help="Least number of prefill and of decode instances to keep.")] = 1,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
-    once: Annotated[bool, typer.Option("--once", help="Check once, make at most one change, and exit.")] = False,
+    once: Annotated[bool, Option("--once", help="Check once, make at most one change, and exit.")] = False,
 ) -> None:
     """Follow `pool advise`, one role at a time, and undo changes that make things worse. Ctrl-C exits."""
     from pdmesh.cli.advise import AdviceOptions
@@ -232,43 +201,46 @@ def pool_auto(
     from pdmesh.metrics import Slo
 
     options = AdviceOptions(log=log, last_s=last, slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot), min_gain=min_gain / 100)
-    raise typer.Exit(run_auto(asked, options, every_s=every, least=least, timeout_s=timeout, once=once))
+    raise Exit(run_auto(asked, options, every_s=every, least=least, timeout_s=timeout, once=once))
 
 
-@ops_app.callback(epilog="Example: pdmesh ops -o json")
+@ops_app.define("list", example="pdmesh ops -o json", aliases=("ls",))
 @asks_scheduler
-def ops(asked: Asked, context: typer.Context) -> None:
-    """List running and recent operations, such as drains and role changes.
+def ops_list(asked: Asked) -> None:
+    """List running and recent operations.
 
     Exit codes of commands that change a mesh: 0 done (or begun, with --no-wait), 1 failed, cancelled or undone, 2 wrong
     usage, 3 no `pdmesh up` here to start and stop processes, 4 refused. After 2, 3 and 4 nothing has changed.
     """
-    if context.invoked_subcommand is not None:
-        return
     from pdmesh.cli.operations import list_operations
 
     list_operations(asked)
 
 
-@ops_app.command("show", epilog="Example: pdmesh ops show 54b2f72b")
+@ops_app.define("show", example="pdmesh ops show 54b2f72b")
 @asks_scheduler
-def ops_show(asked: Asked, operation: Annotated[str, typer.Argument(metavar="ID")]) -> None:
+def ops_show(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) -> None:
     """Show the progress of an operation."""
     from pdmesh.cli.operations import show_operation
 
     show_operation(asked, operation)
 
 
-@ops_app.command("cancel", epilog="Example: pdmesh ops cancel 54b2f72b")
+@ops_app.define("cancel", example="pdmesh ops cancel 54b2f72b")
 @asks_scheduler
-def ops_cancel(asked: Asked, operation: Annotated[str, typer.Argument(metavar="ID")]) -> None:
+def ops_cancel(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) -> None:
     """Cancel an operation and undo it: instances are used as before."""
     from pdmesh.cli.operations import cancel_operation
 
-    raise typer.Exit(cancel_operation(asked, operation))
+    raise Exit(cancel_operation(asked, operation))
 
 
-def _operate(asked: Asked, requested: OperationRequested, *, wait: bool = True) -> NoReturn:
+def _operate(asked: Asked, kind: str, instance: str, *, wait: bool = True, **more: Any) -> NoReturn:
+    import msgspec
+
     from pdmesh.cli.operations import start
+    from pdmesh.core.operator_events import OperationRequested
 
-    raise typer.Exit(start(asked, requested, wait=wait))
+    fields = {"operation_id": new_operation_id(), "kind": kind, "instance_id": instance, **more}
+    requested = msgspec.convert(fields, OperationRequested)
+    raise Exit(start(asked, requested, wait=wait))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec
 
-import typer
-
+from pdmesh.cli.commands import Flag, Option, Taken, parameters_of, with_first
 from pdmesh.cli.state import DEFAULT_NAME, StateFolder, state_folder
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.settings import CLIENT_KEY_VARIABLE
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
     from pdmesh.config import MeshConfig
@@ -29,47 +25,52 @@ class Output(StrEnum):
 
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="TOML file; the environment and flags override it.")
+    Path | None, Option("--config", metavar="FILE", help="TOML file; the environment and flags override it.")
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Set any setting of `pdmesh config show`; repeatable."),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="MODEL",
-        help="Directory, hub id, GGUF file, or a name such as smollm2. [default: the demo model]",
-    ),
+    Option("--set", metavar="NAME=VALUE", help="Set any setting of `pdmesh config show`; repeatable."),
 ]
 Scheduler = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Use this scheduler instead of a mesh on this machine.")
+    str | None, Option(metavar="HOST:PORT", help="Use this scheduler instead of a mesh on this machine.")
 ]
-Name = Annotated[str, typer.Option("--name", help="Name of the mesh on this machine.")]
-OutputFormat = Annotated[
-    Output, typer.Option("-o", "--output", help="Output format: table for people, json for scripts.")
-]
+Name = Annotated[str, Option("--name", metavar="NAME", help="Name of the mesh on this machine.")]
+OutputFormat = Annotated[Output, Option("-o", "--output", help="Output format: table for people, json for scripts.")]
 
-Url = Annotated[str | None, typer.Option("--url", help="Use this gateway, such as http://host:8000.")]
+Url = Annotated[str | None, Option("--url", metavar="URL", help="Use this gateway, such as http://host:8000.")]
 ClientKey = Annotated[
     str | None,
-    typer.Option("--api-key", envvar=CLIENT_KEY_VARIABLE, help="API key for the gateway; safer from the environment."),
+    Option(
+        "--api-key", metavar="KEY", envvar="PDMESH_API_KEY", help="Key for the gateway; safer from the environment."
+    ),
 ]
 
 # The pools of a mesh, real or simulated; `make_pools` has the defaults.
-Prefill = Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill instances. [default: 1]")]
-Decode = Annotated[int | None, typer.Option("--decode", min=0, help="Decode instances. [default: 1]")]
-Mixed = Annotated[int, typer.Option("--mixed", min=0, help="Instances that prefill and decode.")]
+Prefill = Annotated[int | None, Option("--prefill", min=0, panel="Pools", help="Prefill instances. [default: 1]")]
+Decode = Annotated[int | None, Option("--decode", min=0, panel="Pools", help="Decode instances. [default: 1]")]
+Mixed = Annotated[int, Option("--mixed", min=0, panel="Pools", help="Instances that prefill and decode.")]
 
-Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-CpuLevel = Annotated[str | None, typer.Option("--cpu-level", help="Highest level of CPU kernels to use, such as avx2.")]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")]
-Dial = Annotated[str | None, typer.Option("--scheduler", metavar="HOST:PORT", help="Address of the scheduler.")]
+SloTtft = Annotated[float | None, Option(seconds=True, panel="Targets", help="Target for the time to first token.")]
+SloTpot = Annotated[float | None, Option(seconds=True, panel="Targets", help="Target for the time per output token.")]
 
-
-SloTtft = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the time to first token.")]
-SloTpot = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the time per output token.")]
+MODEL = Flag(
+    "--model",
+    "model",
+    "Directory, hub id, GGUF file, or a name such as smollm2. [default: the demo model]",
+    metavar="MODEL",
+    panel="Model",
+)
+DTYPE = Flag("--dtype", "worker.dtype", "auto, float32, bfloat16 or float16.", panel="Model")
+DEVICE = Flag("--device", "worker.device", "auto, cpu or cuda.", panel="Model")
+DIAL = Flag("--scheduler", "scheduler_address", "Address of the scheduler.", metavar="HOST:PORT")
+HOST = Flag(
+    "--host",
+    "gateway.host",
+    "Address that the gateway listens on. [default: 127.0.0.1]",
+    metavar="ADDRESS",
+    panel="Network",
+)
+PORT = Flag("--port", "gateway.port", "HTTP port; 0 takes a free one. [default: 8000]", metavar="PORT", panel="Network")
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -80,18 +81,31 @@ def write_file(path: Path, content: bytes) -> None:
         raise PdmeshError(f"cannot write {path}: {error.strerror}") from error
 
 
-def build_config(file: Path | None, settings: list[str] | None, **flags: object) -> MeshConfig:
-    """Make the configuration: file < environment < ``--set`` < flags (``section__field``). Raises ConfigError."""
-    from pdmesh.config_sources import load_config
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The configuration that a command's options make: file < environment < ``--set`` < flags."""
 
-    given: dict[str, object] = {}
-    for setting in settings or []:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {setting!r}: must be NAME=VALUE, such as gateway.port=8001")
-        given[name.strip()] = value.strip()
-    named = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
-    return load_config(file, os.environ, given | named)
+    file: Path | None
+    settings: Sequence[str]
+    flags: Mapping[str, tuple[str, object]]  # the flag and its value, by setting
+
+    def flag(self, setting: str) -> object:
+        """Return what was typed for a setting by its flag; None if nothing was."""
+        return self.flags.get(setting, ("", None))[1]
+
+    def config(self, **values: object) -> MeshConfig:
+        """Build it, with ``values`` by top-level setting over all. Raises ConfigError."""
+        from pdmesh.config_sources import load_config
+
+        told: dict[str, object] = {}
+        for setting in self.settings:
+            name, equals, value = setting.partition("=")
+            if not equals:
+                raise ConfigError(f"--set {setting!r}: must be NAME=VALUE, such as gateway.port=8001")
+            told[name.strip()] = value.strip()
+        told |= {setting: value for setting, (_, value) in self.flags.items()}
+        told |= {name: value for name, value in values.items() if value is not None}
+        return load_config(self.file, os.environ, told, {setting: flag for setting, (flag, _) in self.flags.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +127,28 @@ def new_operation_id() -> OperationId:
 P = ParamSpec("P")
 
 
+def configured(*flags: Flag) -> Callable[[Callable[Concatenate[Given, P], None]], Callable[..., None]]:
+    """Decorate a command with the options for a configuration, ``flags`` among them; it gets `Given` first."""
+
+    def make(config: ConfigFile = None, settings: Settings = None, **typed: object) -> Given:
+        names = {each.key: each for each in flags}
+        values = {names[key].setting: (names[key].name, value) for key, value in typed.items() if value is not None}
+        return Given(config, settings or (), values)
+
+    def more() -> list[Taken]:
+        return [*flags, *parameters_of(make)[:2]]
+
+    return lambda command: with_first(command, make, more)
+
+
 def asks_scheduler(command: Callable[Concatenate[Asked, P], None]) -> Callable[..., None]:
     """Decorate a command with the options for which mesh to ask and how to print; it gets an `Asked` first."""
-    return _with_options(command, _asked)
+    return with_first(command, _asked, lambda: parameters_of(_asked))
 
 
 def asks_quietly(command: Callable[Concatenate[Asked, P], None]) -> Callable[..., None]:
     """Decorate a command like `asks_scheduler`, without a choice of output."""
-    return _with_options(command, _asked_quietly)
+    return with_first(command, _asked_quietly, lambda: parameters_of(_asked_quietly))
 
 
 def _asked(
@@ -130,7 +158,7 @@ def _asked(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> Asked:
-    tree = build_config(config, settings, scheduler_address=scheduler)
+    tree = Given(config, settings or (), {}).config(scheduler_address=scheduler)
     return Asked(tree, state_folder(os.environ, name), output)
 
 
@@ -138,19 +166,3 @@ def _asked_quietly(
     name: Name = DEFAULT_NAME, scheduler: Scheduler = None, config: ConfigFile = None, settings: Settings = None
 ) -> Asked:
     return _asked(name, scheduler, Output.TABLE, config, settings)
-
-
-def _with_options(command: Callable[..., None], shared: Callable[..., Asked]) -> Callable[..., None]:
-    """``command`` as typer sees it: its own parameters but for the first, then those of ``shared``."""
-    added = inspect.signature(shared, eval_str=True).parameters
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        asked = shared(**{name: given.pop(name) for name in added})
-        command(asked, **given)
-
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *added.values())]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run

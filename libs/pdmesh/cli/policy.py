@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import json
+
 import anyio
-import msgspec
-import typer
+import click
 
 from pdmesh.cli.admin import target
 from pdmesh.cli.options import Output
 from pdmesh.cli.state import StateFolder
+from pdmesh.cli.tables import Column, Table
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError, ProtocolError
-from pdmesh.policy.bundles import BATCHINGS
+from pdmesh.policy.bundles import ABOUT, ABOUT_BATCHING, BATCHINGS
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetPolicies, Policies, SetBatching, SetPolicy
 
 
 def list_policies(config: MeshConfig, state: StateFolder, output: Output) -> None:
-    answer = _ask(config, state, GetPolicies())
+    """Print all bundles and batching modes, and which of them a mesh uses, if one runs or is named."""
+    bundle, batching = "", ""
+    if config.scheduler_address or state.read() is not None:
+        answer = _ask(config, state, GetPolicies())
+        bundle, batching = answer.bundle, answer.batching
     if output is Output.JSON:
-        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        known = {"bundles": dict(ABOUT), "batchings": dict(ABOUT_BATCHING), "bundle": bundle, "batching": batching}
+        click.echo(json.dumps(known, indent=2))
         return
-    for bundle in answer.bundles:
-        typer.echo(f"{'*' if bundle == answer.bundle else ' '} {bundle}")
-    typer.echo("batching")
-    for batching in answer.batchings:
-        typer.echo(f"{'*' if batching == answer.batching else ' '} {batching}")
+    for title, about, in_use in (("bundle", ABOUT, bundle), ("batching", ABOUT_BATCHING, batching)):
+        table = Table([Column(""), Column(title), Column("")])
+        for name, sentence in about.items():
+            table.add("*" if name == in_use else "", name, sentence)
+        table.show()
 
 
 def get_policy(config: MeshConfig, state: StateFolder) -> None:
     answer = _ask(config, state, GetPolicies())
-    typer.echo(f"{answer.bundle}  batching {answer.batching}")
+    click.echo(f"{answer.bundle}  batching {answer.batching}")
 
 
 def set_policy(config: MeshConfig, state: StateFolder, name: str, threshold: float | None) -> None:
@@ -44,7 +51,7 @@ def set_policy(config: MeshConfig, state: StateFolder, name: str, threshold: flo
         answer = _ask(config, state, SetBatching(batching=name, threshold=threshold))
     else:
         answer = _ask(config, state, SetPolicy(bundle=name))
-    typer.echo(f"pdmesh: policy {answer.bundle}  batching {answer.batching}")
+    click.echo(f"pdmesh: policy {answer.bundle}  batching {answer.batching}")
 
 
 def _ask(config: MeshConfig, state: StateFolder, question: GetPolicies | SetPolicy | SetBatching) -> Policies:

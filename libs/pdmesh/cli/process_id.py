@@ -19,6 +19,18 @@ class ProcessId:
     def alive(self) -> bool:
         return process_id(self.pid) == self
 
+    def age_s(self) -> float:
+        """Return how long ago the process started."""
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        return uptime_s - self.start_ticks / os.sysconf("SC_CLK_TCK")
+
+    def memory_bytes(self) -> int:
+        """Return the resident memory; 0 once the process has ended."""
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            return 0
+
 
 def process_id(pid: int) -> ProcessId | None:
     """Return the process that has ``pid`` now, or None if none runs (a zombie does not)."""

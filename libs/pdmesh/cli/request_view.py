@@ -5,56 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import click
 
+from pdmesh.cli.tables import Column, Table
 from pdmesh.metrics import tpot_between_s
 from pdmesh.wire.messages import RequestList, RequestRecord
 
 
-def print_request(console: Console, record: RequestRecord) -> None:
+def print_request(record: RequestRecord) -> None:
+    """Print what happened to a request, and when."""
     arrived = datetime.fromtimestamp(record.arrived_at).astimezone().isoformat(sep=" ", timespec="milliseconds")
-    console.print(Text.assemble("request ", (record.request_id, "bold"), f"  arrived {arrived}"))
-    console.print(f"prompt {record.num_prompt_tokens} tokens  policy {record.bundle}")
-    console.print(summary(record))
+    click.echo(f"request {click.style(record.request_id, bold=True)}  arrived {arrived}")
+    click.echo(f"prompt {record.num_prompt_tokens} tokens  policy {record.bundle}")
+    click.echo(summary(record))
     if shares := computed_by(record):
-        console.print(f"computed by {shares}")
+        click.echo(f"computed by {shares}")
     if num_again := computed_again(record):
-        console.print(f"{num_again} tokens were computed again: a helper was lost before the others had its KV")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("ms", justify="right")
-    table.add_column("+ms", justify="right")
-    for column in ("what", "where", "detail"):
-        table.add_column(column)
+        click.echo(f"{num_again} tokens were computed again: a helper was lost before the others had its KV")
+    table = Table([Column("ms", right=True), Column("+ms", right=True), *map(Column, ("what", "where", "detail"))])
     before_s = 0.0
     for entry in record.entries:
         since_ms, step_ms = 1e3 * entry.at_s, 1e3 * (entry.at_s - before_s)
-        table.add_row(f"{since_ms:.1f}", f"{step_ms:.1f}", entry.what, entry.instance_id or "", entry.detail)
+        table.add(f"{since_ms:.1f}", f"{step_ms:.1f}", entry.what, entry.instance_id or "", entry.detail)
         before_s = entry.at_s
-    console.print(table)
+    table.show()
 
 
-def print_choices(console: Console, request_id: str, choices: RequestList) -> None:
-    fits = f" fits {len(choices.requests)} requests; give a full id"
-    console.print(Text.assemble("request ", (request_id, "bold"), fits))
-    for record in choices.requests:  # whole ids, however narrow the terminal: they differ at their ends alone
-        console.print(Text(f"{record.request_id}  {summary(record)}"), soft_wrap=True)
+def print_choices(request_id: str, choices: RequestList) -> None:
+    """Print the requests that an id fits, with whole ids: they may differ at their ends alone."""
+    click.echo(f"request {click.style(request_id, bold=True)} fits {len(choices.requests)} requests; give a full id")
+    for record in choices.requests:
+        click.echo(f"{record.request_id}  {summary(record)}")
 
 
 def requests_table(requests: Sequence[RequestRecord]) -> Table:
     """Return a table with a line for each request. In a narrow terminal ids are cut; any beginning names one."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("id", min_width=12, overflow="ellipsis")
     has_labels = any(record.label for record in requests)
-    if has_labels:
-        table.add_column("label", min_width=12, overflow="ellipsis")
-    for column in ("arrived", "state"):
-        table.add_column(column, no_wrap=True)
-    for column in ("prompt", "output", "first ms", "last ms"):
-        table.add_column(column, justify="right", no_wrap=True)
+    cut = [Column("id", min_width=12), *([Column("label", min_width=12)] if has_labels else [])]
+    numbers = [Column(title, right=True) for title in ("prompt", "output", "first ms", "last ms")]
+    table = Table([*cut, Column("arrived"), Column("state"), *numbers])
     for record in requests:
-        table.add_row(
+        table.add(
             record.request_id,
             *([record.label] if has_labels else []),
             datetime.fromtimestamp(record.arrived_at).astimezone().strftime("%H:%M:%S"),

@@ -28,6 +28,7 @@ class ServiceRecord:
     name: str
     process: ProcessId
     facts: dict[str, Any]  # what it announced: addresses, ports
+    num_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +193,13 @@ def _private_folder(root: Path) -> Path:
     if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
         raise ConfigError(f"other users can write to {root}: set XDG_STATE_HOME to a folder of your own")
     return root
+
+
+def running_meshes(environ: Mapping[str, str]) -> list[MeshRecord]:
+    """Return the records of all meshes that run on this machine now."""
+    folders = sorted(file.parent for file in state_root(environ).glob("*/mesh.json"))
+    records = [StateFolder(folder.name, folder).read() for folder in folders]
+    return [record for record in records if record is not None]
 
 
 def state_folder(environ: Mapping[str, str], name: str) -> StateFolder:

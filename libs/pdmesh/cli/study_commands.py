@@ -5,64 +5,90 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from click.exceptions import Exit
 
+from pdmesh.cli.commands import Argument, Commands, Option
 from pdmesh.cli.options import (
-    ConfigFile,
+    DEVICE,
+    DTYPE,
+    MODEL,
     Decode,
-    Device,
-    Dtype,
+    Given,
     Mixed,
-    Model,
     Output,
     OutputFormat,
     Prefill,
-    Settings,
     SloTpot,
     SloTtft,
-    build_config,
+    configured,
 )
 
-app = typer.Typer()
+app = Commands("study", "")
 
 # What is simulated: a workload, and what its instances are.
-Trace = Annotated[str, typer.Option(metavar="FILE|synthetic", help="A trace file, or drawn requests.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first N requests. [default: all; drawn: 1000]")]
-RateScale = Annotated[float, typer.Option(help="Multiply the arrival rate.")]
-Rate = Annotated[float, typer.Option(help="Arrival rate of drawn requests, per second.")]
-LongShare = Annotated[float, typer.Option(min=0, max=1, help="Share of long prompts among drawn requests.")]
+Trace = Annotated[str, Option(panel="Workload", metavar="FILE|synthetic", help="A trace file, or drawn requests.")]
+Limit = Annotated[
+    int | None, Option(panel="Workload", min=1, help="Use only the first N requests. [default: all; drawn: 1000]")
+]
+RateScale = Annotated[float, Option(panel="Workload", help="Multiply the arrival rate.")]
+Rate = Annotated[float, Option(panel="Workload", help="Arrival rate of drawn requests, per second.")]
+LongShare = Annotated[float, Option(panel="Workload", min=0, max=1, help="Share of long prompts among drawn requests.")]
 LongPercentile = Annotated[
-    float | None, typer.Option(min=0, max=100, help="Replace prompts above this percentile with long ones.")
+    float | None, Option(panel="Workload", min=0, max=100, help="Replace prompts above this percentile with long ones.")
 ]
 LongRange = Annotated[
-    str, typer.Option(metavar="LOW,HIGH", help="Length of long prompts in tokens; prompts from LOW on count as long.")
+    str,
+    Option(
+        panel="Workload",
+        metavar="LOW,HIGH",
+        help="Length of long prompts in tokens; prompts from LOW on count as long.",
+    ),
 ]
-InstanceProfile = Annotated[str, typer.Option(help="Latency model of an instance; an unknown name lists them.")]
-ChunkTokens = Annotated[int | None, typer.Option(min=1, help="Prompt tokens in a step, with static packing.")]
-KvTokens = Annotated[int, typer.Option(min=16, help="Size of an instance's KV cache, in tokens.")]
+InstanceProfile = Annotated[
+    str, Option(panel="Instances", help="Latency model of an instance; an unknown name lists them.")
+]
+ChunkTokens = Annotated[int | None, Option(panel="Policy", min=1, help="Prompt tokens in a step, with static packing.")]
+KvTokens = Annotated[int, Option(panel="Instances", min=16, help="Size of an instance's KV cache, in tokens.")]
 MaxKvTokens = Annotated[
     int,
-    typer.Option(min=0, help="Most tokens of a context on an instance: longer ones are spread over several. 0: all."),
+    Option(
+        panel="Instances",
+        min=0,
+        help="Most tokens of a context on an instance: longer ones are spread over several. 0: all.",
+    ),
 ]
 PartExchange = Annotated[
-    float, typer.Option(min=0, help="What a layer takes longer where a context is spread, in microseconds.")
+    float,
+    Option(panel="Instances", min=0, help="What a layer takes longer where a context is spread, in microseconds."),
 ]
 OffloadTokens = Annotated[
-    int, typer.Option(min=0, help="Size of the offload tier behind an instance's KV cache, in tokens. 0: none.")
+    int,
+    Option(
+        panel="Instances", min=0, help="Size of the offload tier behind an instance's KV cache, in tokens. 0: none."
+    ),
 ]
-LoadSpeed = Annotated[float, typer.Option(min=0.001, help="Speed at which KV comes back from the offload tier.")]
-TransferBackends = Annotated[int, typer.Option(min=1, help="KV transfers that an instance receives at once.")]
-PortSpeed = Annotated[float, typer.Option(help="Network bandwidth of an instance, each way.")]
-Hosts = Annotated[int, typer.Option(min=0, help="Hosts that instances of each role are dealt out to. [0: one each]")]
-HostSpeed = Annotated[float | None, typer.Option(help="Network bandwidth between two hosts, each way. [as ports]")]
-ControlDelay = Annotated[float, typer.Option(min=0, help="Delay between scheduler and instance, each way.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same bytes.")]
+LoadSpeed = Annotated[
+    float, Option(panel="Instances", min=0.001, help="Speed at which KV comes back from the offload tier.")
+]
+TransferBackends = Annotated[
+    int, Option(panel="Network", min=1, help="KV transfers that an instance receives at once.")
+]
+PortSpeed = Annotated[float, Option(panel="Network", help="Network bandwidth of an instance, each way.")]
+Hosts = Annotated[
+    int, Option(panel="Network", min=0, help="Hosts that instances of each role are dealt out to. [0: one each]")
+]
+HostSpeed = Annotated[
+    float | None, Option(panel="Network", help="Network bandwidth between two hosts, each way. [as ports]")
+]
+ControlDelay = Annotated[float, Option(panel="Network", min=0, help="Delay between scheduler and instance, each way.")]
+Seed = Annotated[int, Option(help="The same seed gives the same bytes.")]
 PerfettoFile = Annotated[
-    Path | None, typer.Option(metavar="FILE.json", help="Write the instances' timelines, for ui.perfetto.dev.")
+    Path | None,
+    Option(panel="Output", metavar="FILE.json", help="Write the instances' timelines, for ui.perfetto.dev."),
 ]
 
 
-@app.command(epilog="Example: pdmesh simulate --trace FILE --bundle fcfs --bundle pdmesh")
+@app.define(example="pdmesh simulate --trace FILE --bundle fcfs --bundle pdmesh")
 def simulate(
     trace: Trace = "synthetic",
     limit: Limit = None,
@@ -75,47 +101,69 @@ def simulate(
     decode: Decode = None,
     mixed: Mixed = 0,
     prefill_pp: Annotated[
-        int, typer.Option(min=1, max=64, help="Stages of each instance that computes prompts; --profile is of all.")
+        int,
+        Option(
+            panel="Pools", min=1, max=64, help="Stages of each instance that computes prompts; --profile is of all."
+        ),
     ] = 1,
-    decode_pp: Annotated[int, typer.Option(min=1, max=64, help="Stages of each instance that only decodes.")] = 1,
+    decode_pp: Annotated[
+        int, Option(panel="Pools", min=1, max=64, help="Stages of each instance that only decodes.")
+    ] = 1,
     group_size: Annotated[
-        int, typer.Option(min=1, help="Instances that compute each long prompt, under PecSched's bundles.")
+        int, Option(panel="Pools", min=1, help="Instances that compute each long prompt, under PecSched's bundles.")
     ] = 1,
-    reserved: Annotated[int, typer.Option(min=0, help="Instances that `reservation` keeps for long prompts.")] = 0,
-    max_group_members: Annotated[int, typer.Option(min=1, help="Most instances that may compute one long prompt.")] = 4,
+    reserved: Annotated[
+        int, Option(panel="Pools", min=0, help="Instances that `reservation` keeps for long prompts.")
+    ] = 0,
+    max_group_members: Annotated[
+        int, Option(panel="Pools", min=1, help="Most instances that may compute one long prompt.")
+    ] = 4,
     sequence_parallel: Annotated[
-        Literal["pipelined", "parallel"], typer.Option(help="Whether they compute chunks in turn, or slices at once.")
+        Literal["pipelined", "parallel"],
+        Option(panel="Pools", help="Whether they compute chunks in turn, or slices at once."),
     ] = "pipelined",
     noise: Annotated[
-        float, typer.Option(min=0, max=1, help="Random variation of step times: standard deviation, relative.")
+        float,
+        Option(panel="Instances", min=0, max=1, help="Random variation of step times: standard deviation, relative."),
     ] = 0.0,
-    deaths: Annotated[int, typer.Option(min=0, help="How many times an instance dies, at random times.")] = 0,
-    away: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="How long a dead instance is away.")] = 10.0,
+    deaths: Annotated[
+        int, Option(panel="Instances", min=0, help="How many times an instance dies, at random times.")
+    ] = 0,
+    away: Annotated[
+        float, Option(panel="Instances", min=0.1, seconds=True, help="How long a dead instance is away.")
+    ] = 10.0,
     profile: InstanceProfile = "a100-llama3-8b",
     bundle: Annotated[
-        list[str] | None, typer.Option(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
+        list[str] | None, Option(panel="Policy", help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
     ] = None,
     batching: Annotated[
         list[str] | None,
-        typer.Option(metavar="mb|eb|ebplus", help="Batching mode; repeat to compare. [default: the bundle's]"),
+        Option(
+            panel="Policy", metavar="mb|eb|ebplus", help="Batching mode; repeat to compare. [default: the bundle's]"
+        ),
     ] = None,
     threshold: Annotated[
-        float | None, typer.Option(help="For eb: share of idle seats that ends a decode phase. [default: the best]")
+        float | None,
+        Option(panel="Policy", help="For eb: share of idle seats that ends a decode phase. [default: the best]"),
     ] = None,
     clients: Annotated[
         int | None,
-        typer.Option(min=1, help="Closed loop: number of clients with one request each; ignores arrival times."),
+        Option(
+            panel="Workload", min=1, help="Closed loop: number of clients with one request each; ignores arrival times."
+        ),
     ] = None,
     think: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Pause of a client between two requests.")
+        float, Option(panel="Workload", min=0, seconds=True, help="Pause of a client between two requests.")
     ] = 0.0,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Output tokens that each request asks for. [default: as many as it generates]"),
+        Option(
+            panel="Workload", min=1, help="Output tokens that each request asks for. [default: as many as it generates]"
+        ),
     ] = None,
     kv_reservation: Annotated[
         Literal["full", "on_demand"],
-        typer.Option(help="Reserve KV for the longest answer, or on demand as the services do."),
+        Option(panel="Policy", help="Reserve KV for the longest answer, or on demand as the services do."),
     ] = "full",
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
@@ -133,11 +181,16 @@ def simulate(
     seed: Seed = 0,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Draw latency distributions and timelines (needs the extra `plot`)."),
+        Option(
+            panel="Output",
+            metavar="FILE.png",
+            help="Draw latency distributions and timelines (needs the extra `plot`).",
+        ),
     ] = None,
     plot_modes: Annotated[
         Path | None,
-        typer.Option(
+        Option(
+            panel="Output",
             metavar="FILE.png",
             help="Draw where `eb` is predicted to gain, for each built-in profile.",
         ),
@@ -201,11 +254,11 @@ def simulate(
     run_simulate(options, output)
 
 
-@app.command(epilog="Example: pdmesh plan --trace FILE --slo-ttft 2 --slo-tpot 0.05")
+@app.define(example="pdmesh plan --trace FILE --slo-ttft 2 --slo-tpot 0.05")
 def plan(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
-    attainment: Annotated[float, typer.Option(help="Share of requests that must meet both targets.")] = 0.99,
+    attainment: Annotated[float, Option(help="Share of requests that must meet both targets.")] = 0.99,
     trace: Trace = "synthetic",
     limit: Limit = None,
     rate_scale: RateScale = 1.0,
@@ -214,12 +267,12 @@ def plan(
     long_percentile: LongPercentile = None,
     long_range: LongRange = "100000,500000",
     profile: InstanceProfile = "a100-llama3-8b",
-    bundle: Annotated[str, typer.Option(help="Policy bundle.")] = "pdmesh",
-    max_instances: Annotated[int, typer.Option(min=1, help="Most instances of each role.")] = 64,
+    bundle: Annotated[str, Option(help="Policy bundle.")] = "pdmesh",
+    max_instances: Annotated[int, Option(min=1, help="Most instances of each role.")] = 64,
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
     spread: Annotated[
-        bool, typer.Option("--spread", help="Spread contexts over instances whose decode would miss --slo-tpot on one.")
+        bool, Option("--spread", help="Spread contexts over instances whose decode would miss --slo-tpot on one.")
     ] = False,
     max_kv_tokens: MaxKvTokens = 0,
     part_exchange_us: PartExchange = 0.0,
@@ -263,18 +316,16 @@ def plan(
     run_plan(options, output)
 
 
-@app.command(epilog="Example: pdmesh replay events.log")
+@app.define(example="pdmesh replay events.log")
 def replay(
-    log: Annotated[Path, typer.Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
+    log: Annotated[Path, Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
     bundle: Annotated[
-        str | None, typer.Option(help="Compare with this bundle: the first different decision, and simulated results.")
+        str | None, Option(help="Compare with this bundle: the first different decision, and simulated results.")
     ] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Latency model of an instance. [default: fitted to the log]")
-    ] = None,
+    profile: Annotated[str | None, Option(help="Latency model of an instance. [default: fitted to the log]")] = None,
     long_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Length from which a prompt counts as long. [default: the recorded policy's]"),
+        Option(min=1, help="Length from which a prompt counts as long. [default: the recorded policy's]"),
     ] = None,
     perfetto: PerfettoFile = None,
     output: OutputFormat = Output.TABLE,
@@ -283,26 +334,24 @@ def replay(
     from pdmesh.cli.replay import ReplayOptions, run_replay
 
     options = ReplayOptions(log=log, bundle=bundle, profile=profile, long_tokens=long_tokens, perfetto=perfetto)
-    raise typer.Exit(run_replay(options, output))
+    raise Exit(run_replay(options, output))
 
 
-@app.command(epilog="Example: pdmesh profile --model ./my-model --prefill 2 --decode 2")
+@app.define(example="pdmesh profile --model ./my-model --prefill 2 --decode 2")
+@configured(MODEL, DTYPE, DEVICE)
 def profile(
-    model: Model = None,
-    file: Annotated[Path | None, typer.Option(help="File to write. [default: MODEL.profile.json]")] = None,
+    given: Given,
+    file: Annotated[Path | None, Option(help="File to write. [default: MODEL.profile.json]")] = None,
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = 0,
-    seconds: Annotated[float, typer.Option(min=1, help="How long to measure.")] = 30.0,
-    dtype: Dtype = None,
-    device: Device = None,
-    config: ConfigFile = None,
-    settings: Settings = None,
+    seconds: Annotated[float, Option(min=1, seconds=True, help="How long to measure.")] = 30.0,
 ) -> None:
     """Measure how long steps of a model take on this machine, and write a profile for the scheduler."""
     from pdmesh.cli.plan import make_pools
     from pdmesh.cli.profile import ProfileOptions, run_profile
     from pdmesh.cli.up import resolved
 
-    tree = resolved(build_config(config, settings, model=model, worker__dtype=dtype, worker__device=device))
-    run_profile(tree, ProfileOptions(file=file, pools=make_pools(prefill, decode, mixed), limit_s=seconds))
+    run_profile(
+        resolved(given.config()), ProfileOptions(file=file, pools=make_pools(prefill, decode, mixed), limit_s=seconds)
+    )

@@ -107,6 +107,7 @@ class Service:
     child: Child | None = None
     #: It served, and is being started again. One that could not be started is not known to come.
     is_coming: bool = False
+    num_restarts: int = 0
     _stopping: anyio.Event = field(default_factory=anyio.Event)
     _ended: anyio.Event = field(default_factory=anyio.Event)
 
@@ -138,6 +139,7 @@ class Service:
                 with anyio.move_on_after(delay_s):
                     await self._stopping.wait()
                     return
+                self.num_restarts += 1
                 life = await self._run_child(lambda: self.on_event(self, "serves again"))
         finally:
             self._ended.set()

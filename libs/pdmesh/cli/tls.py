@@ -6,15 +6,17 @@ import ipaddress
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+import click
 
-from pdmesh.cli.help import WholeSummaries
+from pdmesh.cli.commands import Argument, Commands, Option
 from pdmesh.errors import ConfigError
-from pdmesh.wire.roles import ServiceRole
 
-app = typer.Typer(cls=WholeSummaries, help="Create certificates for development.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from pdmesh.wire.roles import ServiceRole
+
+app = Commands("tls", "Create certificates for development.")
 
 #: Names under which services of one machine reach each other.
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -23,33 +25,29 @@ _TIMEOUT_S = 30
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-@app.callback()
-def tls() -> None:
-    """Create certificates for development."""
-
-
-@app.command("dev-ca", epilog="Example: pdmesh tls dev-ca ./tls")
+@app.define("dev-ca", example="pdmesh tls dev-ca ./tls")
 def dev_ca(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder; created if it does not exist.")] = Path(
-        "tls"
-    ),
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder; created if it does not exist.")] = Path("tls"),
     host: Annotated[
-        list[str] | None, typer.Option(help="Host name or IP address of a service, besides localhost; repeatable.")
+        list[str] | None, Option(help="Host name or IP address of a service, besides localhost; repeatable.")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=825, help="Days that the certificates are valid.")] = 30,
+    days: Annotated[int, Option(min=1, max=825, help="Days that the certificates are valid.")] = 30,
     role: Annotated[
-        ServiceRole | None,
-        typer.Option(help="Role that the certificate is for; it cannot be used for any other."),
+        Literal["worker", "gateway"] | None,
+        Option(help="Role that the certificate is for; it cannot be used for any other."),
     ] = None,
 ) -> None:
     """Create a certificate authority in FOLDER, unless there is one, and a certificate for this mesh.
 
     For development only: any process that can read FOLDER can pose as any service.
     """
-    make_certificates(folder, hosts=(*LOCAL_HOSTS, *(host or ())), days=days, role=role)
+    from pdmesh.wire.roles import ServiceRole
+
+    named = None if role is None else ServiceRole(role)
+    make_certificates(folder, hosts=(*LOCAL_HOSTS, *(host or ())), days=days, role=named)
     name = role or "mesh"
     for setting, file in (("CERT", f"{name}.pem"), ("KEY", f"{name}.key"), ("CA", "ca.pem")):
-        typer.echo(f"export PDMESH_SECURITY_TLS_{setting}={(folder / file).resolve()}")
+        click.echo(f"export PDMESH_SECURITY_TLS_{setting}={(folder / file).resolve()}")
 
 
 def make_certificates(folder: Path, *, hosts: Sequence[str], days: int, role: ServiceRole | None = None) -> None:

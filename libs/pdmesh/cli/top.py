@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import click
 import httpx
 import msgspec
-import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -18,6 +18,8 @@ from rich.text import Text
 from pdmesh.cli.admin import link_lines
 from pdmesh.cli.http import Target, refusal
 from pdmesh.cli.options import Output
+from pdmesh.cli import tables
+from pdmesh.cli.tables import Column, terminal_width
 from pdmesh.cli.terminal import terminal
 from pdmesh.errors import PdmeshError
 from pdmesh.wire.messages import LinkStatus
@@ -73,7 +75,7 @@ def run_top(target: Target, *, once: bool, output: Output) -> None:
             with Live(Text("waiting for the mesh"), console=terminal(), screen=True, auto_refresh=False) as live:
                 for frame in _frames(client):
                     timelines.take(frame["now_s"], frame["steps"])
-                    live.update(view(frame, timelines), refresh=True)
+                    live.update(view(frame, timelines, terminal_width()), refresh=True)
         except httpx.TransportError as error:
             raise PdmeshError(f"the gateway at {client.base_url} cannot be reached: {error}") from error
         except KeyboardInterrupt:
@@ -82,9 +84,9 @@ def run_top(target: Target, *, once: bool, output: Output) -> None:
 
 def _show_once(frame: Frame, output: Output) -> None:
     if output is Output.JSON:
-        typer.echo(json.dumps(frame, indent=2))
+        click.echo(json.dumps(frame, indent=2))
         return
-    terminal().print(view(frame, None))
+    terminal().print(view(frame, None, terminal_width()))
 
 
 def _frames(client: httpx.Client) -> Iterator[Frame]:
@@ -108,8 +110,8 @@ def _reason(response: httpx.Response) -> str:
     return refusal(response)
 
 
-def view(frame: Frame, timelines: Timelines | None) -> RenderableType:
-    """Return one frame as text; without the steps if no time was watched."""
+def view(frame: Frame, timelines: Timelines | None, width: int) -> RenderableType:
+    """Return one frame as text of ``width`` columns; without the steps if no time was watched."""
     reason = frame["unready_reason"]
     head = Text.assemble(
         ("pdmesh ", "bold"),
@@ -118,7 +120,7 @@ def view(frame: Frame, timelines: Timelines | None) -> RenderableType:
         f"\nTTFT p50 / p99  {_percentiles(frame['ttft_s'])}   ITL p50 / p99  {_percentiles(frame['itl_s'])}",
     )
     links = [Text(line, "dim") for line in link_lines(msgspec.convert(frame.get("links", ()), tuple[LinkStatus, ...]))]
-    return Group(head, Text(), _instances(frame, timelines), *links, Text(), _requests(frame))
+    return Group(head, Text(), _instances(frame, timelines), *links, Text(), *_requests(frame, width))
 
 
 def _instances(frame: Frame, timelines: Timelines | None) -> Table:
@@ -156,22 +158,26 @@ def _batching(batching: Mapping[str, Any] | None) -> str:
     return " ".join(filter(None, words))
 
 
-def _requests(frame: Frame) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("request", "where"):
-        table.add_column(title, no_wrap=True)
-    for title in ("prompt", "progress", "age"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for item in frame["requests"][:MAX_REQUESTS]:
+def _requests(frame: Frame, width: int) -> Iterator[Text]:
+    """Yield a line for each request; in a narrow terminal ids and places are cut, and no other column."""
+    cut = [Column("request", min_width=12), Column("where", min_width=12)]
+    table = tables.Table([*cut, *(Column(title, right=True) for title in ("prompt", "progress", "age"))])
+    requests = frame["requests"][:MAX_REQUESTS]
+    for item in requests:
         done = item["num_planned_tokens"] / max(item["num_prompt_tokens"], 1)
-        table.add_row(
+        table.add(
             str(item.get("label") or item["id"])[:40],
             _where(item) or "waiting",
             str(item["num_prompt_tokens"]),
             item["phase"].replace("_", " ") if done >= 1 else f"{100 * done:.0f} %",
             f"{item['age_s']:.1f} s",
         )
-    return table
+    header, *lines = table.lines(width)
+    yield Text(header, "dim")
+    yield from map(Text, lines)
+    num_hidden = max(frame["num_running"] + frame["num_waiting"], len(frame["requests"])) - len(requests)
+    if num_hidden > 0:
+        yield Text(f"and {num_hidden} more; `pdmesh requests list` lists them", "dim")
 
 
 def _where(item: Mapping[str, Any]) -> str:

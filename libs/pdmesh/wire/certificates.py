@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import structlog
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import ConfigError
+from pdmesh.late_logger import late_logger
 from pdmesh.watched_file import WatchedFile
-
-log = structlog.get_logger()
 
 #: Tags of DER.
 _VERSION = 0xA0
@@ -72,12 +70,12 @@ class CertificateFiles:
                 if certificates.authority is not None:
                     context.load_verify_locations(cadata=certificates.authority.decode())
             except (ConfigError, OSError, ValueError) as error:  # of which ssl.SSLError is one
-                log.warning("new certificates cannot be used; the ones before stay", reason=str(error))
+                late_logger().warning("new certificates cannot be used; the ones before stay", reason=str(error))
                 return None
             if certificates == self.current:
                 return None
             self.current = certificates
-            log.info("certificates were read again", certificate=str(self._certificate))
+            late_logger().info("certificates were read again", certificate=str(self._certificate))
             return certificates
 
     def _read(self) -> Certificates:

@@ -19,13 +19,11 @@ import anyio.lowlevel
 import grpc
 import grpc.aio
 import msgspec
-import structlog
 
 from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
+from pdmesh.late_logger import late_logger
 from pdmesh.wire.roles import RoleRule
 from pdmesh.wire.strangers import StrangerKind
-
-log = structlog.get_logger()
 
 SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")
@@ -225,7 +223,7 @@ def serve_link(
         await context.send_initial_metadata(())
         if rule is not None and (why_not := rule.why_not(context)) is not None:
             rule.strangers.refuse(StrangerKind.ROLE)
-            log.error("a peer was refused", peer=context.peer(), reason=why_not)
+            late_logger().error("a peer was refused", peer=context.peer(), reason=why_not)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, why_not)
         try:
             await serve(link, str(context.peer()))

@@ -12,15 +12,13 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import anyio
-import structlog
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.late_logger import late_logger
 from pdmesh.wire.endpoint import MeshChannel, open_channel
 from pdmesh.wire.messages import StandingBy, WelcomeGateway, WelcomeWorker
 from pdmesh.wire.session import ANSWER_LIMIT_S
-
-log = structlog.get_logger()
 
 WelcomeT = TypeVar("WelcomeT", WelcomeWorker, WelcomeGateway)
 
@@ -91,7 +89,7 @@ class SchedulerChannel:
             raise ProtocolError(f"the scheduler's first message must be {kind.__name__}")
         welcome = first
         if 0 < welcome.term < self._term:
-            log.error("an earlier leader was refused", address=self._address, term=welcome.term)
+            late_logger().error("an earlier leader was refused", address=self._address, term=welcome.term)
             raise InstanceUnavailable(
                 f"{self._address} led before another scheduler did (term {welcome.term}, and {self._term} was heard of)"
             )

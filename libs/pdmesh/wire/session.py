@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
-import structlog
 
 from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
+from pdmesh.late_logger import late_logger
 from pdmesh.wire.link import MAX_QUEUED_MESSAGES, Channel, FrameLink, open_link
 from pdmesh.wire.messages import PROTOCOL_VERSION
-
-log = structlog.get_logger()
 
 SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")
@@ -136,7 +134,7 @@ class Session(Generic[SendT, RecvT]):
         except InstanceUnavailable:  # the stream broke, and is about to notice
             self._link = None
         except OutboxFull as error:
-            log.error("a peer does not read its stream; reconnecting", method=self._method, error=str(error))
+            late_logger().error("a peer does not read its stream; reconnecting", method=self._method, error=str(error))
             self._link = None
             self._talk.overflowed()
             self._scope.cancel()
@@ -157,7 +155,7 @@ class Session(Generic[SendT, RecvT]):
                 self._talk.lost()
             if self._finishing:
                 break
-            log.warning("a stream ended", method=self._method, reason=reason)
+            late_logger().warning("a stream ended", method=self._method, reason=reason)
             self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
             await anyio.sleep(self._pause_s * random.uniform(0.5, 1.0))
         self._finished.set()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import msgspec
 
-from pdmesh.core.commands import GatewayCommand, PlainInstanceCommand
-from pdmesh.core.events import GatewayEvent, InstanceEvent
 from pdmesh.errors import ProtocolError
 from pdmesh.ranges import out_of_range
+
+if TYPE_CHECKING:  # imported late: commands that ask a scheduler need no event
+    from pdmesh.core.commands import GatewayCommand, PlainInstanceCommand
+    from pdmesh.core.events import GatewayEvent, InstanceEvent
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
 PROTOCOL_VERSION = 14
@@ -42,12 +45,12 @@ class EventMessage(Message, frozen=True, kw_only=True):
     @property
     def event(self) -> InstanceEvent:
         """What an instance says. Raises ProtocolError if it is nothing that an instance may."""
-        return _decoded(_INSTANCE_EVENTS, self.name, self.fields)
+        return _decoded(_instance_events(), self.name, self.fields)
 
     @property
     def gateway_event(self) -> GatewayEvent:
         """What a gateway says. Raises ProtocolError if it is nothing that a gateway may."""
-        return _decoded(_GATEWAY_EVENTS, self.name, self.fields)
+        return _decoded(_gateway_events(), self.name, self.fields)
 
 
 class CommandMessage(Message, frozen=True, kw_only=True):
@@ -63,29 +66,41 @@ class CommandMessage(Message, frozen=True, kw_only=True):
     @property
     def command(self) -> PlainInstanceCommand:
         """Raises ProtocolError if it is none for an instance."""
-        return _decoded(_INSTANCE_COMMANDS, self.name, self.fields)
+        return _decoded(_instance_commands(), self.name, self.fields)
 
     @property
     def gateway_command(self) -> GatewayCommand:
         """Raises ProtocolError if it is none for a gateway."""
-        return _decoded(_GATEWAY_COMMANDS, self.name, self.fields)
+        return _decoded(_gateway_commands(), self.name, self.fields)
 
 
-_INSTANCE_EVENTS: Mapping[str, msgspec.msgpack.Decoder[InstanceEvent]] = {
-    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(InstanceEvent)
-}
+@functools.cache
+def _instance_events() -> Mapping[str, msgspec.msgpack.Decoder[InstanceEvent]]:
+    from pdmesh.core.events import InstanceEvent
 
-_GATEWAY_EVENTS: Mapping[str, msgspec.msgpack.Decoder[GatewayEvent]] = {
-    GatewayEvent.__name__: msgspec.msgpack.Decoder(GatewayEvent)
-}
+    return {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(InstanceEvent)}
 
-_INSTANCE_COMMANDS: Mapping[str, msgspec.msgpack.Decoder[PlainInstanceCommand]] = {
-    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(PlainInstanceCommand)
-}
 
-_GATEWAY_COMMANDS: Mapping[str, msgspec.msgpack.Decoder[GatewayCommand]] = {
-    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(GatewayCommand)
-}
+@functools.cache
+def _gateway_events() -> Mapping[str, msgspec.msgpack.Decoder[GatewayEvent]]:
+    from pdmesh.core.events import GatewayEvent
+
+    return {GatewayEvent.__name__: msgspec.msgpack.Decoder(GatewayEvent)}
+
+
+@functools.cache
+def _instance_commands() -> Mapping[str, msgspec.msgpack.Decoder[PlainInstanceCommand]]:
+    from pdmesh.core.commands import PlainInstanceCommand
+
+    return {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(PlainInstanceCommand)}
+
+
+@functools.cache
+def _gateway_commands() -> Mapping[str, msgspec.msgpack.Decoder[GatewayCommand]]:
+    from pdmesh.core.commands import GatewayCommand
+
+    return {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(GatewayCommand)}
+
 
 SaidT = TypeVar("SaidT")
 

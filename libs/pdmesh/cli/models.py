@@ -1,0 +1,51 @@
+"""`pdmesh models`: what `pdmesh up` can serve from this machine's disk, and what it knows how to download."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from pdmesh.cli.options import Output
+from pdmesh.cli.tables import Column, Table
+from pdmesh.engine.known_models import KNOWN_MODELS, models_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A model that can be named to `pdmesh up`."""
+
+    name: str
+    num_bytes: int  # on disk; 0: not downloaded yet
+    about: str
+
+
+def list_models(output: Output) -> None:
+    """Print the models."""
+    found = list(found_models())
+    if output is Output.JSON:
+        click.echo(json.dumps([asdict(model) for model in found], indent=2))
+        return
+    table = Table([Column("model"), Column("size", right=True), Column("what it is")])
+    for model in found:
+        table.add(model.name, f"{model.num_bytes / 1e9:.2f} GB" if model.num_bytes else "", model.about)
+    table.show()
+
+
+def found_models() -> Iterator[FoundModel]:
+    """Yield the models with short names, then those in the cache of the Hugging Face hub."""
+    for name, model in KNOWN_MODELS.items():
+        file = models_folder() / model.file_name
+        num_bytes = file.stat().st_size if file.exists() else 0
+        when = "" if num_bytes else "; is downloaded at first use"
+        yield FoundModel(name=name, num_bytes=num_bytes, about=model.about + when)
+    from huggingface_hub import constants
+
+    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        blobs = [blob.stat().st_size for blob in folder.glob("blobs/*") if blob.is_file()]
+        if blobs:
+            name = folder.name.removeprefix("models--").replace("--", "/")
+            yield FoundModel(name=name, num_bytes=sum(blobs), about="in the Hugging Face cache")

@@ -1,0 +1,49 @@
+"""`pdmesh run`: chat with a model, which a mesh in the background serves."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import click
+
+from pdmesh.cli.chat import ChatOptions, run_chat
+from pdmesh.cli.http import Target
+from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, StateFolder
+from pdmesh.config import MeshConfig
+from pdmesh.errors import ConfigError
+
+
+def run_model(config: MeshConfig, state: StateFolder, message: str | None) -> int:
+    """Chat, or print the answer to ``message``; a mesh is started if none of that name runs, and is left running.
+
+    Raises ConfigError if the mesh serves another model, PdmeshError if there can be no mesh.
+    """
+    record = state.read()
+    if record is None:
+        from pdmesh.cli.plan import make_pools
+        from pdmesh.cli.up import up_detached
+
+        say = functools.partial(click.echo, err=True)
+        code = up_detached(config, make_pools(None, None, 0), state, os.environ, say=say)
+        if code:
+            return code
+        record = state.read()
+    elif config.model is not None and not _serves(record, config):
+        named = "" if state.name == DEFAULT_NAME else f" --name {state.name}"
+        raise ConfigError(
+            f"mesh {state.name!r} serves {record.model}: stop it with `pdmesh stop{named}`, or give another --name"
+        )
+    options = ChatOptions(model=None if record is None else record.model)
+    return run_chat(Target(config, state), options, message)
+
+
+def _serves(record: MeshRecord, config: MeshConfig) -> bool:
+    """Whether a running mesh serves the model that is asked for, by what it was started with or is called."""
+    given = str(config.model)
+    asked = {given, str(config.worker.served_model_name)}
+    path = Path(given).expanduser()
+    if path.exists():
+        asked |= {str(path.absolute()), path.resolve().name, path.stem}
+    return bool(asked & {record.model, str(record.config.get("model"))})

@@ -1,0 +1,39 @@
+"""Sizes and durations as people write them: ``4GiB``, ``10GB``, ``30s``, ``5m``."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_BYTES = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024), ("i", 1024))
+}
+_SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+_NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes; a number without a unit is one. Raises ValueError."""
+    number, unit = _split(text)
+    num_bytes = float(number) * _BYTES[unit] if unit in _BYTES else math.nan
+    if not num_bytes.is_integer():
+        raise ValueError(f"{text!r} is no size")
+    return int(number) * _BYTES[unit] if number.isdecimal() else int(num_bytes)
+
+
+def parse_seconds(text: str) -> float:
+    """Return the number of seconds; a number without a unit is one. Raises ValueError."""
+    number, unit = _split(text)
+    if unit not in _SECONDS:
+        raise ValueError(f"{text!r} is no duration")
+    return float(number) * _SECONDS[unit]
+
+
+def _split(text: str) -> tuple[str, str]:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no number with a unit")
+    return match[1], match[2].lower()
