@@ -214,6 +214,11 @@ class SchedulerConfig:
         "{prefill}, {decode} and {mixed} for their sizes",
     ] = None
     event_log: Annotated[Path | None, "append-only log of all events, for `pdmesh replay`"] = None
+    recent_decisions: Annotated[
+        int,
+        Range(0, 1_000_000),
+        "most decisions of the last ten minutes to keep in memory, about 1 KB each, for `pdmesh pool advise`",
+    ] = 20_000
     event_log_max_bytes: Annotated[int, COUNT, "largest event log of one run; a request takes about 1.5 KB"] = 1 << 30
     event_log_keep: Annotated[int, "event logs of earlier runs to keep, as `event_log`.1 (the newest) and so on"] = 3
     max_records: Annotated[int, "finished requests kept for `pdmesh requests show`"] = 10_000

@@ -325,6 +325,7 @@ def test_what_comes_from_this_machine_may_come_from_another_where_the_scheduler_
         mesh_token="ours",
         tenants=nothing,
         check=nothing,
+        decisions=nothing,
         is_wide=is_wide,
     )
     refusal = admin._why_not(None, "ipv4:127.0.0.1:5000")

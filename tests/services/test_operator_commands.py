@@ -102,6 +102,13 @@ async def test_what_cannot_be_is_one_sentence_and_its_exit_code() -> None:
         assert nobody.said.endswith("start and stop them yourself: scheduler.resize_command is not set")
 
 
+async def test_advice_asks_for_the_decisions_that_the_scheduler_keeps_in_memory() -> None:
+    async with three_instances() as mesh:
+        few = await typed(mesh, "pool", "advise", "--slo-ttft", "500ms", "--last", "5m")
+    told = "0 requests finished in the last 300 s of the scheduler's memory: at least 20 are needed for advice"
+    assert few == (1, told)
+
+
 async def test_a_resize_that_nobody_does_says_what_does_by_the_command_of_its_engine() -> None:
     command = 'scale "a b"_prefill={prefill} decode={decode} mixed={mixed} {{other}}'
     settings = replace(CONFIG.scheduler, resize_command=command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,14 @@ from typing import cast
 
 import pytest
 
-from pdmesh.cli.advise import AdviceOptions, advise, command_of
+from pdmesh.cli.advise import AdviceOptions, advise, command_of, read_log
 from pdmesh.cli.auto import next_flip, run_auto
 from pdmesh.cli.options import Asked, Output
+from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import Event
 from pdmesh.core.operator_events import OperationRequested
+from pdmesh.decisions import RecentDecisions, decode_decision
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
@@ -23,8 +27,9 @@ from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.sim.advice import Foretold, Proposal, ranked, recent, splits, tpot_limit_s
 from pdmesh.sim.mesh import MeshShape
+from pdmesh.sim.recorded import Decision, recorded_run
 from pdmesh.sim.report import SimReport
-from pdmesh.sim.simulator import Simulator
+from pdmesh.sim.simulator import Core, Simulator
 from pdmesh.sim.workload import Arrival
 from pdmesh.testing.recorded import RecordedCore
 from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL
@@ -33,7 +38,13 @@ from pdmesh.wire.messages import InstanceStatus
 OPTIONS = AdviceOptions(log=None, last_s=300.0, slo=Slo(ttft_s=2.0), min_gain=0.03)
 
 
-def recorded(path: Path, num_prefill: int, num_decode: int, arrivals: list[Arrival]) -> Path:
+def recorded(
+    path: Path,
+    num_prefill: int,
+    num_decode: int,
+    arrivals: list[Arrival],
+    wrap: Callable[[RecordedCore], Core] = lambda core: core,
+) -> Path:
     header = Header(
         seed=7,
         bundle="fcfs",
@@ -47,7 +58,7 @@ def recorded(path: Path, num_prefill: int, num_decode: int, arrivals: list[Arriv
         num_prefill=num_prefill, num_decode=num_decode, num_mixed=0, kv_layout=TINY_LAYOUT, num_kv_tokens=8192
     )
     with EventLogWriter(path, header) as log:
-        Simulator(RecordedCore(header, log), mesh.instances(UNEVEN_MODEL), arrivals).run()
+        Simulator(wrap(RecordedCore(header, log)), mesh.instances(UNEVEN_MODEL), arrivals).run()
     return path
 
 
@@ -62,7 +73,7 @@ def long_prompts(number: int = 60, every_s: float = 0.25) -> list[Arrival]:
 
 def test_pools_that_are_known_to_be_better_are_found(tmp_path: Path) -> None:
     log = recorded(tmp_path / "log", 1, 3, long_prompts())
-    advice = advise(log, OPTIONS, Output.JSON)
+    advice = advise(read_log(log), OPTIONS, Output.JSON)
     assert advice.num_requests == 60
     assert advice.now.proposal.pools == PoolCounts(prefill=1, decode=3)
     assert advice.now.attainment == pytest.approx(advice.recorded.attainment, abs=0.05), "simulated as it was"
@@ -72,9 +83,40 @@ def test_pools_that_are_known_to_be_better_are_found(tmp_path: Path) -> None:
     assert best.proposal.pools == PoolCounts(prefill=2, decode=2), "one role changes, and all are in time"
     assert best.attainment == max(each.attainment for each in advice.outlooks)
     after = recorded(tmp_path / "better", 3, 1, long_prompts())
-    better = advise(after, OPTIONS, Output.JSON)
+    better = advise(read_log(after), OPTIONS, Output.JSON)
     told = next(each for each in advice.outlooks if each.proposal == better.now.proposal)
     assert better.recorded.attainment == pytest.approx(told.attainment, rel=0.15), "as foretold"
+
+
+class Remembering:
+    """A core whose decisions are kept in memory, too."""
+
+    def __init__(self, core: RecordedCore, recent: RecentDecisions) -> None:
+        self._core, self._recent = core, recent
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        commands = self._core.handle(event, now_s)
+        self._recent.record(now_s, event, commands)
+        return commands
+
+    def check_integrity(self) -> None:
+        self._core.check_integrity()
+
+
+def test_memory_gives_the_advice_that_the_log_gives(tmp_path: Path) -> None:
+    recent = RecentDecisions("fcfs", 100_000)
+    path = recorded(tmp_path / "log", 1, 3, long_prompts(), lambda core: Remembering(core, recent))
+    log = read_log(path)
+    decisions: list[Decision] = []
+    start: int | None = 0
+    while start is not None:
+        page, start = recent.page(start)
+        decisions += map(decode_decision, page)
+    memory = replace(log, run=recorded_run(decisions))
+    assert memory.run.arrivals == log.run.arrivals
+    assert memory.run.steps == log.run.steps
+    from_memory, from_log = (advise(each, OPTIONS, Output.JSON) for each in (memory, log))
+    assert from_memory.best == from_log.best is not None
 
 
 def foretold(pools: PoolCounts, attainment: float, tpot_s: float, bundle: str = "fcfs") -> Foretold:
@@ -106,7 +148,7 @@ def test_of_what_is_alike_the_least_change_is_first_and_what_makes_tokens_slow_i
 
 
 def test_nothing_is_proposed_where_nothing_is_better(tmp_path: Path) -> None:
-    advice = advise(recorded(tmp_path / "log", 2, 2, long_prompts(every_s=3.0)), OPTIONS, Output.JSON)
+    advice = advise(read_log(recorded(tmp_path / "log", 2, 2, long_prompts(every_s=3.0))), OPTIONS, Output.JSON)
     assert advice.now.attainment == 1.0
     assert advice.best is None
 
@@ -121,11 +163,11 @@ def test_nothing_is_proposed_where_nothing_is_better(tmp_path: Path) -> None:
 def test_a_log_that_does_not_tell_enough_is_said(tmp_path: Path, options: AdviceOptions, reason: str) -> None:
     log = recorded(tmp_path / "log", 1, 1, long_prompts(30))
     with pytest.raises(ConfigError, match=reason):
-        advise(log, options, Output.JSON)
+        advise(read_log(log), options, Output.JSON)
 
 
 def test_what_to_type_for_it(tmp_path: Path) -> None:
-    advice = advise(recorded(tmp_path / "log", 1, 3, long_prompts()), OPTIONS, Output.JSON)
+    advice = advise(read_log(recorded(tmp_path / "log", 1, 3, long_prompts())), OPTIONS, Output.JSON)
     now = advice.now.proposal
     other = now._replace(pools=PoolCounts(prefill=2, decode=2), bundle="sjf")
     assert command_of(now, other) == [
@@ -183,7 +225,7 @@ def test_auto_asks_for_a_change_that_is_judged(monkeypatch: pytest.MonkeyPatch) 
         return 1
 
     monkeypatch.setattr("pdmesh.cli.auto.current_state", lambda *_: there)
-    monkeypatch.setattr("pdmesh.cli.auto.log_file", lambda *_: None)
+    monkeypatch.setattr("pdmesh.cli.auto.recording_of", lambda *_: None)
     monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=best, now=now))
     monkeypatch.setattr("pdmesh.cli.auto.start", start)
     assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 1, "taken back"
@@ -199,7 +241,7 @@ def test_auto_says_where_the_pools_are_as_advised_already(
     there = SimpleNamespace(instances=[row("prefill-0"), row("prefill-1"), row("decode-0")])
     better = foretold(PoolCounts(prefill=2, decode=1), 1.0, 0.02)
     monkeypatch.setattr("pdmesh.cli.auto.current_state", lambda *_: there)
-    monkeypatch.setattr("pdmesh.cli.auto.log_file", lambda *_: None)
+    monkeypatch.setattr("pdmesh.cli.auto.recording_of", lambda *_: None)
     monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=better, now=better))
     assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 0
     assert "2 prefill + 1 decode, the better pools, are already running" in capsys.readouterr().out

@@ -23,6 +23,7 @@ from pdmesh.cli.commands import Commands
 from pdmesh.cli.process_id import ProcessId, wait_for_end
 from pdmesh.config import MeshConfig
 from pdmesh.config_sources import COMPOSE_VARIABLES, variable_of
+from pdmesh.policy.bundles import BATCHINGS, BUNDLE_NAMES
 from pdmesh.profiles import load_profile
 from pdmesh.settings import settings_of
 from pdmesh.testing.checkpoints import write_checkpoint
@@ -329,6 +330,54 @@ def test_up_detached_then_down(machine: Machine) -> None:
     assert not any(map(is_running, pids))
     assert not record_file.exists()
     assert machine.events()[-1] == "scheduler stopped"
+
+
+def test_what_a_detached_mesh_says_is_shown_and_logged(machine: Machine) -> None:
+    up = machine.run("up", "--detach")
+    first, *_ = up.stdout.splitlines()
+    assert first.startswith("pdmesh: starting 1 prefill + 1 decode for the built-in demo model")
+    assert up.stderr == ""
+    shown = machine.run_here("logs", "supervisor", "-o", "json")
+    events = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [event["event"][:8] for event in events] == ["starting", "ready in"]
+    assert all(event["timestamp"].endswith("Z") for event in events)
+
+
+def test_run_wants_the_model_that_is_asked_for(machine: Machine) -> None:
+    assert machine.run("up", "--detach").returncode == 0
+    other = machine.run_here("run", "smollm2", "Hi")
+    assert other.returncode == 2
+    told = "pdmesh: mesh 'default' serves pdmesh-demo: stop it with `pdmesh stop`, or give another --name\n"
+    assert other.stderr == told
+
+
+def test_run_starts_a_mesh_that_stays(machine: Machine) -> None:
+    """Its input has ended already, as Ctrl-D ends the conversation."""
+    asked = machine.run("run", "--name", "kept", "--set", "drain_s=1s")
+    assert asked.returncode == 0, asked.stderr
+    assert "ready in" in asked.stderr, "answers alone are on standard output"
+    assert "Ctrl-D exits" in asked.stdout
+    assert all(map(is_running, machine.pids("kept")))
+
+
+def test_policies_are_listed_without_a_mesh(machine: Machine) -> None:
+    listed = machine.run_here("policy", "list", "-o", "json")
+    assert listed.returncode == 0, listed.stderr
+    known = json.loads(listed.stdout)
+    assert set(known["bundles"]) == set(BUNDLE_NAMES)
+    assert set(known["batchings"]) == set(BATCHINGS)
+    assert known["bundle"] == ""
+    table = machine.run_here("policy", "ls", COLUMNS="200").stdout
+    assert "fcfs                       first come, first served\n" in table
+
+
+def test_models_are_listed_with_their_size_on_disk(machine: Machine) -> None:
+    file = machine.folder / "cache/pdmesh/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"x" * 1000)
+    found = {model["name"]: model for model in json.loads(machine.run_here("ls", "-o", "json").stdout)}
+    assert found["smollm2"]["num_bytes"] == 1000
+    assert "downloaded at first use" in found["gemma3-270m"]["about"]
 
 
 def test_two_meshes_side_by_side(machine: Machine) -> None:

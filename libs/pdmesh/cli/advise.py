@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+import anyio
 import click
 import msgspec
 from rich.table import Table
 
+from pdmesh.cli.admin import target
 from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.progress import progress_bar
 from pdmesh.cli.replay import Replay
 from pdmesh.cli.terminal import terminal
-from pdmesh.core.commands import SetRole
-from pdmesh.core.events import InstanceJoined, InstanceLost
-from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.errors import ConfigError
+from pdmesh.core.events import InstanceJoined
+from pdmesh.decisions import Membership, decode_decision
+from pdmesh.errors import ConfigError, ProtocolError
 from pdmesh.eventlog import EventLogReader, Header, core_of
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
+from pdmesh.model import Role
 from pdmesh.sim.advice import Foretold, Proposal, outlook, ranked, recent, recent_runs, splits, tpot_limit_s
 from pdmesh.sim.recorded import Decision, RecordedRun, recorded_run
 from pdmesh.sim.report import report
 from pdmesh.sim.result import SimResult
 from pdmesh.sim.samples import fitted_model
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import GetDecisions, LatestDecisions
 
 #: Fewer requests say nothing of what would be better.
 MIN_REQUESTS = 20
@@ -46,7 +49,7 @@ NUM_SHOWN = 5
 class AdviceOptions:
     """The command's options, as given."""
 
-    log: Path | None  # None: the one that the mesh on this machine writes
+    log: Path | None  # None: what the scheduler keeps in memory
     last_s: float
     slo: Slo
     min_gain: float  # of the share of requests in time, 0 to 1, for which to change anything
@@ -79,78 +82,101 @@ class Advice:
         return other
 
 
-class _Mesh:
-    """What is there at the end of a log; passes its decisions on."""
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Decisions to learn from, and the mesh at their end."""
 
-    def __init__(self, bundle: str) -> None:
-        self.bundle = bundle
-        self.profiles: dict[InstanceId, InstanceProfile] = {}
+    header: Header
+    run: RecordedRun
+    mesh: Membership
+    where: str  # for messages
 
-    def follow(self, decisions: Replay) -> Iterator[Decision]:
-        for decision in decisions:
-            match decision.event:
-                case InstanceJoined(profile=profile):
-                    self.profiles[profile.instance_id] = profile
-                case InstanceLost(instance_id=instance_id):
-                    self.profiles.pop(instance_id, None)
-                case BundleChangeRequested(bundle=bundle):
-                    self.bundle = bundle
-                case _:
-                    pass
-            for command in decision.commands:
-                if isinstance(command, SetRole) and (there := self.profiles.get(command.instance_id)):
-                    self.profiles[command.instance_id] = replace(there, role=command.role)
-            yield decision
 
-    @property
-    def pools(self) -> PoolCounts:
-        counts = Counter(profile.role for profile in self.profiles.values())
-        return PoolCounts(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], mixed=counts[Role.MIXED])
+def recording_of(asked: Asked, options: AdviceOptions) -> Recording:
+    """Return what a log holds, if one is given, else what the scheduler of the mesh keeps in memory.
+
+    Raises PdmeshError if the log cannot be read, or no mesh can be asked.
+    """
+    if options.log is not None:
+        return read_log(options.log)
+    pages = anyio.run(_latest, asked)
+    header = msgspec.convert(msgspec.msgpack.decode(pages[0].header), Header)
+    mesh = Membership(pages[0].bundle, {profile.instance_id: profile for profile in pages[0].profiles})
+    joined = [Decision(-inf, InstanceJoined(profile, ()), ()) for profile in pages[0].profiles]
+    decisions = chain(joined, (decode_decision(data) for page in pages for data in page.decisions))
+    return Recording(header, recorded_run(_followed(decisions, mesh)), mesh, "the scheduler's memory")
+
+
+def read_log(path: Path) -> Recording:
+    """Return what an event log holds. Raises ConfigError."""
+    try:
+        with EventLogReader(path) as log:
+            decisions = Replay(log, None)
+            mesh = Membership(log.header.bundle)
+            run = recorded_run(_followed(decisions, mesh))
+            header = log.header
+    except OSError as error:
+        raise ConfigError(f"cannot read the event log {path}: {error.strerror}") from error
+    if not decisions.is_faithful:
+        raise ConfigError(f"{path} was written by another version of pdmesh, which decides differently")
+    return Recording(header, run, mesh, str(path))
+
+
+async def _latest(asked: Asked) -> list[LatestDecisions]:
+    _, address, security = target(asked.config, asked.state)
+    pages: list[LatestDecisions] = []
+    start: int | None = 0
+    while start is not None:
+        answer = await ask_scheduler(address, security, GetDecisions(start=start))
+        if not isinstance(answer, LatestDecisions):
+            raise ProtocolError("the scheduler sent an unexpected answer")
+        pages.append(answer)
+        if answer.next_start is not None and answer.next_start <= start:
+            raise ProtocolError("the scheduler sent a page twice")
+        start = answer.next_start
+    return pages
+
+
+def _followed(decisions: Iterable[Decision], mesh: Membership) -> Iterator[Decision]:
+    for decision in decisions:
+        mesh.apply(decision)
+        yield decision
 
 
 def run_advise(asked: Asked, options: AdviceOptions) -> None:
     """Print what would have been better. Raises ConfigError if the log does not contain enough."""
-    advice = advise(log_file(asked, options), options, asked.output)
+    advice = advise(recording_of(asked, options), options, asked.output)
     if asked.output is Output.JSON:
         click.echo(json.dumps(_as_json(advice), indent=2))
     else:
         _print(advice)
 
 
-def advise(path: Path, options: AdviceOptions, output: Output, *, same_bundle: bool = False) -> Advice:
-    """Simulate all proposals on the end of a log; with ``same_bundle`` only those that keep the bundle.
+def advise(recording: Recording, options: AdviceOptions, output: Output, *, same_bundle: bool = False) -> Advice:
+    """Simulate all proposals on the end of a recording; with ``same_bundle`` only those that keep the bundle.
 
-    Raises ConfigError if the log does not contain enough.
+    Raises ConfigError if the recording does not contain enough.
     """
-    try:
-        with EventLogReader(path) as log:
-            decisions = Replay(log, None)
-            mesh = _Mesh(log.header.bundle)
-            run = recorded_run(mesh.follow(decisions))
-            header = log.header
-    except OSError as error:
-        raise ConfigError(f"cannot read the event log {path}: {error.strerror}") from error
-    if not decisions.is_faithful:
-        raise ConfigError(f"{path} was written by another version of pdmesh, which decides differently")
+    run, mesh = recording.run, recording.mesh
     arrivals = recent(run.arrivals, options.last_s)
     if len(arrivals) < MIN_REQUESTS or not mesh.profiles:
         raise ConfigError(
-            f"{len(arrivals)} requests finished in the last {options.last_s:g} s of {path}: at least {MIN_REQUESTS} "
-            "are needed for advice"
+            f"{len(arrivals)} requests finished in the last {options.last_s:g} s of {recording.where}: at least "
+            f"{MIN_REQUESTS} are needed for advice"
         )
     if options.slo == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in arrivals):
         raise ConfigError("the requests have no targets: set --slo-ttft or --slo-tpot")
     bundles = dict.fromkeys((mesh.bundle, *(() if same_bundle else BUNDLES)))
-    return _compared(header, run, mesh, tuple(bundles), options, output)
+    return _compared(recording.header, run, mesh, tuple(bundles), options, output)
 
 
 def _compared(
-    header: Header, run: RecordedRun, mesh: _Mesh, bundles: Sequence[str], options: AdviceOptions, output: Output
+    header: Header, run: RecordedRun, mesh: Membership, bundles: Sequence[str], options: AdviceOptions, output: Output
 ) -> Advice:
     try:
         latency = fitted_model(run)
     except ValueError:
-        raise ConfigError("the log has no steps to fit a latency model to") from None
+        raise ConfigError("there are no steps to fit a latency model to") from None
     arrivals = recent(run.arrivals, options.last_s)
     like = next(iter(mesh.profiles.values()))
     long_tokens = header.config.policy.long_prompt_tokens
@@ -173,19 +199,6 @@ def _compared(
         num_requests=len(arrivals),
         min_gain=options.min_gain,
         tpot_limit_s=limit_s,
-    )
-
-
-def log_file(asked: Asked, options: AdviceOptions) -> Path:
-    """Return the event log to learn from. Raises ConfigError if there is none."""
-    if options.log is not None:
-        return options.log
-    record = asked.state.read()
-    scheduler = {} if record is None else record.config.get("scheduler", {})
-    if scheduler.get("event_log"):
-        return Path(scheduler["event_log"])
-    raise ConfigError(
-        "there is no event log: give one with --log, or start the mesh with `pdmesh up --set scheduler.event_log=FILE`"
     )
 
 
@@ -214,7 +227,7 @@ def _print(advice: Advice) -> None:
             _add(table, each, advice)
     terminal().print(table)
     click.echo(
-        f"{advice.num_requests} requests; all figures but the first line's are simulated, with a model of this log"
+        f"{advice.num_requests} requests; all figures but the first line's are simulated, with a model of their steps"
     )
     if (other := advice.too_slow) is not None:
         click.echo(

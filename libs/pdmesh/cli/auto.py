@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import click
 
-from pdmesh.cli.advise import AdviceOptions, advise, log_file
+from pdmesh.cli.advise import AdviceOptions, advise, recording_of
 from pdmesh.cli.operations import current_state, start
 from pdmesh.cli.options import Asked, Output, new_operation_id
 from pdmesh.core.operator_events import OperationRequested
@@ -69,7 +69,7 @@ def run_auto(asked: Asked, options: AdviceOptions, *, every_s: float, least: int
 def _look(asked: Asked, options: AdviceOptions, least: int, timeout_s: float) -> int:
     there = current_state(asked).instances
     try:
-        advice = advise(log_file(asked, options), options, Output.JSON, same_bundle=True)
+        advice = advise(recording_of(asked, options), options, Output.JSON, same_bundle=True)
     except ConfigError as error:
         _say(str(error))
         return 0

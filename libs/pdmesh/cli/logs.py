@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -75,13 +75,20 @@ class _Log:
         """Return the lines that were added, also to a file that took the place of the one before."""
         lines = self._read()
         if self._is_another():
-            self._file, self._rest = None, b""
+            self.close()
+            self._rest = b""
             try:
                 self._file = self.path.open("rb")
             except FileNotFoundError:
                 return lines
             lines += self._read()
         return lines
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _read(self) -> list[LogLine]:
         if self._file is None:
@@ -127,21 +134,17 @@ def print_logs(state: StateFolder, processes: Sequence[str], num_lines: int, *, 
         raise PdmeshError(f"no mesh named {state.name!r} has written logs here: start one with `pdmesh up --detach`")
     if unknown := [name for name in processes if name not in there]:
         raise PdmeshError(f"no process {unknown[0]!r} has written a log: use {', '.join(there)}")
-    logs = [_Log(name, state.log_file(name)) for name in processes or there]
     printer = _Printer(output, max(map(len, processes or there)), {name: n for n, name in enumerate(there)})
-    if not follow:
+    with ExitStack() as closing:
+        changes = closing.enter_context(_watching(state.folder)) if follow else None
+        logs = [_Log(name, state.log_file(name)) for name in processes or there]
+        closing.callback(lambda: [log.close() for log in logs])
         printer.show(_merged(log.last(num_lines) for log in logs)[-num_lines:] if num_lines else ())
-        return
-    with _watching(state.folder) as changes, open(changes, "rb", buffering=0) as events:
-        printer.show(_merged([log.last(num_lines) for log in logs])[-num_lines:] if num_lines else ())
-        try:
-            while events.read(_BLOCK_BYTES):
-                if not processes:
-                    known = {log.process for log in logs}
-                    logs += [_Log(file.stem, file) for file in state.folder.glob("*.log") if file.stem not in known]
-                printer.show(_merged([log.new() for log in logs]))
-        except KeyboardInterrupt:
-            return
+        while changes is not None and changes.read(_BLOCK_BYTES):
+            if not processes:
+                known = {log.process for log in logs}
+                logs += [_Log(file.stem, file) for file in state.folder.glob("*.log") if file.stem not in known]
+            printer.show(_merged([log.new() for log in logs]))
 
 
 def _merged(parts: Iterable[Sequence[LogLine]]) -> list[LogLine]:
@@ -149,13 +152,14 @@ def _merged(parts: Iterable[Sequence[LogLine]]) -> list[LogLine]:
 
 
 @contextmanager
-def _watching(folder: Path) -> Iterator[int]:
-    """Yield a descriptor that can be read once a file in ``folder`` has changed."""
+def _watching(folder: Path) -> Iterator[BinaryIO]:
+    """Yield a file that can be read once a file in ``folder`` has changed."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = int(libc.inotify_init1(os.O_CLOEXEC))
     if fd < 0 or libc.inotify_add_watch(fd, os.fsencode(folder), _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
-    yield fd
+    with open(fd, "rb", buffering=0) as changes, suppress(KeyboardInterrupt):
+        yield changes
 
 
 @dataclass(slots=True)

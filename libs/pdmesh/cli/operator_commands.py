@@ -40,7 +40,7 @@ StartTimeout = Annotated[
 PoolSize = Annotated[int | None, Option(min=0, max=1024, help="Number of instances. [default: as now]")]
 Force = Annotated[bool, Option("--force", help="Do it even if this is the last instance that can prefill, or decode.")]
 LogFile = Annotated[
-    Path | None, Option("--log", metavar="FILE", help="Event log of a scheduler. [default: this mesh's]")
+    Path | None, Option("--log", metavar="FILE", help="Event log of a scheduler. [default: what it has in memory]")
 ]
 Last = Annotated[float, Option("--last", min=1, seconds=True, help="How much of the latest events to use.")]
 MinGain = Annotated[

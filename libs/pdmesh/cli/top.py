@@ -15,10 +15,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pdmesh.cli import tables
 from pdmesh.cli.admin import link_lines
 from pdmesh.cli.http import Target, refusal
 from pdmesh.cli.options import Output
-from pdmesh.cli import tables
 from pdmesh.cli.tables import Column, terminal_width
 from pdmesh.cli.terminal import terminal
 from pdmesh.errors import PdmeshError

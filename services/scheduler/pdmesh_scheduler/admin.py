@@ -44,6 +44,7 @@ from pdmesh.wire.messages import (
     CheckMesh,
     ExpectInstances,
     FollowPools,
+    GetDecisions,
     GetPolicies,
     GetRequest,
     GetStatus,
@@ -61,6 +62,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh_scheduler.actuators import ActuatorLinks
 from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.latest_decisions import DecisionKeeper
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.operations import OperationStatuses
 from pdmesh_scheduler.operators import Operators
@@ -89,6 +91,7 @@ class Admin:
     mesh_token: str
     tenants: TenantUsage
     check: MeshCheck
+    decisions: DecisionKeeper
     is_wide: bool = False  # other machines reach the port: what comes from this one may be passed on from there
 
     def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
@@ -124,6 +127,7 @@ class Admin:
         | GetRequest
         | ListRequests
         | GetPolicies
+        | GetDecisions
         | ExpectInstances
         | ListOperations
         | WaitOperation
@@ -147,6 +151,8 @@ class Admin:
                 return RequestList(requests=self.records.newest(limit))
             case GetPolicies():
                 return self._policies()
+            case GetDecisions(start=start):
+                return self.decisions.page(start)
             case ExpectInstances(instance_ids=instance_ids):
                 self.driver.expect(instance_ids)
                 return self.driver.state()

@@ -41,6 +41,7 @@ from pdmesh_scheduler.admin import Admin
 from pdmesh_scheduler.desired_file import DesiredFile, DesiredKeeper, decode_desired, read_desired
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
+from pdmesh_scheduler.latest_decisions import DecisionKeeper
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.operations import OperationStatuses
@@ -144,6 +145,7 @@ async def _lead(
                 raise ConfigError(
                     f"scheduler.event_log: cannot write {settings.event_log}: {error.strerror}"
                 ) from error
+        decisions = DecisionKeeper(header, settings.recent_decisions)
         metrics = SchedulerMetrics(registry, core, tenants)
         driver = Driver(
             core,
@@ -159,6 +161,7 @@ async def _lead(
                 operations,
                 startup_grace,
                 tenants,
+                decisions,
             ),
             event_log=event_log,
             may_command=mandate.is_valid,
@@ -194,6 +197,7 @@ async def _lead(
                 mesh_token=config.security.mesh_token,
                 tenants=tenants,
                 check=check,
+                decisions=decisions,
                 is_wide=not (is_loopback(settings.host) or config.security.trusted_network),
             ).handler(),
         }

@@ -10,6 +10,7 @@ from pdmesh.core.operator_events import MAX_OPERATION_S, OperationRequested
 from pdmesh.model import (
     GatewayId,
     InstanceId,
+    InstanceProfile,
     OperationId,
     OperationKind,
     PoolCounts,
@@ -63,6 +64,12 @@ class ListRequests(Message, frozen=True, kw_only=True):
 
 class GetPolicies(Message, frozen=True, kw_only=True):
     """Answered by `Policies`."""
+
+
+class GetDecisions(Message, frozen=True, kw_only=True):
+    """Ask for decisions from number ``start`` on; answered by `LatestDecisions`."""
+
+    start: int = 0
 
 
 class SetPolicy(Message, frozen=True, kw_only=True):
@@ -133,6 +140,7 @@ AdminRequest = (
     | GetRequest
     | ListRequests
     | GetPolicies
+    | GetDecisions
     | SetPolicy
     | SetBatching
     | ExpectInstances
@@ -166,6 +174,16 @@ class OperationStatus(Message, frozen=True, kw_only=True):
     needs_actuator: bool = False  # refused since nobody starts and stops processes
     resize_command: str = ""  # if so, what does, where this is known
     request_id: RequestId | None = None  # of a move
+
+
+class LatestDecisions(Message, frozen=True, kw_only=True):
+    """A page of the decisions that the scheduler keeps in memory, and the mesh as it was before the oldest."""
+
+    header: bytes  # `pdmesh.eventlog.Header` as msgpack
+    bundle: str
+    profiles: tuple[InstanceProfile, ...]
+    decisions: tuple[bytes, ...]  # `pdmesh.decisions.encode_decision`
+    next_start: int | None  # of the next page; None after the last
 
 
 class OperationList(Message, frozen=True, kw_only=True):
@@ -237,6 +255,7 @@ AdminResponse = (
     | RequestRecord
     | RequestList
     | Policies
+    | LatestDecisions
     | OperationStatus
     | OperationList
     | PoolsDesired

@@ -1,0 +1,121 @@
+"""The scheduler's latest decisions, kept in memory for `pdmesh pool advise`: bounded in time and in number."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import msgspec
+
+from pdmesh.core.commands import Command, SetRole, WakeAt
+from pdmesh.core.events import CacheReported, Event, InstanceJoined, InstanceLost, LoadReported, RequestArrived, Tick
+from pdmesh.core.operator_events import BundleChangeRequested
+from pdmesh.errors import ProtocolError
+from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
+from pdmesh.sim.recorded import Decision
+
+#: How long decisions are kept, in seconds.
+RECENT_S = 600.0
+
+#: Most decisions, and about how many bytes, in one page.
+PAGE_DECISIONS = 500
+PAGE_BYTES = 1 << 20
+
+#: Events of which advice needs no more than the commands that answer them.
+_PLAIN = (Tick, LoadReported, CacheReported)
+
+
+@dataclass(slots=True)
+class Membership:
+    """The instances and the bundle of a mesh, after the decisions that were applied."""
+
+    bundle: str
+    profiles: dict[InstanceId, InstanceProfile] = field(default_factory=dict[InstanceId, InstanceProfile])
+
+    def apply(self, decision: Decision) -> None:
+        """Follow a decision."""
+        match decision.event:
+            case InstanceJoined(profile=profile):
+                self.profiles[profile.instance_id] = profile
+            case InstanceLost(instance_id=instance_id):
+                self.profiles.pop(instance_id, None)
+            case BundleChangeRequested(bundle=bundle):
+                self.bundle = bundle
+            case _:
+                pass
+        for command in decision.commands:
+            if isinstance(command, SetRole) and (there := self.profiles.get(command.instance_id)):
+                self.profiles[command.instance_id] = replace(there, role=command.role)
+
+    @property
+    def pools(self) -> PoolCounts:
+        """Number of instances of each role."""
+        counts = Counter(profile.role for profile in self.profiles.values())
+        return PoolCounts(prefill=counts[Role.PREFILL], decode=counts[Role.DECODE], mixed=counts[Role.MIXED])
+
+
+class RecentDecisions:
+    """The decisions of the last `RECENT_S` seconds, at most ``max_decisions`` of them."""
+
+    def __init__(self, bundle: str, max_decisions: int) -> None:
+        self._max_decisions = max_decisions
+        self._kept: deque[Decision] = deque()
+        self._first = 0  # number of the oldest that is kept
+        self._before = Membership(bundle)
+
+    def record(self, now_s: float, event: Event, commands: Sequence[Command]) -> None:
+        """Keep a decision, without the hashes of prompts, which may be large."""
+        commands = [command for command in commands if not isinstance(command, WakeAt)]
+        if isinstance(event, _PLAIN):
+            if not commands:
+                return
+            event = Tick()
+        elif isinstance(event, RequestArrived):
+            event = replace(event, request=replace(event.request, prefix=()))
+        elif isinstance(event, InstanceJoined):
+            event = replace(event, kept=(), offloaded=())
+        self._kept.append(Decision(now_s, event, commands))
+        while self._kept and (len(self._kept) > self._max_decisions or self._kept[0].now_s < now_s - RECENT_S):
+            self._before.apply(self._kept.popleft())
+            self._first += 1
+
+    @property
+    def before(self) -> Membership:
+        """The mesh as it was before the oldest decision that is kept."""
+        return self._before
+
+    def page(self, start: int) -> tuple[list[bytes], int | None]:
+        """Return decisions from number ``start`` on, encoded, and where the next page starts; None after the last."""
+        number = max(start, self._first)
+        encoded: list[bytes] = []
+        num_bytes = 0
+        while number - self._first < len(self._kept) and len(encoded) < PAGE_DECISIONS and num_bytes < PAGE_BYTES:
+            encoded.append(encode_decision(self._kept[number - self._first]))
+            num_bytes += len(encoded[-1])
+            number += 1
+        return encoded, number if number - self._first < len(self._kept) else None
+
+
+def encode_decision(decision: Decision) -> bytes:
+    """Return a decision as msgpack: time, event, commands, each of the latter with its name."""
+    named = [(type(each).__name__, each) for each in (decision.event, *decision.commands)]
+    return msgspec.msgpack.encode((decision.now_s, named))
+
+
+def decode_decision(data: bytes) -> Decision:
+    """Return what `encode_decision` was given. Raises ProtocolError."""
+    kinds = _kinds()
+    try:
+        now_s, named = msgspec.msgpack.decode(data, type=tuple[float, list[tuple[str, msgspec.Raw]]])
+        event, *commands = (msgspec.msgpack.decode(fields, type=kinds[name]) for name, fields in named)
+    except (msgspec.MsgspecError, ValueError, KeyError) as error:
+        raise ProtocolError(f"the scheduler sent a malformed decision: {error}") from error
+    return Decision(now_s, event, commands)
+
+
+@functools.cache
+def _kinds() -> Mapping[str, Any]:
+    return {kind.__name__: kind for kind in (*get_args(Event), *get_args(Command))}

@@ -1,0 +1,99 @@
+"""`pdmesh logs`: one stream of lines from the logs of all processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdmesh.cli.logs import MAX_LINE_BYTES, print_logs
+from pdmesh.cli.options import Output
+from pdmesh.cli.state import StateFolder
+from pdmesh.errors import PdmeshError
+
+LIMIT_S = 60.0
+
+
+def event(second: int, text: str, **more: object) -> str:
+    return json.dumps({"event": text, "level": "info", "timestamp": f"2026-11-29T00:00:{second:02}.5Z", **more})
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateFolder:
+    state = StateFolder("default", tmp_path / "pdmesh/default")
+    state.folder.mkdir(parents=True)
+    state.log_file("gateway").write_text(f"{event(1, 'one')}\n{event(4, 'four', level='error', reason='a b')}\n")
+    state.log_file("decode-0").write_text(
+        f"{event(2, 'two', service='decode')}\nTraceback\n  line\n{event(3, 'three')}\n"
+    )
+    return state
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_lines_of_all_processes_are_merged_by_time(state: StateFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    print_logs(state, (), 100, follow=False, output=Output.TABLE)
+    shown = lines(capsys)
+    assert [words[-1] for words in shown] == ["one", "two", "Traceback", "line", "three", 'b"']
+    assert shown[0][0].endswith(":01.500")
+    assert shown[1][1:] == ["decode-0", "info", "two"], "the name says of which service it is"
+    assert shown[2] == ["decode-0", "Traceback"]
+    assert shown[5][1:] == ["gateway", "error", "four", 'reason="a', 'b"']
+
+
+def test_the_last_lines_of_some_processes_and_the_lines_as_they_are(
+    state: StateFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_logs(state, (), 2, follow=False, output=Output.TABLE)
+    assert [words[3] for words in lines(capsys)] == ["three", "four"]
+    print_logs(state, ("gateway",), 100, follow=False, output=Output.JSON)
+    assert capsys.readouterr().out == state.log_file("gateway").read_text()
+    print_logs(state, (), 0, follow=False, output=Output.TABLE)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_not_there_is_said(state: StateFolder, tmp_path: Path) -> None:
+    with pytest.raises(PdmeshError, match="no process 'decode-9' has written a log: use decode-0, gateway"):
+        print_logs(state, ("decode-9",), 1, follow=False, output=Output.TABLE)
+    with pytest.raises(PdmeshError, match="no mesh named 'none' has written logs here"):
+        print_logs(StateFolder("none", tmp_path / "none"), (), 1, follow=False, output=Output.TABLE)
+
+
+def test_a_large_log_is_read_from_its_end_and_long_lines_are_cut(
+    state: StateFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with state.log_file("scheduler").open("w") as log:
+        log.writelines(f"{event(5, f'number {number}')}\n" for number in range(20_000))
+        log.write("x" * (2 * MAX_LINE_BYTES) + "\n")
+    print_logs(state, ("scheduler",), 3, follow=False, output=Output.JSON)
+    *numbers, long = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["event"] for line in numbers] == ["number 19998", "number 19999"]
+    assert len(long) == MAX_LINE_BYTES
+
+
+def test_new_lines_come_as_they_are_written_also_of_new_emptied_and_replaced_logs(state: StateFolder) -> None:
+    command = [sys.executable, "-m", "pdmesh.cli", "logs", "-f", "-n", "1"]
+    environ = {"PATH": os.environ["PATH"], "XDG_STATE_HOME": str(state.folder.parents[1])}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None
+        assert "four" in follower.stdout.readline()
+        gateway = state.log_file("gateway")
+        with gateway.open("a") as log:
+            log.write(event(6, "six") + "\n")
+        assert "six" in follower.stdout.readline()
+        state.log_file("prefill-0").write_text(event(7, "seven") + "\n")
+        assert "seven" in follower.stdout.readline()
+        os.truncate(gateway, 0)
+        with gateway.open("a") as log:
+            log.write(event(8, "eight") + "\n")
+        assert "eight" in follower.stdout.readline()
+        gateway.rename(gateway.with_name("gateway.log.1"))
+        gateway.write_text(event(9, "nine") + "\n")
+        assert "nine" in follower.stdout.readline()
+        follower.terminate()
