@@ -46,8 +46,8 @@ def load_config(
 ) -> MeshConfig:
     """Build the tree from ``file`` (else the one `PDMESH_CONFIG` names), environment and flags, the last one winning.
 
-    ``flags`` are dotted names (``gateway.port``) with a value or None for "not given", and ``typed`` says what was
-    typed for some of them (``--port``). Variables without our prefix are left to those they belong to (HF_*, UCX_*,
+    ``flags`` are dotted names (``gateway.port``) with a value or None for "not given", and ``typed`` has the options
+    that were typed for them (``--port``). Variables without our prefix are left to those they belong to (HF_*, UCX_*,
     CUDA_*, OTEL_*). Raises ConfigError.
     """
     settings = {setting.name: setting for setting in settings_of(MeshConfig)}

@@ -24,7 +24,7 @@ RECENT_S = 600.0
 PAGE_DECISIONS = 500
 PAGE_BYTES = 1 << 20
 
-#: Events of which advice needs no more than the commands that answer them.
+#: Advice needs only the commands that answer these events.
 _PLAIN = (Tick, LoadReported, CacheReported)
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def late_logger() -> BoundLogger:
-    """Return structlog's logger, which is imported when something is to be logged."""
+    """Return structlog's logger. The first call imports structlog."""
     import structlog
 
     logger: BoundLogger = structlog.get_logger()

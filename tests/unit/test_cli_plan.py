@@ -79,8 +79,8 @@ def test_a_table_says_what_was_tried() -> None:
     ("arguments", "code", "says"),
     [
         ([], 2, "no target is given"),
-        (["--slo-ttft", "-1"], 2, "--slo-ttft is -1.0: must be a number of seconds above 0"),
-        (["--slo-tpot", "nan"], 2, "--slo-tpot is nan: must be a number of seconds above 0"),
+        (["--slo-ttft", "-1"], 2, "--slo-ttft is '-1': must be a duration such as 30s or 5m"),
+        (["--slo-tpot", "nan"], 2, "--slo-tpot is 'nan': must be a duration such as 30s or 5m"),
         (["--slo-ttft", "1", "--attainment", "1.5"], 2, "--attainment is 1.5: must be a share"),
         (["--slo-ttft", "1", "--attainment", "nan"], 2, "--attainment is nan: must be a share"),
         (["--slo-ttft", "1", "--bundle", "lifo"], 2, "no policy bundle is called 'lifo'"),

@@ -11,7 +11,7 @@ from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tic
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, Membership, RecentDecisions, decode_decision
 from pdmesh.errors import ProtocolError
-from pdmesh.model import InstanceId, PoolCounts, Role
+from pdmesh.model import InstanceId, PoolCounts, PrefixHash, Role
 from pdmesh.sim.recorded import Decision
 from pdmesh.testing.core import a_request
 from pdmesh.testing.modelled import modelled_profile
@@ -31,7 +31,7 @@ def all_of(recent: RecentDecisions) -> list[Decision]:
 
 def test_pages_have_every_decision_once_and_without_hashes() -> None:
     recent = RecentDecisions("fcfs", 2000)
-    request = replace(a_request("r"), prefix=(b"0123456789abcdef",))
+    request = replace(a_request("r"), prefix=(PrefixHash(b"0123456789abcdef"),))
     number = 2 * PAGE_DECISIONS + 1
     for n in range(number):
         recent.record(float(n) / 10, RequestArrived(request), [WakeAt(at_s=1.0)])

@@ -32,6 +32,14 @@ def with_model(*arguments: str) -> Mistake:
     return lambda folder: [str(write_checkpoint(folder / "model")), *arguments]
 
 
+def with_file(name: str, content: str, *arguments: str) -> Mistake:
+    def write(folder: Path) -> list[str]:
+        (folder / name).write_text(content)
+        return list(arguments)
+
+    return write
+
+
 def with_config(**fields: object) -> Mistake:
     def write(folder: Path) -> list[str]:
         config = write_checkpoint(folder / "model") / "config.json"
@@ -109,6 +117,22 @@ MISTAKES: Mapping[str, tuple[Mistake, str]] = {
         "worker.max_kv_tokens_per_instance is 63, no multiple of worker.block_size, 16: whole blocks move",
     ),
     "adapter": (typed("--lora", "nowhere"), "nowhere holds no adapter_config.json: give the directory of a LoRA "),
+    "key file": (
+        typed("--set", "security.api_keys_file=nowhere.toml"),
+        "cannot read security.api_keys_file nowhere.toml: No such file or directory",
+    ),
+    "operators": (
+        with_file("operators.toml", "[operators.bob]", "--set", "security.operators_file=operators.toml"),
+        "security.operators_file operators.toml",
+    ),
+    "certificate": (
+        typed("--set", "security.tls_cert=mesh.pem", "--set", "security.tls_key=mesh.key"),
+        "cannot read security.tls_cert mesh.pem: No such file or directory",
+    ),
+    "open to strangers": (
+        typed("--host", "0.0.0.0"),
+        "the gateway would listen on 0.0.0.0, outside this machine without TLS (security.tls_cert, ",
+    ),
     "no such file": (typed("./nosuch.gguf"), "model './nosuch.gguf': there is no such file"),
     "no such directory": (typed("models/llama/8b"), "model 'models/llama/8b': there is no such file or directory"),
     "name of another tool": (

@@ -49,7 +49,7 @@ NUM_SHOWN = 5
 class AdviceOptions:
     """The command's options, as given."""
 
-    log: Path | None  # None: what the scheduler keeps in memory
+    log: Path | None  # default: the decisions in the scheduler's memory
     last_s: float
     slo: Slo
     min_gain: float  # of the share of requests in time, 0 to 1, for which to change anything
@@ -89,7 +89,7 @@ class Recording:
     header: Header
     run: RecordedRun
     mesh: Membership
-    where: str  # for messages
+    source: str
 
 
 def recording_of(asked: Asked, options: AdviceOptions) -> Recording:
@@ -153,7 +153,7 @@ def run_advise(asked: Asked, options: AdviceOptions) -> None:
 
 
 def advise(recording: Recording, options: AdviceOptions, output: Output, *, same_bundle: bool = False) -> Advice:
-    """Simulate all proposals on the end of a recording; with ``same_bundle`` only those that keep the bundle.
+    """Simulate all proposals on the end of a recording; with ``same_bundle`` only proposals that keep the bundle.
 
     Raises ConfigError if the recording does not contain enough.
     """
@@ -161,7 +161,7 @@ def advise(recording: Recording, options: AdviceOptions, output: Output, *, same
     arrivals = recent(run.arrivals, options.last_s)
     if len(arrivals) < MIN_REQUESTS or not mesh.profiles:
         raise ConfigError(
-            f"{len(arrivals)} requests finished in the last {options.last_s:g} s of {recording.where}: at least "
+            f"{len(arrivals)} requests finished in the last {options.last_s:g} s of {recording.source}: at least "
             f"{MIN_REQUESTS} are needed for advice"
         )
     if options.slo == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in arrivals):

@@ -75,7 +75,7 @@ requests_app = Commands("requests", "Show single requests.")
 policy_app = Commands("policy", "Show the scheduling policy, and switch it while serving.")
 config_app = Commands("config", "Show the configuration.")
 
-#: Options of `up` that set settings, beside those that other commands have, too.
+#: Options of `up` that set settings.
 UP_FLAGS = (
     MODEL,
     Flag("--served-model-name", "worker.served_model_name", "Model name that clients use.", "NAME", panel="Model"),
@@ -281,7 +281,7 @@ def requests_list(
 @policy_app.define("list", example="pdmesh policy list", aliases=("ls",))
 @asks_scheduler
 def policy_list(asked: Asked) -> None:
-    """List the policy bundles and batching modes; stars mark those in use where a mesh runs."""
+    """List the policy bundles and batching modes; stars mark the ones that a running mesh uses."""
     from pdmesh.cli.policy import list_policies
 
     list_policies(asked.config, asked.state, asked.output)

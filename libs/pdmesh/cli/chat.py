@@ -20,10 +20,10 @@ _READ_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    model: str | None = None  # None: the first one that is served
+    model: str | None = None  # default: the first served model
     system: str | None = None
     max_tokens: int = 512
-    temperature: float | None = None  # None: as the model's files say
+    temperature: float | None = None  # default: the model's own
     tools: Path | None = None
     tool_choice: str | None = None
 

@@ -76,7 +76,7 @@ class Flag:
     """An option that gives a setting its value; the setting's own type checks that."""
 
     name: str
-    setting: str  # with dots
+    setting: str  # its dotted name
     help: str
     metavar: str = "TEXT"
     short: str = ""
@@ -94,7 +94,7 @@ Taken = inspect.Parameter | Flag
 
 
 class Commands(click.Group):
-    """A group of commands, each of which is built when it is called."""
+    """A group of commands. A command is built when it is called."""
 
     def __init__(self, name: str, help: str, *, default: str = "", params: Sequence[click.Parameter] = ()) -> None:
         """``default``: the command that runs if none is named."""
@@ -102,7 +102,7 @@ class Commands(click.Group):
         super().__init__(name=name, help=help, params=list(params), context_settings=settings)
         self.default = default
         self._defined: dict[str, _Definition] = {}
-        self._names: dict[str, str] = {}  # of commands, by name and alias
+        self._names: dict[str, str] = {}  # names of commands, by name and alias
 
     def define(
         self, name: str = "", *, example: str, aliases: Sequence[str] = ()
@@ -146,7 +146,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that is named, or say what was meant."""
+        """Find the named command, or suggest a similar name."""
         name = args[0]
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing and not name.startswith("-"):
             close = difflib.get_close_matches(name, [*self._names, *self.commands], n=1)
@@ -193,7 +193,7 @@ class _Command(click.Command):
         }
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each panel: the arguments, the groups of options, and those that most commands have."""
+        """Write a panel for the arguments and for each group of options."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
@@ -225,7 +225,7 @@ else:
 
 
 class _Value(_ParamType):
-    """Type of what is typed for a parameter."""
+    """Type of a parameter's value, with messages that name the option."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ _PLACED = frozenset({"event", "level", "timestamp", "service"})
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of a log. One that is no event, as those of a traceback, has the time of the event before it."""
+    """A line of a log. A line that is no event, such as one of a traceback, has the time of the event before it."""
 
     timestamp: str  # ISO 8601 in UTC, which sorts by time; empty if no event came before
     process: str
@@ -94,7 +94,7 @@ class _Log:
         if self._file is None:
             return []
         if os.fstat(self._file.fileno()).st_size < self._file.tell():
-            self._file.seek(0)  # it was emptied
+            self._file.seek(0)  # the file was emptied
         return self._parsed(self._file.read())
 
     def _is_another(self) -> bool:
@@ -138,13 +138,18 @@ def print_logs(state: StateFolder, processes: Sequence[str], num_lines: int, *, 
     with ExitStack() as closing:
         changes = closing.enter_context(_watching(state.folder)) if follow else None
         logs = [_Log(name, state.log_file(name)) for name in processes or there]
-        closing.callback(lambda: [log.close() for log in logs])
+        closing.callback(_close, logs)
         printer.show(_merged(log.last(num_lines) for log in logs)[-num_lines:] if num_lines else ())
         while changes is not None and changes.read(_BLOCK_BYTES):
             if not processes:
                 known = {log.process for log in logs}
                 logs += [_Log(file.stem, file) for file in state.folder.glob("*.log") if file.stem not in known]
             printer.show(_merged([log.new() for log in logs]))
+
+
+def _close(logs: Iterable[_Log]) -> None:
+    for log in logs:
+        log.close()
 
 
 def _merged(parts: Iterable[Sequence[LogLine]]) -> list[LogLine]:
@@ -165,8 +170,8 @@ def _watching(folder: Path) -> Iterator[BinaryIO]:
 @dataclass(slots=True)
 class _Printer:
     output: Output
-    width: int  # of the longest name
-    numbers: dict[str, int]  # of processes, for their colours
+    name_width: int
+    numbers: dict[str, int]  # number of each process, which chooses the colour
     in_colour: bool = field(default_factory=lambda: sys.stdout.isatty())
 
     def show(self, lines: Iterable[LogLine]) -> None:
@@ -176,11 +181,11 @@ class _Printer:
 
     def _text(self, line: LogLine) -> str:
         colour = _PROCESS_COLOURS[self.numbers.setdefault(line.process, len(self.numbers)) % len(_PROCESS_COLOURS)]
-        process = self._styled(line.process.ljust(self.width), fg=colour)
+        process = self._styled(line.process.ljust(self.name_width), fg=colour)
         if line.event is None:
             return f"{'':12} {process}         {line.text}"
         level = str(line.event.get("level", ""))
-        said = str(line.event.get("event", "")).replace("\n", f"\n{'':{self.width + 22}}")
+        said = str(line.event.get("event", "")).replace("\n", f"\n{'':{self.name_width + 22}}")
         rest = " ".join(f"{key}={_shown(value)}" for key, value in line.event.items() if key not in _PLACED)
         level = self._styled(f"{level:7}", fg=_LEVEL_COLOURS.get(level))
         at = _local_time(line.event.get("timestamp"))

@@ -1,4 +1,4 @@
-"""`pdmesh models`: what `pdmesh up` can serve from this machine's disk, and what it knows how to download."""
+"""`pdmesh models`: the models on this machine's disk, and the models with short names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FoundModel:
     """A model that can be named to `pdmesh up`."""
 
     name: str
-    num_bytes: int  # on disk; 0: not downloaded yet
+    num_bytes: int  # size on disk; 0 before the download
     about: str
 
 
@@ -36,7 +36,7 @@ def list_models(output: Output) -> None:
 
 
 def found_models() -> Iterator[FoundModel]:
-    """Yield the models with short names, then those in the cache of the Hugging Face hub."""
+    """Yield the models with short names, then the models in the Hugging Face cache."""
     for name, model in KNOWN_MODELS.items():
         file = models_folder() / model.file_name
         num_bytes = file.stat().st_size if file.exists() else 0

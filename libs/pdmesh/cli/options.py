@@ -90,7 +90,7 @@ class Given:
     flags: Mapping[str, tuple[str, object]]  # the flag and its value, by setting
 
     def flag(self, setting: str) -> object:
-        """Return what was typed for a setting by its flag; None if nothing was."""
+        """Return the value of a setting's flag; None if the flag was not typed."""
         return self.flags.get(setting, ("", None))[1]
 
     def config(self, **values: object) -> MeshConfig:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Collection
 from pathlib import Path
 
+from pdmesh.apikeys import parse_api_keys, parse_operators
 from pdmesh.config import InstanceDegrees, MeshConfig
 from pdmesh.engine.architectures.undescribed import check_installed
 from pdmesh.engine.devices import check_device
@@ -17,6 +18,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes, is_loopback, num_startable_threads
 from pdmesh.policy.bundles import check_bundle_name
 from pdmesh.service import raise_descriptor_limit
+from pdmesh.wire.endpoint import check_bind
 from pdmesh.worker.engines import check_memory, check_ranges, check_ranks_can_compute, device_name, num_blocks_of
 
 #: Of one of our processes (10 to 13 in a mesh of four that answers, 2026-11), and some to spare.
@@ -36,6 +38,25 @@ def check_settings(config: MeshConfig) -> None:
     check_ranges(config)
     if worker.lora is not None and not (worker.lora / "adapter_config.json").exists():
         raise ConfigError(f"{worker.lora} holds no adapter_config.json: give the directory of a LoRA adapter (PEFT's)")
+
+
+def check_access(config: MeshConfig) -> None:
+    """Raise ConfigError for keys, tokens and certificates that cannot be read, and for a gateway open to strangers."""
+    security = config.security
+    parsers = {"api_keys_file": parse_api_keys, "operators_file": parse_operators}
+    for name in ("api_keys_file", "operators_file", "tls_cert", "tls_key", "tls_ca"):
+        path: Path | None = getattr(security, name)
+        if path is None:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ConfigError(f"cannot read security.{name} {path}: {why}") from error
+        if name in parsers and path.suffix == ".toml":
+            parsers[name](text, f"security.{name} {path}")
+    has_key = security.api_key is not None or security.api_keys_file is not None
+    check_bind(config.gateway.host, security, what="the gateway", has_key=has_key)
 
 
 def check_machine(config: MeshConfig, *, num_processes: int) -> None:

@@ -40,7 +40,7 @@ def run_model(config: MeshConfig, state: StateFolder, message: str | None) -> in
 
 
 def _serves(record: MeshRecord, config: MeshConfig) -> bool:
-    """Whether a running mesh serves the model that is asked for, by what it was started with or is called."""
+    """Whether a running mesh serves the configured model, by path or by name."""
     given = str(config.model)
     asked = {given, str(config.worker.served_model_name)}
     path = Path(given).expanduser()

@@ -14,7 +14,7 @@ DEFAULT_WIDTH = 80
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column; ``min_width`` is what is left of one that may be cut in a narrow terminal."""
+    """A column. One with a ``min_width`` may be cut to that in a narrow terminal."""
 
     title: str
     right: bool = False

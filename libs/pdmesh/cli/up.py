@@ -35,7 +35,7 @@ from pdmesh.cli.plan import (
     threads_per_worker,
     with_brief_spinning,
 )
-from pdmesh.cli.preflight import check_checkpoint, check_machine, check_ranks, check_settings
+from pdmesh.cli.preflight import check_access, check_checkpoint, check_machine, check_ranks, check_settings
 from pdmesh.cli.process_id import process_id, wait_for_end
 from pdmesh.cli.processes import ChildSpec
 from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
@@ -88,6 +88,7 @@ class MeshRun:
         with self.state.lock():
             model = self.config.model or "the built-in demo model"
             check_settings(self.config)
+            check_access(self.config)
             num_workers = sum(self.pools.of(role) * self.config.degrees_of(role).num_processes for role in Role)
             check_machine(self.config, num_processes=3 + self.num_gateways + num_workers)
             self.config = _with_token(resolved(self.config, self._say))
@@ -129,7 +130,7 @@ class MeshRun:
     def _tell(self, facts: Mapping[str, Any]) -> None:
         """Send a line of JSON to the process that started this one."""
         if self.config.ready_fd is not None and not self._announced:
-            with suppress(OSError):  # it may have ended
+            with suppress(OSError):  # that process may have ended
                 os.write(self.config.ready_fd, json.dumps(facts).encode() + b"\n")
 
     def _plan(self, listener: socket.socket) -> MeshPlan:
@@ -372,7 +373,7 @@ def up_detached(
 ) -> int:
     """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code.
 
-    What it says meanwhile is passed to ``say``, and why it fails is printed to standard error.
+    The supervisor's messages are passed to ``say``, and the reason of a failure is printed to standard error.
     """
     with state.lock():  # say "is running" here and now; the supervisor takes the lock for itself afterwards
         log_file = state.fresh_log("supervisor", config.supervisor.log_keep)
@@ -397,7 +398,7 @@ def up_detached(
             for line in lines:
                 told: dict[str, Any] = json.loads(line)
                 if "pid" in told:
-                    supervisor.returncode = 0  # it is on its own now, not ours to reap
+                    supervisor.returncode = 0  # the supervisor goes on alone: `Popen` must not wait for it
                     return 0
                 failure = told.get("failed", failure)
                 if "said" in told:

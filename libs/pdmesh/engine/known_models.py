@@ -84,7 +84,7 @@ def known_model(name: str, say: Callable[[str], None]) -> Path:
 
 
 def models_folder() -> Path:
-    """Return the folder of what was downloaded from the package index."""
+    """Return the folder of models from the package index."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pdmesh" / "models"
 
 
