@@ -29,7 +29,7 @@ _PLAIN = (Tick, LoadReported, CacheReported)
 
 
 @dataclass(slots=True)
-class Membership:
+class MeshMembers:
     """The instances and the bundle of a mesh, after the decisions that were applied."""
 
     bundle: str
@@ -64,7 +64,7 @@ class RecentDecisions:
         self._max_decisions = max_decisions
         self._kept: deque[Decision] = deque()
         self._first = 0  # number of the oldest that is kept
-        self._before = Membership(bundle)
+        self._before = MeshMembers(bundle)
 
     def record(self, now_s: float, event: Event, commands: Sequence[Command]) -> None:
         """Keep a decision, without the hashes of prompts, which may be large."""
@@ -83,7 +83,7 @@ class RecentDecisions:
             self._first += 1
 
     @property
-    def before(self) -> Membership:
+    def before(self) -> MeshMembers:
         """The mesh as it was before the oldest decision that is kept."""
         return self._before
 

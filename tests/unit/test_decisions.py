@@ -9,7 +9,7 @@ import pytest
 from pdmesh.core.commands import SetRole, WakeAt
 from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick
 from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, Membership, RecentDecisions, decode_decision
+from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, MeshMembers, RecentDecisions, decode_decision
 from pdmesh.errors import ProtocolError
 from pdmesh.model import InstanceId, PoolCounts, PrefixHash, Role
 from pdmesh.sim.recorded import Decision
@@ -58,7 +58,7 @@ def test_what_is_forgotten_still_says_what_the_mesh_is(later_s: float) -> None:
     for n in range(3):
         recent.record(later_s + n, RequestArrived(a_request(f"r{n}")), [])
     assert len(all_of(recent)) == 3
-    assert recent.before == Membership(
+    assert recent.before == MeshMembers(
         "sjf", {P0.instance_id: P0, InstanceId("d1"): replace(D0, instance_id=InstanceId("d1"), role=Role.PREFILL)}
     )
     assert recent.before.pools == PoolCounts(prefill=2, decode=0)

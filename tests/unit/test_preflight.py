@@ -123,7 +123,7 @@ MISTAKES: Mapping[str, tuple[Mistake, str]] = {
     ),
     "operators": (
         with_file("operators.toml", "[operators.bob]", "--set", "security.operators_file=operators.toml"),
-        "security.operators_file operators.toml",
+        "[operators.bob] in security.operators_file operators.toml has no hash: ",
     ),
     "certificate": (
         typed("--set", "security.tls_cert=mesh.pem", "--set", "security.tls_key=mesh.key"),

@@ -21,7 +21,7 @@ from pdmesh.cli.progress import progress_bar
 from pdmesh.cli.replay import Replay
 from pdmesh.cli.terminal import terminal
 from pdmesh.core.events import InstanceJoined
-from pdmesh.decisions import Membership, decode_decision
+from pdmesh.decisions import MeshMembers, decode_decision
 from pdmesh.errors import ConfigError, ProtocolError
 from pdmesh.eventlog import EventLogReader, Header, core_of
 from pdmesh.garbage import rare_collections
@@ -88,7 +88,7 @@ class Recording:
 
     header: Header
     run: RecordedRun
-    mesh: Membership
+    mesh: MeshMembers
     source: str
 
 
@@ -101,7 +101,7 @@ def recording_of(asked: Asked, options: AdviceOptions) -> Recording:
         return read_log(options.log)
     pages = anyio.run(_latest, asked)
     header = msgspec.convert(msgspec.msgpack.decode(pages[0].header), Header)
-    mesh = Membership(pages[0].bundle, {profile.instance_id: profile for profile in pages[0].profiles})
+    mesh = MeshMembers(pages[0].bundle, {profile.instance_id: profile for profile in pages[0].profiles})
     joined = [Decision(-inf, InstanceJoined(profile, ()), ()) for profile in pages[0].profiles]
     decisions = chain(joined, (decode_decision(data) for page in pages for data in page.decisions))
     return Recording(header, recorded_run(_followed(decisions, mesh)), mesh, "the scheduler's memory")
@@ -112,7 +112,7 @@ def read_log(path: Path) -> Recording:
     try:
         with EventLogReader(path) as log:
             decisions = Replay(log, None)
-            mesh = Membership(log.header.bundle)
+            mesh = MeshMembers(log.header.bundle)
             run = recorded_run(_followed(decisions, mesh))
             header = log.header
     except OSError as error:
@@ -137,7 +137,7 @@ async def _latest(asked: Asked) -> list[LatestDecisions]:
     return pages
 
 
-def _followed(decisions: Iterable[Decision], mesh: Membership) -> Iterator[Decision]:
+def _followed(decisions: Iterable[Decision], mesh: MeshMembers) -> Iterator[Decision]:
     for decision in decisions:
         mesh.apply(decision)
         yield decision
@@ -171,7 +171,7 @@ def advise(recording: Recording, options: AdviceOptions, output: Output, *, same
 
 
 def _compared(
-    header: Header, run: RecordedRun, mesh: Membership, bundles: Sequence[str], options: AdviceOptions, output: Output
+    header: Header, run: RecordedRun, mesh: MeshMembers, bundles: Sequence[str], options: AdviceOptions, output: Output
 ) -> Advice:
     try:
         latency = fitted_model(run)
