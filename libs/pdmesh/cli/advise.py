@@ -13,13 +13,12 @@ from typing import Any
 import anyio
 import click
 import msgspec
-from rich.table import Table
 
 from pdmesh.cli.admin import target
 from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.progress import progress_bar
 from pdmesh.cli.replay import Replay
-from pdmesh.cli.terminal import terminal
+from pdmesh.cli.tables import Column, Table
 from pdmesh.core.events import InstanceJoined
 from pdmesh.decisions import MeshMembers, decode_decision
 from pdmesh.errors import ConfigError, ProtocolError
@@ -215,17 +214,14 @@ def command_of(now: Proposal, best: Proposal) -> list[str]:
 
 
 def _print(advice: Advice) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("pools", "bundle"):
-        table.add_column(column)
-    for column in ("in time", "difference", "a second", "ttft p50", "ttft p99", "tpot p99"):
-        table.add_column(column, justify="right")
-    _add(table, advice.recorded, advice, "unchanged")
-    _add(table, advice.now, advice, "simulated")
+    numbers = ("in time", "+/-", "a second", "ttft p50", "ttft p99", "tpot p99")
+    table = Table([Column("pools"), Column("bundle"), *(Column(title, right=True) for title in numbers)])
+    _add(table, advice.recorded, "real")
+    _add(table, advice.now, "now")
     for each in advice.outlooks[:NUM_SHOWN]:
         if each is not advice.now:
-            _add(table, each, advice)
-    terminal().print(table)
+            _add(table, each, f"{100 * (each.attainment - advice.now.attainment):+.1f}")
+    table.show()
     click.echo(
         f"{advice.num_requests} requests; all figures but the first line's are simulated, with a model of their steps"
     )
@@ -241,21 +237,23 @@ def _print(advice: Advice) -> None:
         click.echo(f"  {command}")
 
 
-def _add(table: Table, each: Foretold, advice: Advice, what: str = "") -> None:
+def _add(table: Table, each: Foretold, what: str) -> None:
     figures = each.figures
-    table.add_row(
-        str(each.proposal.pools) + (f" ({what})" if what else ""),
+    goodput = figures.goodput_per_s
+    table.add(
+        str(each.proposal.pools),
         each.proposal.bundle,
         f"{each.attainment:.1%}",
-        "" if what else f"{100 * (each.attainment - advice.now.attainment):+.1f}",
-        _number(figures.goodput_per_s, 1.0),
-        *(_number(value, 1e3, " ms") for value in (figures.all.ttft_s.p50, figures.all.ttft_s.p99)),
-        _number(figures.all.tpot_s.p99, 1e3, " ms"),
+        what,
+        "" if goodput is None else f"{goodput:.3g}",
+        *map(_time, (figures.all.ttft_s.p50, figures.all.ttft_s.p99, figures.all.tpot_s.p99)),
     )
 
 
-def _number(value: float | None, factor: float, unit: str = "") -> str:
-    return "" if value is None else f"{factor * value:.3g}{unit}"
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _as_json(advice: Advice) -> dict[str, Any]:

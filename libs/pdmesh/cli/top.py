@@ -10,7 +10,7 @@ from typing import Any
 import click
 import httpx
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +20,6 @@ from pdmesh.cli.admin import link_lines
 from pdmesh.cli.http import Target, refusal
 from pdmesh.cli.options import Output
 from pdmesh.cli.tables import Column, terminal_width
-from pdmesh.cli.terminal import terminal
 from pdmesh.errors import PdmeshError
 from pdmesh.wire.messages import LinkStatus
 
@@ -72,7 +71,7 @@ def run_top(target: Target, *, once: bool, output: Output) -> None:
                 _show_once(next(_frames(client)), output)
                 return
             timelines = Timelines()
-            with Live(Text("waiting for the mesh"), console=terminal(), screen=True, auto_refresh=False) as live:
+            with Live(Text("waiting for the mesh"), console=_console(), screen=True, auto_refresh=False) as live:
                 for frame in _frames(client):
                     timelines.take(frame["now_s"], frame["steps"])
                     live.update(view(frame, timelines, terminal_width()), refresh=True)
@@ -82,11 +81,15 @@ def run_top(target: Target, *, once: bool, output: Output) -> None:
             pass
 
 
+def _console() -> Console:
+    return Console(markup=False, highlight=False, emoji=False)
+
+
 def _show_once(frame: Frame, output: Output) -> None:
     if output is Output.JSON:
         click.echo(json.dumps(frame, indent=2))
         return
-    terminal().print(view(frame, None, terminal_width()))
+    _console().print(view(frame, None, terminal_width()))
 
 
 def _frames(client: httpx.Client) -> Iterator[Frame]:
