@@ -36,6 +36,7 @@ from pdmesh.wire.messages import (
     CheckMesh,
     ExpectInstances,
     FollowPools,
+    GetDecisions,
     GetPolicies,
     GetRequest,
     GetStatus,
@@ -188,6 +189,7 @@ ASKS: tuple[AdminRequest, ...] = (
     GetRequest(request_id="x"),
     ListRequests(),
     GetPolicies(),
+    GetDecisions(),
     ListOperations(),
     WaitOperation(operation_id=OperationId("x"), num_left=0, wait_s=0.0),
 )

@@ -281,7 +281,7 @@ def requests_list(
 @policy_app.define("list", example="pdmesh policy list", aliases=("ls",))
 @asks_scheduler
 def policy_list(asked: Asked) -> None:
-    """List the policy bundles and batching modes; stars mark the ones that a running mesh uses."""
+    """List the policy bundles and batching modes; a star marks what a running mesh uses."""
     from pdmesh.cli.policy import list_policies
 
     list_policies(asked.config, asked.state, asked.output)

@@ -76,7 +76,7 @@ class Flag:
     """An option that gives a setting its value; the setting's own type checks that."""
 
     name: str
-    setting: str  # its dotted name
+    setting: str  # dotted name
     help: str
     metavar: str = "TEXT"
     short: str = ""
@@ -253,13 +253,15 @@ class _Value(_ParamType):
             return value  # a default
         try:
             parsed = self._parse(value)
-            fits = (self._low is None or parsed >= self._low) and (self._high is None or parsed <= self._high)
-        except ValueError:
-            fits = False
-        if not fits:
-            name = param.shown if isinstance(param, _Argument) else "" if param is None else max(param.opts, key=len)
-            raise ConfigError(f"{name} is {value!r}: must be {self._wanted}")
+        except ValueError as error:
+            raise self._refusal(value, param) from error
+        if (self._low is not None and not parsed >= self._low) or (self._high is not None and not parsed <= self._high):
+            raise self._refusal(value, param)
         return parsed
+
+    def _refusal(self, value: str, param: click.Parameter | None) -> ConfigError:
+        name = param.shown if isinstance(param, _Argument) else "" if param is None else max(param.opts, key=len)
+        return ConfigError(f"{name} is {value!r}: must be {self._wanted}")
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Return the choices, or let the shell complete a path."""

@@ -130,7 +130,7 @@ class MeshRun:
     def _tell(self, facts: Mapping[str, Any]) -> None:
         """Send a line of JSON to the process that started this one."""
         if self.config.ready_fd is not None and not self._announced:
-            with suppress(OSError):  # that process may have ended
+            with suppress(OSError):  # the reader may have ended
                 os.write(self.config.ready_fd, json.dumps(facts).encode() + b"\n")
 
     def _plan(self, listener: socket.socket) -> MeshPlan:
@@ -398,7 +398,7 @@ def up_detached(
             for line in lines:
                 told: dict[str, Any] = json.loads(line)
                 if "pid" in told:
-                    supervisor.returncode = 0  # the supervisor goes on alone: `Popen` must not wait for it
+                    supervisor.returncode = 0  # `Popen` must not wait for the supervisor
                     return 0
                 failure = told.get("failed", failure)
                 if "said" in told:

@@ -183,7 +183,7 @@ class LatestDecisions(Message, frozen=True, kw_only=True):
     bundle: str
     profiles: tuple[InstanceProfile, ...]
     decisions: tuple[bytes, ...]  # `pdmesh.decisions.encode_decision`
-    next_start: int | None  # of the next page; None after the last
+    next_start: int | None  # start of the next page; None after the last
 
 
 class OperationList(Message, frozen=True, kw_only=True):
