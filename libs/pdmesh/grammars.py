@@ -7,10 +7,12 @@ output tokens alone, so a request that moves or starts again carries nothing of 
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -73,6 +75,16 @@ class Grammars:
             end_id = next(iter(self._eos_token_ids), None)  # one is enough: engines know the others
             self._tokenizer = LLTokenizer(str(self._path), n_vocab=self._vocab_size, eos_token=end_id)
         return self._tokenizer
+
+
+def schema_problem(schema: Any) -> str | None:
+    """Return what llguidance objects to in a JSON schema, without a tokenizer; None if it can be obeyed. Blocking."""
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    except ValueError as error:
+        return str(error)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
+    return messages[0] if is_error else None
 
 
 def _limits() -> LLParserLimits:

@@ -13,12 +13,13 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from pdmesh.errors import ConfigError, RequestRejected
-from pdmesh.grammars import Grammars
+from pdmesh.grammars import Grammars, schema_problem
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.grammar_process import GrammarProcess
 from pdmesh_gateway.grammars import MAX_PROPERTIES, GrammarChecker, asked_for
 from pdmesh_gateway.http.unknown import known_fields
 from pdmesh_gateway.protocol.chat import ChatRequest
+from pdmesh_gateway.schemas import Obeyed, obeyed
 
 pytestmark = pytest.mark.anyio
 
@@ -61,12 +62,19 @@ class InProcess:
     def problem(self, grammar: str) -> str | None:
         return self._grammars.problem(grammar)
 
+    def obeyed(self, schema: Any) -> Obeyed | None:
+        return obeyed(schema, schema_problem)
+
     def give_up(self) -> None:
         """It goes on, on its thread."""
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def strict(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}}
 
 
 def structured(**fields: Any) -> dict[str, Any]:
@@ -109,7 +117,7 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
 async def test_what_is_asked_for_is_what_is_allowed(
     grammars: Grammars, tokenizer: Tokenizer, fields: dict[str, Any], allowed: str, forbidden: str
 ) -> None:
-    grammar = await GrammarChecker(InProcess(grammars)).grammar(request(**fields))
+    grammar, _ = await GrammarChecker(InProcess(grammars)).grammar(request(**fields))
     matcher = grammars.matcher(grammar)
     good, bad = (tokenizer.encode(text, add_special_tokens=False).ids for text in (allowed, forbidden))
     assert matcher.consume_tokens(good), matcher.get_error()
@@ -120,7 +128,7 @@ async def test_what_is_asked_for_is_what_is_allowed(
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, structured(), structured(json=None)])
 async def test_nothing_is_asked_for(grammars: Grammars, fields: dict[str, Any]) -> None:
     assert asked_for(request(**fields)) is None
-    assert await GrammarChecker(InProcess(grammars)).grammar(request(**fields)) == ""
+    assert await GrammarChecker(InProcess(grammars)).grammar(request(**fields)) == ("", [])
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -134,8 +142,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (json_schema({"enum": [str(i) for i in range(1001)]}), "over 1000 enum values"),
     (json_schema({"const": "x" * 70_000}), "over 65536 bytes"),
     (json_schema({"items": {"minLength": 10_001}}), "`minLength` is over 10000"),
-    (json_schema({"type": "no such type"}), "cannot be obeyed: "),
-    (json_schema({"$ref": "#/no/where"}), "cannot be obeyed: "),
+    (strict({"type": "no such type"}), "cannot be obeyed: "),
+    (strict({"$ref": "#/no/where"}), "cannot be obeyed: "),
     (structured(json="{"), "not JSON"),
     (structured(regex="(a"), "cannot be obeyed: "),
     (structured(choice=[]), "must be one or more strings"),
@@ -211,7 +219,7 @@ async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_ju
     try:
         with pytest.raises(RequestRejected, match=r"longer|too much"):
             await checker.grammar(request(**json_schema(PRIMES)))
-        assert "integer" in await checker.grammar(request(**json_schema({"type": "integer"})))
+        assert "integer" in (await checker.grammar(request(**json_schema({"type": "integer"}))))[0]
         with pytest.raises(RequestRejected, match="cannot be obeyed"):
             await checker.grammar(request(**structured(regex="(a")))
         huge = {"type": "array", "items": {"type": "string"}, "minItems": 10**9}
@@ -222,10 +230,10 @@ async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_ju
         judge.close()
 
 
-@pytest.mark.parametrize("bound", [10**400, -(10**400)])
-async def test_numbers_beyond_all_that_are_read_are_a_400(grammars: Grammars, bound: int) -> None:
-    with pytest.raises(RequestRejected, match="cannot be read"):
-        await GrammarChecker(InProcess(grammars)).grammar(request(**json_schema({"type": "integer", "minimum": bound})))
+@pytest.mark.parametrize("schema", [{"minimum": 10**400}, {"maximum": -(10**400)}])
+async def test_numbers_beyond_all_that_are_read_are_a_400(grammars: Grammars, schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestRejected, match="cannot be obeyed"):
+        await GrammarChecker(InProcess(grammars)).grammar(request(**strict({"type": "integer", **schema})))
 
 
 async def test_a_schema_that_nothing_fits_is_a_400(grammars: Grammars) -> None:
@@ -267,7 +275,7 @@ HOSTILE: list[dict[str, Any]] = [
 async def test_hostile_grammars_are_obeyed_or_refused(grammars: Grammars, fields: dict[str, Any]) -> None:
     checker, status = GrammarChecker(InProcess(grammars)), 400
     try:
-        status = 200 if not grammars.matcher(await checker.grammar(request(**fields))).is_error() else 500
+        status = 200 if not grammars.matcher((await checker.grammar(request(**fields)))[0]).is_error() else 500
     except RequestRejected as refused:
         status = refused.status
     assert status in (200, 400)

@@ -1,5 +1,6 @@
-"""Compiles strangers' grammars within limits: a grammar is a JSON line on stdin, what is wrong with it one on stdout.
+"""Compiles strangers' grammars within limits, in a process that answers a JSON line on stdin by one on stdout.
 
+A string is a grammar, answered by what is wrong with it. An array of one is a schema, answered by an `Obeyed`.
 A process of its own, because the library's limits do not bound all: some schemas never end, or take all memory and
 then the process with it. The tokenizer is read once.
 """
@@ -15,11 +16,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import msgspec
 
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.grammars import Grammars
+from pdmesh.grammars import Grammars, schema_problem
+from pdmesh_gateway.schemas import Obeyed, obeyed
 
 CPU_LIMIT_S = 2
 MEMORY_LIMIT_BYTES = 2 * 1024**3
@@ -56,22 +59,32 @@ class GrammarProcess:
 
     def problem(self, grammar: str) -> str | None:
         """Return what is wrong with a grammar, in a sentence; None if it can be obeyed. Blocking; after `prepare`."""
+        answer = self._ask(grammar)
+        return TOO_MUCH if answer is None else msgspec.json.decode(answer, type=str | None)
+
+    def obeyed(self, schema: Any) -> Obeyed | None:
+        """Return what of a schema can be obeyed; None if that takes too much time or memory. Blocking."""
+        answer = self._ask([schema])
+        return None if answer is None else msgspec.json.decode(answer, type=Obeyed)
+
+    def _ask(self, question: Any) -> bytes | None:
+        """Return the answer to a question; None if the process ended instead."""
         with self._lock:
             process = self._process
             if process is None:
-                return TOO_MUCH
+                return None
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                process.stdin.write(msgspec.json.encode(grammar) + b"\n")
+                process.stdin.write(json.dumps(question).encode() + b"\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
             except OSError:  # it was ended
                 answer = b""
             if not answer:
                 self._end(process)
-                return TOO_MUCH
-            return msgspec.json.decode(answer, type=str | None)
+                return None
+            return answer
 
     def give_up(self) -> None:
         """End what runs: whoever waits for it hears so."""
@@ -107,8 +120,9 @@ def main() -> int:
     for line in sys.stdin.buffer:
         most_s = int(time.process_time()) + 1 + CPU_LIMIT_S
         resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
-        problem = grammars.problem(msgspec.json.decode(line, type=str))
-        sys.stdout.buffer.write(msgspec.json.encode(problem) + b"\n")
+        question = json.loads(line)
+        answer = grammars.problem(question) if isinstance(question, str) else obeyed(question[0], schema_problem)
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
     return 0
 

@@ -10,18 +10,20 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
 import msgspec
-from llguidance import LLMatcher, StructTag, grammar_from
+from llguidance import LLMatcher, StructTag
 
 from pdmesh.errors import RequestRejected
 from pdmesh.grammars import MAX_GRAMMAR_BYTES
+from pdmesh_gateway.gbnf import lark_of
 from pdmesh_gateway.protocol.sampling import SamplingFields, StructuredOutputs
 from pdmesh_gateway.sampling import invalid
-from pdmesh_gateway.schemas import closed
+from pdmesh_gateway.schemas import ANY_OBJECT, Obeyed
 
 #: A schema's own size, and what it may hold; OpenAI allows 5,000 properties, of which compiling takes seconds.
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -37,6 +39,10 @@ COMPILE_LIMIT_S = 2.0
 
 #: Grammars of which it is known whether they can be obeyed, the latest.
 MAX_KEPT = 4096
+MAX_KEPT_SCHEMAS = 256
+
+#: Dropped constraints that one schema's warnings name.
+MAX_WARNINGS = 16
 
 
 class GrammarJudge(Protocol):
@@ -50,9 +56,25 @@ class GrammarJudge(Protocol):
         """Return what is wrong with a grammar, in a sentence; None if it can be obeyed."""
         ...
 
-    def give_up(self) -> None:
-        """Let `problem` return soon, if it is being asked."""
+    def obeyed(self, schema: Any) -> Obeyed | None:
+        """Return what of a schema can be obeyed; None if that takes too much time or memory."""
         ...
+
+    def give_up(self) -> None:
+        """Let a question that is being asked return soon."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a request asks for: a ``grammar``, or JSON that fits a ``schema``. ``param`` names the field."""
+
+    param: str
+    grammar: str = ""
+    schema: Any = None
+    strict: bool = False
+    blanks: bool = False
+    pattern: str | None = None  # of white space
 
 
 class GrammarChecker:
@@ -61,15 +83,52 @@ class GrammarChecker:
     def __init__(self, judge: GrammarJudge) -> None:
         self._judge = judge
         self._problems: dict[bytes, str | None] = {}  # by digest
+        self._obeyed: dict[bytes, Obeyed] = {}  # likewise
         self._limiter = anyio.CapacityLimiter(1)  # whoever asks for hard ones waits for their own kind
 
-    async def grammar(self, fields: SamplingFields) -> str:
-        """Return the grammar that answers are held to; empty without one. Raises RequestRejected naming the field."""
+    async def grammar(self, fields: SamplingFields) -> tuple[str, list[str]]:
+        """Return the grammar that answers are held to (empty without one), and warnings of dropped constraints.
+
+        Raises RequestRejected naming the field.
+        """
         asked = asked_for(fields)
         if asked is None:
-            return ""
-        await self.check(*asked)
-        return asked[1]
+            return "", []
+        grammar, warnings = await self.grammar_of(asked)
+        await self.check(asked.param, grammar)
+        return grammar, warnings
+
+    async def grammar_of(self, asked: Asked) -> tuple[str, list[str]]:
+        """Return the grammar that is asked for, unchecked, and warnings of dropped constraints.
+
+        Raises RequestRejected.
+        """
+        if asked.schema is None:
+            return asked.grammar, []
+        found = await self.obeyed(asked.schema, asked.param)
+        broken = [str(each) for each in found.dropped if not each.is_annotation]
+        if asked.strict and broken:
+            raise invalid(asked.param, f"The strict `{asked.param}` cannot be obeyed: {'; '.join(broken[:4])}")
+        grammar = json_grammar(found.schema, asked.param, blanks=asked.blanks, pattern=asked.pattern)
+        return grammar, [f"`{asked.param}` is not held to {each}" for each in found.dropped[:MAX_WARNINGS]]
+
+    async def obeyed(self, schema: Any, param: str) -> Obeyed:
+        """Return the part of a schema that can be obeyed. Raises RequestRejected naming ``param``."""
+        text = json.dumps(schema)
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()
+        found = self._obeyed.get(digest)
+        if found is None:
+            async with self._limiter:
+                await anyio.to_thread.run_sync(self._judge.prepare)
+                with anyio.move_on_after(COMPILE_LIMIT_S):
+                    found = await anyio.to_thread.run_sync(self._judge.obeyed, schema, abandon_on_cancel=True)
+                if found is None:
+                    self._judge.give_up()
+                    raise invalid(param, f"`{param}` takes longer than {COMPILE_LIMIT_S:g} s: make it simpler.")
+            self._obeyed[digest] = found
+            if len(self._obeyed) > MAX_KEPT_SCHEMAS:
+                del self._obeyed[next(iter(self._obeyed))]
+        return found
 
     async def check(self, param: str, grammar: str) -> None:
         """Raise RequestRejected, naming the field that asks for it, if a grammar cannot be obeyed."""
@@ -99,34 +158,31 @@ class GrammarChecker:
             del self._problems[next(iter(self._problems))]
 
 
-def asked_for(fields: SamplingFields) -> tuple[str, str] | None:
-    """Return the field that asks for a grammar, and the grammar; None if nothing does. Raises RequestRejected."""
-    options, schema = fields.structured_outputs, fields.response_format
+def asked_for(fields: SamplingFields) -> Asked | None:
+    """Return what a request asks its answer to be held to, if anything. Raises RequestRejected."""
+    options, wanted = fields.structured_outputs, fields.response_format
     if options is not None and (asked := _of_options(options)) is not None:
-        if schema is not None and schema.type != "text":
+        if wanted is not None and wanted.type != "text":
             raise invalid("structured_outputs", "`structured_outputs` and `response_format` cannot both be given.")
         return asked
-    if schema is None or schema.type == "text":
+    if wanted is None or wanted.type == "text":
         return None
-    name = schema.FIELD
-    given = schema.schema if schema.json_schema is None else schema.json_schema.schema
-    if schema.type == "json_object":
-        return name, json_grammar({"type": "object"} if given in (None, {}) else given, name)
-    if schema.type == "json_schema":
+    name = wanted.FIELD
+    given = wanted.schema if wanted.json_schema is None else wanted.json_schema.schema
+    strict = wanted.json_schema is not None and wanted.json_schema.strict is True
+    if wanted.type == "json_object":
+        return Asked(param=name, schema=ANY_OBJECT if given in (None, {}) else read_schema(given, name), strict=strict)
+    if wanted.type == "json_schema":
         if given is None:
-            raise invalid(name, f"`{schema.SCHEMA}` is missing.")
-        return name, json_grammar(given, name)
-    if schema.type == "structural_tag":
-        return name, _structural_tag(msgspec.to_builtins(schema), name)
-    raise invalid(name, f"`{name}.type` is {schema.type[:40]!r}: use text, json_object, json_schema or structural_tag.")
+            raise invalid(name, f"`{wanted.SCHEMA}` is missing.")
+        return Asked(param=name, schema=read_schema(given, name), strict=strict)
+    if wanted.type == "structural_tag":
+        return Asked(param=name, grammar=_structural_tag(msgspec.to_builtins(wanted), name))
+    raise invalid(name, f"`{name}.type` is {wanted.type[:40]!r}: use text, json_object, json_schema or structural_tag.")
 
 
-def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str | None = None) -> str:
-    """Return the grammar of JSON that fits a schema, given as an object or its text. Raises RequestRejected.
-
-    Objects that name their properties have no others, unless they say so. The JSON is compact, but for ``blanks``, or
-    what the regular expression ``pattern`` allows between its parts.
-    """
+def read_schema(schema: Any, param: str) -> Any:
+    """Return a schema, given as an object or its text, that is not too large. Raises RequestRejected."""
     if isinstance(schema, str):
         if len(schema) > MAX_SCHEMA_BYTES:
             raise _too_large(param)
@@ -137,9 +193,14 @@ def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str 
     if not isinstance(schema, Mapping | bool):
         raise invalid(param, f"`{param}` has a schema that is not a JSON object.")
     check_size(schema, param)
-    schema = closed(schema)
-    if isinstance(schema, bool):  # everything fits, or nothing
-        schema = {} if schema else {"enum": []}
+    return schema
+
+
+def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str | None = None) -> str:
+    """Return the grammar of JSON that fits a schema. Raises RequestRejected.
+
+    The JSON is compact, but for ``blanks``, or what the regular expression ``pattern`` allows between its parts.
+    """
     try:
         if pattern is not None:
             return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": pattern})
@@ -148,7 +209,7 @@ def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str 
         raise invalid(param, f"`{param}` has a schema that cannot be read: {error}") from None
 
 
-def _of_options(options: StructuredOutputs) -> tuple[str, str] | None:
+def _of_options(options: StructuredOutputs) -> Asked | None:
     name = "structured_outputs"
     given = [each for each in options.KINDS if getattr(options, each) not in (None, False)]
     if not given:
@@ -156,20 +217,19 @@ def _of_options(options: StructuredOutputs) -> tuple[str, str] | None:
     if len(given) > 1:
         raise invalid(name, f"`{name}` has {' and '.join(given)}: give one of them.")
     blanks, pattern = options.disable_any_whitespace is False, options.whitespace_pattern
-    if options.json is not None:
-        return name, json_grammar(options.json, f"{name}.json", blanks=blanks, pattern=pattern)
-    if options.json_object:
-        return name, json_grammar({"type": "object"}, name, blanks=blanks, pattern=pattern)
+    if options.json is not None or options.json_object:
+        schema = ANY_OBJECT if options.json is None else read_schema(options.json, f"{name}.json")
+        return Asked(param=name, schema=schema, blanks=blanks, pattern=pattern)
     if options.regex is not None:
-        return name, LLMatcher.grammar_from_regex(options.regex)
+        return Asked(param=name, grammar=LLMatcher.grammar_from_regex(options.regex))
     if options.choice is not None:
-        return name, _choice(options.choice, name)
+        return Asked(param=name, grammar=_choice(options.choice, name))
     if options.grammar is not None:
         try:
-            return name, grammar_from("grammar", options.grammar)
+            return Asked(param=name, grammar=lark_of(options.grammar))
         except (ValueError, RecursionError) as error:
             raise invalid(name, f"`{name}.grammar` cannot be read: {error}") from None
-    return name, _structural_tag(options.structural_tag, name)
+    return Asked(param=name, grammar=_structural_tag(options.structural_tag, name))
 
 
 def _choice(choices: Sequence[str], param: str) -> str:

@@ -193,8 +193,10 @@ class _Inference(pb_grpc.InferenceServicer):
             conversation = conversation_of(request.chat, most=serving.config.max_messages)
             return await prepare(serving, conversation, fields)
         prompt = await self._prompt(request, what="prompt")
-        grammar = await serving.grammars.grammar(fields)
-        return Prepared(prompt=prompt, grammar=grammar, answer_format=serving.answer_format)
+        grammar, warnings = await serving.grammars.grammar(fields)
+        return Prepared(
+            prompt=prompt, grammar=grammar, warnings=tuple(warnings), answer_format=serving.answer_format
+        )
 
     def _job(
         self,

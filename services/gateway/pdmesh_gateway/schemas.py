@@ -1,50 +1,445 @@
-"""JSON schemas: from what a client sent to what an answer can be held to."""
+"""JSON schemas: from a client's schema to one that llguidance obeys.
+
+`obeyed` rewrites what says the same in other words (`_Rewriter`), then asks llguidance and drops single constraints
+until nothing is refused (`_Repair`). The answer names each dropped constraint, so that callers refuse or warn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
+from urllib.parse import unquote
+
+from pdmesh_gateway.patterns import portable
 
 ANY_OBJECT = {"type": "object"}
 
-#: What changes nothing in what fits, and takes room.
-_WORDS = ("description", "title", "default", "examples", "$comment", "$schema", "deprecated", "readOnly", "writeOnly")
+#: Returns what llguidance objects to in a schema; None if it can be obeyed.
+Objection = Callable[[Any], str | None]
 
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames")
+#: Questions to llguidance about one schema.
+MAX_QUESTIONS = 400
+
+#: Bounds of numbers beyond these are out of the library's reach, and of a number of 16 digits.
+MAX_BOUND = 10**18
+
+#: Values of which all sets are written out.
+MAX_UNIQUE_VALUES = 6
+
+#: Keywords of JSON Schema, from draft 4 to 2020-12, that say what fits. All others are annotations.
+_KEYWORDS = frozenset(
+    ("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not")
+    + ("if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies")
+    + ("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    + ("minLength", "maxLength", "pattern", "format")
+    + ("items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems")
+    + ("contains", "minContains", "maxContains")
+    + ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames")
+    + ("required", "minProperties", "maxProperties")
+)
+_CONDITIONS = {"minContains": "contains", "maxContains": "contains", "then": "if", "else": "if", "if": "if"}
+_OF_SCHEMAS = ("properties", "patternProperties")
+_LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMAS = ("items", "additionalProperties", "additionalItems")
+_PARTS = ("allOf", "anyOf", "oneOf")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+#: Keywords that leave a hole if they are dropped before others were tried.
+_LAST = ("type", "properties", "required", "items", "prefixItems", "anyOf", "allOf", "enum", "const", "$ref")
+_TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
+_UNSATISFIABLE = "Unsatisfiable schema"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A constraint that answers are not held to. ``path`` is a JSON pointer into the client's schema."""
+
+    path: str
+    why: str
+    is_annotation: bool = False  # JSON Schema lets a validator ignore it
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obeyed:
+    """A schema of which everything that fits fits the client's, apart from the ``dropped`` constraints."""
+
+    schema: Any
+    dropped: tuple[Dropped, ...] = ()
 
 
 def arguments_schema(parameters: Any) -> Mapping[str, Any]:
-    """Return a schema of which all that fits is an object that fits ``parameters``; `closed`."""
+    """Return a schema of objects that fit ``parameters``."""
     if not isinstance(parameters, Mapping) or not parameters:
         return ANY_OBJECT
-    schema: dict[str, Any] = closed(parameters)
-    if "type" not in schema:
-        schema["type"] = "object"
+    return parameters if "type" in parameters else {"type": "object", **parameters}
+
+
+def obeyed(schema: Any, objection: Objection) -> Obeyed:
+    """Return the part of ``schema`` that llguidance obeys, without annotations, and the constraints it lacks.
+
+    Objects that name their properties have no others, unless the schema says so: a model would make some up. An
+    unsatisfiable schema is returned as it is, and so is one that takes more than `MAX_QUESTIONS` questions.
+    """
+    if isinstance(schema, bool):
+        return Obeyed(schema={} if schema else {"enum": []})
+    rewriter = _Rewriter(schema, objection)
+    repair = _Repair(rewriter.definitions, rewriter.paths, objection)
+    root = repair.node(rewriter.root, "#")
+    if isinstance(root, bool):
+        root = {} if root else {"enum": []}
+    if rewriter.definitions:
+        root = {**root, "$defs": rewriter.definitions}
+    return Obeyed(schema=root, dropped=(*rewriter.dropped, *repair.dropped))
+
+
+class _Rewriter:
+    """Rewrites a schema: ``root`` refers to ``definitions``, which are at ``paths`` in the client's schema.
+
+    A schema that others are combined with is *open*: its parts know nothing of each other's properties. A definition
+    that is used both ways exists twice.
+    """
+
+    def __init__(self, schema: Any, objection: Objection) -> None:
+        self._schema = schema
+        self._objection = objection
+        self._names: dict[tuple[str, bool], str] = {}
+        self.dropped: list[Dropped] = []
+        self.definitions: dict[str, Any] = {}
+        self.paths: dict[str, str] = {}
+        self.root = self._node(schema, "#", is_open=False)
+        while len(self.definitions) < len(self._names):
+            (path, is_open), name = list(self._names.items())[len(self.definitions)]
+            self.paths[name] = path
+            self.definitions[name] = self._node(_found(self._schema, path), path, is_open=is_open)
+
+    def _node(self, schema: Any, path: str, *, is_open: bool) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        if schema.get("not") in ({}, True) and "not" in schema:
+            return False
+        is_merged = is_open or _is_merged(schema)
+        result: dict[str, Any] = {}
+        for key, value in schema.items():
+            if _says_nothing(schema, key, value):
+                continue
+            where = f"{path}/{_escaped(key)}"
+            if key in _OF_SCHEMAS and isinstance(value, Mapping):
+                result[key] = {
+                    portable(name) if key == "patternProperties" else name: self._node(
+                        inner, f"{where}/{_escaped(name)}", is_open=False
+                    )
+                    for name, inner in value.items()
+                }
+            elif key in _LISTS_OF_SCHEMAS and isinstance(value, list):
+                is_part = key in _PARTS and is_merged
+                result[key] = [self._node(each, f"{where}/{i}", is_open=is_part) for i, each in enumerate(value)]
+            elif key in _SCHEMAS:
+                result[key] = self._node(value, where, is_open=False)
+            elif key == "$ref" and (target := self._target(value)) is not None:
+                result[key] = f"#/$defs/{self._name(target, is_open=is_merged)}"
+            elif key in ("minimum", "exclusiveMinimum") and isinstance(value, float | int) and value < -MAX_BOUND:
+                result[key] = -MAX_BOUND
+            elif key in ("maximum", "exclusiveMaximum") and isinstance(value, float | int) and value > MAX_BOUND:
+                result[key] = MAX_BOUND
+            elif key in _COUNTS and isinstance(value, float) and value.is_integer():
+                result[key] = int(value)
+            elif key == "$ref" and isinstance(value, str):
+                result[key] = value.replace("#/$defs/", "#/definitions/")  # nothing is there: not even by chance
+            else:
+                result[key] = value
+        self._hold_names(result, path)
+        self._hold_unique(result, schema.get("items"))
+        self._spell_pattern(result)
+        if isinstance(options := result.get("anyOf"), list):
+            result["anyOf"] = self._without_number_texts(options)
+        if result.get("unevaluatedItems") is False and "items" not in result and not _is_merged(schema):
+            result["items"] = result.pop("unevaluatedItems")
+        closes = result.get("unevaluatedProperties") is False
+        if closes:
+            del result["unevaluatedProperties"]
+        return result if is_open and not closes else self._closed(result, schema)
+
+    def _closed(self, result: dict[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an object's schema without further properties, if neither it nor its parts allow them."""
+        own = result.get("properties", {})
+        if "additionalProperties" in result or not isinstance(own, Mapping):
+            return result
+        if _is_merged(schema):
+            names = self._property_names(schema, frozenset())
+        else:
+            required = schema.get("required")
+            names = dict.fromkeys([*own, *(required if own and isinstance(required, list) else ())])
+        if not names:
+            return result
+        properties = {name: own.get(name, True) for name in names}
+        return {"properties": properties, "additionalProperties": False} | {
+            key: value for key, value in result.items() if key != "properties"
+        }
+
+    def _property_names(self, schema: Any, seen: frozenset[str]) -> dict[str, None] | None:
+        """Return the properties that an object and its parts name; None if further ones are allowed or refused."""
+        if not isinstance(schema, Mapping):
+            return {}
+        if schema.keys() & {"additionalProperties", "patternProperties", "propertyNames"}:
+            return None
+        names: dict[str, None] = {}
+        parts: list[Any] = [part for key in _PARTS if isinstance(schema.get(key), list) for part in schema[key]]
+        if (target := self._target(schema.get("$ref"))) is not None and target not in seen:
+            seen |= {target}
+            parts.insert(0, _found(self._schema, target))
+        for part in parts:
+            found = self._property_names(part, seen)
+            if found is None:
+                return None
+            names |= found
+        own = schema.get("properties")
+        own = dict.fromkeys(own) if isinstance(own, Mapping) else {}
+        required = schema.get("required")
+        return own | names | dict.fromkeys(required if isinstance(required, list) else ())
+
+    def _hold_names(self, result: dict[str, Any], path: str) -> None:
+        """Replace ``propertyNames`` by properties or a pattern where these say the same."""
+        names = self._resolved(result.get("propertyNames"))
+        if not isinstance(names, Mapping):
+            return
+        says = {key: value for key, value in names.items() if not _says_nothing(names, key, value)}
+        values, pattern = says.get("enum", [says["const"]] if "const" in says else None), says.get("pattern")
+        others = result.get("additionalProperties", True)
+        own = result.get("properties", {})
+        if says.keys() <= {"type"} and says.get("type", "string") in ("string", ["string"]):
+            del result["propertyNames"]
+        elif says.keys() <= {"type", "format"}:
+            del result["propertyNames"]
+            why = "a name's format is not checked"
+            self.dropped.append(Dropped(path=f"{path}/propertyNames/format", why=why, is_annotation=True))
+        elif not isinstance(own, Mapping) or "patternProperties" in result:
+            pass
+        elif isinstance(values, list) and says.keys() <= {"type", "enum", "const"}:
+            del result["propertyNames"]
+            result["properties"] = {name: own.get(name, others) for name in values if isinstance(name, str)}
+            result["additionalProperties"] = False
+        elif isinstance(pattern, str) and not own and says.keys() <= {"type", "pattern", "format"}:
+            del result["propertyNames"]
+            result["patternProperties"] = {portable(pattern): others}
+            result["additionalProperties"] = False
+
+    def _hold_unique(self, result: dict[str, Any], items: Any) -> None:
+        """Replace ``uniqueItems`` of few values by all ordered arrays of them."""
+        items = self._resolved(items)
+        if "uniqueItems" not in result or result.get("type") != "array" or not isinstance(items, Mapping):
+            return
+        says = {key: value for key, value in items.items() if not _says_nothing(items, key, value)}
+        values = [True, False] if says == {"type": "boolean"} else says.get("enum")
+        if not isinstance(values, list) or len(values) > MAX_UNIQUE_VALUES or not says.keys() <= {"type", "enum"}:
+            return
+        least, most = result.get("minItems", 0), result.get("maxItems", len(values))
+        if isinstance(least, int) and isinstance(most, int):
+            sizes = range(max(0, least), min(most, len(values)) + 1)
+            arrays = [list(each) for size in sizes for each in combinations(values, size)]
+            for key in ("type", "items", "uniqueItems", "minItems", "maxItems"):
+                result.pop(key, None)
+            result["enum"] = arrays
+
+    def _resolved(self, schema: Any) -> Any:
+        """Return what a reference alone stands for."""
+        for _ in range(8):
+            if not isinstance(schema, Mapping) or (target := self._target(schema.get("$ref"))) is None:
+                break
+            schema = _found(self._schema, target)
+        return schema
+
+    def _spell_pattern(self, result: dict[str, Any]) -> None:
+        """Spell a pattern as llguidance reads it; drop a ``format`` that stands beside one."""
+        pattern = result.get("pattern")
+        if not isinstance(pattern, str):
+            return
+        patterns = portable(pattern, splits=result.get("type") == "string").split("\x00")
+        first, *others = ({"type": "string", "pattern": each} for each in patterns)
+        if any(self._objection(each) is not None for each in (first, *others)):
+            return
+        result["pattern"] = first["pattern"]
+        if others:
+            result["allOf"] = [*result.get("allOf", []), *others]
+        result.pop("format", None)
+
+    def _without_number_texts(self, options: list[Any]) -> list[Any]:
+        """Return options without texts of numbers whose pattern cannot be obeyed, if a number is an option, too."""
+        if not any(isinstance(each, Mapping) and each.get("type") in ("number", "integer") for each in options):
+            return options
+        return [
+            each
+            for each in options
+            if not (isinstance(each, Mapping) and each.get("type") == "string" and "pattern" in each)
+            or self._objection(each) is None
+        ]
+
+    def _target(self, reference: Any) -> str | None:
+        """Return the pointer that a reference within the schema stands for; None for others, or if nothing is there."""
+        if not isinstance(reference, str):
+            return None
+        own_id = self._schema.get("$id") if isinstance(self._schema, Mapping) else None
+        base, _, pointer = reference.partition("#")
+        if base and base != own_id:
+            return None
+        if pointer and not pointer.startswith("/"):
+            found = next((path for path in _anchored(self._schema, "#", pointer)), None)
+            return found
+        path = "#" + unquote(pointer)
+        return None if _found(self._schema, path) is _MISSING else path
+
+    def _name(self, path: str, *, is_open: bool) -> str:
+        return self._names.setdefault((path, is_open), f"pdmesh-{len(self._names)}")
+
+
+class _Repair:
+    """Drops the constraints that llguidance refuses, one by one, from a schema and its ``definitions`` (in place)."""
+
+    def __init__(self, definitions: dict[str, Any], paths: Mapping[str, str], objection: Objection) -> None:
+        self._definitions = definitions
+        self._originals = dict(definitions)
+        self._paths = paths
+        self._objection = objection
+        self._repaired: set[str] = set()
+        self._num_left = MAX_QUESTIONS
+        self.dropped: list[Dropped] = []
+
+    def node(self, node: Any, path: str) -> Any:
+        """Return ``node`` without what is refused. An unsatisfiable one stays."""
+        problem = self._problem(node)
+        if not _is_refused(problem) or self._num_left <= 0:
+            return node
+        if not isinstance(node, Mapping):
+            self._drop(path, "it is no schema")
+            return True
+        node = {key: self._child(key, value, path) for key, value in node.items()}
+        if isinstance(node.get("oneOf"), list) and "anyOf" not in node and _is_refused(self._problem(node)):
+            if _is_refused(self._problem({"oneOf": [self._told_apart(each) for each in node["oneOf"]]})):
+                self._drop(f"{path}/oneOf", "its options may overlap: answers fit at least one")
+            node = {"anyOf" if key == "oneOf" else key: value for key, value in node.items()}
+        for alone in (False, True):
+            for key in sorted(node, key=_LAST.__contains__):
+                problem = self._problem(node)
+                if not _is_refused(problem):
+                    return node
+                rest = {other: value for other, value in node.items() if other != key}
+                refused = (
+                    _is_refused(self._problem({key: node[key]})) if alone else not _is_refused(self._problem(rest))
+                )
+                if refused:
+                    self._drop(f"{path}/{_escaped(key)}", problem)
+                    node = rest
+        if _is_refused(problem := self._problem(node)) and self._num_left > 0:
+            self._drop(path, problem)
+            return {"type": node["type"]} if node.get("type") in _TYPES else True
+        return node
+
+    def _child(self, key: str, value: Any, path: str) -> Any:
+        """Return a keyword's value with its schemas repaired."""
+        path = f"{path}/{_escaped(key)}"
+        if key in _OF_SCHEMAS and isinstance(value, Mapping):
+            return {name: self.node(inner, f"{path}/{_escaped(name)}") for name, inner in value.items()}
+        if key in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            return [self.node(each, f"{path}/{i}") for i, each in enumerate(value)]
+        if key in _SCHEMAS:
+            return self.node(value, path)
+        if key == "$ref" and isinstance(value, str):
+            name = value.removeprefix("#/$defs/")
+            if name in self._definitions and name not in self._repaired:
+                self._repaired.add(name)
+                definition, self._definitions[name] = self._definitions[name], {}  # within itself, it is anything
+                self._definitions[name] = self.node(definition, self._paths[name])
+        return value
+
+    def _told_apart(self, option: Any) -> Any:
+        """Return what tells an option from others: its type, and the properties that have fixed values."""
+        if isinstance(option, Mapping) and option.keys() == {"$ref"}:
+            option = self._originals.get(str(option["$ref"]).removeprefix("#/$defs/"), option)
+        if not isinstance(option, Mapping) or not isinstance(option.get("properties"), Mapping):
+            return option
+        fixed = {
+            name: value
+            for name, value in option["properties"].items()
+            if isinstance(value, Mapping) and value.keys() & {"const", "enum"}
+        }
+        return {key: option[key] for key in ("type", "required") if key in option} | {"properties": fixed}
+
+    def _problem(self, node: Any) -> str | None:
+        if isinstance(node, bool):
+            return None
+        self._num_left -= 1
+        if isinstance(node, Mapping) and self._definitions:
+            node = {**node, "$defs": self._definitions}
+        return self._objection(node)
+
+    def _drop(self, path: str, problem: str | None) -> None:
+        lines = [line.strip() for line in (problem or "").splitlines()]
+        why = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+        is_annotation = path.endswith("/format")
+        self.dropped.append(Dropped(path=path, why=why[:160], is_annotation=is_annotation))
+
+
+class _Missing:
+    """Nothing is at a path."""
+
+
+_MISSING = _Missing()
+
+
+def _is_refused(problem: str | None) -> bool:
+    return problem is not None and not problem.startswith(_UNSATISFIABLE)
+
+
+def _is_merged(schema: Mapping[str, Any]) -> bool:
+    """Whether parts of a schema speak of the same object."""
+    return "allOf" in schema or len(schema.keys() & {"properties", "anyOf", "oneOf", "$ref"}) > 1
+
+
+def _says_nothing(schema: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Whether a keyword changes nothing in what fits ``schema``."""
+    if (condition := _CONDITIONS.get(key)) is not None:
+        return condition not in schema or (key == "if" and not schema.keys() & {"then", "else"})
+    if key not in _KEYWORDS:
+        return True
+    kind = schema.get("type")
+    kinds = kind if isinstance(kind, list) else [kind] if isinstance(kind, str) else _TYPES
+    if key == "uniqueItems":
+        most = schema.get("maxItems")
+        return value is not True or "array" not in kinds or (isinstance(most, int) and most <= 1)
+    if key in ("propertyNames", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"):
+        return value in ({}, True) or "object" not in kinds
+    if key in ("unevaluatedItems", "contains"):
+        return "array" not in kinds or (key == "unevaluatedItems" and value in ({}, True))
+    return key == "not" and value is False
+
+
+def _found(schema: Any, path: str) -> Any:
+    """Return what is at a pointer; `_MISSING` if nothing is."""
+    for part in path.split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, Mapping) and part in schema:
+            schema = schema[part]
+        elif isinstance(schema, list) and part.isdecimal() and len(part) < 6 and int(part) < len(schema):
+            schema = schema[int(part)]
+        else:
+            return _MISSING
     return schema
 
 
-def closed(schema: Any) -> Any:
-    """Return a schema of which all that fits fits ``schema``, without its words.
+def _anchored(schema: Any, path: str, anchor: str) -> Iterator[str]:
+    """Yield the paths of schemas with an ``$anchor``."""
+    if isinstance(schema, Mapping):
+        if schema.get("$anchor") == anchor:
+            yield path
+        for key, value in schema.items():
+            yield from _anchored(value, f"{path}/{_escaped(key)}", anchor)
+    elif isinstance(schema, list):
+        for i, value in enumerate(schema):
+            yield from _anchored(value, f"{path}/{i}", anchor)
 
-    Objects that name their properties have no others, unless they say so: a model would make some up.
-    """
-    if not isinstance(schema, Mapping):
-        return schema
-    result: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _WORDS:
-            continue
-        if key in _OF_SCHEMAS and isinstance(value, Mapping):
-            result[key] = {name: closed(inner) for name, inner in value.items()}
-        elif key in _LISTS_OF_SCHEMAS and isinstance(value, list) and "properties" not in schema:
-            result[key] = [closed(inner) for inner in value]
-        elif key in _SCHEMAS:
-            result[key] = closed(value)
-        else:
-            result[key] = value
-    # Parts that are combined say of each other's properties nothing.
-    if "properties" in result and not result.keys() & {"additionalProperties", "allOf", "anyOf", "oneOf", "$ref"}:
-        result["additionalProperties"] = False
-    return result
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")

@@ -68,13 +68,15 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             default=default,
             what="prompt",
         )
+        grammar, warnings = await serving.grammars.grammar(request)
+        exchange.warn(*warnings)
         params = sampling_params(
             request,
             serving.info,
             max_tokens=max_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
-            grammar=await serving.grammars.grammar(request),
+            grammar=grammar,
             bad_token_sequences=await serving.bad_token_sequences(request.bad_words),
         )
         serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))

@@ -12,9 +12,9 @@ import anyio.to_thread
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.answer_format import Calls
-from pdmesh_gateway.grammars import COMPILE_LIMIT_S, GrammarChecker, check_size, json_grammar
+from pdmesh_gateway.grammars import COMPILE_LIMIT_S, MAX_WARNINGS, GrammarChecker, check_size, json_grammar
 from pdmesh_gateway.sampling import invalid
-from pdmesh_gateway.schemas import ANY_OBJECT, arguments_schema
+from pdmesh_gateway.schemas import ANY_OBJECT, Dropped, arguments_schema
 from pdmesh_gateway.templates import check_nesting
 from pdmesh_gateway.tools.format import CallableTool
 from pdmesh_gateway.tools.reader import MAX_NAME_CHARS, NAME_CHARS
@@ -86,9 +86,21 @@ async def calls_of(
     warnings: list[str] = []
     with anyio.move_on_after(COMPILE_LIMIT_S) as limit:
         for tool in allowed:
-            schema, grammar, problem = await anyio.to_thread.run_sync(_schema_of, tool)
-            if problem is None:
-                problem = await checker.problem(grammar)
+            problem: str | None = None
+            schema: Any = ANY_OBJECT
+            dropped: Sequence[Dropped] = ()
+            try:
+                await anyio.to_thread.run_sync(check_size, tool.parameters, "parameters")
+                found = await checker.obeyed(arguments_schema(tool.parameters), "parameters")
+                schema, dropped = found.schema, found.dropped
+                problem = await checker.problem(json_grammar(schema, "parameters"))
+            except RequestRejected as error:
+                problem = f"cannot be obeyed: {error.message}"
+            broken = [str(each) for each in dropped if not each.is_annotation]
+            if problem is None and tool.strict and broken:
+                problem = f"cannot be obeyed: {'; '.join(broken[:4])}"
+            elif problem is None:
+                warnings += [f"tool {tool.name!r} is not held to {each}" for each in dropped[:MAX_WARNINGS]]
             callables.append(CallableTool(name=tool.name, schema=ANY_OBJECT if problem is not None else schema))
             if problem is not None:
                 if tool.strict:
@@ -103,13 +115,3 @@ async def calls_of(
 def with_any_arguments(calls: Calls) -> Calls:
     """Return the same calls, whose arguments are held to no schema but to be an object."""
     return replace(calls, tools=tuple(CallableTool(name=tool.name, schema=ANY_OBJECT) for tool in calls.tools))
-
-
-def _schema_of(tool: Tool) -> tuple[Mapping[str, Any], str, str | None]:
-    """Return what a tool's arguments are held to, as schema and as grammar, and what is wrong with its own."""
-    try:
-        check_size(tool.parameters, "parameters")  # before anything goes down into it
-        schema = arguments_schema(tool.parameters)
-        return schema, json_grammar(schema, "parameters"), None
-    except RequestRejected as error:
-        return ANY_OBJECT, "", f"cannot be obeyed: {error.message}"

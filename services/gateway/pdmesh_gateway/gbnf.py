@@ -1,0 +1,80 @@
+"""GBNF, the grammars of llama.cpp, in a spelling that llguidance converts."""
+
+from __future__ import annotations
+
+import re
+
+from llguidance import grammar_from
+
+_PIECE = re.compile(
+    r"#[^\r\n]*|(?P<text>\"(?:\\.|[^\"\\])*\")|(?P<set>\[(?:\\.|[^\]\\])*\])|(?P<name>[A-Za-z0-9_-]+)|\{[^}]*\}|(?P<any>\.)|.",
+    re.DOTALL,
+)
+_RULE = re.compile(r"^[ \t]*([A-Za-z0-9_-]+)[ \t]*::=", re.MULTILINE)
+_CHAR = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|(.)", re.DOTALL)
+_SHORT = {"n": "\n", "r": "\r", "t": "\t"}
+_ANY = "[\\x00-\U0010ffff]"  # a line break, too, unlike the dot of regular expressions
+
+
+def lark_of(grammar: str) -> str:
+    """Return a grammar for llguidance from GBNF, or from Lark, which stays as it is. Raises ValueError."""
+    names = {name: f"rule-{number}" for number, name in enumerate(_RULE.findall(grammar)) if name != "root"}
+    if "::=" not in grammar or "%llguidance" in grammar:
+        return grammar_from("grammar", grammar)
+    return grammar_from("grammar", _PIECE.sub(lambda piece: _respelled(piece, names), grammar))
+
+
+def _respelled(piece: re.Match[str], names: dict[str, str]) -> str:
+    match piece.lastgroup:
+        case "text":
+            return _text(piece[0][1:-1])
+        case "set":
+            negated = "^" if piece[0].startswith("[^") else ""
+            return f"[{negated}{_set(piece[0][1 + len(negated) : -1])}]"
+        case "name":
+            return names.get(piece[0], piece[0])
+        case "any":
+            return _ANY
+        case _:
+            return piece[0]
+
+
+def _text(inner: str) -> str:
+    """Return a literal: control characters, which literals cannot have, are sets of one."""
+    parts = [""]
+    for char in map(_char, _CHAR.finditer(inner)):
+        if (char < " " and char not in "\n\r\t") or char == "\x7f":
+            parts += [f"[\\x{ord(char):02x}]", ""]
+        else:
+            parts[-1] += {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(char, char)
+    if len(parts) == 1:
+        return f'"{parts[0]}"'
+    return "(" + " ".join(part if number % 2 else f'"{part}"' for number, part in enumerate(parts)) + ")"
+
+
+def _set(inner: str) -> str:
+    """Return the inside of a set: a dash between two characters is a range."""
+    found = list(_CHAR.finditer(inner))
+    last = len(found) - 1
+    return "".join(
+        "-" if piece[0] == "-" and 0 < index < last else _in_set(_char(piece)) for index, piece in enumerate(found)
+    )
+
+
+def _in_set(char: str) -> str:
+    return char if char.isalnum() or char > "\x7f" else f"\\x{ord(char):02x}"
+
+
+def _char(piece: re.Match[str]) -> str:
+    """Return the character that an escape, or the character itself, stands for. Raises ValueError."""
+    short, plain = piece[4], piece[5]
+    if plain is not None:
+        return plain
+    if short is not None:
+        if short not in '"\\[]nrt':
+            raise ValueError(f"unknown escape at \\{short}")
+        return _SHORT.get(short, short)
+    code = int(piece[1] or piece[2] or piece[3], 16)
+    if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
+        raise ValueError(f"{piece[0]} is no character")
+    return chr(code)
