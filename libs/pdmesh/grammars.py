@@ -8,12 +8,15 @@ output tokens alone, so a request that moves or starts again carries nothing of 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pdmesh.errors import ConfigError
@@ -41,6 +44,7 @@ class Grammars:
         self._eos_token_ids = list(eos_token_ids)
         self._lock, self._loading = Lock(), Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._special_ids: dict[str, int] = {}
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def problem(self, grammar: str) -> str | None:
@@ -60,7 +64,8 @@ class Grammars:
         if found is None:  # it may take long: nobody waits for it who wants another one
             with self._loading:
                 tokenizer = self._loaded()
-            found = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
+            grammar_by_ids = _with_special_ids(grammar, self._special_ids)
+            found = LLMatcher(tokenizer, grammar_by_ids, log_level=0, limits=_limits())
         with self._lock:
             self._compiled[grammar] = found
             self._compiled.move_to_end(grammar)
@@ -68,13 +73,67 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return found.deep_copy()
 
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of each token. Blocking."""
+        with self._loading:
+            tokenizer = self._loaded()
+        return [tokenizer.decode_bytes([token_id]) for token_id in range(self._vocab_size)]
+
     def _loaded(self) -> LLTokenizer:
         if self._tokenizer is None:
             if not self._path.is_file():
                 raise ConfigError(f"{self._path.parent} has no tokenizer.json: answers cannot be held to a grammar")
-            end_id = next(iter(self._eos_token_ids), None)  # one is enough: engines know the others
-            self._tokenizer = LLTokenizer(str(self._path), n_vocab=self._vocab_size, eos_token=end_id)
+            text, self._special_ids = _without_special_texts(self._path.read_bytes())
+            # One end is enough, and any special token stands for it: engines know the ends.
+            end_id = next(iter((*self._eos_token_ids, *self._special_ids.values())), None)
+            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=end_id)
         return self._tokenizer
+
+
+#: A special token by name, in a Lark grammar, or what may hold such a text: a string, a pattern, a comment.
+_NAMED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<name><[^\s<>"/]+>)')
+
+
+def _with_special_ids(grammar: str, ids: Mapping[str, int]) -> str:
+    """Return a grammar whose special tokens have their numbers in place of their names."""
+    if "<" not in grammar:
+        return grammar
+    if not grammar.lstrip().startswith("{"):
+        return _NAMED.sub(lambda found: f"<[{ids[name]}]>" if (name := found["name"]) in ids else found[0], grammar)
+    content: dict[str, Any] = json.loads(grammar)
+    for part in content.get("grammars", ()):
+        if isinstance(lark := part.get("lark_grammar"), str):
+            part["lark_grammar"] = _with_special_ids(lark, ids)
+    return json.dumps(content)
+
+
+def _without_special_texts(tokenizer_json: bytes) -> tuple[str, dict[str, int]]:
+    """Return ``tokenizer.json`` whose special tokens have names that no text contains, and their ids by former name.
+
+    llguidance tokenizes the texts that a grammar forces. A text that spells a special token is no such token.
+    """
+    content: dict[str, Any] = msgspec.json.decode(tokenizer_json)
+    prefix = f"{secrets.token_hex(16)}:"
+    ids: dict[str, int] = {}
+    for token in content.get("added_tokens", ()):
+        text = token["content"]
+        if token["special"] or (text.startswith("<") and text.endswith(">")):
+            ids[text] = token["id"]
+            token |= {"content": prefix + text, "special": True}
+    model = content["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        renamed = ids.keys() & vocabulary.keys()
+        for text in renamed:
+            vocabulary[prefix + text] = vocabulary.pop(text)
+        if renamed:
+            pairs = ((each, each if isinstance(each, list) else each.split(" ", 1)) for each in model["merges"])
+            model["merges"] = [each for each, pair in pairs if not ids.keys() & {*pair, "".join(pair)}]
+    else:  # of a unigram model: pieces and their scores
+        model["vocab"] = [[prefix + piece if piece in ids else piece, score] for piece, score in vocabulary]
+    if model.get("unk_token") in ids:
+        model["unk_token"] = prefix + model["unk_token"]
+    return msgspec.json.encode(content).decode(), ids
 
 
 def schema_problem(schema: Any) -> str | None:
@@ -85,6 +144,11 @@ def schema_problem(schema: Any) -> str | None:
         return str(error)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
     return messages[0] if is_error else None
+
+
+def is_json(grammar: str) -> bool:
+    """Return whether answers held to a grammar are JSON, or have JSON in them."""
+    return re.search(r'"json_schema":\s*\{|%json', grammar) is not None
 
 
 def _limits() -> LLParserLimits:

@@ -149,3 +149,51 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_request(engine: TorchEngin
     results = engine.execute(batch)
     assert results[0].drawn[0].finish_reason is FinishReason.ERROR
     assert results[1].drawn[0].finish_reason is None
+
+
+#: A grammar whose text contains special tokens, and that text.
+LITERALS = [
+    (LLMatcher.grammar_from_json_schema('{"const": "a<|im_end|>b"}'), '"a<|im_end|>b"'),
+    (LLMatcher.grammar_from_json_schema('{"enum": ["<|im_start|>"]}'), '"<|im_start|>"'),
+    (LLMatcher.grammar_from_json_schema('{"enum": ["<|im_end|>", "<|im_end|>x"], "minLength": 11}'), '"<|im_end|>x"'),
+    (LLMatcher.grammar_from_json_schema('{"type": "string", "pattern": "^<\\\\|im_end\\\\|>$"}'), '"<|im_end|>"'),
+    (
+        LLMatcher.grammar_from_json_schema(
+            '{"properties": {"<|endoftext|>": {"const": 1}}, "required": ["<|endoftext|>"], "type": "object",'
+            ' "additionalProperties": false}',
+            overrides={"whitespace_flexible": False},
+        ),
+        '{"<|endoftext|>":1}',
+    ),
+    (LLMatcher.grammar_from_regex(r"<\|im_end\|>"), "<|im_end|>"),
+    (LLMatcher.grammar_from_regex(r"a<\|im_end\|><\|im_start\|>b"), "a<|im_end|><|im_start|>b"),
+    (LLMatcher.grammar_from_lark('start: "<|im_end|>" /x/'), "<|im_end|>x"),
+    (LLMatcher.grammar_from_lark('start: "</s><think></tool_call>"'), "</s><think></tool_call>"),
+    (LLMatcher.grammar_from_lark('start: "</s" ">" %json {"const": "<|im_end|>"}'), '</s>"<|im_end|>"'),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text"), LITERALS, ids=[text for _, text in LITERALS])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_special_tokens_in_a_literal_are_spelled_by_ordinary_ones(
+    engine: TorchEngine, tokenizer: Tokenizer, grammar: str, text: str, temperature: float
+) -> None:
+    sequence = sequence_of(grammar=grammar, temperature=temperature)
+    assert finish(engine, sequence).drawn[0].finish_reason is FinishReason.STOP
+    written = sequence.output_token_ids.tolist()
+    assert not {256, 257, 258} & {*(written if written[-1] not in EOS else written[:-1])}
+    assert tokenizer.decode(written) == text
+
+
+def test_a_special_token_by_name_is_that_token(engine: TorchEngine) -> None:
+    sequence = sequence_of(grammar=LLMatcher.grammar_from_lark('start: <|im_start|> "<|im_start|>" // <|im_end|>'))
+    assert finish(engine, sequence).drawn[0].finish_reason is FinishReason.STOP
+    assert sequence.output_token_ids[0] == 257
+    assert 257 not in sequence.output_token_ids[1:]
+
+
+def test_an_answer_that_no_token_can_follow_is_an_error_and_no_end(engine: TorchEngine) -> None:
+    """The grammar asks for an end in the middle, which the engine never draws there."""
+    sequence = sequence_of(grammar=LLMatcher.grammar_from_lark('start: "a" <[256]> "b"'))
+    assert finish(engine, sequence).drawn[0].finish_reason is FinishReason.ERROR
+    assert sequence.output_token_ids[0] == 64

@@ -109,6 +109,22 @@ ASKED: list[tuple[dict[str, Any], str, str]] = [
     (structured(choice=["a.b", "a(c"]), "a(c", "aab"),
     (structured(grammar='root ::= "x" | "y" root'), "yyx", "z"),
     (structured(grammar='start: "x" | "y" start'), "yx", "z"),
+    (structured(grammar='root ::= "\\x41\\u00e9\\U0001f600"'), "Aé😀", "x41"),
+    (structured(grammar="root ::= [\\u00e0-\\u00e3]+"), "àãá", "e"),
+    (structured(grammar="root ::= [\\x41-\\x43\\x5d\\x2d]+"), "AC]-", "D"),
+    (structured(grammar='root ::= "\\x22\\x5c\\x0a\\x1b"'), '"\\\n\x1b', "x"),
+    (structured(grammar='root ::= ("a\\x01")* "b"'), "a\x01a\x01b", "ab"),
+    (structured(grammar="root ::= [^\\n\\x22]+"), "a b", '"'),
+    (structured(grammar="root ::= ."), "\n", "ab"),
+    (structured(grammar="root ::= [+--]+"), "+,-", "."),
+    (structured(grammar="root ::= [a&&b~~]+"), "a&b~", "c"),
+    (
+        structured(grammar='root ::= start # the "rule"\nstart ::= "x" | fooBar\nfooBar ::= foo-bar\nfoo-bar ::= "y"'),
+        "y",
+        "r",
+    ),
+    (structured(grammar='root  ::= item{2,3}\r\nitem ::= [0-9] "," |\r\n "z"\r\n'), "1,z", "zzzz"),
+    (structured(grammar='root ::= "\\\\" "[" "]"'), "\\[]", "x"),
     (structured(structural_tag=TAG), 'Some text <f>{"a":1}</f> and more', 'Some text <f>{"b'),
 ]
 
@@ -131,6 +147,19 @@ async def test_nothing_is_asked_for(grammars: Grammars, fields: dict[str, Any]) 
     assert await GrammarChecker(InProcess(grammars)).grammar(request(**fields)) == ("", [])
 
 
+async def test_a_dropped_constraint_is_named_and_what_is_no_constraint_refuses_no_strict_schema(
+    grammars: Grammars,
+) -> None:
+    checker = GrammarChecker(InProcess(grammars))
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    _, warnings = await checker.grammar(request(**json_schema(schema)))
+    assert warnings == [
+        '`response_format` is not held to #/properties/a/uniqueItems (Unimplemented keys: ["uniqueItems"])'
+    ]
+    _, warnings = await checker.grammar(request(**strict({"type": "string", "format": "password"})))
+    assert warnings == ["`response_format` is not held to #/format (Unknown format: password)"]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "xml"}}, "`response_format.type` is 'xml': use text, json_object"),
     ({"response_format": {"type": "json_schema"}}, "`response_format.json_schema.schema` is missing"),
@@ -149,6 +178,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (structured(choice=[]), "must be one or more strings"),
     (structured(choice=[str(i) for i in range(1001)]), "1001 strings; at most 1000 are allowed"),
     (structured(grammar="start: nowhere"), "cannot be obeyed: "),
+    (structured(grammar="root ::= nowhere"), "Rule 'nowhere' not found"),
+    (structured(grammar='root ::= "\\q"'), "unknown escape at \\q"),
+    (structured(grammar='root ::= "\\ud800"'), "is no character"),
+    (strict({"type": "array", "uniqueItems": True}), "cannot be obeyed: #/uniqueItems"),
+    (strict({"type": "string", "pattern": "a(?=b)"}), "cannot be obeyed: #/pattern (look-around"),
     (structured(regex="a", choice=["b"]), "has regex and choice: give one of them"),
     (structured(structural_tag={"structures": [], "triggers": []}), "has no tags"),
     (structured(structural_tag={**TAG, "triggers": ["<g"]}), "begins with none of the triggers"),

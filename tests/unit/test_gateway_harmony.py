@@ -10,18 +10,23 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from pdmesh.grammars import Grammars
+from pdmesh.grammars import Grammars, schema_problem
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.answer_format import AnswerFormat, Calls, find_format
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.items import ChoiceItems, ItemKind, WholeAnswer, collect
 from pdmesh_gateway.reasoning import ReasoningStart
-from pdmesh_gateway.schemas import arguments_schema
+from pdmesh_gateway.schemas import arguments_schema, obeyed
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.tools.format import CallableTool
 from pdmesh_gateway.tools.harmony import ANALYSIS, Harmony
 
-WEATHER = arguments_schema({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
+
+def held_to(parameters: dict[str, Any]) -> Any:
+    return obeyed(arguments_schema(parameters), schema_problem).schema
+
+
+WEATHER = held_to({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
 CALLS = Calls(tools=(CallableTool(name="get_weather", schema=WEATHER),), required=False, most=1)
 THOUGHT = "<|channel|>analysis<|message|>so {it} is<|end|><|start|>assistant"
 CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "a}"}'

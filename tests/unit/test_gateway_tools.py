@@ -15,17 +15,22 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer
 
 from pdmesh.errors import ConfigError
-from pdmesh.grammars import Grammars
+from pdmesh.grammars import Grammars, schema_problem
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls, find_format
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.items import ChoiceItems, ItemKind, ItemWriter, TextAdded, WholeAnswer, collect
 from pdmesh_gateway.reasoning import ReasoningStart
-from pdmesh_gateway.schemas import arguments_schema
+from pdmesh_gateway.schemas import arguments_schema, obeyed
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.tools.format import CallableTool
 
-WEATHER = arguments_schema(
+
+def held_to(parameters: dict[str, Any]) -> Any:
+    return obeyed(arguments_schema(parameters), schema_problem).schema
+
+
+WEATHER = held_to(
     {
         "type": "object",
         "properties": {
@@ -39,7 +44,7 @@ WEATHER = arguments_schema(
 )
 TOOLS = (
     CallableTool(name="get_weather", schema=WEATHER),
-    CallableTool(name="stop", schema=arguments_schema({"type": "object", "properties": {}})),
+    CallableTool(name="stop", schema=held_to({"type": "object", "properties": {}})),
 )
 PARIS = {"city": 'Par"is}\\ü]', "days": 3}
 
@@ -278,7 +283,7 @@ def test_grammars_let_through_what_reads_as_a_call(tokenized: Any, name: str, wi
             assert not allows(tokenized, free, text + again * 16)[0]
 
 
-BOUNDED = arguments_schema(
+BOUNDED = held_to(
     {
         "type": "object",
         "properties": {

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
+from pdmesh.engine.json_bounds import JsonBounds
+
 
 class Guide:
     """What a grammar allows one sequence. It is rebuilt from output tokens wherever the sequence is held.
@@ -16,14 +18,20 @@ class Guide:
     A step may be computed again after its token was drawn: then the guide goes back to the output that there is.
     """
 
-    def __init__(self, matcher: LLMatcher, model_end_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, matcher: LLMatcher, model_end_ids: Sequence[int] = (), json_bounds: JsonBounds | None = None
+    ) -> None:
         self._matcher = matcher
+        self._json_bounds = json_bounds
+        self._is_stuck = False
         self._model_end_ids = list(model_end_ids)
         self._taken = array.array("i")
 
     @property
     def error(self) -> str:
         """Why the output cannot go on, in the library's words; empty if it can."""
+        if self._is_stuck:
+            return "no token of the vocabulary can follow"
         return self._matcher.get_error().partition("\n")[0] if self._matcher.is_error() else ""
 
     @property
@@ -54,6 +62,7 @@ class Guide:
         The end tokens ``end_token_ids`` may be drawn where the output is a whole one, others only where nothing else
         can follow.
         """
+        self._is_stuck = False
         if self._matcher.is_error():
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)[: -(-vocab_size // 8)].copy()
@@ -65,7 +74,12 @@ class Guide:
             for token_id in ends:
                 if token_id < vocab_size:
                     _set_bit(bits, token_id, may_follow)
+        if self._json_bounds is not None:
+            self._json_bounds.apply(bits, self._taken, may_end=may_end)
         if not bits.any():
+            if not may_end:
+                self._is_stuck = True
+                return None
             for token_id in self._model_end_ids[:1]:
                 _set_bit(bits, token_id, True)
         return bits

@@ -29,6 +29,7 @@ from pdmesh.engine.files import load_model_info
 from pdmesh.engine.forward import DirectForward, Forward, StepOutput, drawn_rows, draws, step_spans
 from pdmesh.engine.guide import Guide
 from pdmesh.engine.identity import unchanged_weights
+from pdmesh.engine.json_bounds import JsonBounds
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.engine.lending import Cores, LentDecoder
 from pdmesh.engine.loading import ComputeOptions, LoadedModel, decided_dtype, load_model, plan_model
@@ -42,7 +43,7 @@ from pdmesh.engine.ranks.pipeline import Pipeline, Stages
 from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError
-from pdmesh.grammars import Grammars
+from pdmesh.grammars import Grammars, is_json
 from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import ComputePath, FinishReason, KvLayout
 
@@ -142,6 +143,7 @@ class TorchEngine:
         self._vocab_size = planned.config.vocab_size
         self._eos_token_ids = load_model_info(checkpoint_dir).eos_token_ids
         self._grammars = Grammars(checkpoint_dir, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
+        self._json_bounds: JsonBounds | None = None  # made with the first grammar of JSON
         if not isinstance(num_blocks, int):
             num_blocks = num_blocks(layout, _free_bytes(self._device))
         cache_bytes = num_blocks * layout.num_layers * layout.block_bytes
@@ -223,6 +225,7 @@ class TorchEngine:
 
     def prepare(self, grammar: str) -> None:
         self._grammars.matcher(grammar)
+        self._bounds_of(grammar)
 
     @torch.inference_mode()
     def attend_part(self, number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
@@ -259,8 +262,17 @@ class TorchEngine:
         if not sequence.params.grammar:
             return
         if sequence.guide is None:
-            sequence.guide = Guide(self._grammars.matcher(sequence.params.grammar), self._eos_token_ids)
+            grammar = sequence.params.grammar
+            matcher = self._grammars.matcher(grammar)
+            sequence.guide = Guide(matcher, self._eos_token_ids, self._bounds_of(grammar))
         sequence.guide.catch_up(sequence.output_token_ids)
+
+    def _bounds_of(self, grammar: str) -> JsonBounds | None:
+        if not is_json(grammar):
+            return None
+        if self._json_bounds is None:
+            self._json_bounds = JsonBounds(self._grammars.token_bytes())
+        return self._json_bounds
 
     def _prompt_logprobs(self, part: SequenceSlice, row: int, output: StepOutput) -> tuple[Logprobs, ...]:
         """Log-probabilities of the prompt tokens that follow those of the slice, which begins at ``row``."""

@@ -34,11 +34,12 @@ class GenerationFailed(RequestRejected):
 
 
 class GrammarFailed(RequestRejected):
-    """An answer cannot be held to its grammar any further: some turn out to be too complex only as they go on."""
+    """An answer cannot be held to its grammar any further: too complex, or no token can follow."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(
-            f"The grammar that this answer is held to became too complex at token {num_tokens}: make it simpler.",
+            f"The grammar that this answer is held to cannot be obeyed at token {num_tokens}: it became too complex, "
+            "or no token of this model can follow. Make it simpler.",
             code="grammar_too_complex",
         )
 

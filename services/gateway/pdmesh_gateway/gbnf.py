@@ -53,12 +53,15 @@ def _text(inner: str) -> str:
 
 
 def _set(inner: str) -> str:
-    """Return the inside of a set: a dash between two characters is a range."""
+    """Return the inside of a set. A dash behind a character makes a range with the next one."""
     found = list(_CHAR.finditer(inner))
-    last = len(found) - 1
-    return "".join(
-        "-" if piece[0] == "-" and 0 < index < last else _in_set(_char(piece)) for index, piece in enumerate(found)
-    )
+    parts: list[str] = []
+    while found:
+        is_range = len(found) > 2 and found[1][0] == "-"
+        ends = (found[0], found[2]) if is_range else found[:1]
+        parts.append("-".join(_in_set(_char(end)) for end in ends))
+        del found[: 3 if is_range else 1]
+    return "".join(parts)
 
 
 def _in_set(char: str) -> str:

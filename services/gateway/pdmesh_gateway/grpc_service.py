@@ -194,9 +194,7 @@ class _Inference(pb_grpc.InferenceServicer):
             return await prepare(serving, conversation, fields)
         prompt = await self._prompt(request, what="prompt")
         grammar, warnings = await serving.grammars.grammar(fields)
-        return Prepared(
-            prompt=prompt, grammar=grammar, warnings=tuple(warnings), answer_format=serving.answer_format
-        )
+        return Prepared(prompt=prompt, grammar=grammar, warnings=tuple(warnings), answer_format=serving.answer_format)
 
     def _job(
         self,

@@ -30,14 +30,16 @@ MAX_UNIQUE_VALUES = 6
 
 #: Keywords of JSON Schema, from draft 4 to 2020-12, that say what fits. All others are annotations.
 _KEYWORDS = frozenset(
-    ("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not")
-    + ("if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies")
-    + ("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-    + ("minLength", "maxLength", "pattern", "format")
-    + ("items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems")
-    + ("contains", "minContains", "maxContains")
-    + ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames")
-    + ("required", "minProperties", "maxProperties")
+    (
+        *("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not"),
+        *("if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+        *("minLength", "maxLength", "pattern", "format"),
+        *("items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems"),
+        *("contains", "minContains", "maxContains"),
+        *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames"),
+        *("required", "minProperties", "maxProperties"),
+    )
 )
 _CONDITIONS = {"minContains": "contains", "maxContains": "contains", "then": "if", "else": "if", "if": "if"}
 _OF_SCHEMAS = ("properties", "patternProperties")
@@ -151,6 +153,7 @@ class _Rewriter:
                 result[key] = value.replace("#/$defs/", "#/definitions/")  # nothing is there: not even by chance
             else:
                 result[key] = value
+        self._drop_inexact(result, path)
         self._hold_names(result, path)
         self._hold_unique(result, schema.get("items"))
         self._spell_pattern(result)
@@ -170,10 +173,12 @@ class _Rewriter:
             return result
         if _is_merged(schema):
             names = self._property_names(schema, frozenset())
-        else:
+            if not names:
+                return result
+        elif "properties" in schema:
             required = schema.get("required")
-            names = dict.fromkeys([*own, *(required if own and isinstance(required, list) else ())])
-        if not names:
+            names = dict.fromkeys([*own, *(required if isinstance(required, list) else ())])
+        else:
             return result
         properties = {name: own.get(name, True) for name in names}
         return {"properties": properties, "additionalProperties": False} | {
@@ -200,6 +205,19 @@ class _Rewriter:
         own = dict.fromkeys(own) if isinstance(own, Mapping) else {}
         required = schema.get("required")
         return own | names | dict.fromkeys(required if isinstance(required, list) else ())
+
+    def _drop_inexact(self, result: dict[str, Any], path: str) -> None:
+        """Drop fixed integers that are no doubles: llguidance would round them."""
+        values = result.get("enum")
+        if isinstance(values, list) and (exact := [each for each in values if not _is_inexact(each)]) != values:
+            result["enum"] = exact
+        for key, refused in (
+            ("const", _is_inexact(result.get("const"))),
+            ("enum", bool(values) and not result["enum"]),
+        ):
+            if refused:
+                del result[key]
+                self.dropped.append(Dropped(path=f"{path}/{key}", why="its integer is no double"))
 
     def _hold_names(self, result: dict[str, Any], path: str) -> None:
         """Replace ``propertyNames`` by properties or a pattern where these say the same."""
@@ -370,6 +388,8 @@ class _Repair:
     def _problem(self, node: Any) -> str | None:
         if isinstance(node, bool):
             return None
+        if self._num_left <= 0:
+            return "too many of its constraints are refused"
         self._num_left -= 1
         if isinstance(node, Mapping) and self._definitions:
             node = {**node, "$defs": self._definitions}
@@ -387,6 +407,10 @@ class _Missing:
 
 
 _MISSING = _Missing()
+
+
+def _is_inexact(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) > 2**53 and (value.bit_length() > 1000 or int(float(value)) != value)
 
 
 def _is_refused(problem: str | None) -> bool:

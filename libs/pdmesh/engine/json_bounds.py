@@ -1,0 +1,72 @@
+"""Bounds of JSON that grammars leave open: digits of a number, and white space between the parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+#: Digits of a double, before and behind the point; llama.cpp's grammars have the same limit.
+MAX_DIGITS = 16
+MAX_EXPONENT_DIGITS = 3
+MAX_BLANKS = 20
+
+_BLANKS = b" \n\r\t"
+_RUN = re.compile(rb"(?P<exponent>[0-9][eE][+-]?)?(?P<digits>[0-9]+)\Z|(?P<blanks>[ \n\r\t]+)\Z")
+#: Bytes behind a number.
+_BEHIND_NUMBERS = (b",", b"}", b"]", b"\n")
+_NUM_TOKENS = 64
+
+Bits = npt.NDArray[np.uint8]
+
+
+class JsonBounds:
+    """Forbids tokens that would make a number or white space of JSON too long.
+
+    A number is where the grammar lets digits follow, and what ends a number, but neither letters nor a quote. White
+    space is bounded where no letters can follow. A bound gives way where nothing else can follow.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        digits = [len(token) - len(token.lstrip(b"0123456789")) for token in token_bytes]
+        blanks = [len(token) - len(token.lstrip(_BLANKS)) for token in token_bytes]
+        self._with_digits, self._with_blanks = _at_least(digits), _at_least(blanks)
+        ids = {token: token_id for token_id, token in reversed([*enumerate(token_bytes)])}
+        self._letter, self._quote = ids.get(b"a"), ids.get(b'"')
+        self._behind = [ids[token] for token in _BEHIND_NUMBERS if token in ids]
+
+    def apply(self, bits: Bits, output: Sequence[int], *, may_end: bool) -> None:
+        """Clear bits of tokens that ``output`` must not go on with. ``may_end``: the output is a whole one."""
+        last = self._bytes_of(output[-1]) if output else b""
+        if not last or last[-1] not in b"0123456789 \n\r\t":
+            return
+        run = _RUN.search(b"".join(map(self._bytes_of, output[-_NUM_TOKENS:])))
+        if run is None or _has(bits, self._letter):
+            return
+        if run["blanks"]:
+            masks, num_left = self._with_blanks, MAX_BLANKS - len(run["blanks"])
+        elif _has(bits, self._quote) or not (may_end or any(_has(bits, each) for each in self._behind)):
+            return
+        else:
+            most = MAX_EXPONENT_DIGITS if run["exponent"] else MAX_DIGITS
+            masks, num_left = self._with_digits, most - len(run["digits"])
+        if (num_left := max(0, num_left)) < len(masks):
+            kept = bits & ~masks[num_left][: len(bits)]
+            if kept.any():
+                bits[:] = kept
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+
+
+def _at_least(counts: Sequence[int]) -> list[Bits]:
+    """Return masks of tokens with a count over 0, over 1, and so on up to the highest."""
+    values = np.array(counts)
+    return [np.packbits(values > over, bitorder="little") for over in range(int(values.max(initial=0)))]
+
+
+def _has(bits: Bits, token_id: int | None) -> bool:
+    return token_id is not None and token_id // 8 < len(bits) and bool(bits[token_id // 8] >> token_id % 8 & 1)
