@@ -314,6 +314,63 @@ async def test_markers_that_are_special_tokens_are_read_and_other_special_tokens
     )  # as Mistral's templates want ids
 
 
+def of_set(strict: bool) -> dict[str, Any]:
+    """The format of an answer that no grammar holds in full."""
+    return {
+        "name": "x",
+        "strict": strict,
+        "schema": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    }
+
+
+def chat_format(wanted: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": wanted}
+
+
+async def test_a_constraint_that_is_dropped_is_named_and_a_strict_one_is_refused(model: Path) -> None:
+    def requests(strict: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
+        held = {"response_format": chat_format(of_set(strict)), "max_tokens": 9}
+        yield "/v1/chat/completions", {"messages": CHAT["messages"], **held}, "response_format"
+        yield "/v1/completions", {"prompt": "a", **held}, "response_format"
+        text = {"format": {"type": "json_schema", **of_set(strict)}}
+        yield "/v1/responses", {"input": "a", "text": text}, "text.format"
+
+    async with saying(model, '["a"]') as (client, _):
+        for path, body, param in requests(strict=False):
+            response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            assert response.headers["x-pdmesh-warning"].startswith(f"`{param}` is not held to #/uniqueItems (")
+        for path, body, param in requests(strict=True):
+            response = await client.post(path, json=body)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param
+            assert "#/uniqueItems" in response.json()["error"]["message"]
+
+
+async def test_one_keyword_that_cannot_be_obeyed_leaves_the_rest_of_a_tools_schema(model: Path) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"m": {"type": "array", "uniqueItems": True}, "k": {"const": "v"}},
+        "required": ["m", "k"],
+    }
+    fields = {"messages": CHAT["messages"], "tool_choice": "required"}
+    tool = {"name": "f", "parameters": parameters}
+    grammars: list[str] = []
+
+    def record(generation: Generation) -> list[TokenOut | PromptLogprobs]:
+        grammars.append(generation.params.grammar)
+        return [token_out(generation, 0, END_ID, finish_reason=FinishReason.STOP)]
+
+    async with ready_gateway(model, record) as (client, _, _running):
+        body = {**fields, "tools": [{"type": "function", "function": tool}]}
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.headers["x-pdmesh-warning"].startswith("tool 'f' is not held to #/properties/m/uniqueItems (")
+        assert '\\"const\\": \\"v\\"' in grammars[0]
+        strict = {**fields, "tools": [{"type": "function", "function": {**tool, "strict": True}}]}
+        response = await client.post("/v1/chat/completions", json=strict)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
 def hostile_tools() -> Iterator[Any]:
     """Tools that no model is to be held to, or that are none."""
     deep: Any = {"type": "string"}

@@ -40,7 +40,8 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 
 def of_schema(schema: Any, **options: Any) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False, **options})
+    overrides: Any = {"whitespace_flexible": False, **options}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
 
 
 def stubborn(

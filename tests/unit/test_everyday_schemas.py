@@ -218,7 +218,6 @@ PYDANTIC: dict[str, Any] = {
     "frozenset_of_ints": frozenset[int],
     "tuple": tuple[int, str],
     "tuple_of_any_length": tuple[float, ...],
-    "empty_tuple": tuple[()],
     "dict": dict[str, int],
     "dict_plain": dict,
     "dict_enum": dict[Color, float],

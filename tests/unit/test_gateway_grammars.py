@@ -178,6 +178,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (structured(choice=[]), "must be one or more strings"),
     (structured(choice=[str(i) for i in range(1001)]), "1001 strings; at most 1000 are allowed"),
     (structured(grammar="start: nowhere"), "cannot be obeyed: "),
+    (structured(grammar='root ::= "a'), "does not end"),
+    (structured(grammar="root ::= " + "[" * 200_000), "does not end"),
     (structured(grammar="root ::= nowhere"), "Rule 'nowhere' not found"),
     (structured(grammar='root ::= "\\q"'), "unknown escape at \\q"),
     (structured(grammar='root ::= "\\ud800"'), "is no character"),

@@ -6,8 +6,11 @@ import re
 
 from llguidance import grammar_from
 
+from pdmesh.grammars import MAX_GRAMMAR_BYTES
+
 _PIECE = re.compile(
-    r"#[^\r\n]*|(?P<text>\"(?:\\.|[^\"\\])*\")|(?P<set>\[(?:\\.|[^\]\\])*\])|(?P<name>[A-Za-z0-9_-]+)|\{[^}]*\}|(?P<any>\.)|.",
+    r"#[^\r\n]*|(?P<text>\"(?:\\.|[^\"\\])*\")|(?P<set>\[(?:\\.|[^\]\\])*\])|\{[^}]*\}|(?P<open>[\"\[{])"
+    r"|(?P<name>[A-Za-z0-9_-]+)|(?P<any>\.)|.",
     re.DOTALL,
 )
 _RULE = re.compile(r"^[ \t]*([A-Za-z0-9_-]+)[ \t]*::=", re.MULTILINE)
@@ -18,6 +21,8 @@ _ANY = "[\\x00-\U0010ffff]"  # a line break, too, unlike the dot of regular expr
 
 def lark_of(grammar: str) -> str:
     """Return a grammar for llguidance from GBNF, or from Lark, which stays as it is. Raises ValueError."""
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"it has more than {MAX_GRAMMAR_BYTES} characters")
     names = {name: f"rule-{number}" for number, name in enumerate(_RULE.findall(grammar)) if name != "root"}
     if "::=" not in grammar or "%llguidance" in grammar:
         return grammar_from("grammar", grammar)
@@ -31,6 +36,8 @@ def _respelled(piece: re.Match[str], names: dict[str, str]) -> str:
         case "set":
             negated = "^" if piece[0].startswith("[^") else ""
             return f"[{negated}{_set(piece[0][1 + len(negated) : -1])}]"
+        case "open":
+            raise ValueError(f"what begins with {piece[0]} at character {piece.start()} does not end")
         case "name":
             return names.get(piece[0], piece[0])
         case "any":
@@ -56,11 +63,12 @@ def _set(inner: str) -> str:
     """Return the inside of a set. A dash behind a character makes a range with the next one."""
     found = list(_CHAR.finditer(inner))
     parts: list[str] = []
-    while found:
-        is_range = len(found) > 2 and found[1][0] == "-"
-        ends = (found[0], found[2]) if is_range else found[:1]
+    index = 0
+    while index < len(found):
+        is_range = index + 2 < len(found) and found[index + 1][0] == "-"
+        ends = (found[index], found[index + 2]) if is_range else (found[index],)
         parts.append("-".join(_in_set(_char(end)) for end in ends))
-        del found[: 3 if is_range else 1]
+        index += 3 if is_range else 1
     return "".join(parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 #: An escape, a class, or one character.
-_PIECE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+_PIECE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|\[\^?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)
 _IN_CLASS = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|.", re.DOTALL)
 
 #: Characters that JSON escapes. llguidance 1.6 forgets what follows one in a literal.

@@ -176,8 +176,7 @@ class _Rewriter:
             if not names:
                 return result
         elif "properties" in schema:
-            required = schema.get("required")
-            names = dict.fromkeys([*own, *(required if isinstance(required, list) else ())])
+            names = dict.fromkeys(own) | _required(schema)
         else:
             return result
         properties = {name: own.get(name, True) for name in names}
@@ -203,8 +202,7 @@ class _Rewriter:
             names |= found
         own = schema.get("properties")
         own = dict.fromkeys(own) if isinstance(own, Mapping) else {}
-        required = schema.get("required")
-        return own | names | dict.fromkeys(required if isinstance(required, list) else ())
+        return own | names | _required(schema)
 
     def _drop_inexact(self, result: dict[str, Any], path: str) -> None:
         """Drop fixed integers that are no doubles: llguidance would round them."""
@@ -420,6 +418,11 @@ def _is_refused(problem: str | None) -> bool:
 def _is_merged(schema: Mapping[str, Any]) -> bool:
     """Whether parts of a schema speak of the same object."""
     return "allOf" in schema or len(schema.keys() & {"properties", "anyOf", "oneOf", "$ref"}) > 1
+
+
+def _required(schema: Mapping[str, Any]) -> dict[str, None]:
+    names = schema.get("required")
+    return dict.fromkeys(name for name in names if isinstance(name, str)) if isinstance(names, list) else {}
 
 
 def _says_nothing(schema: Mapping[str, Any], key: str, value: Any) -> bool:
