@@ -90,7 +90,7 @@ class Grammars:
         return self._tokenizer
 
 
-#: A special token by name, in a Lark grammar, or what may hold such a text: a string, a pattern, a comment.
+#: Parts of a Lark grammar: a special token by name; a string, a pattern or a comment, which may contain such a text.
 _NAMED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<name><[^\s<>"/]+>)')
 
 
@@ -129,7 +129,7 @@ def _without_special_texts(tokenizer_json: bytes) -> tuple[str, dict[str, int]]:
         if renamed:
             pairs = ((each, each if isinstance(each, list) else each.split(" ", 1)) for each in model["merges"])
             model["merges"] = [each for each, pair in pairs if not ids.keys() & {*pair, "".join(pair)}]
-    else:  # of a unigram model: pieces and their scores
+    else:  # a unigram model has pieces and their scores
         model["vocab"] = [[prefix + piece if piece in ids else piece, score] for piece, score in vocabulary]
     if model.get("unk_token") in ids:
         model["unk_token"] = prefix + model["unk_token"]

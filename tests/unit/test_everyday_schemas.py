@@ -192,7 +192,7 @@ PYDANTIC: dict[str, Any] = {
     "http_url": pydantic.HttpUrl,
     "secret": pydantic.SecretStr,
     "secret_bytes": pydantic.SecretBytes,
-    "json_text": pydantic.Json[Any],
+    "pattern": re.Pattern,
     "base64": pydantic.Base64Bytes,
     "byte_size": pydantic.ByteSize,
     "pattern": re.Pattern[str],

@@ -1,6 +1,6 @@
 """Compiles strangers' grammars within limits, in a process that answers a JSON line on stdin by one on stdout.
 
-A string is a grammar, answered by what is wrong with it. An array of one is a schema, answered by an `Obeyed`.
+A string is a grammar, answered by its problem or null. An array of one is a schema, answered by an `Obeyed`.
 A process of its own, because the library's limits do not bound all: some schemas never end, or take all memory and
 then the process with it. The tokenizer is read once.
 """

@@ -74,7 +74,7 @@ class Asked:
     schema: Any = None
     strict: bool = False
     blanks: bool = False
-    pattern: str | None = None  # of white space
+    pattern: str | None = None  # matches white space
 
 
 class GrammarChecker:

@@ -8,7 +8,7 @@ import re
 _PIECE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|\[\^?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)
 _IN_CLASS = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|.", re.DOTALL)
 
-#: Characters that JSON escapes. llguidance 1.6 forgets what follows one in a literal.
+#: Characters that JSON escapes. llguidance 1.6 drops the rest of a pattern behind a literal that has one.
 _ESCAPED = re.compile(r"\\?[\"\x00-\x1f]|\\[\\nrtfv]|\\(?:x|u00)(?:22|5[cC]|[01][0-9a-fA-F])")
 
 #: Patterns that libraries write with look-arounds, and the same without.
@@ -27,8 +27,8 @@ _NO_NUL = r"^[^\x00]*$"
 def portable(pattern: str, *, splits: bool = False) -> str:
     """Return a pattern that matches the same texts in llguidance's dialect.
 
-    With ``splits``, the result may be several patterns, separated by NUL, all of which must match: one for each
-    look-ahead at the beginning, and one that makes up for a weakness of the library.
+    With ``splits``, the result may be several patterns, separated by NUL. A text must match each of them. Look-aheads
+    at the beginning become patterns of their own, and so does the ban of NUL that `_apart` needs.
     """
     pattern = _KNOWN.get(pattern, pattern)
     pieces = ["[\\s\\S]" if piece == "[^]" else piece for piece in _PIECE.findall(pattern)]

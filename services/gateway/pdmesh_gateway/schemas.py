@@ -25,7 +25,7 @@ MAX_QUESTIONS = 400
 #: Bounds of numbers beyond these are out of the library's reach, and of a number of 16 digits.
 MAX_BOUND = 10**18
 
-#: Values of which all sets are written out.
+#: Values of an array with ``uniqueItems`` whose sets are all written out.
 MAX_UNIQUE_VALUES = 6
 
 #: Keywords of JSON Schema, from draft 4 to 2020-12, that say what fits. All others are annotations.
@@ -67,7 +67,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obeyed:
-    """A schema of which everything that fits fits the client's, apart from the ``dropped`` constraints."""
+    """A schema that is at least as narrow as the client's, apart from the ``dropped`` constraints."""
 
     schema: Any
     dropped: tuple[Dropped, ...] = ()
@@ -150,7 +150,7 @@ class _Rewriter:
             elif key in _COUNTS and isinstance(value, float) and value.is_integer():
                 result[key] = int(value)
             elif key == "$ref" and isinstance(value, str):
-                result[key] = value.replace("#/$defs/", "#/definitions/")  # nothing is there: not even by chance
+                result[key] = value.replace("#/$defs/", "#/definitions/")  # must not meet a definition of ours
             else:
                 result[key] = value
         self._drop_inexact(result, path)
@@ -324,7 +324,7 @@ class _Repair:
         self.dropped: list[Dropped] = []
 
     def node(self, node: Any, path: str) -> Any:
-        """Return ``node`` without what is refused. An unsatisfiable one stays."""
+        """Return ``node`` without the refused constraints. An unsatisfiable one stays."""
         problem = self._problem(node)
         if not _is_refused(problem) or self._num_left <= 0:
             return node
@@ -401,7 +401,7 @@ class _Repair:
 
 
 class _Missing:
-    """Nothing is at a path."""
+    """Type of `_MISSING`, the value at a path that does not exist."""
 
 
 _MISSING = _Missing()
@@ -444,7 +444,7 @@ def _says_nothing(schema: Mapping[str, Any], key: str, value: Any) -> bool:
 
 
 def _found(schema: Any, path: str) -> Any:
-    """Return what is at a pointer; `_MISSING` if nothing is."""
+    """Return the value at a pointer; `_MISSING` if there is none."""
     for part in path.split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, Mapping) and part in schema:
