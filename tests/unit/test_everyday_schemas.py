@@ -192,7 +192,6 @@ PYDANTIC: dict[str, Any] = {
     "http_url": pydantic.HttpUrl,
     "secret": pydantic.SecretStr,
     "secret_bytes": pydantic.SecretBytes,
-    "pattern": re.Pattern,
     "base64": pydantic.Base64Bytes,
     "byte_size": pydantic.ByteSize,
     "pattern": re.Pattern[str],

@@ -18,12 +18,12 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``response_format.json_schema``. Answers are held to the schema whether ``strict`` or not."""
+    """``response_format.json_schema``. With ``strict``, a constraint that cannot be obeyed is refused."""
 
     name: Inert[str | None] = None
     description: Inert[str | None] = None
     schema: Any = None
-    strict: Inert[bool | None] = None
+    strict: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

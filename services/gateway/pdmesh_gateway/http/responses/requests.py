@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.http.responses.protocol import InputTokensRequest, ResponsesRequest, TextFormat
-from pdmesh_gateway.protocol.sampling import ResponseFormat, SamplingFields
+from pdmesh_gateway.protocol.sampling import JsonSchema, ResponseFormat, SamplingFields
 from pdmesh_gateway.sampling import MAX_LOGPROBS, invalid, number
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
 from pdmesh_gateway.turns import TurnBuilder, arguments_of
@@ -189,7 +189,7 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice:
 def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
     if wanted is None:
         return None
-    return _TextFormat(type=wanted.type, schema=wanted.schema)
+    return _TextFormat(type=wanted.type, json_schema=JsonSchema(schema=wanted.schema, strict=wanted.strict))
 
 
 class _TextFormat(ResponseFormat, kw_only=True):
