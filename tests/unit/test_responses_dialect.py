@@ -296,7 +296,8 @@ def test_tools_choices_and_forms() -> None:
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     wanted = fields_of(request(text={"format": schema})).response_format
     assert wanted is not None
-    assert wanted.json_schema is not None and wanted.json_schema.schema == {"type": "object"}
+    assert wanted.json_schema is not None
+    assert wanted.json_schema.schema == {"type": "object"}
 
 
 @pytest.mark.parametrize(

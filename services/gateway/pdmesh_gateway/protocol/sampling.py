@@ -23,7 +23,7 @@ class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Inert[str | None] = None
     description: Inert[str | None] = None
     schema: Any = None
-    strict: bool | None = None
+    strict: Inert[bool | None] = None
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: Inert[str | None] = None
     description: Inert[str | None] = None
     schema: Any = None
-    strict: bool | None = None
+    strict: Inert[bool | None] = None
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
