@@ -361,7 +361,6 @@ BAD_REQUESTS: list[tuple[str, Any, int, str, str]] = [
     ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs `logprobs`"),
     ("chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template", "does not render"),
     ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "is not a valid function"),
-    ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "chat template does not support tools"),
     ("chat/completions", {**CHAT, "tools": [TOOL, TOOL]}, 400, "tools", "two tools of the name"),
     ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "none that can be called"),
     ("chat/completions", {**CHAT, "tool_choice": "some"}, 400, "tool_choice", "must be"),

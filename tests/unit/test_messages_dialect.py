@@ -247,7 +247,7 @@ def test_structured_answers_and_stops() -> None:
         ({"messages": [{"role": "robot", "content": "a"}]}, "must be user or assistant, got 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]}, "text only"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a"}]}]}, "text only"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]}, "without `id`"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]}, "without `id` or"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a"}]}]}, "tool_use_id"),
         (
             {

@@ -306,7 +306,7 @@ def test_tools_choices_and_forms() -> None:
         ({"input": [{"role": "user"}]}, "must be a string or a list of parts"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text only"),
         ({"input": [{"role": "user", "content": ["a"]}]}, "text only"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "arguments` must be a string"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "call_id` must be a string"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "call_id` must be a string"),
         ({"input": [{"type": "item_reference", "id": "gone"}]}, "Item with id 'gone' not found"),
         ({"tools": [{"type": "function"}]}, "without a `name`"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 ANY_OBJECT = {"type": "object"}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 #: What changes nothing in what fits, and takes room.
 _WORDS = ("description", "title", "default", "examples", "$comment", "$schema", "deprecated", "readOnly", "writeOnly")
@@ -16,7 +17,12 @@ _SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames")
 
 
 def arguments_schema(parameters: Any) -> Mapping[str, Any]:
-    """Return a schema of which all that fits is an object that fits ``parameters``; `closed`."""
+    """Return a schema of which all that fits is an object that fits ``parameters``; `closed`.
+
+    A tool without parameters (None) takes an empty object.
+    """
+    if parameters is None:
+        return NO_ARGUMENTS
     if not isinstance(parameters, Mapping) or not parameters:
         return ANY_OBJECT
     schema: dict[str, Any] = closed(parameters)
