@@ -210,10 +210,8 @@ async def test_a_message_is_no_longer_than_a_prompt_can_be(model: Path) -> None:
 
 
 async def test_a_chat_is_answered_with_items(tmp_path: Path) -> None:
-    template = (
-        "{{ messages[0].content }}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    template = "{{ messages[0].content }}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     template += "{# <tool_call> #}"
-    )
     model = write_checkpoint(tmp_path / "tiny", max_position_embeddings=512, template=template)
     call = '{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}}}'

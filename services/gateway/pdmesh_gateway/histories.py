@@ -22,7 +22,15 @@ Message = dict[str, Any]
 
 #: What a template may be unable to show (`ChatTemplate`), in the order in which a refused conversation does without it.
 _PLAINER = (
-    ("developers", "later_instructions", "neighbours", "leading_answer", "several_calls", "cut_arguments"),
+    (
+        "developers",
+        "later_instructions",
+        "neighbours",
+        "leading_answer",
+        "several_calls",
+        "text_with_calls",
+        "cut_arguments",
+    ),
     ("calls",),
     ("instructions",),
 )
@@ -100,9 +108,7 @@ class ChatTemplate:
     @cached_property
     def several_calls(self) -> bool:
         """Whether a message may have several calls."""
-        arguments: dict[str, Any] | str = {"what": _VALUE}
-        if not self.object_arguments:
-            arguments = to_json(arguments)
+        arguments: dict[str, Any] | str = {"what": _VALUE} if self.object_arguments else to_json({"what": _VALUE})
         messages = [_user(_A), _calling(arguments, num_calls=2), _result(0, _B), _result(1, _C), _says(_D)]
         return self._shows(messages, _TOOL, _OTHER_TOOL, _B, _C)
 
