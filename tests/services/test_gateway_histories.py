@@ -255,7 +255,8 @@ async def test_a_history_is_the_same_prompt_in_every_dialect(plain: Path) -> Non
     assert len(set(prompts)) == 1
     assert prompts[0] == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n"
-        "No.<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\n"
+        "No.<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nLook.<|im_end|>\n"
+        "<|im_start|>assistant\n"
         f'<tool_call>\n{{"name": "look", "arguments": {CUT}}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -9,7 +9,7 @@ from pdmesh_gateway.stop import StopFinder
 
 
 class CallStops:
-    """A `pdmesh_gateway.stop.Stops` that reads an answer as its items are read. What may become a call is held back."""
+    """Implements `pdmesh_gateway.stop.Stops` with the answer's parser. Text that may become a call is held back."""
 
     def __init__(self, finder: StopFinder, parser: Callable[[ItemWriter], ItemParser]) -> None:
         self.stops, self.include_stop = finder.stops, finder.include_stop
@@ -27,7 +27,7 @@ class CallStops:
         return shown if found is not None else shown + self._finder.flush()[0], found
 
     def _search(self, *, check: bool) -> tuple[str, str | None]:
-        """Return what may be shown of the text that was read and, if one was found, the stop string."""
+        """Return the text to show of all that was read and, if one was found, the stop string."""
         shown = ""
         for piece, is_text in self._spans.take_spans():
             if is_text:
@@ -41,7 +41,7 @@ class CallStops:
 
 
 class _Spans(ItemWriter):
-    """Notes what of an answer is text or reasoning, and what is calls and markers."""
+    """Spans of an answer in order: text and reasoning, or calls and markers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Spans(ItemWriter):
         self._spans.append((piece, True))
 
     def begin_call(self, name: str) -> None:
-        """Its text comes as markers and arguments."""
+        """Note nothing: markers and arguments cover a call's text."""
 
     def arguments(self, piece: str, drawn: str | None = None) -> None:
         self._spans.append((piece if drawn is None else drawn, False))

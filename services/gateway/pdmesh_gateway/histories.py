@@ -1,8 +1,8 @@
 """Conversations as a chat template takes them, whichever dialect they came in.
 
-A history holds what this server or another one has said: calls that were cut, instructions anywhere, turns of one side
-in a row. A template may refuse that, or drop a part of it without a word. Trial renders find out what it drops, and a
-conversation that it refuses is rendered in plainer forms.
+Histories hold answers of this server or of another one: calls that were cut, instructions anywhere, turns of one side
+in a row. A template may refuse such messages, or drop some without a word. Trial renders find the dropped ones, and a
+refused conversation is rendered in plainer forms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdmesh_gateway.tools.writing import call_text, instructions, result_text, t
 
 Message = dict[str, Any]
 
-#: What a template may be unable to show (`ChatTemplate`), in the order in which a refused conversation does without it.
+#: Properties of `ChatTemplate` that each further render of a refused conversation takes for false.
 _PLAINER = (
     (
         "developers",
@@ -37,7 +37,7 @@ _PLAINER = (
 
 _INSTRUCTIONS = ("system", "developer")
 
-#: Between what was several messages.
+#: Separates the contents of merged messages.
 _BETWEEN = "\n"
 
 # Texts, names and a role of trials. Templates cut blanks around texts, and know no such role.
@@ -45,11 +45,11 @@ _A, _B, _C, _D, _E, _F = (f"pdmesh-trial-{letter}" for letter in "abcdef")
 _TOOL, _OTHER_TOOL, _VALUE = "pdmesh_trial_tool", "pdmesh_trial_other", "pdmesh-trial-value"
 _BYSTANDER = "bystander"
 _CUT = '{"what": "pdmesh-trial-cut'
-_IDS = ("trialcall", "othercall")  # of as many characters as Mistral's templates ask for
+_IDS = ("trialcall", "othercall")  # nine characters, as Mistral's templates ask for
 
 
 class ChatTemplate:
-    """A chat template, and what it shows of a conversation: found by trial renders, each once it matters."""
+    """A chat template. Each property says whether it shows one kind of message, by a trial render at first use."""
 
     def __init__(
         self, render: Callable[[Mapping[str, Any]], str], constants: Mapping[str, Any], *, is_for_tools: bool = False
@@ -134,7 +134,7 @@ class ChatTemplate:
 
     @cached_property
     def developers(self) -> bool:
-        """Whether a developer's message in front is shown as one, and not like that of any role."""
+        """Whether a developer's message in front is shown, and otherwise than a message of an unknown role."""
         messages = [_message("developer", _A), _user(_B)]
         text, other = self._trial(messages), self._trial([_message(_BYSTANDER, _A), _user(_B)])
         if text is None or _A not in text:
@@ -179,7 +179,7 @@ class ChatTemplate:
 
 
 def _adapted(messages: Sequence[Message], takes: Callable[[str], bool], tool_format: str) -> list[Message]:
-    """Return messages without what a template does not take, by the names of `ChatTemplate`."""
+    """Return messages in forms that a template takes. ``takes`` says so by the properties of `ChatTemplate`."""
     adapted = _with_known_calls(messages, takes, tool_format)
     adapted = _with_leading_instructions(adapted, takes)
     if any(_is_neighbour(*pair) for pair in pairwise(adapted)) and not takes("neighbours"):
@@ -232,7 +232,7 @@ def _whole(arguments: Any) -> Any:
 
 
 def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of one call each, the result of which follows."""
+    """Return messages of one call each. A call's result follows it."""
     single: list[Message] = []
     for group in _groups(messages):
         calling, *results = group
@@ -270,7 +270,7 @@ def _with_leading_instructions(messages: list[Message], takes: Callable[[str], b
 
 
 def _with_instructions_of_the_user(messages: Sequence[Message]) -> list[Message]:
-    """Return messages the first of which, a system message, is part of what the user says next."""
+    """Return messages with the leading system message as part of the user's next one."""
     told, following, *others = messages
     if following.get("role") != "user":
         return [{**told, "role": "user"}, following, *others]

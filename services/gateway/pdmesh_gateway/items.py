@@ -83,7 +83,7 @@ class ItemWriter:
         self._events: list[ItemEvent] = []
         self._open: ItemKind | None = None
         self._num_items = 0
-        self._arguments: list[str] | None = None  # of the last item, if that is a call
+        self._arguments: list[str] | None = None  # pieces of the last item, if that is a call
         self.num_calls = 0
         self.num_chars = 0  # of the answer as it was drawn, in items or not
 
@@ -162,7 +162,7 @@ class ItemParser(Protocol):
         """Take a piece; what may still become a marker is held back."""
 
     def end(self, *, is_cut: bool = False) -> None:
-        """Write what was held back: the text is over. ``is_cut``: not because the model has ended it."""
+        """Write all text that was held back. ``is_cut``: a limit or a stop token ended the answer."""
 
 
 class PlainText:

@@ -1,4 +1,4 @@
-"""Parts of messages, whichever dialect they came in: what they say as text, and what of them is left out."""
+"""Parts of messages as text, whichever dialect they came in."""
 
 from __future__ import annotations
 

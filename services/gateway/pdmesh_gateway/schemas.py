@@ -17,7 +17,7 @@ _SCHEMAS = ("items", "additionalProperties", "contains", "propertyNames")
 
 
 def arguments_schema(parameters: Any) -> Mapping[str, Any]:
-    """Return a schema of which all that fits is an object that fits ``parameters``; `closed`.
+    """Return a `closed` schema of objects that fit ``parameters``.
 
     A tool without parameters (None) takes an empty object.
     """

@@ -14,14 +14,14 @@ class Stops(Protocol):
     include_stop: bool
 
     def push(self, text: str, *, check: bool = True) -> tuple[str, str | None]:
-        """Take a piece; return what may be shown and, if one was found, the stop string.
+        """Take a piece; return the text to show and, if one was found, the stop string.
 
         ``check=False`` lets the piece pass unseen (fewer than ``min_tokens`` tokens yet).
         """
         ...
 
     def flush(self, *, is_cut: bool, check: bool = True) -> tuple[str, str | None]:
-        """Return the same of what is held when the generation has ended; ``is_cut``: by a limit or a stop token."""
+        """Do the same with text that was held back. ``is_cut``: a limit or a stop token ended the generation."""
         ...
 
 

@@ -259,7 +259,7 @@ class ModelTokenizer:
             return template.render(variables, tool_format=tool_format, tells_tools=tells_tools)
 
         try:
-            if num_chars < INLINE_CHARS and not tools:  # which may be of any size
+            if num_chars < INLINE_CHARS and not tools:  # tools may be of any size
                 return render()
             return await anyio.to_thread.run_sync(render)
         except TemplateFailed as failed:

@@ -70,7 +70,7 @@ class Reader:
         self.writer = writer
         self.buffer = ""
         self.is_over = False  # nothing comes any more
-        self.is_cut = False  # it is over because a limit was reached, and not because the model has ended it
+        self.is_cut = False  # a limit or a stop token ended the text, and not the model
         self.reasoning_chars: int | None = None
 
     def take(self, num_chars: int) -> str:
@@ -125,7 +125,7 @@ class Reader:
     def call_head(self, *parts: Part) -> Script[Head | None]:
         """Return the head of a call as `match` does; None, too, if the text is over before the tool's name is whole.
 
-        What there is of a head that was cut becomes a marker, and not text.
+        A head that was cut becomes a marker, and not text.
         """
         head = yield from self.match(*parts)
         if head is None or head.captured:
