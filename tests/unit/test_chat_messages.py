@@ -71,7 +71,7 @@ async def test_a_call_that_was_cut_is_part_of_a_history(given: Any, arguments: A
         ({"content": []}, {"content": ""}),
         ({}, {"content": ""}),
         ({"content": "a", "tool_calls": []}, {"content": "a"}),
-        ({"content": "a", "tool_calls": None, "function_call": None, "audio": None}, {"content": "a"}),
+        ({"content": "a", "tool_calls": None, "function_call": None}, {"content": "a"}),
         ({"content": "a", "reasoning": "hm"}, {"content": "a", "reasoning_content": "hm"}),
         (
             {

@@ -19,6 +19,8 @@ class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text: str | None = None
     refusal: str | None = None
     thinking: Any = None  # reasoning, as Mistral's API has it
+    signature: Inert[str | None] = None
+    data: Inert[str | None] = None  # reasoning that only its server can read
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from pdmesh_gateway.protocol.fields import Inert, neutral
 
+
 class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A part of a message. Which fields it has goes by its type."""
 
