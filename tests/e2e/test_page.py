@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -86,3 +88,39 @@ async def test_what_clients_call_their_requests_is_text_to_the_page(mesh: Runnin
             assert response.status_code == 200
             await page.until("[...document.querySelectorAll('td.id')].some((id) => id.textContent === 'a/b:c@d=e+f')")
         assert page.console == []
+
+
+async def test_the_documentation_sends_its_examples(mesh: RunningMesh) -> None:
+    assert CHROMIUM is not None
+    box = "document.getElementById('post/v1/chat/completions')"
+    async with open_page(CHROMIUM) as page:
+        await page.open(f"{mesh.base_url}/docs", width=390)
+        await page.until(f"{box} !== null")
+        await page.run(f"{box}.open = true")
+        await page.until(f"[...{box}.querySelectorAll('td')].some((cell) => cell.textContent === 'temperature')")
+        await page.run(f"{box}.querySelector('button').click()")
+        await page.until(f"{box}.querySelector('pre').textContent.includes('chat.completion')")
+        assert await page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert page.console == []
+
+
+async def test_an_instance_that_is_killed_stays_with_its_cause(mesh: RunningMesh) -> None:
+    assert CHROMIUM is not None
+    pid = mesh.pids()["decode-0"]
+    async with open_page(CHROMIUM) as page:
+        await page.open(f"{mesh.base_url}/ui")
+        await page.until("document.querySelectorAll('.instance').length === 2")
+        os.kill(pid, signal.SIGKILL)
+        notes = "document.getElementById('notes').textContent"
+        await page.until(f"{notes}.includes('decode-0 was killed by SIGKILL') && document.querySelector('.gone')")
+        assert await page.run("document.querySelectorAll('.instance').length") == 2
+        await page.until(f"{notes}.includes(' serves since ') && !document.querySelector('.gone')", timeout_s=60)
+        events = await page.run("[...document.querySelectorAll('#events b')].map((what) => what.textContent)")
+        assert events[:2] == ["restarted", "lost"]
+        assert page.console == []
+    state = await mesh.state()
+    (decode,) = [each for each in state.instances if each.instance_id == "decode-0"]
+    assert decode.num_restarts == 1
+    assert decode.note is not None
+    assert decode.note.cause == "was killed by SIGKILL"
+    assert decode.note.next.startswith(f"process {decode.pid} serves since")
