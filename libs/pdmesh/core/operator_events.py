@@ -18,6 +18,9 @@ from pdmesh.model import (
 )
 from pdmesh.ranges import ANY_COUNT, SECONDS, Range
 
+#: Of a process in a container, which has pids of its own.
+UNKNOWN_PID = 0
+
 #: No operator waits longer for requests to leave an instance by themselves.
 MAX_OPERATION_S = 86_400.0
 
@@ -125,7 +128,8 @@ class FailedStart:
 class EndedProcess:
     """A process that ended and that its actuator starts again.
 
-    ``cause`` completes a sentence about the process, such as "was killed by SIGKILL".
+    ``cause`` completes a sentence about the process, such as "was killed by SIGKILL". ``pid`` is `UNKNOWN_PID` if the
+    actuator does not know the number that the process registered with.
     """
 
     name: str

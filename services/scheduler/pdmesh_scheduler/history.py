@@ -20,6 +20,7 @@ from pdmesh.core.events import (
     InstanceUnreachable,
 )
 from pdmesh.core.operator_events import (
+    UNKNOWN_PID,
     ActuatorLost,
     ActuatorReported,
     BatchingChangeRequested,
@@ -41,6 +42,8 @@ MAX_GONE = 32
 LEFT_S = 600.0
 #: How long a restart is told beside the instance that serves again.
 RESTARTED_S = 600.0
+#: How late the end of a process may be reported after its successor has joined.
+REPORT_S = 10.0
 #: Longest cause, in characters.
 MAX_CAUSE = 300
 
@@ -57,6 +60,12 @@ class _Absence:
     is_planned: bool = False
     pid: int = 0  # of the process that served before
     ended_s: float | None = None
+
+    def is_of(self, ended: EndedProcess, now_s: float) -> bool:
+        """Return whether the end of a process, which is reported now, caused the absence."""
+        if ended.pid == UNKNOWN_PID:
+            return self.ended_s is None or now_s < self.ended_s + REPORT_S
+        return self.pid == ended.pid
 
 
 @dataclass(slots=True)
@@ -220,9 +229,9 @@ class MeshHistory:
         elif not ended.has_served:
             instance.failed_start = cause
             self._add(now_s, "start failed", name, cause)
-        elif instance.absence is not None and instance.absence.pid == ended.pid:
-            if not instance.absence.is_planned:
-                instance.absence.cause = cause
+        elif (absence := instance.absence) is not None and absence.is_of(ended, now_s):
+            if not absence.is_planned:
+                absence.cause = cause
         elif instance.profile.pid == ended.pid:
             instance.absence = _Absence(now_s, cause, pid=ended.pid)
 
@@ -263,7 +272,7 @@ class MeshHistory:
         for instance_id, instance in list(self._gone.items()):
             absence = instance.absence
             assert absence is not None
-            is_coming = instance_id in self._core.actuators.instance_ids
+            is_coming = self._is_coming(instance_id, absence)
             if absence.is_planned and not is_coming and now_s > absence.since_s + LEFT_S:
                 del self._gone[instance_id]
                 continue
@@ -281,6 +290,12 @@ class MeshHistory:
                 )
             )
         return tuple(told)
+
+    def _is_coming(self, instance_id: InstanceId, absence: _Absence) -> bool:
+        """Return whether an actuator starts the instance again. Its pod may not be ready, or its process may end."""
+        actuators = self._core.actuators
+        unsettled = any(instance_id in report.unsettled for report in actuators.there)
+        return instance_id in actuators.instance_ids or (unsettled and not absence.is_planned)
 
     def _next(self, instance: _Instance, is_coming: bool, is_silent: bool) -> str:
         if is_coming:
