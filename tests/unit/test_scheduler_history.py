@@ -16,7 +16,7 @@ from pdmesh.core.events import (
     InstanceSuspected,
     InstanceUnreachable,
 )
-from pdmesh.core.operator_events import BundleChangeRequested, EndedProcess, OperationRequested
+from pdmesh.core.operator_events import UNKNOWN_PID, BundleChangeRequested, EndedProcess, OperationRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, OperationId, OperationKind, Role
 from pdmesh.policy.bundles import make_bundle
@@ -108,6 +108,21 @@ def test_a_successor_that_joins_before_its_predecessor_is_lost_has_the_cause() -
     assert note is not None
     assert note.cause == "was killed by SIGKILL"
     assert mesh.told()[-1] == ("restarted", DECODE, "was killed by SIGKILL; process 2 serves after 0.0 s")
+
+
+def test_a_pods_container_has_no_pid_and_gives_the_cause_of_an_open_absence() -> None:
+    mesh = Watched()
+    mesh.join(1.0)
+    mesh.lose(10.0)
+    oom = EndedProcess(name=DECODE, pid=UNKNOWN_PID, cause="was killed by SIGKILL (OOMKilled)")
+    mesh.handle(replace(a_report(), ended=(oom,), unsettled=(DECODE,)), 11.0)
+    (gone,) = mesh.history.gone((), 11.0)
+    assert (gone.state, gone.note.cause) == ("restarting", oom.cause)
+    mesh.join(12.0, pid=2)
+    mesh.report(50.0, replace(oom, cause="exited with code 1"))  # of a process that the scheduler has not seen
+    note = mesh.note(50.0)
+    assert note is not None
+    assert note.cause == oom.cause
 
 
 def test_without_a_supervisor_a_lost_instance_has_lost_its_stream() -> None:
