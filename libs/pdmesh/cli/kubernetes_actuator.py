@@ -97,7 +97,7 @@ class KubernetesActuator:
         self._not_replaced: set[int] = set()  # processes, by pid: their pods may not be deleted, and still have to be
         self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
         self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
-        self._ended: list[EndedProcess] = []  # of which the scheduler has not heard
+        self._ended: list[EndedProcess] = []  # ends that the scheduler has not heard of
         self._complaint = ""
         self.changed = anyio.Event()
 

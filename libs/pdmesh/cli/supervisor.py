@@ -118,7 +118,7 @@ class Service:
     num_restarts: int = 0
     _stopping: anyio.Event = field(default_factory=anyio.Event)
     _ended: anyio.Event = field(default_factory=anyio.Event)
-    _kill_reason: str = ""  # of the present child
+    _kill_reason: str = ""  # why the supervisor kills the present child
 
     @property
     def name(self) -> str:

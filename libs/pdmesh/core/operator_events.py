@@ -152,7 +152,7 @@ class ActuatorReported:
     available_bytes: Annotated[int, ANY_COUNT]  # of its host's memory
     name_prefix: str = ""  # of the ids of its instances
     failed: tuple[FailedStart, ...] = ()  # since it was last heard
-    ended: tuple[EndedProcess, ...] = ()  # since the last report that the scheduler answered
+    ended: tuple[EndedProcess, ...] = ()  # ends since the last report that the scheduler answered
     last_leaves_first: bool = False  # of instances whose names differ by their number alone, only the last can leave
     outdated: tuple[InstanceId, ...] = ()  # would start again as they are: it has to replace their processes itself
     grace_s: Annotated[float, SECONDS] = 0.0  # that a process which is told to end has; then it is killed

@@ -47,7 +47,7 @@ class ActivityHub:
         state = activity.state
         shown: list[InstanceStatus | GoneInstance] = [*state.instances, *state.gone]
         fields = {
-            **msgspec.to_builtins(msgspec.structs.replace(state, instances=(), gone=())),
+            **msgspec.to_builtins(msgspec.structs.replace(state, instances=(), gone=(), events=())),
             "instances": [
                 _instance(each) if isinstance(each, InstanceStatus) else _gone(each) for each in in_order(shown)
             ],

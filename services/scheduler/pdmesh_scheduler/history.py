@@ -58,7 +58,7 @@ class _Absence:
     since_s: float
     cause: str
     is_planned: bool = False
-    pid: int = 0  # of the process that served before
+    pid: int = 0  # pid of the process that served before
     ended_s: float | None = None
 
     def is_of(self, ended: EndedProcess, now_s: float) -> bool:
@@ -152,7 +152,7 @@ class MeshHistory:
             self._note_operations(now_s)
 
     def fell_silent(self, instance_id: InstanceId, now_s: float) -> None:
-        """Note that an instance is given up for its silence though its stream is open."""
+        """Note that an instance is lost for its silence though its stream is open."""
         self._absent(instance_id, now_s, _SILENT)
 
     def _add(
@@ -220,7 +220,7 @@ class MeshHistory:
         self._add(now_s, "left" if absence.is_planned else "lost", instance_id, absence=absence)
 
     def _ended(self, ended: EndedProcess, now_s: float) -> None:
-        """Note why a process ended: before or after its instance is given up, or after its successor has joined."""
+        """Note why a process ended. The report may come before or after the loss, or after the successor has joined."""
         cause = ended.cause[:MAX_CAUSE]
         name = InstanceId(ended.name)
         instance = self._there.get(name) or self._gone.get(name)
@@ -254,7 +254,7 @@ class MeshHistory:
                 return view if view.kind in kinds else None
         return None
 
-    # --- what is told ---
+    # --- the present state ---
 
     @property
     def events(self) -> tuple[MeshEvent, ...]:
@@ -267,7 +267,7 @@ class MeshHistory:
         )
 
     def gone(self, silent: Collection[InstanceId], now_s: float) -> tuple[GoneInstance, ...]:
-        """Return the instances that were lost or left; ``silent`` are those whose processes may live."""
+        """Return the instances that were lost or left; the processes of ``silent`` ones may live."""
         told: list[GoneInstance] = []
         for instance_id, instance in list(self._gone.items()):
             absence = instance.absence

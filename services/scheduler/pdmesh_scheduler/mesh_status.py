@@ -28,7 +28,7 @@ def mesh_status(
     silent: Collection[InstanceId],
     longest: int,
 ) -> MeshStatus:
-    """Return the mesh's state; ``loads`` are the instances' last reports, of those that have made one.
+    """Return the mesh's state; ``loads`` are the last reports of instances.
 
     ``silent`` are lost instances whose processes may live. ``longest`` is the longest context served, in tokens.
     """

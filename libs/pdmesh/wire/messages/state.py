@@ -28,13 +28,13 @@ class InstanceNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class GoneInstance(Message, frozen=True, kw_only=True):
-    """An instance that was lost or left, and has not joined again."""
+    """An instance that was lost or has stopped, and has not joined again."""
 
     instance_id: InstanceId
     role: Role
     state: str  # "restarting", "lost" or "left"
     note: InstanceNote
-    pid: int = 0  # of its last process
+    pid: int = 0  # pid of the last process
     device: str = ""
     host: str = ""
 
@@ -43,8 +43,8 @@ class MeshEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A change of the mesh that operators ask about afterwards."""
 
     at: float  # Unix time, seconds
-    what: str  # in one or two words, such as "lost", "restarted" or "policy set"
-    name: str = ""  # of the instance, gateway or process
+    what: str  # "lost", "restarted", "policy set" and the like
+    name: str = ""  # instance, gateway or process
     detail: str = ""
     away_s: float = 0.0  # how long an instance that joined again had been away
 
@@ -93,7 +93,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     joined_at: float = 0.0  # Unix time, seconds: when its process joined
     num_restarts: int = 0  # processes of the instance that this scheduler has seen end
     note: InstanceNote | None = None  # why it does not serve, or why its process is a new one
-    safe_to_delete: bool = False  # its process may be ended without a request noticing
+    safe_to_delete: bool = False  # ending the process disturbs no request
     safe_to_delete_why: str = ""
 
     @property
@@ -200,7 +200,7 @@ class MeshStatus(Message, frozen=True, kw_only=True):
     new_weights: str = ""  # identity of the weights that new requests are placed on
     revisions: tuple[RevisionStatus, ...] = ()  # one for each weights identity
     at: float = 0.0  # Unix time of this status by the scheduler's clock, seconds
-    gone: tuple[GoneInstance, ...] = ()  # that were lost or left; some, where there are many
+    gone: tuple[GoneInstance, ...] = ()  # lost and stopped instances; some, where there are many
     events: tuple[MeshEvent, ...] = ()  # the latest, the newest last
 
 

@@ -1,4 +1,4 @@
-"""Files of a page, as they lie in a folder of this package."""
+"""Serve the files of a page, which are stored in a folder of this package."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ function showInstances() {
 }
 
 function aboutInstance(item) {
-  if (item.gone) return `process ${item.pid} on ${item.host || "an unknown host"}`;
+  if (item.gone) return `process ${item.pid} on ${item.host || "an unknown host"}; is safe to delete: yes, it has no request`;
   const age = item.joined_at ? `joined ${duration(frame.at - item.joined_at)} ago, ${item.num_restarts} restarts` : "";
   return `${item.id}: process ${item.pid}, ${age}\n${safetyText(item)}`;
 }
