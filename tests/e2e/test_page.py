@@ -62,6 +62,14 @@ async def test_one_sees_the_own_request_travel(mesh: RunningMesh, tmp_path: Path
         for kind in ("prefill", "decode"):
             assert await page.run(f"document.querySelectorAll('#way rect.{kind}').length") >= 1
         await page.until("pdmesh.charts.ttft[0].points.length > 0 && pdmesh.charts.output.points.length > 0")
+        # pointing at a step says what it was
+        await page.run("pdmesh.timeline.pause(true)")
+        at_a_step = (
+            "(({ steps, rows, geometry: { x, row, top } }) => steps.some(([name, begin_s, end_s]) =>"
+            " pdmesh.timeline.linesAt(x((begin_s + end_s) / 2), rows.get(name) * row + top).join().includes('tokens')))"
+            "(pdmesh.timeline)"
+        )
+        await page.until(at_a_step)
         # rows of the timeline fill their panel, and nothing scrolls sideways, on a small screen neither
         await page.until("(r => r.children[1].clientHeight > 0.8 * r.clientHeight)(document.querySelector('.rows'))")
         assert await page.run("document.documentElement.scrollWidth <= innerWidth")

@@ -51,16 +51,17 @@ function fieldsOf(name) {
   const schema = schemas[name], needed = new Set(schema.required ?? []);
   const fields = Object.entries(schema.properties ?? {}).sort(([one], [other]) => needed.has(other) - needed.has(one));
   const hasNotes = fields.some(([, inner]) => noteOf(inner));
-  const rows = fields.map(([field, inner]) => {
-    const words = typeOf(inner), names = [...new Set(namesIn(inner))];
-    const type = element("td", {}, ...(names.includes(words) ? [] : [element("code", { textContent: words })]));
-    type.append(...names.map((other) => unfolding(other, () => [fieldsOf(other)])));
+  const rows = fields.flatMap(([field, inner]) => {
+    const names = [...new Set(namesIn(inner))];
     const isSet = inner.default !== undefined && inner.default !== null;
     const value = isSet ? JSON.stringify(inner.default) : needed.has(field) ? "required" : "";
-    return element("tr", {},
-      element("td", {}, element("code", { textContent: field })), type,
+    const row = element("tr", {},
+      element("td", {}, element("code", { textContent: field })),
+      element("td", {}, element("code", { textContent: typeOf(inner) })),
       element("td", { className: needed.has(field) ? "needed" : "" }, isSet ? element("code", { textContent: value }) : value),
       ...(hasNotes ? [element("td", { className: "quiet" }, ...marked(noteOf(inner)))] : []));
+    const below = names.map((other) => unfolding(other, () => [fieldsOf(other)]));
+    return below.length ? [row, element("tr", {}, element("td", { colSpan: hasNotes ? 4 : 3 }, ...below))] : [row];
   });
   const head = element("tr", {}, ...["field", "type", "default", ...(hasNotes ? [""] : [])].map((text) => element("th", { textContent: text })));
   return element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
