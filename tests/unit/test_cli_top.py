@@ -102,7 +102,7 @@ def test_a_lost_instance_stays_and_says_why() -> None:
     text = text_of({**FRAME, "at": 1000.0, "instances": [prefill, gone], "events": [event]})
     assert "decode-0 restarting" in text
     assert "decode-0 was killed by SIGKILL 12 s ago; its supervisor starts it again" in text
-    assert "11 s ago  lost  decode-0  was killed by SIGKILL" in text
+    assert "11 s ago lost  decode-0 was killed by SIGKILL" in text
 
 
 def test_modes_and_phases_are_shown_where_there_are_any() -> None:

@@ -127,7 +127,7 @@ def view(frame: Frame, timelines: Timelines | None, width: int) -> RenderableTyp
         ("   of the latest 4,096", "dim"),
     )
     links = [Text(line, "dim") for line in link_lines(msgspec.convert(frame.get("links", ()), tuple[LinkStatus, ...]))]
-    parts = [_instances(frame, timelines), *_notes(frame), *links, Text(), *_requests(frame, width)]
+    parts: list[RenderableType] = [_instances(frame, timelines), *_notes(frame), *links, Text(), *_requests(frame, width)]
     return Group(head, Text(), *parts, *_events(frame, width))
 
 
