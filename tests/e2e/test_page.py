@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -60,6 +62,14 @@ async def test_one_sees_the_own_request_travel(mesh: RunningMesh, tmp_path: Path
         for kind in ("prefill", "decode"):
             assert await page.run(f"document.querySelectorAll('#way rect.{kind}').length") >= 1
         await page.until("pdmesh.charts.ttft[0].points.length > 0 && pdmesh.charts.output.points.length > 0")
+        # pointing at a step says what it was
+        await page.run("pdmesh.timeline.pause(true)")
+        at_a_step = (
+            "(({ steps, rows, geometry: { x, row, top } }) => steps.some(([name, begin_s, end_s]) =>"
+            " pdmesh.timeline.linesAt(x((begin_s + end_s) / 2), rows.get(name) * row + top).join().includes('tokens')))"
+            "(pdmesh.timeline)"
+        )
+        await page.until(at_a_step)
         # rows of the timeline fill their panel, and nothing scrolls sideways, on a small screen neither
         await page.until("(r => r.children[1].clientHeight > 0.8 * r.clientHeight)(document.querySelector('.rows'))")
         assert await page.run("document.documentElement.scrollWidth <= innerWidth")
@@ -86,3 +96,40 @@ async def test_what_clients_call_their_requests_is_text_to_the_page(mesh: Runnin
             assert response.status_code == 200
             await page.until("[...document.querySelectorAll('td.id')].some((id) => id.textContent === 'a/b:c@d=e+f')")
         assert page.console == []
+
+
+async def test_the_documentation_sends_its_examples(mesh: RunningMesh) -> None:
+    assert CHROMIUM is not None
+    box = "document.getElementById('post/v1/chat/completions')"
+    async with open_page(CHROMIUM) as page:
+        await page.open(f"{mesh.base_url}/docs", width=390)
+        await page.until(f"{box} !== null")
+        await page.run(f"{box}.open = true")
+        await page.until(f"[...{box}.querySelectorAll('td')].some((cell) => cell.textContent === 'temperature')")
+        await page.run(f"{box}.querySelector('button').click()")
+        await page.until(f"{box}.querySelector('pre').textContent.includes('chat.completion')")
+        assert await page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert page.console == []
+
+
+async def test_an_instance_that_is_killed_stays_with_its_cause(mesh: RunningMesh) -> None:
+    assert CHROMIUM is not None
+    pid = mesh.pids()["decode-0"]
+    async with open_page(CHROMIUM) as page:
+        await page.open(f"{mesh.base_url}/ui")
+        await page.until("document.querySelectorAll('.instance').length === 2")
+        os.kill(pid, signal.SIGKILL)
+        note = "document.getElementById('notes').textContent"
+        row = "document.querySelectorAll('.instance').length === 2"
+        await page.until(f"{note}.includes('decode-0 was killed by SIGKILL') && {row}")
+        await page.until(f"{note}.includes(' serves since ') && {row}", timeout_s=60)
+        assert not await page.run("document.querySelectorAll('.gone').length")
+        events = await page.run("[...document.querySelectorAll('#events b')].map((what) => what.textContent)")
+        assert events[0] == "restarted"
+        assert page.console == []
+    state = await mesh.state()
+    (decode,) = [each for each in state.instances if each.instance_id == "decode-0"]
+    assert decode.num_restarts == 1
+    assert decode.note is not None
+    assert decode.note.cause == "was killed by SIGKILL"
+    assert decode.note.next.startswith(f"process {decode.pid} serves since")

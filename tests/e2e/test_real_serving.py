@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.testing.exactness import complete, engine_reference, mismatches
 from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.testing.real_models import CACHE, real_model, token_ids
-from pdmesh.testing.tokenizers import TOOL_TEMPLATE
 from pdmesh_gateway.tokenizer import ModelTokenizer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -142,15 +140,8 @@ async def test_typed_answers_fit_their_type(served: Served) -> None:
     assert all(len(same) == 1 for same in texts.values())
 
 
-def with_tools(served: Served, folder: Path) -> Path:
-    """The model with a template that knows tools; its own knows none."""
-    directory = shutil.copytree(served.directory, folder / "with-tools", symlinks=True)
-    file = directory / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TOOL_TEMPLATE}))
-    return directory
-
-
-async def test_a_call_of_a_tool_fits_its_parameters(served: Served, tmp_path: Path) -> None:
+async def test_a_call_of_a_tool_fits_its_parameters(served: Served) -> None:
+    """The model's own template shows no tools: the system message does."""
     parameters = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer", "maximum": 9}},
@@ -166,11 +157,7 @@ async def test_a_call_of_a_tool_fits_its_parameters(served: Served, tmp_path: Pa
         "max_tokens": 120,
     }
     async with served.mesh.client() as client:
-        refused = await client.post("/v1/chat/completions", json={**body, "model": served.mesh.model})
-    assert "This model's chat template does not support tools." in refused.text
-    with running_mesh(tmp_path, model=with_tools(served, tmp_path)) as mesh:
-        async with mesh.client() as client:
-            answer = await post(client, "/v1/chat/completions", **body, model=mesh.model)
+        answer = await post(client, "/v1/chat/completions", **body, model=served.mesh.model)
     [call] = answer["choices"][0]["message"]["tool_calls"]
     arguments = json.loads(call["function"]["arguments"])
     assert call["function"]["name"] == "get_weather"

@@ -210,20 +210,19 @@ async def test_a_message_is_no_longer_than_a_prompt_can_be(model: Path) -> None:
 
 
 async def test_a_chat_is_answered_with_items(tmp_path: Path) -> None:
-    template = "{% for tool in tools or [] %}<tool_call>{% endfor %}{{ messages[0].content }}"
+    template = "{{ messages[0].content }}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    template += "{# <tool_call> #}"
     model = write_checkpoint(tmp_path / "tiny", max_position_embeddings=512, template=template)
     call = '{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
     async with served(model) as (channel, mesh):
         chat = pb.Chat(
-            messages=[pb.Message(role="user", content=f"\n{call}")],
+            messages=[pb.Message(role="user", content=f"<tool_call>\n{call}END")],
             tools=[pb.Tool(name="f", parameters=schema)],
             tool_choice=pb.ToolChoice(mode=pb.ToolChoice.REQUIRED),
         )
-        prompt_tokens = len(f"<tool_call>\n{call}")  # what is echoed; some characters share a token
-        request = pb.GenerateRequest(
-            chat=chat, sampling=pb.SamplingOptions(max_tokens=prompt_tokens, stop=["</tool_call>"])
-        )
+        stops = ["</tool_call>", "}", '"a"', "END"]  # the prompt is echoed, and stop strings do not act within calls
+        request = pb.GenerateRequest(chat=chat, sampling=pb.SamplingOptions(max_tokens=100, stop=stops))
         responses = [response async for response in stub(channel).Generate(request)]
         events = [event for response in responses for event in response.events]
         begun = events[0].begun
@@ -231,7 +230,7 @@ async def test_a_chat_is_answered_with_items(tmp_path: Path) -> None:
         assert "".join(event.arguments for event in events) == '{"a": 1}'
         assert events[-1].ended
         assert not "".join(response.text for response in responses)
-        assert responses[-1].finish_reason == pb.FINISH_REASON_STOP
+        assert (responses[-1].finish_reason, responses[-1].stop_string) == (pb.FINISH_REASON_STOP, "END")
         assert "<tool_call>" in mesh.submitted[0].generation.params.grammar
 
 
@@ -255,7 +254,6 @@ async def test_a_grammar_reaches_the_engine_and_a_bad_one_its_client(model: Path
         for chat in (
             pb.Chat(),
             pb.Chat(messages=[pb.Message(role="user")], tools=[pb.Tool(name="f", parameters="[")]),
-            pb.Chat(messages=[pb.Message(role="user")], tools=[pb.Tool(name="f")]),  # the template knows none
         ):
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 [response async for response in stub(channel).Generate(pb.GenerateRequest(chat=chat))]

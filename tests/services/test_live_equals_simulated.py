@@ -90,6 +90,7 @@ from pdmesh.wire.messages import (
 from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
+from pdmesh_scheduler.history import MeshHistory
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.metrics import SchedulerMetrics
 from pdmesh_scheduler.peers import Leases, Peers
@@ -388,6 +389,7 @@ def serve(
             gateways=gateways,
             lives=Lives(len(arrivals)),
             activity=ActivityFeed(core, gateways, clock=lambda: agenda.now_s, label=records.label),
+            history=MeshHistory(core, lambda at_s: at_s, agenda.now_s),
             observers=(
                 SchedulerMetrics(CollectorRegistry(), core, TenantUsage(core)),
                 records,

@@ -184,15 +184,19 @@ async def test_starts_the_scheduler_first_and_drains_with_the_traffic(tmp_path: 
 async def test_a_killed_child_is_started_again_with_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 0.001)
     mesh = Mesh(tmp_path)
+    pids: dict[str, int] = {}
     with anyio.fail_after(DEADLINE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(mesh.supervisor.run)
             await mesh.ready.wait()
             for name in ("prefill-0", "scheduler"):
-                os.kill(mesh.pid(name), signal.SIGKILL)
+                pids[name] = mesh.pid(name)
+                os.kill(pids[name], signal.SIGKILL)
                 await mesh.until(lambda name=name: f"{name} serves again" in mesh.said)  # type: ignore[misc]
             stop_ourselves()
     assert "prefill-0 was killed by SIGKILL; starting it again in 0.001 s" in mesh.said
+    ended = [(each.name, each.pid, each.cause, each.has_served) for each in mesh.supervisor.ended]
+    assert ended == [(name, pid, "was killed by SIGKILL", True) for name, pid in pids.items()]
     assert mesh.supervisor.facts("scheduler")["address"] == "127.0.0.1:7777"
 
 

@@ -41,6 +41,7 @@ from pdmesh.cli.doctor import (
     check_start,
     check_transports,
 )
+from pdmesh.cli.history_view import events_table, note_lines
 from pdmesh.cli.http import Target
 from pdmesh.cli.process_id import process_id
 from pdmesh.cli.request_view import requests_table
@@ -165,6 +166,25 @@ def test_the_processes_of_this_machine_have_age_restarts_and_memory(tmp_path: Pa
     assert (name, pid, restarts, unit) == ("decode-0", str(os.getpid()), "2", "MB")
     assert age[-1] in ("s", "min")
     assert int(memory) > 10
+
+
+def test_a_lost_instance_stays_with_its_cause_and_what_comes_next() -> None:
+    note = messages.InstanceNote(at=988.0, cause="was killed by SIGKILL", next="its supervisor starts it again")
+    gone = messages.GoneInstance(
+        instance_id=InstanceId("decode-0"), role=Role.DECODE, state="restarting", note=note, pid=7, device="cpu"
+    )
+    event = messages.MeshEvent(at=900.0, what="lost", name="decode-0", detail="was killed by SIGKILL")
+    (draining,) = STATE.instances
+    draining = msgspec.structs.replace(draining, safe_to_delete=True, safe_to_delete_why="drained")
+    state = msgspec.structs.replace(STATE, instances=(draining,), at=1000.0, gone=(gone,), events=(event,))
+    row = list(instances_table(state).lines(80))[-1]
+    assert row.split() == ["decode-0", "decode", "restarting", "cpu", "(7)"]
+    assert note_lines(state) == [
+        "prefill-0 is safe to delete: yes, drained",
+        "decode-0 was killed by SIGKILL 12 s ago; its supervisor starts it again",
+    ]
+    _, line = events_table(state.events, state.at, 8).lines(80)
+    assert line.split() == ["1", "min", "40", "s", "ago", "lost", "decode-0", "was", "killed", "by", "SIGKILL"]
 
 
 def test_a_narrow_terminal_costs_the_ends_of_ids_and_no_column() -> None:

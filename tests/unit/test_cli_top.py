@@ -94,6 +94,17 @@ def test_who_helps_stands_beside_the_leader() -> None:
     assert "waiting" in text_of({**FRAME, "requests": [{**request, "where": []}]})
 
 
+def test_a_lost_instance_stays_and_says_why() -> None:
+    note = {"at": 988.0, "cause": "was killed by SIGKILL", "next": "its supervisor starts it again"}
+    (prefill,) = FRAME["instances"]
+    gone = {**prefill, "id": "decode-0", "role": "decode", "state": "restarting", "note": note, "gone": True}
+    event = {"at": 988.5, "what": "lost", "name": "decode-0", "detail": "was killed by SIGKILL"}
+    text = text_of({**FRAME, "at": 1000.0, "instances": [prefill, gone], "events": [event]})
+    assert "decode-0 restarting" in text
+    assert "decode-0 was killed by SIGKILL 12 s ago; its supervisor starts it again" in text
+    assert "11 s ago lost  decode-0 was killed by SIGKILL" in text
+
+
 def test_modes_and_phases_are_shown_where_there_are_any() -> None:
     assert "batching" not in text_of(FRAME)
     (prefill,) = FRAME["instances"]

@@ -358,7 +358,7 @@ async def test_messages_nested_too_deep_are_refused(num_messages: int, depth: in
     call = {"function": {"name": "f", "arguments": '{"a":' + "[" * depth + "]" * depth + "}"}}
     messages = [ChatMessage(role="user")] * (num_messages - 1) + [ChatMessage(role="assistant", tool_calls=[call])]
     with pytest.raises(RequestRejected, match="nested more than 200 deep") as refused:
-        await template_messages(messages, most=1000)
+        await template_messages(messages, most=1000, skipped=set())
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
@@ -373,7 +373,7 @@ def test_as_much_nesting_as_anybody_needs() -> None:
 
 async def test_there_are_so_many_messages_at_most() -> None:
     with pytest.raises(RequestRejected, match="has 11 messages; 10 are allowed"):
-        await template_messages([ChatMessage(role="user")] * 11, most=10)
+        await template_messages([ChatMessage(role="user")] * 11, most=10, skipped=set())
 
 
 async def test_templates_are_rendered_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ async def test_templates_are_rendered_few_at_a_time(monkeypatch: pytest.MonkeyPa
 
     async def render() -> None:
         try:
-            results.append(await templates.render("{{ messages }}", {"messages": "hi"}))
+            results.append(await templates.render("{{ name }}", {"name": "hi"}))
         except RequestRejected as refused:
             results.append(str(refused.status))
 

@@ -270,7 +270,6 @@ REFUSED_WITHIN: list[tuple[type[msgspec.Struct], dict[str, Any], str, str]] = [
     (ChatRequest, chat({"prefix": True}), "messages[0].prefix", ""),
     (ChatRequest, chat({"partial": True}), "messages[0].partial", ""),
     (ChatRequest, chat({"images": ["a"]}), "messages[0].images", ""),
-    (ChatRequest, chat({"function_call": {"name": "f", "arguments": "{}"}}), "messages[0].function_call", ""),
     (ChatBatchRequest, {"messages": [HELLO, chat({"prefix": True})["messages"]]}, "messages[1][0].prefix", ""),
     (MessagesRequest, chat({"prefix": True}), "messages[0].prefix", ""),
     (TokenizeRequest, chat({"prefix": True}), "messages[0].prefix", ""),

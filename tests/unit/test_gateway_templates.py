@@ -1,4 +1,4 @@
-"""Which of a checkpoint's chat templates renders a conversation, and what becomes of a developer's message."""
+"""Which of a checkpoint's chat templates renders a conversation."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ async def test_tools_are_rendered_by_the_template_of_that_name(
 ) -> None:
     write(write_checkpoint(tmp_path))
     tokenizer = ModelTokenizer.load(tmp_path)
-    assert tokenizer.template_knows_tools()
     answer_format = find_format(tokenizer, "")
-    assert answer_format.template_knows_tools
-    assert answer_format.tools is not None  # calls look as that template says
+    assert not answer_format.tells_tools
+    assert answer_format.tools.name == "hermes"  # calls look as that template says
     reference: Any = AutoTokenizer.from_pretrained(tmp_path)
     expected = reference.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
     assert await tokenizer.render_chat(MESSAGES, tools=tools) == expected
@@ -70,24 +69,3 @@ async def test_a_gguf_file_may_have_several_templates(tmp_path: Path) -> None:
     tokenizer = ModelTokenizer.load(tmp_path)
     assert (await tokenizer.render_chat(MESSAGES, tools=[TOOL])).startswith("look\n<tool_call>")
     assert await tokenizer.render_chat(MESSAGES) == "user: Hi\n"
-
-
-@pytest.mark.parametrize(
-    ("template", "knows"),
-    [
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", False),  # as if it were a system message
-        ("{% if messages[0].role == 'developer' %}Developer: {{ messages[0].content }}{% endif %}", True),
-        (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{# developer #}",
-            False,
-        ),
-        ("{% if messages[0].role == 'developer' %}{{ raise_exception('no developers') }}{% endif %}x", False),
-        (None, False),
-    ],
-)
-def test_a_template_knows_developers_if_it_shows_their_messages(
-    tmp_path: Path, template: str | None, knows: bool
-) -> None:
-    write_checkpoint(tmp_path)
-    tokenizer = ModelTokenizer(ModelTokenizer.load(tmp_path)._tokenizer, template=template)
-    assert tokenizer.template_knows_developers is knows

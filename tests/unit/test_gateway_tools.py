@@ -128,9 +128,7 @@ class Recorder(ItemWriter):
 
 
 def format_of(name: str, *, reasons: bool = False, textless_ids: dict[str, int] | None = None) -> AnswerFormat:
-    return AnswerFormat(
-        tools=FORMATS[name], template_knows_tools=True, reasons=reasons, textless_ids=textless_ids or {}
-    )
+    return AnswerFormat(tools=FORMATS[name], reasons=reasons, textless_ids=textless_ids or {})
 
 
 def calls(*, required: bool = False, most: int = 16, tools: Sequence[CallableTool] = TOOLS) -> Calls:
@@ -405,14 +403,12 @@ FOUND: list[tuple[str, list[str], str | None]] = [
     ("[TOOL_CALLS]{{ tools }}", ["[TOOL_CALLS]"], "mistral_list"),
     ("[TOOL_CALLS]{{ tools }}", ["[TOOL_CALLS]", "[ARGS]"], "mistral"),
     ("{{ tools }}", ["<|python_tag|>"], "llama"),
-    ("{{ tools }}", [], None),
+    ("{{ tools }}", [], "hermes"),
 ]
 
 
 @pytest.mark.parametrize(("template", "tokens", "found"), FOUND)
-def test_a_checkpoints_format_is_found_or_set(
-    tmp_path: Path, template: str, tokens: list[str], found: str | None
-) -> None:
+def test_a_checkpoints_format_is_found_or_set(tmp_path: Path, template: str, tokens: list[str], found: str) -> None:
     directory = write_checkpoint(tmp_path / "model", template=template)
     path = directory / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
@@ -420,12 +416,11 @@ def test_a_checkpoints_format_is_found_or_set(
     tokenizer.save(str(path))
     loaded = ModelTokenizer.load(directory)
     answer_format = find_format(loaded, "")
-    assert (answer_format.tools and answer_format.tools.name) == found
-    assert answer_format.template_knows_tools
+    assert answer_format.tools.name == found
+    assert answer_format.tells_tools is (template == "{{ tools }}" and not tokens)  # else nothing says how to call
     assert not answer_format.reasons
-    chosen = find_format(loaded, "llama").tools
-    assert chosen is not None
-    assert chosen.name == "llama"
+    chosen = find_format(loaded, "llama")
+    assert (chosen.tools.name, chosen.tells_tools) == ("llama", False)
     with pytest.raises(ConfigError, match="tool_format"):
         find_format(loaded, "none")
 
@@ -434,7 +429,8 @@ def test_a_checkpoints_format_is_found_or_set(
 def test_a_template_that_knows_no_tools_is_found_out(tmp_path: Path, template: str) -> None:
     loaded = ModelTokenizer.load(write_checkpoint(tmp_path / "model", template=template + "</think>"))
     answer_format = find_format(loaded, "")
-    assert not answer_format.template_knows_tools
+    assert (answer_format.tools.name, answer_format.tells_tools) == ("hermes", True)
+    assert find_format(loaded, "mistral").tells_tools
     assert answer_format.reasons
     assert answer_format.reasoning_after("<think>\n") is ReasoningStart.BEGUN
     assert answer_format.reasoning_after("<think>\n\n</think>\n\n") is ReasoningStart.NONE

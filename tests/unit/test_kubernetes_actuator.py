@@ -134,6 +134,32 @@ def crash(cluster: FakeCluster, name: str, *, is_back: bool = False) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("terminated", "cause"),
+    [
+        ({"exitCode": 137, "reason": "OOMKilled"}, "was killed by SIGKILL (OOMKilled)"),
+        ({"exitCode": 1, "reason": "Error"}, "exited with code 1"),
+        ({"exitCode": 0, "signal": 11}, "was killed by SIGSEGV (a crash in native code; its log says where)"),
+        (None, "ended"),
+    ],
+)
+async def test_a_container_that_ended_is_reported_once_with_its_cause(
+    tmp_path: Path, terminated: dict[str, Any] | None, cause: str
+) -> None:
+    cluster = a_cluster()
+    async with acting(tmp_path, cluster) as actuator:
+        crash(cluster, "mesh-decode-0")
+        (container,) = cluster.pod("mesh-decode-0")["status"]["containerStatuses"]
+        container["lastState"] = {} if terminated is None else {"terminated": terminated}
+        for _ in range(2):
+            await actuator.look()
+        report = actuator.report()
+        assert [(each.name, each.cause, each.has_served) for each in report.ended] == [("mesh-decode-0", cause, True)]
+        assert "mesh-decode-0" in report.unsettled
+        actuator.heard(report)
+        assert actuator.report().ended == ()
+
+
 async def test_pods_of_an_older_template_are_told_of_and_replaced_once_each_when_that_is_wanted(tmp_path: Path) -> None:
     """`pdmesh restart --rolling` after `helm upgrade`: a process that would start again as it is starts in vain."""
     cluster = a_cluster()

@@ -204,6 +204,165 @@ def test_blocks_become_the_messages_that_templates_know() -> None:
     assert not conversation.continue_final_message
 
 
+def messages_of(*contents: Any) -> list[dict[str, Any]]:
+    """The messages that a user's and an assistant's contents come to, one after the other."""
+    given = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return conversation_of(request(messages=given)).messages
+
+
+TEXT_SOURCE = {"type": "text", "media_type": "text/plain", "data": "Page."}
+
+
+@pytest.mark.parametrize(
+    ("block", "text", "skipped"),
+    [
+        ({"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}}, "", True),
+        (
+            {
+                "type": "web_search_tool_result",
+                "tool_use_id": "srvtoolu_1",
+                "content": [{"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "E"}],
+            },
+            "",
+            True,
+        ),
+        (
+            {
+                "type": "web_search_tool_result",
+                "tool_use_id": "srvtoolu_1",
+                "content": {"type": "web_search_tool_result_error", "error_code": "max_uses_exceeded"},
+            },
+            "",
+            True,
+        ),
+        (
+            {
+                "type": "web_fetch_tool_result",
+                "tool_use_id": "srvtoolu_1",
+                "content": {
+                    "type": "web_fetch_result",
+                    "url": "u",
+                    "content": {"type": "document", "source": TEXT_SOURCE, "title": "t"},
+                },
+            },
+            "Page.",
+            True,
+        ),
+        (
+            {
+                "type": "code_execution_tool_result",
+                "tool_use_id": "srvtoolu_1",
+                "content": {
+                    "type": "code_execution_result",
+                    "stdout": "4",
+                    "stderr": "",
+                    "return_code": 0,
+                    "content": [],
+                },
+            },
+            "4",
+            True,
+        ),
+        (
+            {
+                "type": "text_editor_code_execution_tool_result",
+                "tool_use_id": "srvtoolu_1",
+                "content": {"type": "text_editor_code_execution_view_result", "file_type": "text", "content": "x = 1"},
+            },
+            "x = 1",
+            True,
+        ),
+        ({"type": "mcp_tool_use", "id": "m", "name": "f", "server_name": "s", "input": {}}, "", True),
+        (
+            {"type": "mcp_tool_result", "tool_use_id": "m", "content": [{"type": "text", "text": "Found."}]},
+            "Found.",
+            True,
+        ),
+        ({"type": "compaction", "content": "What was said."}, "What was said.", True),
+        ({"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}}, "", True),
+        ({"type": "text", "text": "Cited.", "citations": [{"type": "web_search_result_location"}]}, "Cited.", False),
+        ({"type": "redacted_thinking", "data": "x"}, "", False),
+    ],
+)
+def test_what_servers_tools_leave_in_an_answer_is_skipped_but_for_its_text(
+    block: dict[str, Any], text: str, skipped: bool
+) -> None:
+    given = request(
+        messages=[
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": [{"type": "text", "text": "Before."}, block]},
+            {"role": "user", "content": "b"},
+        ]
+    )
+    conversation = conversation_of(given)
+    assert conversation.messages[1] == {"role": "assistant", "content": "\n".join(filter(None, ["Before.", text]))}
+    assert conversation.warnings == ((f"blocks of type {block['type']} are skipped",) if skipped else ())
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("plain", "plain"),
+        (None, ""),
+        ([], ""),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+        ([{"type": "tool_reference", "tool_name": "get_weather"}], "get_weather"),
+        (
+            [
+                {
+                    "type": "search_result",
+                    "source": "https://docs.example",
+                    "title": "Docs",
+                    "content": [{"type": "text", "text": "It works."}],
+                    "citations": {"enabled": True},
+                }
+            ],
+            "Docs\nhttps://docs.example\nIt works.",
+        ),
+        ([{"type": "document", "source": TEXT_SOURCE, "title": "t"}], "Page."),
+        ([{"type": "document", "source": {"type": "content", "content": "Inline."}}], "Inline."),
+        (
+            [{"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "Inline."}]}}],
+            "Inline.",
+        ),
+    ],
+)
+def test_results_of_tools_are_what_of_them_is_text(content: Any, text: str) -> None:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    *_, told = messages_of("a", [call], [{"type": "tool_result", "tool_use_id": "c", "content": content}])
+    assert told == {"role": "tool", "tool_call_id": "c", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({"x": 1}, {"x": 1}),
+        ({}, {}),
+        (None, {}),
+        ("", {}),
+        ('{"x": 1}', {"x": 1}),
+        ('{"x": "cu', '{"x": "cu'),
+        ("null", {}),
+        ([1, 2], "[1,2]"),
+    ],
+)
+def test_a_call_that_was_cut_is_part_of_a_history(given: Any, arguments: Any) -> None:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": given}
+    assert messages_of("a", [call], "b")[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+
+
+def test_parts_of_a_turn_come_in_any_order() -> None:
+    call, text = {"type": "tool_use", "id": "c", "name": "f", "input": {}}, {"type": "text", "text": "t"}
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+    for answer in ([text, call], [call, text], [thought, text, call], [thought, call, text]):
+        for after in ([result, text], [text, result]):
+            _, message, *rest = messages_of("a", answer, after)
+            assert message["content"] == "t"
+            assert message["tool_calls"][0]["function"]["name"] == "f"
+            assert sorted(each["role"] for each in rest) == ["tool", "user"]
+
+
 def test_an_answer_that_is_begun_goes_on() -> None:
     conversation = conversation_of(
         request(messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "("}])
@@ -246,8 +405,14 @@ def test_structured_answers_and_stops() -> None:
     [
         ({"messages": [{"role": "robot", "content": "a"}]}, "must be user or assistant, got 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]}, "text only"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image", "source": {}}]}]}, "text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "server_tool_use", "id": "a"}]}]}, "text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
+            "text only",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a"}]}]}, "text only"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]}, "without `id`"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]}, "without `id` or"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a"}]}]}, "tool_use_id"),
         (
             {

@@ -276,6 +276,68 @@ def test_items_become_the_messages_that_templates_know() -> None:
     ]
 
 
+def test_a_developer_stays_one_until_a_template_says_otherwise() -> None:
+    told = [{"role": "user", "content": "a"}, {"role": "developer", "content": "Be brief."}]
+    assert conversation(input=told).messages == told
+    assert conversation(input=[{"role": "developer", "content": "a"}, {"role": "system", "content": "b"}]).messages == [
+        {"role": "developer", "content": "a\nb"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ('{"x": 1}', {"x": 1}),
+        ("", {}),
+        (None, {}),
+        ("null", {}),
+        ("{}", {}),
+        ('{"x": "cu', '{"x": "cu'),
+        ('{"x": 1', '{"x": 1'),
+        ("[1]", "[1]"),
+        ("cut", "cut"),
+        ({"x": 1}, {"x": 1}),
+    ],
+)
+def test_a_call_that_was_cut_is_part_of_a_history(given: Any, arguments: Any) -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": given, "status": "incomplete"}
+    [message] = conversation(input=[item]).messages
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+
+
+def test_items_of_a_turn_come_in_any_order() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    text = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]}
+    for items in ([call, text], [text, call]):
+        [message] = conversation(input=items).messages
+        assert (message["content"], len(message["tool_calls"])) == ("t", 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "text", "warned"),
+    [
+        ([{"type": "refusal", "refusal": "No."}], "No.", False),
+        (
+            [{"type": "output_text", "text": "a", "annotations": []}, {"type": "refusal", "refusal": "No."}],
+            "a\nNo.",
+            False,
+        ),
+        ([{"type": "text", "text": "a"}], "a", False),
+        (
+            [{"type": "widget", "content": [{"type": "text", "text": "in"}]}, {"type": "text", "text": "a"}],
+            "in\na",
+            True,
+        ),
+        ([{"type": "tool_trace"}], "", True),
+        ([], "", False),
+    ],
+)
+def test_parts_of_an_answer_are_its_text(parts: list[dict[str, Any]], text: str, warned: bool) -> None:
+    built = conversation(input=[{"role": "user", "content": "a"}, {"role": "assistant", "content": parts}])
+    assert built.messages[1] == {"role": "assistant", "content": text}
+    assert bool(built.warnings) is warned
+
+
 def test_tools_choices_and_forms() -> None:
     tools = [
         {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True},
@@ -307,7 +369,7 @@ def test_tools_choices_and_forms() -> None:
         ({"input": [{"role": "user"}]}, "must be a string or a list of parts"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "text only"),
         ({"input": [{"role": "user", "content": ["a"]}]}, "text only"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "arguments` must be a string"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "call_id` must be a string"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "call_id` must be a string"),
         ({"input": [{"type": "item_reference", "id": "gone"}]}, "Item with id 'gone' not found"),
         ({"tools": [{"type": "function"}]}, "without a `name`"),

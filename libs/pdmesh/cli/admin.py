@@ -10,10 +10,11 @@ import anyio
 import click
 import msgspec
 
+from pdmesh.cli.history_view import events_table, note_lines
 from pdmesh.cli.options import Output
 from pdmesh.cli.request_view import print_choices, print_request, requests_table
 from pdmesh.cli.state import MeshRecord, StateFolder
-from pdmesh.cli.tables import Column, Table
+from pdmesh.cli.tables import Column, Table, duration
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.model import GRANULE_TOKENS, short_weights
@@ -23,6 +24,9 @@ from pdmesh.wire.admin import ask_scheduler
 #: How far back speeds are measured, and over how many requests at most.
 SPEED_S = 60.0
 MAX_SPEED_REQUESTS = 200
+
+#: Events shown; JSON has all that are remembered.
+MAX_EVENTS = 8
 
 
 def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
@@ -46,6 +50,8 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     if (speed := speed_line(latest.requests, time.time())) is not None:
         click.echo(speed)
     instances_table(answer).show()
+    for line in note_lines(answer):
+        click.secho(line, fg="yellow")
     if record is not None:
         click.echo()
         processes_table(record).show()
@@ -61,6 +67,9 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     if answer.tenants:
         click.echo()
         tenants_table(answer).show()
+    if answer.events:
+        click.echo()
+        events_table(answer.events, answer.at, MAX_EVENTS).show()
 
 
 async def _ask_status(address: str, security: SecurityConfig) -> tuple[messages.AdminResponse, messages.AdminResponse]:
@@ -183,6 +192,8 @@ def instances_table(answer: messages.MeshStatus) -> Table:
             f"{row.num_free_blocks}/{row.num_blocks}",
             str(row.num_kept_blocks),
         )
+    for gone in messages.in_order(answer.gone):
+        table.add(gone.instance_id, gone.role, gone.state, gone.device, f"({gone.pid})", *5 * [""])
     return table
 
 
@@ -287,10 +298,3 @@ def kv_lines(instances: Sequence[messages.InstanceStatus]) -> Iterator[str]:
         parts += [f"{num_offloaded} tokens offloaded"] if num_offloaded else []
         if parts:
             yield f"kv  {row.instance_id}: {', '.join(parts)}"
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in the two largest units that matter."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -24,9 +24,10 @@ from prometheus_client import CollectorRegistry
 from pdmesh.cli.actuator import Ask, follow
 from pdmesh.config import MeshConfig
 from pdmesh.core.commands import DesiredProcesses
-from pdmesh.core.operator_events import ActuatorReported, FailedStart
+from pdmesh.core.operator_events import UNKNOWN_PID, ActuatorReported, EndedProcess, FailedStart
 from pdmesh.core.operators.actuators import number_of
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.failures import describe_exit
 from pdmesh.kubernetes import Forbidden, KubernetesApi, KubernetesError, open_kubernetes
 from pdmesh.model import InstanceId, ManagedProcess, Role
 from pdmesh.service import ServiceContext, run_service
@@ -41,6 +42,9 @@ LOOK_S = 1.0
 
 #: For an answer of the API server.
 API_LIMIT_S = 10.0
+
+#: Exit code of a container that a signal killed, less the signal's number.
+SIGNALLED = 128
 
 #: Kubernetes' own, of a pod that says nothing.
 DEFAULT_GRACE_S = 30.0
@@ -66,6 +70,7 @@ class Pod(NamedTuple):
     is_ready: bool
     is_leaving: bool
     grace_s: float  # between SIGTERM and SIGKILL
+    last_end: str = ""  # how its last process ended
 
     @property
     def pid(self) -> int:
@@ -92,6 +97,7 @@ class KubernetesActuator:
         self._not_replaced: set[int] = set()  # processes, by pid: their pods may not be deleted, and still have to be
         self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
         self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
+        self._ended: list[EndedProcess] = []  # ends that the scheduler has not heard of
         self._complaint = ""
         self.changed = anyio.Event()
 
@@ -107,14 +113,16 @@ class KubernetesActuator:
             available_bytes=_PLENTY_BYTES,
             name_prefix=self._prefix,
             failed=tuple(self._failed),
+            ended=tuple(self._ended),
             last_leaves_first=True,
             outdated=tuple(InstanceId(name) for name, pod in settled.items() if self._is_outdated(name, pod)),
             grace_s=max((pod.grace_s for pod in self._pods.values()), default=0.0),
         )
 
     def heard(self, report: ActuatorReported) -> None:
-        """Forget the failed starts that the scheduler has heard of."""
+        """Forget the failed starts and the ends of processes that the scheduler has heard of."""
         del self._failed[: len(report.failed)]
+        del self._ended[: len(report.ended)]
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
         """Begin to change the scale of StatefulSets that have more pods, or fewer, than are wanted; delete pods."""
@@ -199,6 +207,12 @@ class KubernetesActuator:
         self._num_restarts = {pod.uid: self._num_restarts.get(pod.uid, pod.num_restarts) for pod in pods.values()}
         self._deleting &= self._num_restarts.keys()
         self._not_deleted &= self._num_restarts.keys()
+        for name, pod in pods.items():
+            before = self._pods.get(name)
+            if before is not None and before.uid == pod.uid and pod.num_restarts > before.num_restarts:
+                self._ended.append(
+                    EndedProcess(name=name, pid=UNKNOWN_PID, cause=pod.last_end, has_served=before.is_ready)
+                )
         if (sets, pods) != (self._sets, self._pods):
             self._sets, self._pods = sets, pods
             self._note_change()
@@ -248,6 +262,18 @@ def _is_of(pod: Mapping[str, Any], sets: Mapping[str, PodSet]) -> bool:
     return owner is not None and uids == [owner.uid]
 
 
+def _last_end(status: Mapping[str, Any]) -> str:
+    """Return how the last process of a pod ended, to follow the name of its instance."""
+    for container in status.get("containerStatuses", ()):
+        terminated = container.get("lastState", {}).get("terminated")
+        if terminated is not None:
+            reason = str(terminated.get("reason", ""))
+            number = int(terminated.get("signal", 0)) or int(terminated.get("exitCode", 0)) - SIGNALLED
+            how = describe_exit(-number) if number > 0 else describe_exit(number + SIGNALLED)
+            return f"{how} ({reason})" if reason not in ("", "Error", "Completed") else how
+    return "ended"
+
+
 def _pod(found: Mapping[str, Any]) -> Pod:
     metadata, status = found["metadata"], found.get("status", {})
     conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
@@ -257,6 +283,7 @@ def _pod(found: Mapping[str, Any]) -> Pod:
         num_restarts=sum(int(each["restartCount"]) for each in status.get("containerStatuses", ())),
         is_ready=conditions.get("Ready") == "True",
         is_leaving="deletionTimestamp" in metadata,
+        last_end=_last_end(status),
         grace_s=float(found.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)),
     )
 

@@ -10,9 +10,9 @@ import anyio
 import click
 import msgspec
 
-from pdmesh.cli.admin import duration, target
+from pdmesh.cli.admin import target
 from pdmesh.cli.options import Asked, Output, new_operation_id
-from pdmesh.cli.tables import Column, Table
+from pdmesh.cli.tables import Column, Table, duration
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.model import OperationId, OperationKind, OperationState, PoolCounts, Role

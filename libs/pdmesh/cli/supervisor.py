@@ -11,6 +11,7 @@ No write of the supervisor can end it: logs, the record and its messages may mee
 from __future__ import annotations
 
 import signal
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ import anyio.abc
 
 from pdmesh.cli.forking import ForkServer
 from pdmesh.cli.processes import Child, ChildSpec, StartChild, describe_oom, is_gateway, start_child
+from pdmesh.core.operator_events import EndedProcess
 from pdmesh.errors import PdmeshError, leaves
 from pdmesh.failures import describe_exit
 from pdmesh.host import memory_limit_bytes, num_oom_kills
@@ -45,6 +47,9 @@ MIN_DRAIN_S = 5.0
 
 #: Between attempts to tell the scheduler which instances are coming, while it does not answer.
 TELL_AGAIN_S = 1.0
+
+#: Ends of processes that are kept for the scheduler while it does not answer.
+MAX_ENDED = 64
 
 EXIT_CONFIG = 2
 
@@ -80,6 +85,7 @@ class _Life:
     """How one child process served and ended."""
 
     served_s: float
+    pid: int = 0
     returncode: int = 1
     how: str = ""  # it ended, in words
     last_words: tuple[str, ...] = ()
@@ -103,6 +109,8 @@ class Service:
     start_timeout_s: float
     hang_s: float
     fork: StartChild | None = None
+    #: Ends of processes that are started again, for the scheduler; services may share one.
+    ended: deque[EndedProcess] = field(default_factory=deque[EndedProcess])
     facts: dict[str, Any] = field(default_factory=dict)
     child: Child | None = None
     #: It served, and is being started again. One that could not be started is not known to come.
@@ -110,6 +118,7 @@ class Service:
     num_restarts: int = 0
     _stopping: anyio.Event = field(default_factory=anyio.Event)
     _ended: anyio.Event = field(default_factory=anyio.Event)
+    _kill_reason: str = ""  # why the supervisor kills the present child
 
     @property
     def name(self) -> str:
@@ -134,6 +143,9 @@ class Service:
             while not self._stopping.is_set():
                 delay_s = backoff.after(life.served_s)
                 self.is_coming = life.served_s > 0
+                self.ended.append(
+                    EndedProcess(name=self.instance_id, pid=life.pid, cause=life.why, has_served=self.is_coming)
+                )
                 when = f"in {delay_s:g} s" if delay_s else "at once"
                 self.on_event(self, f"{life.why}; starting it again {when}")
                 with anyio.move_on_after(delay_s):
@@ -146,6 +158,7 @@ class Service:
 
     async def _run_child(self, serving: Callable[[], None]) -> _Life:
         life = _Life(served_s=0.0)
+        self._kill_reason = ""
         num_oom_kills_before = num_oom_kills()
         async with start_child(self.spec, self.fork) as child, anyio.create_task_group() as tasks:
             self.child = child
@@ -156,8 +169,7 @@ class Service:
                     if facts is None:
                         await child.wait()
                 if starting.cancelled_caught:
-                    self.on_event(self, f"did not start within {self.start_timeout_s:g} s and is killed")
-                    child.send_signal(signal.SIGKILL)
+                    self._kill_child(child, f"did not start within {self.start_timeout_s:g} s")
                 began_s = anyio.current_time()
                 if facts is not None:
                     self.facts = facts
@@ -167,10 +179,12 @@ class Service:
                     tasks.start_soon(self._watch, child)
                 returncode = await child.wait()
                 by_kernel = returncode == -signal.SIGKILL and num_oom_kills() > num_oom_kills_before
+                how = describe_oom(memory_limit_bytes()) if by_kernel else describe_exit(returncode)
                 life = _Life(
                     served_s=0.0 if facts is None else anyio.current_time() - began_s,
+                    pid=child.pid,
                     returncode=returncode,
-                    how=describe_oom(memory_limit_bytes()) if by_kernel else describe_exit(returncode),
+                    how=f"{how} by its supervisor: it {self._kill_reason}" if self._kill_reason else how,
                     last_words=child.last_words(),
                 )
                 tasks.cancel_scope.cancel()
@@ -187,10 +201,14 @@ class Service:
                 answered = await self.answers(self.facts)
             num_silent = 0 if answered else num_silent + 1
             if num_silent == NUM_PROBES and not self._stopping.is_set():
-                self.on_event(self, f"has not answered for {self.hang_s:g} s and is killed")
-                child.send_signal(signal.SIGKILL)
+                self._kill_child(child, f"has not answered for {self.hang_s:g} s")
                 return
             await anyio.sleep_until(turn.deadline)
+
+    def _kill_child(self, child: Child, reason: str) -> None:
+        self._kill_reason = reason
+        self.on_event(self, f"{reason} and is killed")
+        child.send_signal(signal.SIGKILL)
 
     async def restart(self, drain_s: float) -> None:
         """Let the child drain and end as `stop` does, and be started again; return when it is gone."""
@@ -308,6 +326,7 @@ class Supervisor:
         self._stop = anyio.Event()
         self._told: list[str] = []  # which instances are coming, as the scheduler has last heard
         self._changed = anyio.Event()
+        self.ended: deque[EndedProcess] = deque(maxlen=MAX_ENDED)
 
     @property
     def plan(self) -> MeshPlan:
@@ -401,6 +420,7 @@ class Supervisor:
             self._plan.start_timeout_s,
             self._plan.hang_s,
             None if self._fork_server is None else self._fork_server.fork,
+            self.ended,
         )
         self.services.append(service)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 
 import anyio
 import anyio.abc
@@ -64,12 +65,16 @@ class SupervisorActuator:
             available_bytes=free_host_bytes() or 0,
             name_prefix=self._plan.name_prefix,
             failed=tuple(self._failed),
+            ended=tuple(self._supervisor.ended),
             grace_s=self._plan.drain_s() + END_S,
         )
 
     def heard(self, report: ActuatorReported) -> None:
-        """Forget the failed starts that the scheduler has heard of."""
+        """Forget the failed starts and the ends of processes that the scheduler has heard of."""
         del self._failed[: len(report.failed)]
+        for ended in report.ended:
+            with suppress(ValueError):  # later ends have taken its place
+                self._supervisor.ended.remove(ended)
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
         """Begin what is neither done nor begun."""

@@ -80,3 +80,10 @@ def wrapped(text: str, width: int) -> Iterator[str]:
         yield text[:end]
         text = text[end:].lstrip()
     yield text
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in the two largest units that matter."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

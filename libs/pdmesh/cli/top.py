@@ -17,11 +17,12 @@ from rich.text import Text
 
 from pdmesh.cli import tables
 from pdmesh.cli.admin import link_lines
+from pdmesh.cli.history_view import events_table, note_line
 from pdmesh.cli.http import Target, refusal
 from pdmesh.cli.options import Output
 from pdmesh.cli.tables import Column, terminal_width
 from pdmesh.errors import PdmeshError
-from pdmesh.wire.messages import LinkStatus
+from pdmesh.wire.messages import InstanceNote, LinkStatus, MeshEvent
 
 #: One character of an instance's timeline, seconds; and how many there are.
 CELL_S = 0.5
@@ -29,6 +30,8 @@ NUM_CELLS = 20
 
 #: Requests shown; the page shows more.
 MAX_REQUESTS = 12
+#: Events shown.
+MAX_EVENTS = 5
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"prefill": "blue", "decode": "green", "mixed": "magenta"}
@@ -121,9 +124,33 @@ def view(frame: Frame, timelines: Timelines | None, width: int) -> RenderableTyp
         ("serving" if reason is None else reason, "green" if reason is None else "bold red"),
         f"  {frame['model']}  policy {frame['bundle']}  running {frame['num_running']}  waiting {frame['num_waiting']}",
         f"\nTTFT p50 / p99  {_percentiles(frame['ttft_s'])}   ITL p50 / p99  {_percentiles(frame['itl_s'])}",
+        ("   of the latest 4,096", "dim"),
     )
     links = [Text(line, "dim") for line in link_lines(msgspec.convert(frame.get("links", ()), tuple[LinkStatus, ...]))]
-    return Group(head, Text(), _instances(frame, timelines), *links, Text(), *_requests(frame, width))
+    parts: list[RenderableType] = [
+        _instances(frame, timelines),
+        *_notes(frame),
+        *links,
+        Text(),
+        *_requests(frame, width),
+    ]
+    return Group(head, Text(), *parts, *_events(frame, width))
+
+
+def _notes(frame: Frame) -> Iterator[Text]:
+    """Yield a sentence for each instance that does not serve, or that was restarted lately."""
+    for item in frame["instances"]:
+        if (note := item.get("note")) is not None:
+            yield Text(note_line(item["id"], msgspec.convert(note, InstanceNote), frame["at"]), "yellow")
+
+
+def _events(frame: Frame, width: int) -> Iterator[Text]:
+    events = msgspec.convert(frame.get("events", ()), tuple[MeshEvent, ...])
+    if events:
+        yield Text()
+        header, *lines = events_table(events, frame["at"], MAX_EVENTS).lines(width)
+        yield Text(header, "dim")
+        yield from map(Text, lines)
 
 
 def _instances(frame: Frame, timelines: Timelines | None) -> Table:
@@ -137,13 +164,13 @@ def _instances(frame: Frame, timelines: Timelines | None) -> Table:
     if has_modes:
         table.add_column("batching", no_wrap=True)
     for item in frame["instances"]:
-        style = _STYLES.get(item["role"], "")
+        style = "dim" if item.get("gone") else _STYLES.get(item["role"], "")
         state = "" if item["state"] == "serving" else f" {item['state']}"
         taken, total = item["num_taken_blocks"], max(item["num_blocks"], 1)
         table.add_row(
             Text.assemble((item["id"], style), (state, "red")),
             *([] if timelines is None else [Text(timelines.of(item["id"]), style)]),
-            f"{_bar(taken / total)} {100 * taken / total:3.0f} %",
+            "" if item.get("gone") else f"{_bar(taken / total)} {100 * taken / total:3.0f} %",
             str(item["num_prefilling"]),
             str(item["num_decoding"]),
             str(item["num_queued_tokens"]),

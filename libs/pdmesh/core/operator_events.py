@@ -18,6 +18,9 @@ from pdmesh.model import (
 )
 from pdmesh.ranges import ANY_COUNT, SECONDS, Range
 
+#: Of a process in a container, which has pids of its own.
+UNKNOWN_PID = 0
+
 #: No operator waits longer for requests to leave an instance by themselves.
 MAX_OPERATION_S = 86_400.0
 
@@ -122,6 +125,20 @@ class FailedStart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndedProcess:
+    """A process that ended and that its actuator starts again.
+
+    ``cause`` completes a sentence about the process, such as "was killed by SIGKILL". ``pid`` is `UNKNOWN_PID` if the
+    actuator does not know the number that the process registered with.
+    """
+
+    name: str
+    pid: int
+    cause: str
+    has_served: bool = True  # False: the start failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActuatorReported:
     """Whoever starts and stops processes, on one host or in a cluster, says what runs: all of it, again and again.
 
@@ -135,6 +152,7 @@ class ActuatorReported:
     available_bytes: Annotated[int, ANY_COUNT]  # of its host's memory
     name_prefix: str = ""  # of the ids of its instances
     failed: tuple[FailedStart, ...] = ()  # since it was last heard
+    ended: tuple[EndedProcess, ...] = ()  # ends since the last report that the scheduler answered
     last_leaves_first: bool = False  # of instances whose names differ by their number alone, only the last can leave
     outdated: tuple[InstanceId, ...] = ()  # would start again as they are: it has to replace their processes itself
     grace_s: Annotated[float, SECONDS] = 0.0  # that a process which is told to end has; then it is killed

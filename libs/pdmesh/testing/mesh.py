@@ -224,7 +224,9 @@ def running_mesh(
         )
         os.close(write_fd)
         try:
-            if not select.select([ready], [], [], START_TIMEOUT_S)[0] or b'"pid"' not in ready.readline():
+            has_news = bool(select.select([ready], [], [], START_TIMEOUT_S)[0])
+            last = next((line for line in ready if b'"said"' not in line), b"") if has_news else b""
+            if b'"pid"' not in last:
                 supervisor.terminate()
                 supervisor.wait(STOP_TIMEOUT_S)
                 logs = "\n".join(file.read_text() for file in sorted(state.glob("*.log")))

@@ -15,7 +15,7 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pdmesh.errors import RequestRejected
-from pdmesh.wire.messages import Activity, InstanceStatus, in_order
+from pdmesh.wire.messages import Activity, GoneInstance, InstanceStatus, in_order
 from pdmesh_gateway.metrics import RecentLatencies
 
 #: Pages that may watch at once. Each costs an encoded frame's bytes a few times a second.
@@ -44,10 +44,16 @@ class ActivityHub:
 
     def publish(self, activity: Activity) -> None:
         """A frame of the scheduler's."""
+        state = activity.state
+        shown: list[InstanceStatus | GoneInstance] = [*state.instances, *state.gone]
         fields = {
-            **msgspec.to_builtins(activity.state),
-            "instances": [_instance(status) for status in in_order(activity.state.instances)],
-            "unready_reason": None if activity.state.ready else activity.state.reason,
+            **msgspec.to_builtins(msgspec.structs.replace(state, instances=(), gone=(), events=())),
+            "instances": [
+                _instance(each) if isinstance(each, InstanceStatus) else _gone(each) for each in in_order(shown)
+            ],
+            "at": state.at,
+            "events": state.events,
+            "unready_reason": None if state.ready else state.reason,
             "now_s": activity.now_s,
             "model": self._model,
             "requests": activity.requests,
@@ -91,3 +97,10 @@ def _instance(status: InstanceStatus) -> dict[str, Any]:
     # msgspec leaves out what has its default
     plain = {name: getattr(status, name) for name in status.__struct_fields__}
     return {**plain, "id": status.instance_id, "state": state}
+
+
+def _gone(gone: GoneInstance) -> dict[str, Any]:
+    """Return an instance that is not there as a row beside the others."""
+    nothing = (name for name in InstanceStatus.__struct_fields__ if name.startswith("num_"))
+    plain = {name: getattr(gone, name) for name in gone.__struct_fields__}
+    return {**dict.fromkeys(nothing, 0), **plain, "id": gone.instance_id, "gone": True}

@@ -27,9 +27,6 @@ from pdmesh_gateway.tools.reader import Reader, Script, ScriptParser
 _FORMATS: tuple[ToolFormat, ...] = (Hermes(), Llama(), Mistral(by_name=True), Mistral(by_name=False), QwenCoder())
 FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _FORMATS}
 
-#: How Llama's templates refuse a conversation whose answers have more than one call.
-_ONE_CALL = "only supports single tool-calls"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
@@ -42,10 +39,14 @@ class Calls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How a model's answers are written. ``tools`` is None if it is not known how it calls any."""
+    """How a model's answers are written, with calls of ``tools``.
 
-    tools: ToolFormat | None = None
-    template_knows_tools: bool = False
+    ``tells_tools``: the system message lists tools, and says how to call them. The template shows none, or it is not
+    known how the model calls them.
+    """
+
+    tools: ToolFormat = Hermes()  # noqa: RUF009 (has no state)
+    tells_tools: bool = False
     reasons: bool = False
     reasoning: ReasoningMarkers = THINK  # where it does
     channels: Harmony | None = None  # if answers are messages of several channels, what reads them
@@ -58,7 +59,7 @@ class AnswerFormat:
 
     def shown_ids(self, begins: ReasoningStart, calls: Calls | None) -> frozenset[int]:
         """Return the special tokens whose text is needed to read an answer."""
-        markers = self.tools.markers if self.tools is not None and (calls is not None or self.channels) else ()
+        markers = self.tools.markers if calls is not None or self.channels else ()
         if begins is not ReasoningStart.NONE:
             markers += (self.reasoning.open, self.reasoning.close)
         return frozenset(self.textless_ids[marker] for marker in markers if marker in self.textless_ids)
@@ -74,7 +75,7 @@ class AnswerFormat:
                 yield from self.channels.read_messages(reader, schemas, thinks=begins is ReasoningStart.BEGUN)
                 return
             yield from self.reasoning.read(reader, begins)
-            if calls is not None and self.tools is not None:
+            if calls is not None:
                 yield from self.tools.read(reader, schemas)
             yield from reader.rest()
 
@@ -102,7 +103,7 @@ class AnswerFormat:
         given = "" if calls is not None and calls.required else given
         rules: list[str] = []
         answers: list[str] = []
-        if calls is not None and self.tools is not None:
+        if calls is not None:
             free = not calls.required and not given
             rules.append(self.tools.rules(calls.tools, self._marker, most=calls.most, free=free))
             answers.append("answer")
@@ -175,23 +176,26 @@ def find_format(tokenizer: ModelTokenizer, setting: str) -> AnswerFormat:
     """
     if setting and setting not in FORMATS:
         raise ConfigError(f"gateway.tool_format is {setting!r}: use one of {', '.join(FORMATS)}")
-    template, vocabulary = tokenizer.tool_template_source, tokenizer.added_tokens
+    template, source, vocabulary = tokenizer.tool_template, tokenizer.tool_template_source, tokenizer.added_tokens
+    shows_tools = template is not None and template.tools
     if not setting and {CHANNEL, MESSAGE} <= vocabulary:
         channels = Harmony()
         return AnswerFormat(
             tools=channels,
             channels=channels,
-            template_knows_tools=tokenizer.template_knows_tools(),
+            tells_tools=not shows_tools,
             max_calls=1,
             reasons=True,
             reasoning=ANALYSIS,
             textless_ids=tokenizer.textless_ids,
         )
-    markers = markers_of(template, vocabulary)
+    markers = markers_of(source, vocabulary)
+    tools = FORMATS[setting] if setting else _detected(source, vocabulary)
+    has_one_call = template is not None and shows_tools and template.calls and not template.several_calls
     return AnswerFormat(
-        tools=FORMATS[setting] if setting else _detected(template, vocabulary),
-        template_knows_tools=tokenizer.template_knows_tools(),
-        max_calls=1 if _ONE_CALL in template else MAX_CALLS,
+        tools=tools or FORMATS["hermes"],
+        tells_tools=not shows_tools or tools is None,
+        max_calls=1 if has_one_call else MAX_CALLS,
         reasons=markers is not None,
         reasoning=markers or THINK,
         textless_ids=tokenizer.textless_ids,

@@ -8,7 +8,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.model import FinishReason
 from pdmesh.wire.messages import TokenLogprobs, TokenOut
 from pdmesh_gateway.detokenizer import Detokenizer
-from pdmesh_gateway.stop import StopFinder
+from pdmesh_gateway.stop import Stops
 from pdmesh_gateway.transcript import Transcript
 
 
@@ -51,7 +51,7 @@ class Choice:
     index: int
     transcript: Transcript
     detokenizer: Detokenizer
-    stop: StopFinder
+    stop: Stops
     num_tokens: int = 0
     num_characters: int = 0  # of the text so far, with what stop strings hold back
     finish_reason: str | None = None
@@ -88,12 +88,16 @@ class Choice:
             self.num_characters += len(piece)
             found = None
             if self.stop.stops:
-                piece, found = self.stop.push(piece, check=self.num_tokens > params.min_tokens)
+                check = self.num_tokens > params.min_tokens
+                piece, found = self.stop.push(piece, check=check)
+                if finish is not None and found is None:
+                    is_cut = finish == "length" or token.stop_token_id is not None
+                    held, found = self.stop.flush(is_cut=is_cut, check=check)
+                    piece += held
             delta.text += piece
             if found is not None:
                 finish, delta.stop_reason = "stop", found
             elif finish is not None:
-                delta.text += self.stop.flush()
                 delta.stop_reason = token.stop_token_id
             if finish is not None:
                 delta.finish_reason = self.finish_reason = finish

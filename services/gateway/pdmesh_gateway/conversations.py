@@ -6,23 +6,22 @@ events of the answers that follow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import anyio.to_thread
 
-from pdmesh.errors import RequestRejected
 from pdmesh_gateway.answer_format import AnswerFormat, Calls
 from pdmesh_gateway.grammars import Asked, asked_for
-from pdmesh_gateway.items import ChoiceItems, ItemWriter
+from pdmesh_gateway.items import ChoiceItems, ItemParser, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.sampling import Truncation, invalid
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice, calls_of, check_tools, with_any_arguments
+from pdmesh_gateway.tools.format import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +66,19 @@ class Prepared:
         """Special tokens that are part of the text that `answer` reads."""
         return self.answer_format.shown_ids(self.reasoning, self.calls)
 
+    @property
+    def call_parser(self) -> Callable[[ItemWriter], ItemParser] | None:
+        """What reads an answer, if that may call tools."""
+        return None if self.calls is None else self._parser
+
+    def _parser(self, writer: ItemWriter) -> ItemParser:
+        return self.answer_format.parser(writer, self.reasoning, self.calls)
+
     def answer(self, job: GenerationJob, index: int) -> ChoiceItems:
         """Return what turns the deltas of one of the job's choices into items."""
-        parser = partial(self.answer_format.parser, begins=self.reasoning, calls=self.calls)
-        return ChoiceItems(parser, ItemWriter(f"{job.request_id}-{index}", shows_reasoning=self.include_reasoning))
+        return ChoiceItems(
+            self._parser, ItemWriter(f"{job.request_id}-{index}", shows_reasoning=self.include_reasoning)
+        )
 
 
 async def prompt_of(serving: Serving, conversation: Conversation) -> list[int]:
@@ -85,19 +93,19 @@ async def _rendered(serving: Serving, conversation: Conversation) -> tuple[str, 
         await anyio.to_thread.run_sync(check_tools, conversation.tools, conversation.tool_choice)
     else:
         check_tools((), conversation.tool_choice)
-    tools = conversation.shown_tools
-    if tools and conversation.template is None:
-        _check_known(serving.answer_format)
+    tools, answer_format = conversation.shown_tools, serving.answer_format
     if conversation.token_ids is not None:
         token_ids = list(serving.check_prompt(conversation.token_ids, what="messages"))
         return await serving.tokenizer.decode(token_ids, skip_special_tokens=False), token_ids
     text = await serving.tokenizer.render_chat(
-        _for_template(conversation, serving),
+        _for_template(conversation, answer_format.tools),
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         template=conversation.template,
         variables=conversation.variables,
         tools=[tool.for_template() for tool in tools],
+        tool_format=answer_format.tools.name,
+        tells_tools=answer_format.tells_tools,
     )
     return text, await serving.encode(text, add_special_tokens=conversation.add_special_tokens, what="messages")
 
@@ -152,41 +160,19 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
     )
 
 
-def _check_known(answer_format: AnswerFormat) -> None:
-    """Raise RequestRejected if the model knows no tools."""
-    if not answer_format.template_knows_tools:
-        raise RequestRejected(
-            "This model's chat template does not support tools.", param="tools", code="unsupported_value"
-        )
-    if answer_format.tools is None:
-        raise RequestRejected(
-            "It is not known how this model calls tools: the server needs the setting `gateway.tool_format`.",
-            param="tools",
-            code="unsupported_value",
-        )
-
-
-def _for_template(conversation: Conversation, serving: Serving) -> list[dict[str, Any]]:
-    """Return messages in the words of the template: roles, ids of calls, and the tool behind each result."""
-    tools, template = serving.answer_format.tools, conversation.template
-    # A client's own template is rendered elsewhere, and only once.
-    knows_developers = serving.tokenizer.template_knows_developers if template is None else "developer" in template
+def _for_template(conversation: Conversation, tools: ToolFormat) -> list[dict[str, Any]]:
+    """Return messages with the ids of calls that the family's templates accept, and the tool behind each result."""
     names: dict[str, str] = {}  # of called tools, by the call's id
 
     def adapted(message: dict[str, Any]) -> dict[str, Any]:
         changes: dict[str, Any] = {}
-        if message.get("role") == "developer" and not knows_developers:
-            changes["role"] = "system"
         if isinstance(call_id := message.get("tool_call_id"), str):
-            changes["tool_call_id"] = call_id if tools is None else tools.template_call_id(call_id)
+            changes["tool_call_id"] = tools.template_call_id(call_id)
             if message.get("name") is None and call_id in names:
                 changes["name"] = names[call_id]
         if calls := message.get("tool_calls"):
             names.update({str(call.get("id")): name for call in calls if (name := _name_of(call)) is not None})
-            if tools is not None:
-                changes["tool_calls"] = [
-                    {**call, "id": tools.template_call_id(str(call.get("id", "")))} for call in calls
-                ]
+            changes["tool_calls"] = [{**call, "id": tools.template_call_id(str(call.get("id", "")))} for call in calls]
         return {**message, **changes} if changes else message
 
     return [adapted(message) for message in conversation.messages]

@@ -17,6 +17,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, GatewayId, RejectReason, RequestId, is_request_of, request_id_of
 from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
 from pdmesh.wire.messages import OtherChoice, Submit, pack_token_ids
+from pdmesh_gateway.call_stops import CallStops
 from pdmesh_gateway.choices import Choice
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.mailbox import Mailbox
@@ -24,7 +25,7 @@ from pdmesh_gateway.metrics import GatewayMetrics
 from pdmesh_gateway.prefixes import Prefixes, PromptPrefix
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_gateway.spans import REQUEST, request_attributes, response_attributes
-from pdmesh_gateway.stop import StopFinder
+from pdmesh_gateway.stop import StopFinder, Stops
 from pdmesh_gateway.text_stream import TextStream
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.transcript import FIRST_EPOCH, Transcript
@@ -352,8 +353,14 @@ class Generator:
             detokenizer=self._tokenizer.detokenizer(
                 prompt[-32:], skip_special_tokens=job.skip_special_tokens, shown_ids=job.shown_ids
             ),
-            stop=StopFinder(job.stop, job.include_stop),
+            stop=_stops(job),
         )
+
+
+def _stops(job: GenerationJob) -> Stops:
+    """Return what ends a choice at the job's stop strings."""
+    finder = StopFinder(job.stop, job.include_stop)
+    return CallStops(finder, job.call_parser) if job.stop and job.call_parser is not None else finder
 
 
 _WANT_OF_ROOM = (RejectReason.OVERLOADED, RejectReason.QUEUE_TIMEOUT)

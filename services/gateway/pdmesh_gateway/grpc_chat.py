@@ -20,8 +20,9 @@ from pdmesh_gateway.items import (
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.protocol.sampling import StructuredOutputs
 from pdmesh_gateway.sampling import invalid
-from pdmesh_gateway.templates import check_nesting
+from pdmesh_gateway.templates import check_nesting, nested_too_deep
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
+from pdmesh_gateway.turns import arguments_of
 
 _MODES: dict[int, Literal["none", "auto", "required"]] = {
     pb.ToolChoice.AUTO: "auto",
@@ -42,7 +43,10 @@ def conversation_of(chat: pb.Chat, *, most: int) -> Conversation:
         raise invalid("messages", f"`messages` has {len(chat.messages)} messages; 1 to {most} are allowed.")
     if (mode := _MODES.get(chat.tool_choice.mode)) is None:
         raise invalid("tool_choice", "`tool_choice.mode` is unknown.")
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
+    try:
+        messages = [_message(message) for message in chat.messages]
+    except RecursionError:
+        raise nested_too_deep("messages") from None
     check_nesting(messages, "messages")
     return Conversation(
         messages=messages,
@@ -91,7 +95,7 @@ def add_events(response: pb.GenerateResponse, events: Sequence[ItemEvent]) -> No
                 pass
 
 
-def _message(message: pb.Message, where: str) -> dict[str, Any]:
+def _message(message: pb.Message) -> dict[str, Any]:
     built: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         built["reasoning_content"] = message.reasoning
@@ -102,7 +106,7 @@ def _message(message: pb.Message, where: str) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _json_object(call.arguments, f"{where}.tool_calls")},
+                "function": {"name": call.name, "arguments": arguments_of(call.arguments)},
             }
             for call in message.tool_calls
         ]
@@ -113,7 +117,7 @@ def _tool(tool: pb.Tool, where: str) -> Tool:
     return Tool(
         name=tool.name,
         description=tool.description or None,
-        parameters=_json_object(tool.parameters, f"{where}.parameters"),
+        parameters=_json_object(tool.parameters, f"{where}.parameters") if tool.parameters else None,
         strict=tool.strict,
     )
 

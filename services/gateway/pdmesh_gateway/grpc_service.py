@@ -25,6 +25,7 @@ from pdmesh_gateway.embeddings import EMBEDS, check_inputs, embeddings
 from pdmesh_gateway.failures import UNFORESEEN, failure_of
 from pdmesh_gateway.grpc_chat import add_events, conversation_of, structured_outputs_of
 from pdmesh_gateway.grpc_guard import MAX_PROBES, Guard
+from pdmesh_gateway.items import AnswerEnded
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
@@ -129,8 +130,10 @@ class _Inference(pb_grpc.InferenceServicer):
                     for delta in batch:
                         response = _response(delta, generation, with_logprobs=request.sampling.HasField("logprobs"))
                         if items is not None:
-                            add_events(response, items.advance(delta))
-                            if delta.finish_reason is not None:
+                            events = items.advance(delta)
+                            add_events(response, events)
+                            if events and isinstance(end := events[-1], AnswerEnded):
+                                response.finish_reason = _FINISH[end.finish_reason]
                                 response.usage.reasoning_tokens = items.num_reasoning_tokens
                         response.warnings.extend(warnings)
                         warnings.clear()
@@ -236,6 +239,7 @@ class _Inference(pb_grpc.InferenceServicer):
             shown_ids=prepared.shown_ids,
             stop=stop_strings(fields),
             include_stop=request.sampling.include_stop,
+            call_parser=prepared.call_parser,
             skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             priority=request.priority,
             slo=slo,

@@ -61,7 +61,10 @@ class ItemEnded(msgspec.Struct, frozen=True, gc=False):
 
 
 class AnswerEnded(msgspec.Struct, frozen=True, gc=False):
-    """The choice has ended, by ``stop`` or ``length``; calls do not change that. The last item may be cut then."""
+    """The choice has ended, by ``stop`` or ``length``; calls do not change that.
+
+    With ``length`` the last item may be cut. An answer that ended within a call ended by ``length``, whatever cut it.
+    """
 
     finish_reason: str
     stop_reason: int | str | None
@@ -80,6 +83,7 @@ class ItemWriter:
         self._events: list[ItemEvent] = []
         self._open: ItemKind | None = None
         self._num_items = 0
+        self._arguments: list[str] | None = None  # pieces of the last item, if that is a call
         self.num_calls = 0
         self.num_chars = 0  # of the answer as it was drawn, in items or not
 
@@ -96,12 +100,15 @@ class ItemWriter:
         self.end_item()
         id = call_id(self._call_seed, self.num_calls)
         self._begin(ItemBegun(self._num_items, ItemKind.CALL, id, name, self.num_calls))
+        self._arguments = []
         self.num_calls += 1
 
     def arguments(self, piece: str, drawn: str | None = None) -> None:
         """Add to the call that has begun; ``drawn`` is the text it was made of, where that is another."""
         if piece:
             self._events.append(ArgumentsAdded(self._num_items - 1, piece, self.num_calls - 1))
+            if self._arguments is not None:
+                self._arguments.append(piece)
         self.num_chars += len(piece if drawn is None else drawn)
 
     def marker(self, drawn: str) -> None:
@@ -113,6 +120,11 @@ class ItemWriter:
         if self._open is not None:
             self._open = None
             self._events.append(ItemEnded(self._num_items - 1))
+
+    @property
+    def ends_within_call(self) -> bool:
+        """Whether the last item is a call whose arguments are not whole."""
+        return self._arguments is not None and not is_json_object("".join(self._arguments))
 
     def take(self) -> list[ItemEvent]:
         events, self._events = self._events, []
@@ -129,6 +141,7 @@ class ItemWriter:
 
     def _begin(self, begun: ItemBegun) -> None:
         self._open = begun.kind
+        self._arguments = None
         self._num_items += 1
         self._events.append(begun)
 
@@ -148,8 +161,8 @@ class ItemParser(Protocol):
     def push(self, text: str) -> None:
         """Take a piece; what may still become a marker is held back."""
 
-    def end(self) -> None:
-        """The text is over: write what was held back."""
+    def end(self, *, is_cut: bool = False) -> None:
+        """Write all text that was held back. ``is_cut``: a limit or a stop token ended the answer."""
 
 
 class PlainText:
@@ -163,7 +176,7 @@ class PlainText:
     def push(self, text: str) -> None:
         self._writer.text(text)
 
-    def end(self) -> None:
+    def end(self, *, is_cut: bool = False) -> None:
         """Nothing is held back."""
 
 
@@ -184,14 +197,18 @@ class ChoiceItems:
         was_reasoning = parser.reasoning_chars is None
         if delta.text:
             parser.push(delta.text)
-        if delta.finish_reason is not None:
-            parser.end()
+        finish_reason = delta.finish_reason
+        if finish_reason is not None:
+            # A stop token may stand anywhere. Stop strings do not act within calls (`pdmesh_gateway.call_stops`).
+            parser.end(is_cut=finish_reason == "length" or isinstance(delta.stop_reason, int))
             self._writer.end_item()
+            if self._writer.ends_within_call:
+                finish_reason = "length"
         if was_reasoning:
             self._count(delta)
         events = self._writer.take()
-        if delta.finish_reason is not None:
-            events.append(AnswerEnded(delta.finish_reason, delta.stop_reason, self._writer.num_calls))
+        if finish_reason is not None:
+            events.append(AnswerEnded(finish_reason, delta.stop_reason, self._writer.num_calls))
         return events
 
     @property
@@ -249,3 +266,11 @@ def collect(events: Iterable[ItemEvent]) -> WholeAnswer:
     for item, texts in zip(answer.items, pieces, strict=True):
         item.text = "".join(texts)
     return answer
+
+
+def is_json_object(text: str) -> bool:
+    """Return whether a text is a whole JSON object."""
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import SamplingParams
+from pdmesh_gateway.items import ItemParser, ItemWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class GenerationJob:
     n: int = 1
     stop: tuple[str, ...] = ()
     include_stop: bool = False
+    #: What reads an answer that may call tools: stop strings do not act within calls.
+    call_parser: Callable[[ItemWriter], ItemParser] | None = None
     skip_special_tokens: bool = True
     shown_ids: frozenset[int] = frozenset()  # special tokens that are shown all the same
     priority: int = 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import structlog
 
 from pdmesh.config import LOOPBACK, MeshConfig
 from pdmesh.engine.files import load_model_info, resolve_model, with_adapter
@@ -44,6 +45,8 @@ from pdmesh_gateway.token_server import serve_tokens
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.transcripts import Transcripts
 
+log = structlog.get_logger()
+
 
 def main(config: MeshConfig) -> int:
     """Run a gateway until it is told to stop; the exit code."""
@@ -64,6 +67,11 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     request_templates = RequestTemplates() if gateway.trust_request_templates else None
     tokenizer = await anyio.to_thread.run_sync(ModelTokenizer.load, directory, request_templates)
     answer_format = await anyio.to_thread.run_sync(find_format, tokenizer, gateway.tool_format)
+    if answer_format.tells_tools and tokenizer.template is not None:
+        log.info(
+            "the chat template does not show tools: the system message lists them",
+            tool_format=answer_format.tools.name,
+        )
     pooling = await anyio.to_thread.run_sync(load_pooling, directory, gateway.embeddings)
     model = config.worker.served_model_name or with_adapter(_served_name(config.model), config.worker.lora)
 

@@ -34,8 +34,12 @@ class ReasoningMarkers:
 
     def read(self, reader: Reader, begins: ReasoningStart) -> Script[None]:
         """Read up to where the answer proper begins."""
-        if begins is ReasoningStart.POSSIBLE and not (yield from reader.follows(SPACE, self.open)):
-            begins = ReasoningStart.NONE
+        if begins is ReasoningStart.POSSIBLE:
+            head = yield from reader.match(SPACE, self.open)
+            if head is not None and not head.is_whole and reader.is_cut:
+                reader.mark(len(reader.buffer))
+            elif head is None or not head.is_whole:
+                begins = ReasoningStart.NONE
         if begins is not ReasoningStart.NONE:
             yield from reader.skip(SPACE, self.open)
             yield from reader.spaces()

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 from pdmesh_gateway.patterns import portable
 
 ANY_OBJECT = {"type": "object"}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 #: Returns what llguidance objects to in a schema; None if it can be obeyed.
 Objection = Callable[[Any], str | None]
@@ -74,7 +75,9 @@ class Obeyed:
 
 
 def arguments_schema(parameters: Any) -> Mapping[str, Any]:
-    """Return a schema of objects that fit ``parameters``."""
+    """Return a schema of objects that fit ``parameters``. A tool without parameters (None) takes an empty object."""
+    if parameters is None:
+        return NO_ARGUMENTS
     if not isinstance(parameters, Mapping) or not parameters:
         return ANY_OBJECT
     return parameters if "type" in parameters else {"type": "object", **parameters}

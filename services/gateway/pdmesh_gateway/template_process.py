@@ -8,6 +8,7 @@ import sys
 
 import msgspec
 
+from pdmesh_gateway.histories import ChatTemplate
 from pdmesh_gateway.templates import TemplateFailed, compile_template
 
 #: With the process's own start, which takes 0.4 s of it. Templates of long conversations take hundredths.
@@ -25,7 +26,9 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
     job = msgspec.json.decode(sys.stdin.buffer.read())
     try:
-        text = compile_template(job["source"])(job["variables"])
+        variables = {"messages": [], **job["variables"]}
+        template = ChatTemplate(compile_template(job["source"]), variables, is_for_tools=bool(variables.get("tools")))
+        text = template.render(variables, tool_format=job["tool_format"])
         result = {"text": text} if len(text) <= MAX_TEXT_CHARS else {"error": "its text is too long"}
     except TemplateFailed as failed:
         result = {"error": str(failed)}

@@ -85,12 +85,15 @@ class RequestTemplates:
         self._running = anyio.CapacityLimiter(MAX_RENDERING)
         self._num_waiting = 0
 
-    async def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """Raises RequestRejected."""
+    async def render(self, source: str, variables: Mapping[str, Any], *, tool_format: str = "hermes") -> str:
+        """Return a conversation as text, as `pdmesh_gateway.histories.ChatTemplate.render` does.
+
+        Raises RequestRejected.
+        """
         if len(source) > MAX_REQUEST_TEMPLATE_CHARS:
             raise _refused(f"it is longer than {MAX_REQUEST_TEMPLATE_CHARS} characters")
         try:
-            job = msgspec.json.encode({"source": source, "variables": variables})
+            job = msgspec.json.encode({"source": source, "variables": variables, "tool_format": tool_format})
         except RecursionError:
             raise _refused("its input is nested too deeply") from None
         if self._num_waiting >= MAX_WAITING:

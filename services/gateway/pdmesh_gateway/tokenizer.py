@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.host import num_usable_cores
 from pdmesh_gateway.byte_level import ByteLevelDetokenizer, ByteLevelVocabulary, decoder_types
 from pdmesh_gateway.detokenizer import Detokenizer, WindowDetokenizer
+from pdmesh_gateway.histories import ChatTemplate
 from pdmesh_gateway.templates import RequestTemplates, TemplateFailed, check_nesting, compile_template
 
 T = TypeVar("T")
@@ -40,17 +40,8 @@ _MARKER = "\ue000pdmesh-final\ue000"
 _TOOL_TEMPLATE = "tool_use"
 _MAX_TEMPLATES = 64
 
-#: A developer's message in trials of a template.
-_DEVELOPER_TEXT = "pdmesh-developer-trial"
-
-_SOME_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look something up.",
-        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
-    },
-}
+#: Roles whose messages a template may move, so that they cannot be continued.
+_MOVABLE = ("system", "developer", "tool")
 
 
 class ModelTokenizer:
@@ -70,11 +61,11 @@ class ModelTokenizer:
         self.config = dict(config or {})  # what the checkpoint says of it
         self._tokenizer = tokenizer
         self._request_templates = request_templates
-        self._special_tokens = dict(special_tokens or {})
         self.template_source = template or ""
         self.tool_template_source = tool_template or self.template_source
-        self._render = _compiled(template)
-        self._render_tools = self._render if tool_template is None else _compiled(tool_template)
+        self._special_tokens = dict(special_tokens or {})
+        self.template = _compiled(template, self._special_tokens)
+        self.tool_template = _compiled(tool_template or template, self._special_tokens, is_for_tools=True)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
@@ -127,33 +118,6 @@ class ModelTokenizer:
     def min_tokens_of(self, text: str) -> int:
         """A lower bound of how many tokens ``text`` is, without tokenizing it."""
         return -(-len(text) // self._longest_token_chars)
-
-    def template_knows_tools(self) -> bool:
-        """Return whether the template makes anything of tools: it renders otherwise with one than without."""
-        with_tool = self._trial([{"role": "user", "content": "?"}], tools=[_SOME_TOOL])
-        return with_tool is not None and with_tool != self._trial([{"role": "user", "content": "?"}])
-
-    @cached_property
-    def template_knows_developers(self) -> bool:
-        """Return whether the template has words for a developer, and shows the message instead of dropping it.
-
-        A template that writes any role gets a system message: models know no other name unless their template does.
-        """
-        if "developer" not in self.template_source:
-            return False
-        messages = [{"role": "developer", "content": _DEVELOPER_TEXT}, {"role": "user", "content": "?"}]
-        return _DEVELOPER_TEXT in (self._trial(messages) or "")
-
-    def _trial(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str | None:
-        """Return a conversation as text; None if the template refuses it, or there is none."""
-        render = self._render_tools if tools else self._render
-        if render is None:
-            return None
-        variables = {"documents": None, "messages": messages, "tools": tools, "add_generation_prompt": True}
-        try:
-            return render({**self._special_tokens, **variables})
-        except TemplateFailed:
-            return None
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of ``text``."""
@@ -231,13 +195,24 @@ class ModelTokenizer:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
+        tool_format: str = "hermes",
+        tells_tools: bool = False,
     ) -> str:
-        """A conversation as the text that the model was trained on. Raises RequestRejected."""
+        """Return a conversation as the text that the model was trained on. Raises RequestRejected.
+
+        Calls that the template does not show are written in ``tool_format``. ``tells_tools``: tools are told in the
+        instructions even if the template shows them.
+        """
         check_nesting(variables, "chat_template_kwargs")
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestRejected(
                     "Cannot set both `continue_final_message` and `add_generation_prompt` to true.",
+                    param="continue_final_message",
+                )
+            if messages[-1].get("role") in _MOVABLE:
+                raise RequestRejected(
+                    f"A {messages[-1]['role']} message cannot be continued (`continue_final_message`).",
                     param="continue_final_message",
                 )
             messages = [*messages[:-1], {**messages[-1], "content": (messages[-1].get("content") or "") + _MARKER}]
@@ -257,9 +232,10 @@ class ModelTokenizer:
                     param="chat_template",
                     code="unsupported_value",
                 )
-            text = await self._request_templates.render(template, everything)
+            text = await self._request_templates.render(template, everything, tool_format=tool_format)
         else:
-            text = await self._render_own(everything, num_chars=sum(len(str(m.get("content"))) for m in messages))
+            num_chars = sum(len(str(m.get("content"))) for m in messages)
+            text = await self._render_own(everything, num_chars, tool_format, tells_tools=tells_tools)
         if not continue_final_message:
             return text
         end = text.rfind(_MARKER)
@@ -267,17 +243,25 @@ class ModelTokenizer:
             raise RequestRejected("The chat template leaves out the final message.", param="continue_final_message")
         return text[:end]
 
-    async def _render_own(self, variables: Mapping[str, Any], *, num_chars: int) -> str:
-        render = self._render_tools if variables.get("tools") else self._render
-        if render is None:
+    async def _render_own(
+        self, variables: Mapping[str, Any], num_chars: int, tool_format: str, *, tells_tools: bool
+    ) -> str:
+        tools, template = variables.get("tools"), self.template
+        if tools and not tells_tools and self.tool_template is not None and self.tool_template.tools:
+            template = self.tool_template
+        if template is None:
             raise RequestRejected(
                 "This model has no chat template: pass `chat_template`, or use `/v1/completions`.",
                 param="chat_template",
             )
+
+        def render() -> str:
+            return template.render(variables, tool_format=tool_format, tells_tools=tells_tools)
+
         try:
-            if num_chars < INLINE_CHARS and not variables.get("tools"):  # which may be of any size
-                return render(variables)
-            return await anyio.to_thread.run_sync(render, variables)
+            if num_chars < INLINE_CHARS and not tools:  # tools may be of any size
+                return render()
+            return await anyio.to_thread.run_sync(render)
         except TemplateFailed as failed:
             raise RequestRejected(
                 f"The chat template rejects this conversation: {failed}", param="messages"
@@ -306,11 +290,13 @@ def _check_text(text: str, path: Path) -> None:
         raise ConfigError(f"{path} is not valid text: {error}") from error
 
 
-def _compiled(template: str | None) -> Callable[[Mapping[str, Any]], str] | None:
+def _compiled(
+    template: str | None, special_tokens: Mapping[str, str], *, is_for_tools: bool = False
+) -> ChatTemplate | None:
     if template is None:
         return None
     try:
-        return compile_template(template)
+        return ChatTemplate(compile_template(template), special_tokens, is_for_tools=is_for_tools)
     except TemplateFailed as failed:
         raise ConfigError(f"the checkpoint's chat template does not render: {failed}") from failed
 

@@ -13,7 +13,7 @@ import msgspec
 
 from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.sampling import invalid
-from pdmesh_gateway.templates import check_nesting
+from pdmesh_gateway.templates import check_nesting, nested_too_deep
 
 #: Longer conversations are put together on a thread.
 INLINE_PARTS = 256
@@ -30,7 +30,10 @@ async def built(convert: Callable[[], Conversation], *, num_parts: int, most: in
         raise invalid(param, f"`{param}` has {num_parts} parts; {most} are allowed.")
 
     def checked() -> Conversation:
-        conversation = convert()
+        try:
+            conversation = convert()
+        except RecursionError:
+            raise nested_too_deep(param) from None
         check_nesting(conversation.messages, param)
         check_nesting([tool.parameters for tool in conversation.tools], "tools")
         return conversation
@@ -57,7 +60,7 @@ class TurnBuilder:
     def text(self, role: str, text: str) -> None:
         """Add what ``role`` says: to the message before, if that is its own."""
         last = self._messages[-1] if self._messages else None
-        if last is None or last["role"] != role or "tool_calls" in last:
+        if last is None or _side_of(last["role"]) != _side_of(role):
             self._messages.append({"role": role, "content": text})
         else:
             last["content"] = f"{last['content']}\n{text}" if last["content"] else text
@@ -90,10 +93,24 @@ class TurnBuilder:
         return last
 
 
-def arguments_of(text: str) -> dict[str, Any] | str:
-    """Return a call's arguments as the object that templates want; the text itself, if an answer was cut in it."""
+def arguments_of(given: Any) -> dict[str, Any] | str:
+    """Return a call's arguments as the object that templates want; the text of it, if an answer was cut in it.
+
+    No arguments are an empty object. Raises RecursionError for an object that is nested too deep.
+    """
+    if isinstance(given, dict):
+        return given
+    if not isinstance(given, str):
+        return {} if given is None else msgspec.json.encode(given).decode()
     try:
-        arguments = msgspec.json.decode(text)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return text
-    return arguments if isinstance(arguments, dict) else text
+        arguments = msgspec.json.decode(given or "{}")
+    except (msgspec.DecodeError, ValueError):
+        return given
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict) else given
+
+
+def _side_of(role: str) -> str:
+    """Return whose turn a message is: a system and a developer message are both instructions."""
+    return "system" if role == "developer" else role

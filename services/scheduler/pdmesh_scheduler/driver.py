@@ -69,6 +69,7 @@ from pdmesh.wire.messages import (
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
+from pdmesh_scheduler.history import MeshHistory
 from pdmesh_scheduler.longest_context import LongestContext
 from pdmesh_scheduler.mesh_status import mesh_status
 from pdmesh_scheduler.observing import Handled, Observer
@@ -109,6 +110,7 @@ class Driver:
         gateways: Peers[GatewayId, GatewayDown],
         lives: Lives,
         activity: ActivityFeed,
+        history: MeshHistory,
         observers: Sequence[Observer],
         event_log: EventLogWriter | None = None,
         may_command: Callable[[], bool] = lambda: True,
@@ -121,7 +123,8 @@ class Driver:
         self._gateways = gateways
         self._lives = lives
         self.activity = activity
-        self._observers = (*observers, activity)
+        self._history = history
+        self._observers = (*observers, history, activity)
         self._event_log = event_log
         self._inbox: deque[_Queued] = deque()
         self._filled = anyio.Event()
@@ -389,6 +392,7 @@ class Driver:
     def wait_for(self, instance_id: InstanceId) -> None:
         """Let gateways wait for an instance that is about to be lost for its silence but may come back."""
         self._silent.add(instance_id)
+        self._history.fell_silent(instance_id, self._clock())
         self._tell_readiness()
 
     def wait_no_longer_for(self, instance_id: InstanceId) -> None:
@@ -417,8 +421,11 @@ class Driver:
             self._core,
             self._profiles,
             self._loads,
+            self._history,
+            self._clock(),
             num_gateways=len(self._gateways),
             num_coming=self._num_coming,
+            silent=self._silent,
             longest=self._longest_context.num_tokens(self._profiles),
         )
 

@@ -41,6 +41,7 @@ from pdmesh_scheduler.admin import Admin
 from pdmesh_scheduler.desired_file import DesiredFile, DesiredKeeper, decode_desired, read_desired
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
+from pdmesh_scheduler.history import MeshHistory
 from pdmesh_scheduler.latest_decisions import DecisionKeeper
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.metrics import SchedulerMetrics
@@ -154,6 +155,7 @@ async def _lead(
             gateways=gateways,
             lives=Lives(settings.max_records),
             activity=ActivityFeed(core, gateways, clock=clock, label=records.label),
+            history=MeshHistory(core, wall_time, began_s),
             observers=(
                 metrics,
                 records,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from pdmesh.core.events import LoadReported
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, Role
 from pdmesh.policy.batching import Mode
 from pdmesh.wire.messages import BatchingStatus, GroupStatus, InstanceStatus, LinkStatus, MeshStatus, RevisionStatus
+from pdmesh_scheduler.history import MeshHistory, safety
 
 #: Groups and links that are told of.
 MAX_GROUPS = 64
@@ -19,21 +20,24 @@ def mesh_status(
     core: SchedulerCore,
     profiles: Mapping[InstanceId, InstanceProfile],
     loads: Mapping[InstanceId, LoadReported],
+    history: MeshHistory,
+    now_s: float,
     *,
     num_gateways: int,
     num_coming: int,
+    silent: Collection[InstanceId],
     longest: int,
 ) -> MeshStatus:
-    """Return the mesh's state; ``loads`` are the instances' last reports, of those that have made one.
+    """Return the mesh's state; ``loads`` are the last reports of instances.
 
-    ``longest`` is the longest context that is served, in tokens.
+    ``silent`` are lost instances whose processes may live. ``longest`` is the longest context served, in tokens.
     """
     resize = core.desired.pools
     reason = core.unready_reason
     return MeshStatus(
         ready=reason is None,
         reason=reason or "",
-        instances=tuple(_instance_statuses(core, profiles, loads)),
+        instances=tuple(_instance_statuses(core, profiles, loads, history, now_s)),
         num_waiting=core.num_waiting,
         num_parked=core.num_parked,
         num_running=core.num_running,
@@ -70,13 +74,22 @@ def mesh_status(
             )
             for view in core.helped[:MAX_GROUPS]
         ),
+        at=history.wall_time(now_s),
+        gone=history.gone(silent, now_s),
+        events=history.events,
     )
 
 
 def _instance_statuses(
-    core: SchedulerCore, profiles: Mapping[InstanceId, InstanceProfile], loads: Mapping[InstanceId, LoadReported]
+    core: SchedulerCore,
+    profiles: Mapping[InstanceId, InstanceProfile],
+    loads: Mapping[InstanceId, LoadReported],
+    history: MeshHistory,
+    now_s: float,
 ) -> Iterable[InstanceStatus]:
-    for view in core.instances:
+    views = core.instances
+    for view in views:
+        is_safe, why = safety(view, views)
         profile, load = profiles[view.instance_id], loads.get(view.instance_id)
         yield InstanceStatus(
             instance_id=view.instance_id,
@@ -106,6 +119,11 @@ def _instance_statuses(
             weights=profile.weights,
             rank_pids=profile.rank_pids,
             num_stages=profile.num_stages,
+            joined_at=history.joined_at(view.instance_id),
+            num_restarts=history.num_restarts(view.instance_id),
+            note=history.note(view, now_s),
+            safe_to_delete=is_safe,
+            safe_to_delete_why=why,
         )
 
 

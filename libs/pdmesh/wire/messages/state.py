@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -16,6 +17,36 @@ from pdmesh.model import (
     Role,
 )
 from pdmesh.wire.messages.envelope import Message
+
+
+class InstanceNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What happened to an instance, when, and what happens next."""
+
+    at: float  # Unix time, seconds
+    cause: str  # completes a sentence about the instance, such as "was killed by SIGKILL"
+    next: str = ""  # a clause, such as "its supervisor starts it again"
+
+
+class GoneInstance(Message, frozen=True, kw_only=True):
+    """An instance that was lost or has stopped, and has not joined again."""
+
+    instance_id: InstanceId
+    role: Role
+    state: str  # "restarting", "lost" or "left"
+    note: InstanceNote
+    pid: int = 0  # pid of the last process
+    device: str = ""
+    host: str = ""
+
+
+class MeshEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A change of the mesh that operators ask about afterwards."""
+
+    at: float  # Unix time, seconds
+    what: str  # "lost", "restarted", "policy set" and the like
+    name: str = ""  # instance, gateway or process
+    detail: str = ""
+    away_s: float = 0.0  # how long an instance that joined again had been away
 
 
 class BatchingStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,6 +90,11 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     host: str = ""  # where its memory can be shared
     rank_pids: tuple[int, ...] = ()  # of its processes, the leader's first; empty: it is one
     num_stages: int = 1  # that its steps pass one after the other
+    joined_at: float = 0.0  # Unix time, seconds: when its process joined
+    num_restarts: int = 0  # processes of the instance that this scheduler has seen end
+    note: InstanceNote | None = None  # why it does not serve, or why its process is a new one
+    safe_to_delete: bool = False  # ending the process disturbs no request
+    safe_to_delete_why: str = ""
 
     @property
     def state(self) -> str:
@@ -72,13 +108,23 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
 _PLACES = {Role.PREFILL: 0, Role.MIXED: 1, Role.DECODE: 2}
 
 
-def in_order(instances: Iterable[InstanceStatus]) -> list[InstanceStatus]:
+class _Placed(Protocol):
+    @property
+    def instance_id(self) -> InstanceId: ...
+    @property
+    def role(self) -> Role: ...
+
+
+PlacedT = TypeVar("PlacedT", bound=_Placed)
+
+
+def in_order(instances: Iterable[PlacedT]) -> list[PlacedT]:
     """Sort instances by role and name for people to read, ``decode-10`` after ``decode-9``.
 
     The scheduler tells of instances as they joined, so that one that is started again would change its place.
     """
 
-    def place(status: InstanceStatus) -> tuple[int, str]:
+    def place(status: PlacedT) -> tuple[int, str]:
         return _PLACES[status.role], re.sub(r"\d+", lambda digits: digits[0].zfill(20), status.instance_id)
 
     return sorted(instances, key=place)
@@ -153,6 +199,9 @@ class MeshStatus(Message, frozen=True, kw_only=True):
     num_fetched_tokens: int = 0  # whose KV was copied to be kept elsewhere, too, since the scheduler started
     new_weights: str = ""  # identity of the weights that new requests are placed on
     revisions: tuple[RevisionStatus, ...] = ()  # one for each weights identity
+    at: float = 0.0  # Unix time of this status by the scheduler's clock, seconds
+    gone: tuple[GoneInstance, ...] = ()  # lost and stopped instances; some, where there are many
+    events: tuple[MeshEvent, ...] = ()  # the latest, the newest last
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

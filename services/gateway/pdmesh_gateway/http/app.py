@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +20,7 @@ from pdmesh_gateway.http.invocations import InvocationsEndpoint
 from pdmesh_gateway.http.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
 from pdmesh_gateway.http.messages.errors import ANTHROPIC
 from pdmesh_gateway.http.orca import ASKING, REPORTING, load_report
+from pdmesh_gateway.http.page_files import PageFiles
 from pdmesh_gateway.http.responses.endpoint import ResponsesEndpoint
 from pdmesh_gateway.http.responses.stored import StoredResponses
 from pdmesh_gateway.http.ui import UiEndpoints
@@ -33,7 +35,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 def build_app(serving: Serving) -> ASGIApp:
     """The ASGI application of a gateway."""
-    utility = UtilityEndpoints(serving)
+    utility, docs = UtilityEndpoints(serving), PageFiles("docs")
     stored = StoredResponses(serving)
     responses = ResponsesEndpoint(serving, stored)
     chat, completions, embeddings = ChatEndpoint(serving), CompletionsEndpoint(serving), EmbeddingsEndpoint(serving)
@@ -66,7 +68,9 @@ def build_app(serving: Serving) -> ASGIApp:
         ("/metrics", "GET", utility.metrics),
         ("/load", "GET", utility.load),
         ("/version", "GET", utility.version),
-        ("/docs", "GET", utility.docs),
+        ("/docs", "GET", docs.index),
+        ("/docs/{name}", "GET", docs.named),
+        ("/favicon.ico", "GET", partial(docs.send, name="icon.svg")),
         ("/openapi.json", "GET", utility.openapi),
     ]
     if serving.config.ui:
@@ -76,8 +80,8 @@ def build_app(serving: Serving) -> ASGIApp:
             ("/ui/requests/{request_id}", "GET", ui.request, "watch"),
         ]
         open_to_all += [
-            ("/ui", "GET", ui.page),
-            ("/ui/{name}", "GET", ui.file),
+            ("/ui", "GET", ui.files.index),
+            ("/ui/{name}", "GET", ui.files.named),
             *((path, "GET", ui.elsewhere) for path in ("/", "/ui/")),
         ]
     routes = [

@@ -17,6 +17,7 @@ from pdmesh_gateway.http.chat_tools import chat_tool_choice, chat_tools
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.generation import GenerationEndpoint, Rendering
 from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.parts import REASONING, reasoning_of, skip_warnings, text_of
 from pdmesh_gateway.protocol.chat import (
     ChatBatchRequest,
     ChatFields,
@@ -27,6 +28,7 @@ from pdmesh_gateway.protocol.tokens import TokenizeRequest
 from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, invalid, num_choices, number, truncation_of
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import check_nesting, nested_too_deep
+from pdmesh_gateway.turns import arguments_of
 
 #: Longer conversations are prepared on a thread.
 INLINE_MESSAGES = 256
@@ -114,8 +116,9 @@ async def conversation_of(
 ) -> Conversation:
     """Return a chat's messages as a conversation under the fields of its request. Raises RequestRejected."""
     variables = dict(request.chat_template_kwargs or {})
+    skipped: set[str] = set()
     conversation = Conversation(
-        messages=await template_messages(messages, most=serving.config.max_messages),
+        messages=await template_messages(messages, most=serving.config.max_messages, skipped=skipped),
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         add_special_tokens=bool(request.add_special_tokens),
@@ -140,7 +143,7 @@ async def conversation_of(
         variables=variables,
         truncation=truncation_of(request.truncate_prompt_tokens, request.truncation_side),
         token_ids=_token_ids_of(request.kv_transfer_params),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *skip_warnings(skipped, "parts")),
     )
 
 
@@ -169,8 +172,11 @@ def _num_top_logprobs(request: ChatFields) -> int | None:
     return request.top_logprobs or 0
 
 
-async def template_messages(messages: Sequence[ChatMessage], *, most: int) -> list[dict[str, Any]]:
-    """Messages as templates know them: text content, and tool arguments as objects. Raises RequestRejected."""
+async def template_messages(messages: Sequence[ChatMessage], *, most: int, skipped: set[str]) -> list[dict[str, Any]]:
+    """Return messages as templates know them: text content, and tool arguments as objects.
+
+    Kinds of parts that are skipped are added to ``skipped``. Raises RequestRejected.
+    """
     if not messages:
         raise RequestRejected("`messages` must not be empty.", param="messages", code="invalid_value")
     if len(messages) > most:
@@ -180,7 +186,7 @@ async def template_messages(messages: Sequence[ChatMessage], *, most: int) -> li
 
     def convert() -> list[dict[str, Any]]:
         try:
-            built = [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+            built = [_template_message(message, f"messages[{i}]", skipped) for i, message in enumerate(messages)]
         except RecursionError:
             raise nested_too_deep("messages") from None
         check_nesting(built, "messages")
@@ -192,29 +198,35 @@ async def template_messages(messages: Sequence[ChatMessage], *, most: int) -> li
     return await anyio.to_thread.run_sync(convert)
 
 
-def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+def _template_message(message: ChatMessage, where: str, skipped: set[str]) -> dict[str, Any]:
     result: dict[str, Any] = msgspec.to_builtins(message)
-    content = message.content
-    if isinstance(content, list):
-        for part in content:
-            if part.type not in ("text", "input_text", "output_text") or part.text is None:
-                raise RequestRejected(
-                    f"`{where}.content` has a part of type {part.type[:40]!r}; this model accepts text only.",
-                    param="messages",
-                    code="unsupported_value",
-                )
-        content = "\n".join(part.text or "" for part in content)
-    result["content"] = content or ""
-    reasoning = result.pop("reasoning", None)
+    is_answer = message.role == "assistant"
+    content, reasoning = result.get("content") or "", result.pop("reasoning", None)
+    if is_answer and isinstance(content, list):
+        thoughts = [reasoning_of(part) for part in content if part["type"] in REASONING]
+        reasoning = "\n".join(filter(None, thoughts)) or reasoning
+        content = [part for part in content if part["type"] not in REASONING]
+    text = text_of(content, f"{where}.content", param="messages", skipped=skipped if is_answer else None)
+    refusal, called = result.pop("refusal", None), result.pop("function_call", None)
+    result["content"] = text or (refusal if is_answer else None) or ""
     if reasoning is not None:
         result.setdefault("reasoning_content", reasoning)
-    for call in result.get("tool_calls", []):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
-            except (msgspec.DecodeError, ValueError) as error:
-                raise RequestRejected(
-                    f"`{where}.tool_calls` has arguments that are not valid JSON: {error}", param="messages"
-                ) from None
+    if message.role == "function":  # the result of such a call
+        result.update(role="tool", tool_call_id=message.tool_call_id or message.name)
+    calls = result.pop("tool_calls", None) or []
+    if is_answer and called is not None:
+        calls = [*calls, {"id": called.get("name"), "function": called}]
+    if calls:
+        result["tool_calls"] = [_template_call(call) for call in calls]
     return result
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of a function, or of a custom tool, whose input is text."""
+    if isinstance(custom := call.get("custom"), dict):
+        function: Any = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+    else:
+        function = call.get("function")
+    if isinstance(function, dict):
+        function = {**function, "arguments": arguments_of(function.get("arguments"))}
+    return {**{key: value for key, value in call.items() if key != "custom"}, "type": "function", "function": function}

@@ -54,7 +54,7 @@ def _tool(function: Any, where: str) -> Tool:
     return Tool(
         name=tool.name,
         description=tool.description,
-        parameters=tool.parameters or {},
+        parameters=tool.parameters,
         strict=bool(tool.strict),
     )
 

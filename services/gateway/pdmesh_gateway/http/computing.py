@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from pdmesh.model import RejectReason, SamplingParams
 from pdmesh_gateway.http.body import INLINE_BYTES
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.intake import decode_request, read_body
+from pdmesh_gateway.items import ItemParser, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol.sampling import SamplingFields
 from pdmesh_gateway.reject_cache import RequestKind
@@ -119,6 +120,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
         params: SamplingParams,
         n: int,
         shown_ids: frozenset[int] = frozenset(),
+        call_parser: Callable[[ItemWriter], ItemParser] | None = None,
     ) -> GenerationJob:
         serving = self._serving
         if request.request_id is not None and not exchange.label:
@@ -140,6 +142,7 @@ class ComputingEndpoint(ABC, Generic[RequestT]):
             n=n,
             stop=stop_strings(request),
             include_stop=bool(request.include_stop_str_in_output),
+            call_parser=call_parser,
             skip_special_tokens=request.skip_special_tokens is not False,
             shown_ids=shown_ids,
             priority=request.priority or 0,

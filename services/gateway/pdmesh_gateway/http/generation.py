@@ -181,7 +181,15 @@ class GenerationEndpoint(ComputingEndpoint[StreamableT]):
         )
         serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
         shown_ids = frozenset[int]().union(*(each.shown_ids for each in prepared))
-        job = self.job(fields, exchange, prompts=prompts, params=params, n=n, shown_ids=shown_ids)
+        job = self.job(
+            fields,
+            exchange,
+            prompts=prompts,
+            params=params,
+            n=n,
+            shown_ids=shown_ids,
+            call_parser=prepared[0].call_parser,  # several conversations have no tools
+        )
         exchange.warn(*dict.fromkeys(warning for each in prepared for warning in each.warnings))
         return job, [prepared[index // n].answer(job, index) for index in range(job.num_choices)]
 

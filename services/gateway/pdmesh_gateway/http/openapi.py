@@ -1,10 +1,9 @@
-"""``/openapi.json`` and a page that shows it, without scripts from elsewhere."""
+"""``/openapi.json``, which the page at ``/docs`` shows to people."""
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ from pdmesh_gateway.http.responses.protocol import (
 )
 from pdmesh_gateway.http.unknown import HEADER, OTHERS
 from pdmesh_gateway.protocol.chat import ChatBatchRequest, ChatRequest, ChatResponse
-from pdmesh_gateway.protocol.completions import CompletionRequest, CompletionResponse
+from pdmesh_gateway.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest, CompletionResponse
 from pdmesh_gateway.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
 from pdmesh_gateway.protocol.errors import ErrorResponse
 from pdmesh_gateway.protocol.models import ModelCard, ModelList
@@ -53,16 +52,41 @@ _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec
     "/version": ("get", "The version of pdmesh, and whether its scheduling core is compiled", None, None),
 }
 
+_CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 64}
+
+#: path → a body that works with every model, without the model's name.
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**_CHAT, "temperature": 0},
+    "/v1/chat/completions/batch": {**_CHAT, "messages": [_CHAT["messages"], [{"role": "user", "content": "Hello!"}]]},
+    "/v1/completions": {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
+    "/v1/embeddings": {"input": ["The capital of France is Paris."]},
+    "/v1/messages": _CHAT,
+    "/v1/messages/count_tokens": {"messages": _CHAT["messages"]},
+    "/v1/responses": {"input": "What is the capital of France?", "max_output_tokens": 64},
+    "/v1/responses/input_tokens": {"input": "What is the capital of France?"},
+    "/invocations": _CHAT,
+    "/tokenize": {"prompt": "The capital of France is"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+}
+
+#: Defaults of OpenAI's API for fields that may be left out, where the checkpoint has no others.
+_DEFAULTS: dict[str, Any] = {"temperature": 1, "top_p": 1, "n": 1, "stream": False}
+
 #: Answers that may be streamed.
 _STREAMED = (ChatResponse, CompletionResponse, MessagesResponse, ResponseObject)
 
 
-def openapi_document(version: str) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+def openapi_document(version: str, model: str, sampling: Mapping[str, float]) -> dict[str, Any]:
+    """Return an OpenAPI 3.1 document; ``sampling`` are the model's defaults for sampling fields."""
     types = [kind for operation in _OPERATIONS.values() for kind in operation[2:] if kind is not None]
     all_types = [*types, ErrorResponse]
     references, components = msgspec.json.schema_components(all_types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(all_types, references, strict=True))
+    for kind in (ChatRequest, ChatBatchRequest, CompletionRequest):
+        properties = components[kind.__name__]["properties"]
+        for name, value in {**_DEFAULTS, **sampling}.items():
+            properties[name]["default"] = value
+    components[CompletionRequest.__name__]["properties"]["max_tokens"]["default"] = DEFAULT_COMPLETION_TOKENS
     error = {"description": "An error", "content": {"application/json": {"schema": schemas[ErrorResponse]}}}
     paths: dict[str, Any] = {}
     for path, (method, summary, request, response) in _OPERATIONS.items():
@@ -72,11 +96,11 @@ def openapi_document(version: str) -> dict[str, Any]:
         if response in _STREAMED and request is not None:
             ok["content"]["text/event-stream"] = {"schema": {"type": "string"}}
         operation: dict[str, Any] = {"summary": summary, "responses": {"200": ok, "default": error}}
-        if request is not None:
-            operation["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": schemas[request]}},
-            }
+        if path in _EXAMPLES:
+            content: dict[str, Any] = {"example": {"model": model, **_EXAMPLES[path]}}
+            if request is not None:
+                content["schema"] = schemas[request]
+            operation["requestBody"] = {"required": True, "content": {"application/json": content}}
             operation["security"] = [{"apiKey": []}]
         if names := re.findall(r"{(\w+)}", path):
             operation["parameters"] = [
@@ -88,36 +112,6 @@ def openapi_document(version: str) -> dict[str, Any]:
         "info": {"title": "pdmesh gateway", "version": version},
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}}},
+        "x-refused-fields": sorted(OTHERS),
+        "x-ignored-fields-header": HEADER.decode(),
     }
-
-
-def docs_page(document: dict[str, Any]) -> bytes:
-    """The document for people."""
-    sections: list[str] = []
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            fields = ""
-            if "requestBody" in operation:
-                schema = operation["requestBody"]["content"]["application/json"]["schema"]
-                properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
-                fields = f"<p>Fields: {_listed(properties)}</p>"
-            sections.append(
-                f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>"
-                f"<p>{html.escape(operation['summary'])}</p>{fields}"
-            )
-    title = f"{document['info']['title']} {document['info']['version']}"
-    page = (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
-        "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:50rem;margin:2rem auto;padding:0 1rem}"
-        "h2{font-size:1.05rem;margin:1.6rem 0 0}p{margin:.3rem 0}</style>"
-        f"<h1>{html.escape(title)}</h1><p>Machine-readable: <a href=openapi.json>openapi.json</a></p>"
-        + "".join(sections)
-        + "<h2>Other fields</h2><p>Fields that are not listed are ignored, and named in the header "
-        f"<code>{HEADER.decode()}</code>. Refused unless they ask for nothing: fields of other endpoints that change "
-        f"an answer, and {_listed(sorted(OTHERS))}</p>"
-    )
-    return page.encode()
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"<code>{html.escape(name)}</code>" for name in names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from ipaddress import ip_address
 
 import anyio
@@ -12,20 +11,11 @@ from pdmesh.errors import InstanceUnavailable, PdmeshError, RequestRejected
 from pdmesh.wire.admin import QuestionRefused, ask_scheduler
 from pdmesh.wire.messages import GetRequest, RequestList, RequestRecord
 from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.page_files import PageFiles
 from pdmesh_gateway.serving import Serving
 
 #: A comment goes out when there was no frame for so long, so that a proxy, and we, notice a page that is gone.
 SILENCE_S = 5.0
-
-#: Nothing from elsewhere, no frame around it, no guessing of types.
-_HEADERS = [
-    (b"content-security-policy", b"default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-cache"),
-]
-
-_TYPES = {"html": b"text/html", "css": b"text/css", "js": b"text/javascript"}
 
 
 class UiEndpoints:
@@ -33,11 +23,7 @@ class UiEndpoints:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        folder = files("pdmesh_gateway").joinpath("ui")
-        self._files = {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
-
-    async def page(self, exchange: Exchange) -> None:
-        await self._send(exchange, "index.html")
+        self.files = PageFiles("ui")
 
     async def elsewhere(self, exchange: Exchange) -> None:
         """Send a browser to the page, from where a person who has only the address looks for it.
@@ -46,16 +32,6 @@ class UiEndpoints:
         """
         path = b"ui" if exchange.scope["path"] == "/" else b"../ui"
         await exchange.respond(b"", status=307, content_type=b"text/plain", headers=[(b"location", path)])
-
-    async def file(self, exchange: Exchange) -> None:
-        name = exchange.scope["path_params"]["name"]
-        if name not in self._files:
-            raise RequestRejected(f"The page has no file {name[:100]!r}.", status=404, code="not_found")
-        await self._send(exchange, name)
-
-    async def _send(self, exchange: Exchange, name: str) -> None:
-        content_type = _TYPES[name.rpartition(".")[2]] + b"; charset=utf-8"
-        await exchange.respond(self._files[name], content_type=content_type, headers=list(_HEADERS))
 
     async def events(self, exchange: Exchange) -> None:
         """Frames of the mesh's activity as server-sent events, until the page goes."""

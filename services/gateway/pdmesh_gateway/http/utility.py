@@ -15,7 +15,7 @@ from pdmesh_gateway.http.chat import conversation_of
 from pdmesh_gateway.http.exchange import Exchange
 from pdmesh_gateway.http.intake import decode_request, read_body
 from pdmesh_gateway.http.messages.protocol import AnthropicModel, AnthropicModelList
-from pdmesh_gateway.http.openapi import docs_page, openapi_document
+from pdmesh_gateway.http.openapi import openapi_document
 from pdmesh_gateway.protocol.models import ModelCard, ModelList
 from pdmesh_gateway.protocol.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from pdmesh_gateway.sampling import too_long
@@ -23,7 +23,6 @@ from pdmesh_gateway.serving import Serving, check_token_ids
 
 T = TypeVar("T")
 
-HTML = b"text/html; charset=utf-8"
 #: Sent by Anthropic's clients with every request.
 ANTHROPIC_HEADER = "anthropic-version"
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -110,10 +109,9 @@ class UtilityEndpoints:
         await exchange.respond_json({"version": version("pdmesh"), "core": core_build()})
 
     async def openapi(self, exchange: Exchange) -> None:
-        await exchange.respond_json(openapi_document(version("pdmesh")))
-
-    async def docs(self, exchange: Exchange) -> None:
-        await exchange.respond(docs_page(openapi_document(version("pdmesh"))), content_type=HTML)
+        serving = self._serving
+        defaults = serving.info.default_sampling.fields
+        await exchange.respond_json(openapi_document(version("pdmesh"), serving.model, defaults))
 
     def _card(self, name: str) -> ModelCard:
         serving = self._serving

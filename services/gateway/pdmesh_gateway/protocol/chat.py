@@ -13,10 +13,14 @@ from pdmesh_gateway.protocol.usage import Usage
 
 
 class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message's content; types other than ``text`` are refused by name."""
+    """A part of a message's content. Parts that are no text are refused by name."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+    thinking: Any = None  # reasoning, as Mistral's API has it
+    signature: Inert[str | None] = None
+    data: Inert[str | None] = None  # reasoning that only its server can read
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -29,6 +33,8 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkno
     reasoning: str | None = None  # the same, under its other name
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None  # an answer's text, where it refuses
+    function_call: dict[str, Any] | None = None  # a call as it was before there were several
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import anyio
@@ -27,16 +27,19 @@ _NAME = re.compile(f"[{NAME_CHARS}]{{1,{MAX_NAME_CHARS}}}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that an answer may call. Its arguments are an object that fits ``parameters``, a JSON schema."""
+    """A function that an answer may call.
+
+    Its arguments are an object that fits ``parameters``, a JSON schema. None: it takes none.
+    """
 
     name: str
     description: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    parameters: Mapping[str, Any] | None = None
     strict: bool = False  # a schema that cannot be obeyed is an error, not a warning
 
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates know it: some need what may be missing."""
-        parameters = {"type": "object", "properties": {}, **self.parameters}
+        parameters = {"type": "object", "properties": {}, **(self.parameters or {})}
         function = {"name": self.name, "description": self.description or "", "parameters": parameters}
         return {"type": "function", "function": function}
 

@@ -79,7 +79,10 @@ def _end_reasoning(reader: Reader) -> None:
 
 def _header(reader: Reader) -> Script[_Header | None]:
     """Take a message's header; None if there is none, or no end of it."""
-    if not (yield from reader.follows(SPACE, (START, CHANNEL, "to="))):
+    begun = yield from reader.match(SPACE, (START, CHANNEL, "to="))
+    if begun is None or not begun.is_whole:
+        if begun is not None and reader.is_cut:
+            reader.mark(len(reader.buffer))
         return None
     pieces: list[str] = []
 

@@ -41,8 +41,8 @@ class Hermes:
     def read(self, reader: Reader, schemas: Mapping[str, Mapping[str, Any]]) -> Script[None]:
         head_parts = json_head(("arguments", "parameters"), OPEN, SPACE)
         while (yield from reader.until([OPEN], reader.writer.text)):
-            head = yield from reader.match(*head_parts)
-            if head is None or not head.captured:  # the second: cut before the name was whole
+            head = yield from reader.call_head(*head_parts)
+            if head is None:
                 reader.text(len(OPEN))
                 continue
             reader.begin_call(head)

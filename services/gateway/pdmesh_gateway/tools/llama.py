@@ -28,13 +28,13 @@ class Llama:
 
     def read(self, reader: Reader, schemas: Mapping[str, Mapping[str, Any]]) -> Script[None]:
         head_parts = json_head(("parameters", "arguments"), SPACE)
-        head = yield from reader.match(SPACE, Maybe(TAG), *head_parts)
-        while head is not None and head.captured:
+        head = yield from reader.call_head(SPACE, Maybe(TAG), *head_parts)
+        while head is not None:
             reader.begin_call(head)
             if not (yield from reader.json_object()) or not (yield from reader.skip(SPACE, "}")):
                 return
             reader.writer.end_item()
-            head = yield from reader.match(SPACE, ";", *head_parts)
+            head = yield from reader.call_head(SPACE, ";", *head_parts)
             if head is None:
                 yield from reader.spaces()
         yield from reader.rest()

@@ -39,8 +39,8 @@ class Mistral:
     def read(self, reader: Reader, schemas: Mapping[str, Mapping[str, Any]]) -> Script[None]:
         while (yield from reader.until([OPEN], reader.writer.text)):
             for parts in _HEADS:
-                head = yield from reader.match(*parts)
-                if head is not None and head.captured:
+                head = yield from reader.call_head(*parts)
+                if head is not None:
                     reader.begin_call(head)
                     yield from self._read_calls(reader, is_list=parts is _LIST)
                     break
@@ -58,11 +58,9 @@ class Mistral:
             elif not (yield from reader.skip(SPACE, "}")):
                 break
             reader.writer.end_item()
-            head = yield from reader.match(SPACE, *json_head(("arguments",), ",", SPACE))
+            head = yield from reader.call_head(SPACE, *json_head(("arguments",), ",", SPACE))
             if head is None:
                 yield from reader.skip(SPACE, "]")
-                break
-            if not head.captured:
                 break
             reader.begin_call(head)
         reader.writer.end_item()

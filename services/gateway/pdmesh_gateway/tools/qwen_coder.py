@@ -44,8 +44,8 @@ class QwenCoder:
 
     def read(self, reader: Reader, schemas: Mapping[str, Mapping[str, Any]]) -> Script[None]:
         while (yield from reader.until([OPEN, FUNCTION], reader.writer.text)):
-            head = yield from reader.match(Maybe(OPEN), SPACE, FUNCTION, NAME, ">")
-            if head is None or not head.captured:
+            head = yield from reader.call_head(Maybe(OPEN), SPACE, FUNCTION, NAME, ">")
+            if head is None:
                 reader.text(len(OPEN if reader.buffer.startswith(OPEN) else FUNCTION))
                 continue
             reader.begin_call(head)
@@ -62,9 +62,7 @@ def _read_parameters(reader: Reader, schema: Mapping[str, Any]) -> Script[None]:
     properties = schema.get("properties", {})
     writer.arguments("{", drawn="")
     before = ""
-    while (head := (yield from reader.match(SPACE, PARAMETER, _KEY, ">", Maybe("\n")))) is not None:
-        if not head.captured:
-            break
+    while (head := (yield from reader.call_head(SPACE, PARAMETER, _KEY, ">", Maybe("\n")))) is not None:
         key = head.captured[0]
         reader.mark(head.num_chars)
         writer.arguments(f"{before}{json.dumps(key)}: ", drawn="")

@@ -70,6 +70,7 @@ class Reader:
         self.writer = writer
         self.buffer = ""
         self.is_over = False  # nothing comes any more
+        self.is_cut = False  # a limit or a stop token ended the text, and not the model
         self.reasoning_chars: int | None = None
 
     def take(self, num_chars: int) -> str:
@@ -92,7 +93,8 @@ class Reader:
     def until(self, markers: Sequence[str], sink: Callable[[str], None], *, is_inside: bool = False) -> Script[bool]:
         """Give ``sink`` all that comes before one of ``markers``, which is not taken; False if there is none.
 
-        Where the text is over within a marker, that is text too, unless it ``is_inside`` what only a marker can end.
+        Where the text is over within a marker, that is text too, unless it was cut there, or ``is_inside`` what only a
+        marker can end.
         """
         while True:
             found = [at for marker in markers if (at := self.buffer.find(marker)) >= 0]
@@ -100,10 +102,12 @@ class Reader:
                 sink(self.take(min(found)))
                 return True
             num_held = max(overlap(self.buffer, marker) for marker in markers)
-            if self.is_over and not is_inside:
+            if self.is_over and not is_inside and not self.is_cut:
                 num_held = 0
             sink(self.take(len(self.buffer) - num_held))
             if self.is_over:
+                if not is_inside:
+                    self.mark(len(self.buffer))
                 return False
             yield
 
@@ -117,6 +121,18 @@ class Reader:
             if head is None or head.is_whole or self.is_over:
                 return head
             yield
+
+    def call_head(self, *parts: Part) -> Script[Head | None]:
+        """Return the head of a call as `match` does; None, too, if the text is over before the tool's name is whole.
+
+        A head that was cut becomes a marker, and not text.
+        """
+        head = yield from self.match(*parts)
+        if head is None or head.captured:
+            return head
+        if self.is_cut:
+            self.mark(len(self.buffer))
+        return None
 
     def follows(self, *parts: Part) -> Script[bool]:
         """Whether ``parts`` follow, all of them."""
@@ -191,8 +207,9 @@ class ScriptParser:
         self._reader.buffer += text
         self._go_on()
 
-    def end(self) -> None:
+    def end(self, *, is_cut: bool = False) -> None:
         self._reader.is_over = True
+        self._reader.is_cut = is_cut
         self._go_on()
 
     def _go_on(self) -> None:

@@ -1,9 +1,13 @@
 // The last two minutes as four small charts: tokens a second, TTFT and TPOT of each request, and the share of KV in use.
 
+import { explain } from "./tip.js";
+
 const KEPT_S = 120;
 const WINDOW_S = 10; // percentiles are over the requests of so long
 const TICK_S = 1;
 const FIRST_S = 15; // a page that was just opened shows so long
+const GUTTER = 44; // pixels for the labels of the scale
+const NEAR_S = 2; // a point of a line is explained from so far
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
@@ -19,7 +23,7 @@ function percentile(sorted, share) { return sorted[Math.min(sorted.length - 1, M
 
 // Points [at_s, value], the oldest first; of a line a null value is a gap.
 class Series {
-  constructor(colour, { dots = false } = {}) { this.colour = colour; this.dots = dots; this.points = []; }
+  constructor(colour, name, { dots = false } = {}) { Object.assign(this, { colour, name, dots, points: [] }); }
 
   add(at_s, value) {
     this.points.push([at_s, value]);
@@ -35,19 +39,38 @@ class Chart {
     const item = document.createElement("li");
     const head = document.createElement("h2");
     this.value = document.createElement("output");
+    this.window = document.createElement("small");
     this.canvas = document.createElement("canvas");
     item.title = hint;
-    head.append(title, this.value);
+    head.append(title, this.window, this.value);
     item.append(head, this.canvas);
     list.append(item);
     this.canvas.setAttribute("role", "img");
     this.title = title;
+    this.shown = null; // how points lie on the canvas that was drawn last
+    this.update = explain(this.canvas, (x, y) => this.linesAt(x, y));
   }
 
-  say(text) {
-    if (this.value.textContent === text) return;
+  // Says a value, and over which time it was taken.
+  say(text, window) {
+    if (this.value.textContent === text && this.window.textContent === window) return;
     this.value.textContent = text;
-    this.canvas.setAttribute("aria-label", `${this.title}: ${text}`);
+    this.window.textContent = window;
+    this.canvas.setAttribute("aria-label", `${this.title}, ${window}: ${text}`);
+  }
+
+  // What lies under a pixel: the nearest dot, or each line's value then.
+  linesAt(x, y) {
+    if (this.shown === null) return [];
+    const { now_s, atX, xOf, yOf } = this.shown, at_s = atX(x);
+    const ago = (then_s) => `${Math.max(now_s - then_s, 0).toFixed(1)} s ago`;
+    const lines = [];
+    for (const { name, dots, points } of this.series) {
+      const [distance, point] = nearest(points, ([then_s, value]) =>
+        value === null ? Infinity : dots ? Math.hypot(xOf(then_s) - x, yOf(value) - y) : Math.abs(then_s - at_s));
+      if (distance < (dots ? 8 : NEAR_S)) lines.push(`${name} ${this.format(point[1])}, ${ago(point[0])}`);
+    }
+    return lines;
   }
 
   draw(from_s, now_s, colours) {
@@ -66,17 +89,19 @@ class Chart {
     const scale = this.isLog ? Math.log : (value) => value;
     const y = (value) => height - 2 - ((scale(Math.max(value, low)) - scale(low)) / (scale(high) - scale(low))) * (height - 14);
     const span_s = Math.min(Math.max(now_s - from_s, FIRST_S), KEPT_S);
-    const x = (at_s) => width - ((now_s - at_s) / span_s) * width;
+    const right = width - GUTTER;
+    const x = (at_s) => right - ((now_s - at_s) / span_s) * right;
+    this.shown = { now_s, xOf: x, yOf: y, atX: (pixel) => now_s - ((right - pixel) / right) * span_s };
     pen.font = "10px system-ui, sans-serif";
     pen.fillStyle = colours.quiet;
     pen.strokeStyle = colours.line;
-    pen.textAlign = "right";
+    pen.textAlign = "left";
     for (const value of this.isLog ? powersOf10(low, high) : [high]) {
       pen.beginPath();
       pen.moveTo(0, y(value));
-      pen.lineTo(width, y(value));
+      pen.lineTo(right, y(value));
       pen.stroke();
-      if (value === high || y(value) - y(high) > 12 && value === low * 10) pen.fillText(this.format(value), width - 1, y(value) - 2);
+      if (value === high || y(value) - y(high) > 12 && value === low * 10) pen.fillText(this.format(value), right + 4, y(value) + 4);
     }
     for (const { points, colour, dots } of this.series) {
       pen.fillStyle = pen.strokeStyle = colours[colour];
@@ -95,6 +120,7 @@ class Chart {
       }
       pen.stroke();
     }
+    this.update();
   }
 
   bounds(values) {
@@ -116,14 +142,19 @@ function powersOf10(low, high) {
   return Array.from({ length: count }, (_, number) => (number === count - 1 ? high : low * 10 ** (number + 1)));
 }
 
+// The item with the least `distance`, and that; without items an infinite one.
+function nearest(items, distance) {
+  return items.reduce((best, item) => { const far = distance(item); return far < best[0] ? [far, item] : best; }, [Infinity, null]);
+}
+
 export class Charts {
   constructor(list, colours) {
     this.colours = colours;
-    this.output = new Series("decode");
-    this.prompt = new Series("prefill");
-    this.ttft = [new Series("prefill", { dots: true }), new Series("prefill")];
-    this.tpot = [new Series("decode", { dots: true }), new Series("decode")];
-    this.kv = { prefill: new Series("prefill"), decode: new Series("decode"), mixed: new Series("mixed") };
+    this.output = new Series("decode", "output tokens/s");
+    this.prompt = new Series("prefill", "prompt tokens/s");
+    this.ttft = [new Series("prefill", "TTFT", { dots: true }), new Series("prefill", "median TTFT")];
+    this.tpot = [new Series("decode", "TPOT", { dots: true }), new Series("decode", "median TPOT")];
+    this.kv = Object.fromEntries(["prefill", "decode", "mixed"].map((role) => [role, new Series(role, `KV in use, ${role}`)]));
     const latency = { format: seconds, isLog: true };
     this.charts = {
       rate: new Chart(list, "tokens/s", "output tokens that this gateway delivered (green), prompt tokens that the mesh computed (blue)", [this.prompt, this.output], { format: whole }),
@@ -148,7 +179,7 @@ export class Charts {
       const rate = Math.max(frame.num_output_tokens - this.last[1], 0) / elapsed_s;
       this.output.add(now_s, rate);
       this.prompt.add(now_s, this.num_prompt_tokens / elapsed_s);
-      this.charts.rate.say(`${whole(rate)} out, ${whole(this.num_prompt_tokens / elapsed_s)} in`);
+      this.charts.rate.say(`${whole(rate)} out, ${whole(this.num_prompt_tokens / elapsed_s)} in`, `last ${Math.round(elapsed_s)} s`);
     }
     this.last = [now_s, frame.num_output_tokens];
     this.num_prompt_tokens = 0;
@@ -156,7 +187,8 @@ export class Charts {
       const recent = dots.since(now_s - WINDOW_S).sort((a, b) => a - b);
       line.add(now_s, recent.length ? percentile(recent, 0.5) : null);
       const all = recent.length ? recent : dots.since(0).sort((a, b) => a - b);
-      this.charts[name].say(all.length ? `${seconds(percentile(all, 0.5))} / ${seconds(percentile(all, 0.99))}` : "–");
+      const window = recent.length ? `last ${WINDOW_S} s` : `last ${KEPT_S / 60} min`;
+      this.charts[name].say(all.length ? `${seconds(percentile(all, 0.5))} / ${seconds(percentile(all, 0.99))}` : "–", window);
     }
     const shares = [];
     for (const [role, series] of Object.entries(this.kv)) {
@@ -166,7 +198,7 @@ export class Charts {
       series.add(now_s, total ? held / total : null);
       if (total) shares.push(`${role} ${percent(held / total)}`);
     }
-    this.charts.kv.say(shares.join(", ") || "–");
+    this.charts.kv.say(shares.join(", ") || "–", "now");
     this.draw();
   }
 

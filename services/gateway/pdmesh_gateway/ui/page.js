@@ -3,6 +3,7 @@
 import { Charts, seconds } from "./charts.js";
 import { openChat } from "./chat.js";
 import { follow, onKeyNeeded, reason, request } from "./feed.js";
+import { duration, kindOf, notesOf, safetyText, timeOf } from "./history.js";
 import { KINDS, Timeline } from "./timeline.js";
 import { drawWay } from "./way.js";
 
@@ -31,8 +32,8 @@ class Rows {
   show(items, key, update) {
     const seen = new Set();
     let place = this.parent.firstElementChild;
-    for (const item of items) {
-      const name = key(item);
+    for (const [index, item] of items.entries()) {
+      const name = key(item, index);
       seen.add(name);
       let row = this.rows.get(name);
       if (!row) this.rows.set(name, (row = this.make(item)));
@@ -68,7 +69,10 @@ function showInstances() {
   instances.show(frame.instances, (item) => item.id, (row, item) => {
     const [name, role, blocks, doing] = row.children;
     row.classList.toggle("away", item.state !== "serving");
+    row.classList.toggle("gone", Boolean(item.gone));
     put(name, item.id);
+    const about = aboutInstance(item);
+    if (row.title !== about) row.title = about;
     role.className = `role ${item.role}`;
     put(role, item.role);
     const [held, reserved, stuck] = blocks.children;
@@ -83,7 +87,45 @@ function showInstances() {
     if (item.num_decoding) parts.push(`${item.num_decoding} decoding`);
     if (item.num_prefilling) parts.push(`${item.num_prefilling} in prefill`);
     if (item.num_queued_tokens) parts.push(`${count(item.num_queued_tokens)} tokens to go`);
+    if (item.gone) parts.push(`${duration(frame.at - item.note.at)}`);
     put(doing, (parts.join(", ") || "idle") + mode(item.batching));
+  });
+  $("mesh").style.setProperty("--count", frame.instances.length);
+}
+
+function aboutInstance(item) {
+  if (item.gone) return `process ${item.pid} on ${item.host || "an unknown host"}; is safe to delete: yes, it has no request`;
+  const age = item.joined_at ? `joined ${duration(frame.at - item.joined_at)} ago, ${item.num_restarts} restarts` : "";
+  return `${item.id}: process ${item.pid}, ${age}\n${safetyText(item)}`;
+}
+
+const notes = new Rows($("notes"), () => {
+  const row = element("li");
+  row.append(element("b"), " ", element("span"));
+  return row;
+});
+
+const events = new Rows($("events"), () => {
+  const row = element("li");
+  row.append(element("time"), element("b"), element("span"));
+  return row;
+});
+
+function showHistory() {
+  const sentences = notesOf(frame);
+  $("notes").hidden = sentences.length === 0;
+  notes.show(sentences, ([name], index) => `${index} ${name}`, (row, [name, text]) => {
+    put(row.firstChild, name);
+    put(row.lastChild, text);
+  });
+  const newest = [...(frame.events ?? [])].reverse();
+  events.show(newest, (event) => `${event.at} ${event.what} ${event.name}`, (row, event) => {
+    const [time, what, rest] = row.children;
+    put(time, `${duration(frame.at - event.at)} ago`);
+    time.title = timeOf(event.at);
+    what.className = kindOf(event.what);
+    put(what, event.what);
+    put(rest, [event.name, event.detail].filter(Boolean).join(": "));
   });
 }
 
@@ -127,7 +169,7 @@ function showFigures() {
   const itl = frame.itl_s;
   const figures = [
     ["policy", frame.batching ? `${frame.bundle}, ${frame.batching}` : frame.bundle],
-    ["ITL p50 / p99", itl ? `${seconds(itl.p50)} / ${seconds(itl.p99)}` : "–"],
+    ["ITL p50 / p99 of ≤ 4,096 tokens", itl ? `${seconds(itl.p50)} / ${seconds(itl.p99)}` : "–"],
     ["running", String(frame.num_running)],
     ["waiting", String(frame.num_waiting)],
   ];
@@ -153,6 +195,7 @@ function showWay() {
 async function choose(id) {
   chosen = id;
   timeline.chosen = id;
+  $("parts").classList.add("chosen");
   await showLife();
 }
 
@@ -216,11 +259,14 @@ follow("ui/events", (next) => {
   }
   frame = next;
   modelName = next.model;
+  put($("model"), next.model);
+  if (next.requests.length || next.steps.length) $("parts").classList.remove("fresh");
   put($("talk-model"), next.model);
   timeline.take(next);
   charts.take(next);
   showFigures();
   showInstances();
+  showHistory();
   showLinks();
   showRequests();
 }, (why) => {

@@ -12,14 +12,6 @@ import msgspec
 from pdmesh_gateway.protocol.fields import Inert, neutral
 
 
-class Source(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Where a document's content is; only ``text`` is read."""
-
-    type: str = ""
-    data: str | None = None
-    media_type: Inert[str | None] = None
-
-
 class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A part of a message. Which fields it has goes by its type."""
 
@@ -30,8 +22,10 @@ class Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None  # of a call's result
-    source: Source | None = None
+    content: Any = None  # parts of a call's result, or findings of a server's tool
+    source: Any = None  # a document's content, or a search result's address
+    title: str | None = None
+    tool_name: str | None = None
     cache_control: Inert[Any] = None
     citations: Inert[Any] = None
     signature: Inert[str | None] = None

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from pdmesh.errors import RequestRejected
+import msgspec
+
 from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.http.messages.protocol import (
-    Block,
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
     ToolChoiceField,
     ToolDefinition,
 )
+from pdmesh_gateway.parts import skip_warnings, text_of
 from pdmesh_gateway.protocol.sampling import ResponseFormat, SamplingFields
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
-from pdmesh_gateway.turns import TurnBuilder
+from pdmesh_gateway.turns import TurnBuilder, arguments_of
 
-_ROLES = ("user", "assistant", "system")
+_ROLES = ("user", "assistant", "system", "developer")
 
 
 def conversation_of(request: CountTokensRequest) -> Conversation:
     """What a request says, whose last message may be the beginning of the answer. Raises RequestRejected."""
     turns = TurnBuilder()
+    skipped: set[str] = set()
     if request.system:
-        turns.text("system", request.system if isinstance(request.system, str) else _text_of(request.system, "system"))
+        turns.text("system", text_of(msgspec.to_builtins(request.system), "system", param="system"))
     for i, message in enumerate(request.messages):
-        _add_message(turns, message, f"messages.{i}")
+        _add_message(turns, message, f"messages.{i}", skipped)
     is_begun = turns.ends_with_answer
     if is_begun and turns.ends_with_call:
         raise invalid("messages", "`messages` ends with a tool_use block: its tool_result must follow.")
@@ -40,7 +41,7 @@ def conversation_of(request: CountTokensRequest) -> Conversation:
             Tool(
                 name=tool.name,
                 description=tool.description,
-                parameters=tool.input_schema or {},
+                parameters=tool.input_schema,
                 strict=bool(tool.strict),
             )
             for tool in request.tools or []
@@ -51,6 +52,7 @@ def conversation_of(request: CountTokensRequest) -> Conversation:
         add_generation_prompt=not is_begun,
         continue_final_message=is_begun,
         variables={} if request.thinking is None else {"enable_thinking": request.thinking.type != "disabled"},
+        warnings=skip_warnings(skipped, "blocks"),
     )
 
 
@@ -77,7 +79,7 @@ def is_foreign(tool: ToolDefinition) -> bool:
     return tool.type not in (None, "custom")
 
 
-def _add_message(turns: TurnBuilder, message: InputMessage, where: str) -> None:
+def _add_message(turns: TurnBuilder, message: InputMessage, where: str, skipped: set[str]) -> None:
     if message.role not in _ROLES:
         raise invalid("messages", f"`{where}.role` must be user or assistant, got {message.role[:40]!r}.")
     if isinstance(message.content, str):
@@ -90,34 +92,22 @@ def _add_message(turns: TurnBuilder, message: InputMessage, where: str) -> None:
             case "redacted_thinking":
                 pass
             case "tool_use" if message.role == "assistant":
-                if not block.id or not block.name or not isinstance(block.input, dict):
-                    raise invalid("messages", f"`{where}` has a tool_use block without `id`, `name` or `input`.")
-                turns.call(block.id, block.name, block.input)
+                if not block.id or not block.name:
+                    raise invalid("messages", f"`{where}` has a tool_use block without `id` or `name`.")
+                turns.call(block.id, block.name, arguments_of(block.input))
             case "tool_result" if message.role == "user":
                 if not block.tool_use_id:
                     raise invalid("messages", f"`{where}` has a tool_result block without `tool_use_id`.")
-                content = block.content or ""
-                text = content if isinstance(content, str) else _text_of(content, where)
-                turns.result(block.tool_use_id, text)
+                turns.result(block.tool_use_id, text_of(block.content or "", where, param="messages"))
             case _:
-                turns.text(message.role, _text_of([block], where))
-
-
-def _text_of(blocks: Sequence[Block], where: str) -> str:
-    """Blocks of text as one. Raises RequestRejected for others."""
-    texts: list[str] = []
-    for block in blocks:
-        text = block.text
-        if block.type == "document" and block.source is not None and block.source.type == "text":
-            text = block.source.data
-        if block.type not in ("text", "document") or text is None:
-            raise RequestRejected(
-                f"`{where}` has a block of type {block.type[:40]!r}; this model accepts text only.",
-                param="messages",
-                code="unsupported_value",
-            )
-        texts.append(text)
-    return "\n".join(texts)
+                text = text_of(
+                    [msgspec.structs.asdict(block)],
+                    where,
+                    param="messages",
+                    skipped=skipped if message.role == "assistant" else None,
+                )
+                if text or block.type == "text":
+                    turns.text(message.role, text)
 
 
 def _tool_choice(choice: ToolChoiceField | None) -> ToolChoice:

@@ -36,10 +36,10 @@ from pdmesh_gateway.items import (
     ItemEvent,
     ItemKind,
     TextAdded,
+    is_json_object,
 )
 from pdmesh_gateway.protocol.chat import ChatTokenLogprob
 from pdmesh_gateway.text_stream import TextStream
-from pdmesh_gateway.turns import arguments_of
 
 _encode = msgspec.json.Encoder().encode
 
@@ -229,7 +229,7 @@ class ResponsesRendering(ItemRendering):
 
 def _status(item: Item, finish_reason: str | None) -> Status:
     """Whether an item is whole, by the finish reason of an answer that ended with it; a call is if it can be read."""
-    if finish_reason != "length" or (item.kind is ItemKind.CALL and isinstance(arguments_of(item.text), dict)):
+    if finish_reason != "length" or (item.kind is ItemKind.CALL and is_json_object(item.text)):
         return "completed"
     return "incomplete"
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.http.responses.protocol import InputTokensRequest, ResponsesRequest, TextFormat
+from pdmesh_gateway.parts import skip_warnings, text_of
 from pdmesh_gateway.protocol.sampling import JsonSchema, ResponseFormat, SamplingFields
 from pdmesh_gateway.sampling import MAX_LOGPROBS, invalid, number
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice
@@ -15,8 +16,7 @@ from pdmesh_gateway.turns import TurnBuilder, arguments_of
 
 ItemObject = Mapping[str, Any]
 
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_ROLES = ("user", "assistant", "system", "developer")
 
 
 def items_of(given: str | Sequence[ItemObject] | None) -> list[ItemObject]:
@@ -36,6 +36,7 @@ def conversation_of(
     ``item_of`` finds an item that is only named.
     """
     turns = TurnBuilder()
+    skipped: set[str] = set()
     if request.instructions:
         turns.text("system", request.instructions)
     for i, item in enumerate(items):
@@ -45,7 +46,7 @@ def conversation_of(
             if named is None:
                 raise _not_found(str(item.get("id")))
             item = named
-        _add_item(turns, item, where)
+        _add_item(turns, item, where, skipped)
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning is not None and request.reasoning.effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning.effort)
@@ -57,6 +58,7 @@ def conversation_of(
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         variables=variables,
+        warnings=skip_warnings(skipped, "parts"),
     )
 
 
@@ -103,24 +105,27 @@ KNOWN_ITEMS = frozenset(
 )
 
 
-def _add_item(turns: TurnBuilder, item: ItemObject, where: str) -> None:
+def _add_item(turns: TurnBuilder, item: ItemObject, where: str, skipped: set[str]) -> None:
     match kind_of(item):
         case "message":
-            role = _ROLES.get(str(item.get("role")))
-            if role is None:
+            role = str(item.get("role"))
+            if role not in _ROLES:
                 raise invalid("input", f"`{where}.role` must be one of {', '.join(_ROLES)}.")
-            turns.text(role, _text_of(item.get("content"), f"{where}.content"))
+            told = skipped if role == "assistant" else None
+            turns.text(role, text_of(item.get("content"), f"{where}.content", param="input", skipped=told))
         case "reasoning":
-            if text := _text_of(item.get("content") or item.get("summary") or "", where):
+            given = item.get("content") or item.get("summary") or ""
+            if text := text_of(given, where, param="input", skipped=skipped):
                 turns.reasoning(text)
         case "function_call":
-            call_id, name, arguments = (_string(item, key, where) for key in ("call_id", "name", "arguments"))
-            turns.call(call_id, name, arguments_of(arguments))
+            call_id, name = (_string(item, key, where) for key in ("call_id", "name"))
+            turns.call(call_id, name, arguments_of(item.get("arguments")))
         case "custom_tool_call":
             call_id, name, given = (_string(item, key, where) for key in ("call_id", "name", "input"))
             turns.call(call_id, name, {"input": given})
         case "function_call_output" | "custom_tool_call_output":
-            turns.result(_string(item, "call_id", where), _text_of(item.get("output"), f"{where}.output"))
+            text = text_of(item.get("output"), f"{where}.output", param="input")
+            turns.result(_string(item, "call_id", where), text)
         case _:
             pass
 
@@ -132,26 +137,6 @@ def _string(item: ItemObject, key: str, where: str) -> str:
     return value
 
 
-def _text_of(content: Any, where: str) -> str:
-    """A text, or parts of one. Raises RequestRejected for parts that are no text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid("input", f"`{where}` must be a string or a list of parts.")
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in (*_TEXTS, "refusal") or not isinstance(text, str):
-            raise RequestRejected(
-                f"`{where}` has a part of type {str(kind)[:40]!r}; this model accepts text only.",
-                param="input",
-                code="unsupported_value",
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
 def _tool(tool: Mapping[str, Any]) -> Tool:
     name, description, parameters = tool.get("name"), tool.get("description"), tool.get("parameters")
     if not isinstance(name, str):
@@ -159,7 +144,7 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
     return Tool(
         name=name,
         description=description if isinstance(description, str) else None,
-        parameters=parameters if isinstance(parameters, dict) else {},
+        parameters=parameters if isinstance(parameters, dict) else None,
         strict=tool.get("strict") is True,
     )
 

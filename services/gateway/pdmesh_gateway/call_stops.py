@@ -1,0 +1,67 @@
+"""Stop strings in answers with calls of tools: they act on text and on reasoning, and not within calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdmesh_gateway.items import ItemParser, ItemWriter
+from pdmesh_gateway.stop import StopFinder
+
+
+class CallStops:
+    """Implements `pdmesh_gateway.stop.Stops` with the answer's parser. Text that may become a call is held back."""
+
+    def __init__(self, finder: StopFinder, parser: Callable[[ItemWriter], ItemParser]) -> None:
+        self.stops, self.include_stop = finder.stops, finder.include_stop
+        self._finder = finder
+        self._spans = _Spans()
+        self._parser = parser(self._spans)
+
+    def push(self, text: str, *, check: bool = True) -> tuple[str, str | None]:
+        self._parser.push(text)
+        return self._search(check=check)
+
+    def flush(self, *, is_cut: bool, check: bool = True) -> tuple[str, str | None]:
+        self._parser.end(is_cut=is_cut)
+        shown, found = self._search(check=check)
+        return shown if found is not None else shown + self._finder.flush()[0], found
+
+    def _search(self, *, check: bool) -> tuple[str, str | None]:
+        """Return the text to show of all that was read and, if one was found, the stop string."""
+        shown = ""
+        for piece, is_text in self._spans.take_spans():
+            if is_text:
+                more, found = self._finder.push(piece, check=check)
+                shown += more
+                if found is not None:
+                    return shown, found
+            else:  # no stop string reaches across a call
+                shown += self._finder.flush()[0] + piece
+        return shown, None
+
+
+class _Spans(ItemWriter):
+    """Spans of an answer in order: text and reasoning, or calls and markers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: list[tuple[str, bool]] = []
+
+    def text(self, piece: str) -> None:
+        self._spans.append((piece, True))
+
+    def reasoning(self, piece: str) -> None:
+        self._spans.append((piece, True))
+
+    def begin_call(self, name: str) -> None:
+        """Note nothing: markers and arguments cover a call's text."""
+
+    def arguments(self, piece: str, drawn: str | None = None) -> None:
+        self._spans.append((piece if drawn is None else drawn, False))
+
+    def marker(self, drawn: str) -> None:
+        self._spans.append((drawn, False))
+
+    def take_spans(self) -> list[tuple[str, bool]]:
+        spans, self._spans = self._spans, []
+        return [span for span in spans if span[0]]

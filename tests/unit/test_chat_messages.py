@@ -1,0 +1,150 @@
+"""What chats hold: messages as OpenAI's API, and as other servers, have them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.grpc_chat import conversation_of
+from pdmesh_gateway.http.chat import template_messages
+from pdmesh_gateway.http.chat_tools import chat_tools
+from pdmesh_gateway.proto import pdmesh_pb2 as pb
+from pdmesh_gateway.protocol.chat import ChatMessage
+from pdmesh_gateway.schemas import arguments_schema
+
+pytestmark = pytest.mark.anyio
+
+SAYS: dict[str, Any] = {"role": "assistant", "content": None}
+
+
+async def message_of(given: dict[str, Any], skipped: set[str] | None = None) -> dict[str, Any]:
+    messages = msgspec.json.decode(json.dumps([given]), type=list[ChatMessage])
+    [message] = await template_messages(messages, most=1, skipped=set() if skipped is None else skipped)
+    return message
+
+
+def calling(arguments: Any, name: str = "f") -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ('{"q": "x', '{"q": "x'),
+        ('{"q": "x"', '{"q": "x"'),
+        ('{"q', '{"q'),
+        ("{", "{"),
+        ('{"q": "\\ud83d', '{"q": "\\ud83d'),
+        ('{"q": 1}}', '{"q": 1}}'),
+        ("[1, 2]", "[1, 2]"),
+        ('"text"', '"text"'),
+        ("look up", "look up"),
+        ("", {}),
+        ("null", {}),
+        (None, {}),
+        ("{}", {}),
+        (' {"q": "x"} ', {"q": "x"}),
+        ({"q": "x"}, {"q": "x"}),
+    ],
+)
+async def test_a_call_that_was_cut_is_part_of_a_history(given: Any, arguments: Any) -> None:
+    message = await message_of({**SAYS, "tool_calls": [calling(given)]})
+    assert message["tool_calls"] == [calling(arguments)]
+    if isinstance(given, str):
+        call = pb.ToolCall(id="c", name="f", arguments=given)
+        chat = pb.Chat(messages=[pb.Message(role="assistant", tool_calls=[call])])
+        [over_grpc] = conversation_of(chat, most=1).messages
+        assert over_grpc["tool_calls"] == message["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "No."}]}, {"content": "a\nNo."}),
+        ({"content": None, "refusal": "No."}, {"content": "No."}),
+        ({"content": "Yes.", "refusal": None}, {"content": "Yes."}),
+        ({"content": []}, {"content": ""}),
+        ({}, {"content": ""}),
+        ({"content": "a", "tool_calls": []}, {"content": "a"}),
+        ({"content": "a", "tool_calls": None, "function_call": None}, {"content": "a"}),
+        ({"content": "a", "reasoning": "hm"}, {"content": "a", "reasoning_content": "hm"}),
+        (
+            {
+                "content": [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                    {"type": "text", "text": "a"},
+                ]
+            },
+            {"content": "a", "reasoning_content": "hm"},
+        ),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "hm", "signature": "s"}]},
+            {"content": "a", "reasoning_content": "hm"},
+        ),
+        ({"content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}]}, {"content": "a"}),
+        (
+            {"function_call": {"name": "f", "arguments": '{"q": 1}'}},
+            {"content": "", "tool_calls": [{**calling({"q": 1}), "id": "f"}]},
+        ),
+        (
+            {"tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "patch", "input": "text"}}]},
+            {"content": "", "tool_calls": [calling({"input": "text"}, "patch")]},
+        ),
+        (
+            {"tool_calls": [{"id": "c", "index": 0, "function": {"name": "f", "arguments": "{}"}}]},
+            {"content": "", "tool_calls": [{**calling({}), "index": 0}]},
+        ),
+    ],
+)
+async def test_an_answer_of_this_or_another_server_is_part_of_a_history(given: Any, expected: Any) -> None:
+    assert await message_of({"role": "assistant", **given}) == {"role": "assistant", **expected}
+
+
+async def test_the_result_of_a_call_as_it_was_before_there_were_several() -> None:
+    message = await message_of({"role": "function", "name": "f", "content": "r"})
+    assert message == {"role": "tool", "name": "f", "tool_call_id": "f", "content": "r"}
+
+
+async def test_unknown_parts_of_an_answer_are_skipped_and_named() -> None:
+    skipped: set[str] = set()
+    message = await message_of(
+        {"role": "assistant", "content": [{"type": "tool_trace"}, {"type": "text", "text": "a"}]}, skipped
+    )
+    assert (message["content"], skipped) == ("a", {"tool_trace"})
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "tool", "system", "developer"])
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file"])
+async def test_what_no_text_stands_for_is_refused(role: str, kind: str) -> None:
+    with pytest.raises(RequestRejected, match=f"type '{kind}'; this model accepts text only"):
+        await message_of({"role": role, "content": [{"type": kind}]})
+
+
+@pytest.mark.parametrize(
+    ("function", "takes_none"),
+    [
+        ({"name": "now"}, True),
+        ({"name": "now", "parameters": None}, True),
+        ({"name": "now", "description": "The time.", "strict": True}, True),
+        ({"name": "now", "parameters": {"type": "object", "properties": {}}}, True),
+        ({"name": "now", "parameters": {}}, False),
+        ({"name": "now", "parameters": {"type": "object"}}, False),
+    ],
+)
+def test_a_tool_without_parameters_takes_an_empty_object(function: dict[str, Any], takes_none: bool) -> None:
+    [tool], _ = chat_tools([{"type": "function", "function": function}])
+    schema = arguments_schema(tool.parameters)
+    assert (schema.get("additionalProperties"), schema.get("properties")) == (
+        (False, {}) if takes_none else (None, None)
+    )
+    assert tool.for_template()["function"]["parameters"]["type"] == "object"
+    parameters = "" if (given := function.get("parameters")) is None else json.dumps(given)
+    [over_grpc] = conversation_of(
+        pb.Chat(messages=[pb.Message(role="user")], tools=[pb.Tool(name="now", parameters=parameters)]), most=1
+    ).tools
+    assert over_grpc.parameters == tool.parameters
