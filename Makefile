@@ -16,12 +16,12 @@
 # make clean  remove the venv and what tools left behind
 #
 # The first of these makes .venv and installs into it what constraints.txt pins (deploy/install.py), once for each state of that
-# file, of pyproject.toml, of the CPU kernels and of the compiler. PYTHON says with which Python .venv is made, TORCH what pip is
-# given for torch, for instance TORCH="--index-url URL torch==2.13.0".
+# file, of pyproject.toml, of the CPU kernels and of the compiler. PYTHON says with which Python .venv is made. TORCH is what pip is
+# given for torch, for instance TORCH="--index-url URL torch==2.13.0"; without it deploy/install_torch.py chooses the build.
 
 PYTHON ?= python3
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "pdmesh needs Python 3.11 to 3.13; say which with make PYTHON=...")'
-TORCH ?= torch==2.13.0
+TORCH ?=
 ARGS ?=
 SEEDS ?= 1000
 FUZZ_NUMBER ?= 5000
@@ -87,7 +87,7 @@ fuzz: $(TEST_STAMP)
 # unseen, since all had it installed.
 resolve: $(RUN_STAMP)
 	$(BIN)/python -m pip --isolated --disable-pip-version-check --no-input install -q --dry-run --ignore-installed \
-	  --no-build-isolation --only-binary :all: -c constraints.txt $(TORCH) \
+	  --no-build-isolation --only-binary :all: -c constraints.txt $(or $(TORCH),torch) \
 	  $$($(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; \
 	  print(*(d.replace(' ', '') for d in [*p['dependencies'], *e['test'], *e['lint'], *e['cuda']]))")
 	@echo "constraints.txt resolves"

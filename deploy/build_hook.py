@@ -52,7 +52,7 @@ class WheelHook(BuildHookInterface[Any]):
         """Return the machine that they are for; empty if there are none."""
         build = _load(root / KERNELS)
         try:
-            machine, built, problems = build.compile_kernels(root, only_here=only_here)
+            machine, built, problems = build.compile_kernels(root, only_here=only_here, report=self.app.display_info)
         except build.BuildError as error:
             machine, built, problems = "", [], [f"the CPU engine will compute with torch, more slowly: {error}"]
             for path in Path(root, build.LIBRARY_FOLDER).glob("_kernels.*"):

@@ -7,6 +7,7 @@
 The versions are those of ``constraints.txt``. Its sections are installed as they are, by several pips side by side,
 since pip spends most of its time in resolving, one package at a time. At the end one pip resolves as usual: where the
 list is complete it installs nothing, and where it is not (another Python, a CUDA build of torch) it installs the rest.
+`deploy/install_torch.py` chooses torch's build, unless ``--torch`` does.
 
 A run that was interrupted is repaired by the next one. Needs Python's standard library and pip alone.
 """
@@ -15,16 +16,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import platform
 import re
-import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +39,17 @@ CONSTRAINTS = ROOT / "constraints.txt"
 #: Oldest glibc that the wheels of torch and UCX run on.
 OLDEST_GLIBC = (2, 28)
 
-#: How many pips share a section, and seconds after which a part that still runs is named.
-NUM_PIPS, PATIENCE_S = 3, 15
+#: How many pips share a section.
+NUM_PIPS = 3
+
+#: Seconds between two reports of progress: on a terminal, where one line changes, and elsewhere.
+REFRESH_S, PATIENCE_S = 0.5, 15
+
+#: Has pip print its progress as numbers. The pip of a new environment may be too old for that.
+RAW = ("--progress-bar", "raw")
+
+#: Downloads of this many bytes or more are named with their size when they begin.
+LARGE_BYTES = 10e6
 
 #: What processes import, by the process that writes the bytecode: while pip resolves, not at the first start. The
 #: Dockerfiles have the same modules.
@@ -53,21 +65,89 @@ class InstallationFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command that may run beside others."""
+    """A command that may run beside others, and the number of packages that it installs."""
 
     name: str
     command: Sequence[str]
+    num_packages: int = 0
+
+
+class Progress:
+    """What running parts have done and what is left, read from the output of pip, uv and the kernels' build."""
+
+    def __init__(self, num_packages: int) -> None:
+        self._num_packages = num_packages
+        self._num_fetched: dict[str, int] = {}
+        #: By part: the file that is downloaded, or the kernels that are compiled.
+        self._doing: dict[str, str] = {}
+        self._file = ""
+
+    def read(self, part: Part, line: str) -> str:
+        """Take a line of the output of ``part``. Return what to tell the user at once, or nothing."""
+        if download := re.match(
+            r" *(Downloading|Using cached) (\S+?)(?:-py\S*|-cp\S*)?\.(?:whl|tar\.gz) \((.+)\)", line
+        ):
+            how, self._file, size = download.groups()
+            self._count(part)
+            if how == "Downloading" and num_bytes(size) >= LARGE_BYTES:
+                return f"downloading {self._file} ({size})"
+        elif re.match(r" *(Processing |Requirement already satisfied: )", line):
+            self._count(part)
+        elif download := re.match(r" *Downloading (\S+) \((\S+iB)\)", line):  # uv
+            return f"downloading {download[1]} ({download[2]})"
+        elif loaded := re.match(r"Progress (\d+) of (\d+)", line):
+            done, total = (int(number) / 1e6 for number in loaded.groups())
+            self._doing[part.name] = f"{self._file} {done:.0f} of {total:.0f} MB"
+            if done == total or total * 1e6 < LARGE_BYTES:
+                self.end(part)
+        elif kernels := re.search(r"kernels: (level \d+ of \d+ compiled)", line):
+            self._doing[part.name] = f"compiling kernels, {kernels[1]}"
+        elif line.startswith("torch: "):
+            return line
+        return ""
+
+    def end(self, part: Part) -> None:
+        """Forget what ``part`` was doing."""
+        self._doing.pop(part.name, None)
+
+    def _count(self, part: Part) -> None:
+        self._num_fetched[part.name] = min(self._num_fetched.get(part.name, 0) + 1, part.num_packages)
+
+    def line(self, running: Sequence[str]) -> str:
+        """The state of all parts."""
+        packages = [f"packages {sum(self._num_fetched.values())}/{self._num_packages}"] if self._num_packages else []
+        return "; ".join([*packages, *(self._doing.get(name, name) for name in running)])
+
+
+class Screen:
+    """Standard output: plain lines, and on a terminal a last line that changes."""
+
+    def __init__(self) -> None:
+        self._changes = sys.stdout.isatty()
+        self.refresh_s = REFRESH_S if self._changes else PATIENCE_S
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        sys.stdout.write(f"\r\033[K{line}\n" if self._changes else f"{line}\n")
+        sys.stdout.flush()
+
+    def show(self, line: str) -> None:
+        """Print a line that the next one replaces."""
+        if not self._changes:
+            return self.say(line)
+        sys.stdout.write(f"\r\033[K{line[: shutil.get_terminal_size().columns - 1]}")
+        sys.stdout.flush()
 
 
 def main() -> int:
     """0 if everything is installed, else 1."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     arguments.add_argument("--for", dest="purpose", choices=["run", "test"], default="run")
-    arguments.add_argument("--torch", default="torch==2.13.0", help="what pip is given for torch")
+    arguments.add_argument("--torch", default="", help="pip's arguments for torch (default: install_torch.py chooses)")
     given = arguments.parse_args()
     began_s = time.monotonic()
     try:
-        install(given.purpose, shlex.split(given.torch))
+        install(given.purpose, given.torch)
     except InstallationFailed as failure:
         sys.stderr.write(f"{failure}\n")
         return 1
@@ -78,7 +158,7 @@ def main() -> int:
     return 0
 
 
-def install(purpose: str, torch: Sequence[str]) -> None:
+def install(purpose: str, torch: str) -> None:
     """Install everything for ``purpose``, "run" or "test"."""
     check_platform()
     pins = sections(CONSTRAINTS.read_text())
@@ -92,16 +172,21 @@ def install(purpose: str, torch: Sequence[str]) -> None:
     shares = [packages[start::NUM_PIPS] for start in range(NUM_PIPS)]
     run_together(
         [
-            Part(" ".join(torch), pip("--no-deps", *torch)),
-            *(Part(f"{share[0]} and {len(share) - 1} more", pip("--no-deps", *share)) for share in shares),
-            Part("pdmesh and its CPU kernels", pip("--no-deps", "--no-build-isolation", "--editable", ".")),
+            Part("torch", [str(PYTHON), "deploy/install_torch.py", "--torch", torch, *RAW], num_packages=1),
+            *(
+                Part(
+                    f"{len(share)} packages from {share[0]} on", pip(*RAW, "--no-deps", *share), num_packages=len(share)
+                )
+                for share in shares
+            ),
+            Part("pdmesh and its CPU kernels", pip("-v", "--no-deps", "--no-build-isolation", "--editable", ".")),
         ]
     )
     if not any(ROOT.glob("libs/pdmesh/engine/_kernels*.so")):
         say("without a C++ compiler there are no CPU kernels, and bf16 is slower; install g++ and run make again")
     run_together(
         [
-            Part("looking for what is missing", pip(*requirements(purpose))),
+            Part("looking for what is missing", pip(*RAW, *requirements(purpose))),
             *(Part(f"bytecode of {names[0]}", writing_bytecode(PYTHON, names)) for names in PROGRAMS),
         ]
     )
@@ -143,7 +228,7 @@ def requirements(purpose: str) -> list[str]:
 
 def pip(*arguments: str) -> list[str]:
     """pip's command. Bytecode of all of torch takes longer than to install it; most of it is never imported."""
-    options = ["--disable-pip-version-check", "--no-input", "install", "-qq", "--no-compile", "-c", str(CONSTRAINTS)]
+    options = ["--disable-pip-version-check", "--no-input", "install", "--no-compile", "-c", str(CONSTRAINTS)]
     return [str(PYTHON), "-m", "pip", *options, *arguments]
 
 
@@ -188,36 +273,53 @@ def run_together(parts: Sequence[Part]) -> None:
 
 async def _run_together(parts: Sequence[Part]) -> None:
     began_s = time.monotonic()
-    running = {part.name for part in parts}
+    running = {part.name: part for part in parts}
+    screen, progress = Screen(), Progress(sum(part.num_packages for part in parts))
 
     async def finish(part: Part) -> None:
-        await run(part)
-        running.discard(part.name)
-        say(f"{time.monotonic() - began_s:6.1f} s  {part.name}")
+        await run(part, screen, progress)
+        progress.end(running.pop(part.name))
+        screen.say(f"{time.monotonic() - began_s:6.1f} s  {part.name}")
 
-    async def name_the_slow() -> None:
+    async def report() -> None:
         while True:
-            await asyncio.sleep(PATIENCE_S)
-            say(f"{time.monotonic() - began_s:6.1f} s  still at work: {'; '.join(sorted(running))}")
+            await asyncio.sleep(screen.refresh_s)
+            screen.show(f"{time.monotonic() - began_s:6.1f} s  {progress.line(list(running))}")
 
     async with asyncio.TaskGroup() as group:
         finishing = [group.create_task(finish(part)) for part in parts]
-        naming = group.create_task(name_the_slow())
+        reporting = group.create_task(report())
         await asyncio.wait(finishing)
-        naming.cancel()
+        reporting.cancel()
 
 
-async def run(part: Part) -> None:
-    """Run the part's command to its end; it does not outlive a cancellation."""
-    process = await asyncio.create_subprocess_exec(*part.command, cwd=ROOT, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT)
+async def run(part: Part, screen: Screen, progress: Progress) -> None:
+    """Run the part's command to its end. A cancellation ends the command and its children."""
+    process = await asyncio.create_subprocess_exec(
+        *part.command, cwd=ROOT, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, limit=2**20, start_new_session=True
+    )
+    assert process.stdout is not None
+    output: list[str] = []
     try:
-        output, _ = await process.communicate()
+        async for line in process.stdout:
+            output.append(line.decode(errors="replace"))
+            if news := progress.read(part, output[-1].rstrip()):
+                screen.say(f"          {news}")
+        await process.wait()
     finally:
         if process.returncode is None:
-            process.terminate()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             await process.wait()
     if process.returncode != 0:
-        raise InstallationFailed(f"{part.name} failed:\n{output.decode(errors='replace').strip()}")
+        printed = "".join(line for line in output if not line.startswith("Progress ")).strip()
+        raise InstallationFailed(f"{part.name} failed:\n{printed}")
+
+
+def num_bytes(size: str) -> float:
+    """Read a size as pip prints it, such as "17.6 MB"."""
+    number, _, unit = size.partition(" ")
+    return float(number) * {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}.get(unit, 0)
 
 
 def say(line: str) -> None:

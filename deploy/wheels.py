@@ -75,7 +75,7 @@ def build(compiler: str, out: Path) -> Path:
         if oldest_glibc(done.name) > NEWEST_GLIBC:
             raise BuildFailed(
                 f"{done.name} needs a newer glibc than 2.28, which comes of the system that {compiler} compiles for: "
-                "build in a manylinux_2_28 container, with cibuildwheel"
+                "build on an older system, such as Debian 12"
             )
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy(done, out))

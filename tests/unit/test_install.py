@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -18,15 +19,24 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def install() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("install_pdmesh", ROOT / "deploy/install.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"pdmesh_{name}", ROOT / f"deploy/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def install() -> ModuleType:
+    return script("install")
+
+
+@pytest.fixture(scope="module")
+def install_torch() -> ModuleType:
+    return script("install_torch")
 
 
 def normalized(name: str) -> str:
@@ -111,6 +121,100 @@ def test_a_part_that_fails_ends_the_others_and_says_why(
         install.run_together(parts)
     install.run_together([part("good", "print('not shown')")])
     assert re.fullmatch(r" +\d+\.\d s  good\n", capsys.readouterr().out)
+
+
+def test_children_of_a_part_end_with_it(install: ModuleType, tmp_path: Path) -> None:
+    """pip's compilers, too: they would go on for minutes."""
+    pid_file, ready = tmp_path / "pid", tmp_path / "ready"
+    child = f"open({str(pid_file)!r}, 'w').write(str(__import__('os').getpid())); open({str(ready)!r}, 'w').write('1')"
+    child += "; import signal; signal.pause()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    os.mkfifo(ready)
+    failing = f"open({str(ready)!r}).read(); raise SystemExit(1)"
+    parts = [install.Part(name, [sys.executable, "-c", code]) for name, code in {"a": parent, "b": failing}.items()]
+    with pytest.raises(install.InstallationFailed, match="b failed"):
+        install.run_together(parts)
+    state = Path("/proc", pid_file.read_text(), "stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_progress_says_what_is_fetched_and_how_much_is_left(install: ModuleType) -> None:
+    torch, share, kernels = install.Part("torch", [], 1), install.Part("share", [], 2), install.Part("kernels", [])
+    progress = install.Progress(3)
+    assert progress.line(["torch", "share", "kernels"]) == "packages 0/3; torch; share; kernels"
+    assert progress.read(torch, "torch: installing the CPU build") == "torch: installing the CPU build"
+    assert not progress.read(torch, "  Downloading torch-2.13.0.metadata (29 kB)")
+    wheel = "  Downloading torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl (191.5 MB)"
+    assert progress.read(torch, wheel) == "downloading torch-2.13.0%2Bcpu (191.5 MB)"
+    assert not progress.read(torch, "Progress 88000000 of 191500000")
+    assert not progress.read(share, "  Using cached rich-15.0.0-py3-none-any.whl (310 kB)")
+    assert not progress.read(share, "  Downloading idna-3.20-py3-none-any.whl (70 kB)")
+    assert not progress.read(kernels, "Processing /checkout")
+    assert not progress.read(kernels, "  kernels: level 3 of 5 compiled")
+    assert progress.line(["torch", "kernels"]) == (
+        "packages 3/3; torch-2.13.0%2Bcpu 88 of 192 MB; compiling kernels, level 3 of 5 compiled"
+    )
+    progress.read(torch, "Progress 191500000 of 191500000")
+    assert progress.line(["torch"]) == "packages 3/3; torch"
+    assert progress.read(torch, "Downloading torch (182.6MiB)") == "downloading torch (182.6MiB)"
+
+
+def test_each_level_of_the_kernels_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a compiler that makes empty libraries."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = -dumpmachine ] && echo x86_64-linux-gnu && exit\n'
+        'while [ "$1" != -o ]; do shift; done; touch "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    (tmp_path / "libs/pdmesh/engine").mkdir(parents=True)
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "libs/pdmesh/engine/csrc/hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    said: list[str] = []
+    _, built, problems = build.compile_kernels(tmp_path, report=said.append)
+    assert built == [f"_kernels.{level}.so" for level in ("probe", "baseline", "avx2", "avx512", "avx512_bf16")]
+    assert problems == []
+    assert said == [f"kernels: level {number} of 5 compiled" for number in range(1, 6)]
+
+
+def chosen(
+    install_torch: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str, device: bool = False, failing: int = 0
+) -> list[str]:
+    """What is asked for, in order, if the first ``failing`` sources do not have it."""
+    asked: list[str] = []
+
+    def answer(requirement: str) -> int:
+        asked.append(requirement)
+        return int(len(asked) <= failing)
+
+    monkeypatch.setattr(sys, "argv", ["install_torch.py", *arguments])
+    monkeypatch.setattr(install_torch, "has_nvidia_device", lambda: device)
+    monkeypatch.setattr(install_torch, "pip_install", lambda *given, quiet=False: answer(" ".join(given[2:])))
+    monkeypatch.setattr(install_torch, "install_with_uv", lambda pin: answer(f"uv {pin}"))
+    assert install_torch.main() == 0
+    return asked
+
+
+def test_the_build_of_torch_follows_the_device(
+    install_torch: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pin = install_torch.pinned_torch((ROOT / "constraints.txt").read_text())
+    assert chosen(install_torch, monkeypatch, device=True) == [pin]
+    assert chosen(install_torch, monkeypatch) == [f"{pin}+cpu"]
+    assert chosen(install_torch, monkeypatch, "--cpu", device=True) == [f"{pin}+cpu"]
+    assert chosen(install_torch, monkeypatch, failing=1) == [f"{pin}+cpu", f"uv {pin}"]
+    capsys.readouterr()
+    assert chosen(install_torch, monkeypatch, failing=2) == [f"{pin}+cpu", f"uv {pin}", pin]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in said] == [
+        "torch: installing the CPU build",
+        "torch: no index with CPU builds can be reached: installing the package index's build, with gigabytes for CUDA",
+    ]
+    assert chosen(install_torch, monkeypatch, "--torch", "--index-url URL torch==1") == ["--index-url URL torch==1"]
 
 
 @pytest.mark.parametrize(

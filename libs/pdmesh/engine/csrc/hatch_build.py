@@ -13,7 +13,8 @@ import platform
 import shlex
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,11 +55,13 @@ class BuildError(Exception):
     """Says what could not be compiled, and why."""
 
 
-def compile_kernels(root: Path, *, only_here: bool = False) -> tuple[str, list[str], list[str]]:
+def compile_kernels(
+    root: Path, *, only_here: bool = False, report: Callable[[str], None] = lambda _: None
+) -> tuple[str, list[str], list[str]]:
     """The compiler's target machine, names of its libraries, and why others are missing. Raises BuildError.
 
     A library that lies there already is left as it is if it was made from the same sources in the same way.
-    ``only_here`` leaves out levels that this machine's processor lacks.
+    ``only_here`` leaves out levels that this machine's processor lacks. ``report`` is called after each level.
     """
     compiler = _compiler()
     machine = _target(compiler)
@@ -70,8 +73,12 @@ def compile_kernels(root: Path, *, only_here: bool = False) -> tuple[str, list[s
         probe.pdmesh_levels.restype = ctypes.c_char_p
         here = probe.pdmesh_levels().decode().split()
         levels = [level for level in levels if level in here]
+    report(f"kernels: level 1 of {len(levels) + 1} compiled")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results += pool.map(lambda level: _compile(compiler, level, libraries[level], root), levels)
+        compiling = [pool.submit(_compile, compiler, level, libraries[level], root) for level in levels]
+        for number, _ in enumerate(as_completed(compiling), 2):
+            report(f"kernels: level {number} of {len(levels) + 1} compiled")
+        results += [level.result() for level in compiling]
     return machine, [name for name, problem in results if not problem], [problem for _, problem in results if problem]
 
 
