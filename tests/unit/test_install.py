@@ -141,21 +141,22 @@ def test_children_of_a_part_end_with_it(install: ModuleType, tmp_path: Path) -> 
 def test_progress_says_what_is_fetched_and_how_much_is_left(install: ModuleType) -> None:
     torch, share, kernels = install.Part("torch", [], 1), install.Part("share", [], 2), install.Part("kernels", [])
     progress = install.Progress(3)
-    assert progress.line(["torch", "share", "kernels"]) == "packages 0/3; torch; share; kernels"
+    assert progress.line([torch, share, kernels]) == "packages 0/3; kernels"
     assert progress.read(torch, "torch: installing the CPU build") == "torch: installing the CPU build"
     assert not progress.read(torch, "  Downloading torch-2.13.0.metadata (29 kB)")
     wheel = "  Downloading torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl (191.5 MB)"
-    assert progress.read(torch, wheel) == "downloading torch-2.13.0%2Bcpu (191.5 MB)"
+    assert progress.read(torch, wheel) == "downloading torch-2.13.0+cpu (191.5 MB)"
     assert not progress.read(torch, "Progress 88000000 of 191500000")
     assert not progress.read(share, "  Using cached rich-15.0.0-py3-none-any.whl (310 kB)")
     assert not progress.read(share, "  Downloading idna-3.20-py3-none-any.whl (70 kB)")
     assert not progress.read(kernels, "Processing /checkout")
     assert not progress.read(kernels, "  kernels: level 3 of 5 compiled")
-    assert progress.line(["torch", "kernels"]) == (
-        "packages 3/3; torch-2.13.0%2Bcpu 88 of 192 MB; compiling kernels, level 3 of 5 compiled"
+    assert progress.line([torch, kernels]) == (
+        "packages 3/3; torch-2.13.0+cpu 88 of 192 MB; compiling kernels, level 3 of 5 compiled"
     )
     progress.read(torch, "Progress 191500000 of 191500000")
-    assert progress.line(["torch"]) == "packages 3/3; torch"
+    assert progress.line([torch]) == "packages 3/3, unpacking"
+    assert progress.line([kernels]) == "compiling kernels, level 3 of 5 compiled"
     assert progress.read(torch, "Downloading torch (182.6MiB)") == "downloading torch (182.6MiB)"
 
 
@@ -211,8 +212,8 @@ def test_the_build_of_torch_follows_the_device(
     assert chosen(install_torch, monkeypatch, failing=2) == [f"{pin}+cpu", f"uv {pin}", pin]
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in said] == [
-        "torch: installing the CPU build",
-        "torch: no index with CPU builds can be reached: installing the package index's build, with gigabytes for CUDA",
+        "torch: installing the CPU build, about 0.2 GB",
+        "torch: no index with CPU builds can be reached: installing the package index's build, about 2.7 GB",
     ]
     assert chosen(install_torch, monkeypatch, "--torch", "--index-url URL torch==1") == ["--index-url URL torch==1"]
 
