@@ -45,7 +45,7 @@ def main() -> int:
 
     if given.torch:
         return install(*shlex.split(given.torch))
-    pin = pinned_torch(CONSTRAINTS.read_text())
+    pin = pinned("torch")
     if not given.cpu and has_nvidia_device():
         say("installing the build for CUDA, about 2.7 GB (an NVIDIA device is here)")
         return install(pin)
@@ -65,15 +65,15 @@ def has_nvidia_device() -> bool:
     return program is not None and subprocess.run([program, "-L"], capture_output=True, check=False).returncode == 0
 
 
-def pinned_torch(constraints: str) -> str:
-    """The line of torch."""
-    (pin,) = [line for line in constraints.splitlines() if line.startswith("torch==")]
+def pinned(name: str) -> str:
+    """The line of the constraints that pins ``name``."""
+    (pin,) = [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f"{name}==")]
     return pin
 
 
 def pip_install(*arguments: str, quiet: bool = False) -> int:
     """Install without dependencies, and without bytecode for all of torch. With ``quiet`` a failure prints nothing."""
-    options = ["--no-input", "install", "--no-compile", "--no-deps", "-c", str(CONSTRAINTS)]
+    options = ["--no-input", "install", "--no-compile", "--no-deps", *([] if quiet else ["-c", str(CONSTRAINTS)])]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *options, *arguments]
     return subprocess.run(command, stderr=subprocess.DEVNULL if quiet else None, check=False).returncode
 
@@ -81,7 +81,7 @@ def pip_install(*arguments: str, quiet: bool = False) -> int:
 def install_with_uv(pin: str) -> int:
     """Install ``pin`` from torch's own index, by a uv that is removed afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        if pip_install("--target", folder, "uv", quiet=True) != 0:
+        if pip_install("--target", folder, pinned("uv"), quiet=True) != 0:
             return 1
         options = ["--no-config", "--torch-backend", "cpu", "--no-deps", "--python", sys.executable]
         command = [f"{folder}/bin/uv", "pip", "install", *options, pin]

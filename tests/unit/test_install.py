@@ -203,7 +203,7 @@ def chosen(
 def test_the_build_of_torch_follows_the_device(
     install_torch: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pin = install_torch.pinned_torch((ROOT / "constraints.txt").read_text())
+    pin = install_torch.pinned("torch")
     assert chosen(install_torch, monkeypatch, device=True) == [pin]
     assert chosen(install_torch, monkeypatch) == [f"{pin}+cpu"]
     assert chosen(install_torch, monkeypatch, "--cpu", device=True) == [f"{pin}+cpu"]
