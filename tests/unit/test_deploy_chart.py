@@ -396,6 +396,7 @@ def test_prometheus_and_grafana_find_the_mesh(helm: str) -> None:
             (port,) = (each["name"] for each in pod.container["ports"] if each["name"] in endpoints)
             assert endpoints[port]["tlsConfig"]["serverName"] == "mesh.internal"
             assert endpoints[port]["scheme"] == "https"
+            assert endpoints[port]["honorLabels"]
     (dashboard,) = of_kind(made, "ConfigMap")
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(dashboard["data"]["pdmesh.json"]) == json.loads((DEPLOY / "grafana/pdmesh.json").read_text())

@@ -6,6 +6,7 @@ The chart is tested by `test_deploy_chart`.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -21,7 +22,7 @@ import msgspec.yaml
 import pytest
 
 from pdmesh.config import MeshConfig
-from pdmesh.config_sources import CONFIG_FILE_VARIABLE, load_config
+from pdmesh.config_sources import COMPOSE_VARIABLES, CONFIG_FILE_VARIABLE, load_config
 from pdmesh.settings import settings_of
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +30,9 @@ pytestmark = pytest.mark.anyio
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm"
 STACK = DEPLOY / "swarm/stack.yaml"
+STACK_GPU = DEPLOY / "swarm/stack.gpu.yaml"
 COMPOSE = DEPLOY / "compose/compose.yaml"
+COMPOSE_GPU = DEPLOY / "compose/compose.gpu.yaml"
 ETCD_IMAGE = "pdmesh-etcd"  # of Dockerfile.etcd beside it
 
 
@@ -40,22 +43,115 @@ def variables_in(text: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "file",
-    [*sorted(CHART.rglob("*.*")), STACK, COMPOSE, *sorted(DEPLOY.glob("s[yl]*/pdmesh*"))],
+    [*sorted(CHART.rglob("*.*")), STACK, STACK_GPU, COMPOSE, COMPOSE_GPU, *sorted(DEPLOY.glob("s[yl]*/pdmesh*"))],
     ids=lambda f: f.name,
 )
 def test_every_variable_is_a_setting(file: Path) -> None:
     known = {f"PDMESH_{setting.name.replace('.', '_').upper()}" for setting in settings_of(MeshConfig)}
-    compose = {"PDMESH_PORT", "PDMESH_MODELS", "PDMESH_TORCH"}
-    assert variables_in(file.read_text()) <= known | compose
+    assert variables_in(file.read_text()) <= known | COMPOSE_VARIABLES
+
+
+def read_by_docker(*files: Path) -> dict[str, Any]:
+    """The services of a stack, as Docker reads and merges its files."""
+    if shutil.which("docker") is None:
+        pytest.skip("docker is not installed")
+    command = ["docker", "stack", "config", *(part for file in files for part in ("-c", str(file)))]
+    environ = {"PATH": os.environ["PATH"], "HF_TOKEN": "hf_x"}
+    read = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert read.returncode == 0, read.stderr
+    assert "unsupported" not in read.stderr.lower()
+    services: dict[str, Any] = msgspec.yaml.decode(read.stdout)["services"]
+    return services
 
 
 def test_the_stack_is_what_docker_reads() -> None:
-    if shutil.which("docker") is None:
-        pytest.skip("docker is not installed")
-    command = ["docker", "stack", "config", "-c", str(STACK)]
-    read = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert read.returncode == 0, read.stderr
-    assert "unsupported" not in read.stderr.lower()
+    services = read_by_docker(STACK)
+    for name in ("gateway", "prefill", "decode"):
+        assert services[name]["environment"]["HF_TOKEN"] == "hf_x"
+        targets = {each["target"] for each in services[name]["volumes"]}
+        assert targets == {"/models", "/home/pdmesh/huggingface"}, "a node downloads a hub model once"
+    assert "HF_TOKEN" not in services["scheduler"]["environment"]
+
+
+def test_swarm_gives_each_worker_a_gpu_of_its_own() -> None:
+    services = read_by_docker(STACK, STACK_GPU)
+    for name in ("prefill", "decode"):
+        (resource,) = services[name]["deploy"]["resources"]["reservations"]["generic_resources"]
+        assert resource == {"discrete_resource_spec": {"kind": "GPU", "value": 1}}
+        assert services[name]["environment"]["PDMESH_WORKER_DEVICE"] == "cuda"
+        assert services[name]["environment"]["PDMESH_WORKER_INSTANCE_ID"], "that of the stack is still there"
+        assert services[name]["deploy"]["update_config"]["order"] == "stop-first"
+    assert services["gateway"]["image"] == "pdmesh"
+
+
+class Container:
+    """The start of a worker's container: its entrypoint with a Python that prints what it was given, and waits."""
+
+    def __init__(self, folder: Path, gpus: str) -> None:
+        worker = services_of(COMPOSE)["decode"]
+        shell, option, script = worker["entrypoint"]
+        script = script.replace("$$", "$").replace("/dev/shm", str(folder)).replace("/tmp/ready.json", "/dev/null")
+        python = folder / "bin/python"
+        python.parent.mkdir(exist_ok=True)
+        python.write_text('#!/bin/sh\necho "$* $PDMESH_WORKER_METRICS_PORT $CUDA_VISIBLE_DEVICES"\nexec cat\n')
+        python.chmod(0o755)
+        environ = {"PATH": f"{python.parent}:{os.environ['PATH']}", "GPUS": gpus}
+        environ["FIRST_PORT"] = worker["environment"]["FIRST_PORT"]
+        pipe = subprocess.PIPE
+        command = [shell, option, script, *worker["command"]]
+        self._process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        assert self._process.stdout is not None
+        self.printed = self._process.stdout.readline().strip()
+
+    def end(self) -> tuple[int, str]:
+        """End it, and return its exit code and what it complained about."""
+        _, complaint = self._process.communicate(timeout=10)
+        return self._process.returncode, complaint
+
+
+def test_each_container_of_a_service_has_a_gpu_and_a_port_of_its_own(tmp_path: Path) -> None:
+    first, second = Container(tmp_path, "3 4,5"), Container(tmp_path, "3 4,5")
+    assert first.printed == "-m pdmesh_decode 9200 3"
+    assert second.printed == "-m pdmesh_decode 9201 4,5"
+    code, complaint = Container(tmp_path, "3 4,5").end()
+    assert code == 1
+    assert "pdmesh_decode 3 has no GPU: name one for each container" in complaint
+    assert json.loads((tmp_path / "pdmesh_decode-1.json").read_text()) == [{"targets": ["host:9201"]}]
+    assert first.end() == (0, "")
+    again = Container(tmp_path, "3 4,5")
+    assert again.printed == "-m pdmesh_decode 9200 3", "the number of the one that ended"
+    assert (again.end()[0], second.end()[0]) == (0, 0)
+    without = Container(tmp_path, "")
+    assert without.printed == "-m pdmesh_decode 9200"
+    assert without.end() == (0, "")
+
+
+def test_compose_gives_workers_their_gpus_by_name() -> None:
+    services = services_of(COMPOSE_GPU)
+    for name, variable in (("prefill", "PDMESH_PREFILL_GPU"), ("decode", "PDMESH_DECODE_GPU")):
+        assert variable in services[name]["environment"]["GPUS"]
+        (device,) = services[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["count"] == "all"
+        assert "entrypoint" not in services[name], "that of compose.yaml chooses"
+
+
+def test_prometheus_of_compose_scrapes_each_service_where_it_listens() -> None:
+    services = services_of(COMPOSE)
+    configs = msgspec.yaml.decode(COMPOSE.read_text())["configs"]
+    jobs = {each["job_name"]: each for each in msgspec.yaml.decode(configs["prometheus"]["content"])["scrape_configs"]}
+    for name, setting in (("gateway", "PDMESH_GATEWAY_PORT"), ("scheduler", "PDMESH_SCHEDULER_METRICS_PORT")):
+        assert jobs[name]["static_configs"] == [{"targets": [f"{name}:{services[name]['environment'][setting]}"]}]
+    assert jobs["workers"]["file_sd_configs"] == [{"files": ["/dev/shm/pdmesh_*.json"]}]
+    assert services["prometheus"]["ipc"] == services["decode"]["ipc"] == services["prefill"]["ipc"]
+    for name in ("scheduler", "prefill", "decode"):
+        assert services[name]["environment"]["PDMESH_TELEMETRY_METRICS_HOST"] == "0.0.0.0"
+    for name in ("prometheus", "grafana"):
+        assert services[name]["profiles"] == ["monitoring"]
+        assert all(each["source"] in configs for each in services[name]["configs"])
+    (folder,) = services["grafana"]["volumes"]
+    assert (COMPOSE.parent / folder.split(":")[0] / "pdmesh.json").is_file()
+    provider = msgspec.yaml.decode(configs["grafana-dashboards"]["content"])["providers"][0]
+    assert provider["options"]["path"] == folder.split(":")[1]
 
 
 def test_the_stack_has_a_standby_and_an_etcd_that_outlives_a_node() -> None:
