@@ -230,7 +230,7 @@ class Kubernetes:
             f"  decode: {{replicas: {self._values['decode']}, resources: {small}}}\n"
             f'settings: {{POLICY_CHUNK_TOKENS: "{self._values["chunk"]}", STANDBY_LEASE_S: "{LEASE_S}"}}\n'
         )
-        text = run("helm", "template", RELEASE, str(CHART), "-n", "default", "-f", str(values))
+        text = run("helm", "template", "--no-hooks", RELEASE, str(CHART), "-n", "default", "-f", str(values))
         text = re.sub(r"policy/v1$", "policy/v1beta1", text, flags=re.MULTILINE)
         self.kubectl("apply", "--validate=false", "-f", "-", given=re.sub(r", endPort: \d+", "", text))
 
