@@ -399,7 +399,7 @@ async def test_arguments_fit_an_everyday_type(
             await calls_of(tools, ToolChoice(mode="required"), checker, most=1)
         return
     calls, warnings = await calls_of(tools, ToolChoice(mode="required"), checker, most=1)
-    answers = AnswerFormat(tools=FORMATS["hermes"], template_knows_tools=True, textless_ids={})
+    answers = AnswerFormat(tools=FORMATS["hermes"], textless_ids={})
     grammar = answers.grammar(ReasoningStart.NONE, calls, "")
     answer = written(grammars, tokenizer, grammar, rng)
     call = json.loads(answer.removeprefix("<tool_call>").removesuffix("</tool_call>"))
