@@ -82,6 +82,7 @@ def build_app(serving: Serving) -> ASGIApp:
         open_to_all += [
             ("/ui", "GET", ui.files.index),
             ("/ui/{name}", "GET", ui.files.named),
+            ("/chat", "GET", partial(ui.files.send, name="chat.html")),
             *((path, "GET", ui.elsewhere) for path in ("/", "/ui/")),
         ]
     routes = [

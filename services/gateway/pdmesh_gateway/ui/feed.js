@@ -4,9 +4,15 @@ const FIRST_PAUSE_MS = 500;
 const LAST_PAUSE_MS = 8000;
 
 let key = sessionStorage.getItem("pdmesh-key") ?? "";
-let askForKey = async () => "";
 
-export function onKeyNeeded(ask) { askForKey = ask; }
+// The key that a person types into the page's dialog; empty if none.
+function askForKey() {
+  const dialog = document.getElementById("ask-key");
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(document.getElementById("key").value), { once: true });
+    if (!dialog.open) dialog.showModal();
+  });
+}
 
 // A fetch with the key, which asks for one when there is none or it is refused.
 export async function request(path, options = {}) {

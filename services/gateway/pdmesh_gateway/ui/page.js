@@ -1,8 +1,7 @@
 // What the mesh does now: the page's parts, each redrawn from the last frame.
 
 import { Charts, seconds } from "./charts.js";
-import { openChat } from "./chat.js";
-import { follow, onKeyNeeded, reason, request } from "./feed.js";
+import { follow, reason, request } from "./feed.js";
 import { duration, kindOf, notesOf, safetyText, timeOf } from "./history.js";
 import { KINDS, Timeline } from "./timeline.js";
 import { drawWay } from "./way.js";
@@ -12,7 +11,6 @@ const timeline = new Timeline($("timeline"));
 const charts = new Charts($("charts"), () => timeline.colours);
 let frame = null;
 let chosen = null;
-let modelName = "";
 
 // --- small helpers ---
 
@@ -239,12 +237,10 @@ $("pause").onclick = () => {
   put($("pause"), on ? "go on" : "pause");
   timeline.pause(on);
 };
-onKeyNeeded(() => new Promise((resolve) => {
-  const dialog = $("ask-key");
-  dialog.addEventListener("close", () => resolve($("key").value), { once: true });
-  if (!dialog.open) dialog.showModal();
-}));
-openChat({ form: $("ask"), question: $("question"), log: $("chat"), model: () => modelName, choose });
+// A request may be named by the address: answers in the chat link to their way.
+function chooseNamed() { if (location.hash) choose(decodeURIComponent(location.hash.slice(1))); }
+addEventListener("hashchange", chooseNamed);
+chooseNamed();
 
 addEventListener("resize", () => { charts.draw(); showWay(); });
 
@@ -258,10 +254,8 @@ follow("ui/events", (next) => {
     return;
   }
   frame = next;
-  modelName = next.model;
   put($("model"), next.model);
   if (next.requests.length || next.steps.length) $("parts").classList.remove("fresh");
-  put($("talk-model"), next.model);
   timeline.take(next);
   charts.take(next);
   showFigures();
