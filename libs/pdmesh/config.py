@@ -154,7 +154,7 @@ class GatewayConfig:
         int | None,
         "inherited socket, bound to the port, that the gateways of one `pdmesh up` share; set by `pdmesh up`",
     ] = None
-    ui: Annotated[bool, "serve the live page at /ui; without API keys, only to this machine"] = True
+    ui: Annotated[bool, "serve the live page at /ui, without API keys only to this machine, and a chat at /chat"] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

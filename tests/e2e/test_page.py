@@ -34,16 +34,18 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningMesh]:
 async def test_one_sees_the_own_request_travel(mesh: RunningMesh, tmp_path: Path, dark: bool) -> None:
     assert CHROMIUM is not None
     async with open_page(CHROMIUM) as page:
-        await page.open(f"{mesh.base_url}/ui", dark=dark)
-        await page.until("document.querySelectorAll('.instance').length === 2")
-        await page.until("document.getElementById('health').textContent === 'serving'")
+        await page.open(f"{mesh.base_url}/chat", dark=dark)
+        await page.until("document.getElementById('model').textContent !== ''")
         await page.run(
             "document.getElementById('question').value = 'Why separate prefill and decode?';"
             "document.getElementById('ask').requestSubmit()"
         )
-        await page.until("document.querySelectorAll('#chat button').length === 1")
-        answer = await page.run("document.querySelector('#chat .model').textContent")
+        await page.until("document.querySelector('.foot a') !== null")
+        answer = await page.run("document.querySelector('.text').textContent")
         assert answer.startswith("Because they want different things.")
+        await page.open(await page.run("document.querySelector('.foot a').href"), dark=dark)
+        await page.until("document.querySelectorAll('.instance').length === 2")
+        await page.until("document.getElementById('health').textContent === 'serving'")
         # its life: from the queue to the end, with the KV's way if it moved
         await page.until("document.getElementById('life-title').textContent.endsWith('finished')")
         life = await page.run(
@@ -52,11 +54,11 @@ async def test_one_sees_the_own_request_travel(mesh: RunningMesh, tmp_path: Path
         assert life[0] == "queued"
         assert "chunk" in life
         assert "finished" in life
-        # its step is on the timeline, and the figures have been filled in
-        await page.until("pdmesh.timeline.steps.some((step) => step[3] > 0)")
-        await page.until("pdmesh.timeline.steps.some((step) => step[3] === 0 && step[4] > 0)")  # and its decodes
         async with mesh.client() as client:  # on a busy machine all tokens of the short answer may come at once
             await complete(client, mesh.model, [5, 6, 7], max_tokens=500)
+        # steps are on the timeline, and the figures have been filled in
+        await page.until("pdmesh.timeline.steps.some((step) => step[3] > 0)")
+        await page.until("pdmesh.timeline.steps.some((step) => step[3] === 0 && step[4] > 0)")  # decodes
         await page.until("document.getElementById('figures').textContent.includes('ms')")
         # its way is drawn: it waited, was computed and decoded; charts have its first token
         for kind in ("prefill", "decode"):

@@ -270,7 +270,7 @@ class MeshRun:
         named = "" if record.name == DEFAULT_NAME else f" --name {record.name}"
         body = {"model": record.model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
         has_key = self.config.security.api_key or self.config.security.api_keys_file
-        page = f", or {url}/ui" if self.config.gateway.ui else ""
+        page = f", or {url}/ui; talk to the model at {url}/chat" if self.config.gateway.ui else ""
         key = ' -H "Authorization: Bearer $PDMESH_API_KEY"' if has_key else ""
         tls = self.config.security
         trusted = f" --cacert {shlex.quote(str(tls.tls_ca or tls.tls_cert))}" if tls.tls_cert else ""
