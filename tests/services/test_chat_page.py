@@ -154,7 +154,7 @@ async def test_markdown_of_a_hostile_answer_is_text_and_links_to_the_web(model: 
 
 
 async def test_markdown_is_parsed_in_linear_time_and_at_any_depth(model: Path) -> None:
-    """Each text would take hours, or more frames than a stack has, if a reader went back over it."""
+    """A parser that backtracks would take hours for each of these texts, or overflow its stack."""
     n = 20_000
     texts = ["*a " * n + "b* " * n, "[" * n, "[a](" * n, "`a``b" * n, "> " * n, "```" + "a" * n + "`"]
     texts += ["\n".join(" " * depth + "- x" for depth in range(1000)), "|a" * n + "\n" + "|-" * n + "\n" + "|\n" * n]

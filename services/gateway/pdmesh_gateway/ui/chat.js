@@ -1,4 +1,4 @@
-// The page to talk to the model: conversations of turns, each a question and its answer as it came.
+// The page to talk to the model: conversations of turns, each a question and its answer.
 
 import { Conversations } from "./conversations.js";
 import { events, reason, request } from "./feed.js";
@@ -8,13 +8,13 @@ const $ = (id) => document.getElementById(id);
 const PREFIX = `pdmesh-chat-1 ${location.pathname} `;
 const SAVE_MS = 3000; // while an answer comes
 const NEAR_END = 60; // pixels from the end within which the transcript follows an answer
-const UNFINISHED = new Set(["length", "stopped", "failed"]);
+const ENDS = { length: "Cut at its limit of tokens.", stopped: "Stopped.", failed: "The answer failed." }; // and may go on
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const NEW_ANSWER = { text: "", reasoning: "", calls: [], end: null, error: "", id: null, usage: null, ttft_ms: null, took_ms: null };
 
 const conversations = new Conversations(browserStorage(), PREFIX);
-const running = new Map(); // conversation's id → what stops its answer
-const views = new WeakMap(); // turn → what shows it
+const running = new Map(); // conversation id → AbortController of its answer
+const views = new WeakMap(); // turn → its elements
 let current = null;
 let model;
 
@@ -48,7 +48,7 @@ function save(conversation) {
 
 // --- asking ---
 
-// What the model is asked: whole turns, the question, and the answer so far where that goes on.
+// Body of a request: the turns that have an answer, then the last question; with `goesOn`, the answer so far, too.
 function bodyOf({ settings, turns }, goesOn) {
   const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
   for (const turn of turns) {
@@ -62,7 +62,7 @@ function bodyOf({ settings, turns }, goesOn) {
   return { model, messages, stream: true, stream_options: { include_usage: true }, ...numbers, ...more };
 }
 
-// Answers the last question, again or for the first time; `goesOn` adds to the answer that is there.
+// Streams an answer to the last question; `goesOn` continues the present answer, else a new one replaces it.
 async function answer(conversation, { goesOn = false } = {}) {
   const turn = conversation.turns.at(-1), before = { ...turn };
   Object.assign(turn, goesOn ? { end: null, error: "" } : structuredClone(NEW_ANSWER));
@@ -102,7 +102,7 @@ async function answer(conversation, { goesOn = false } = {}) {
     if (turn.end === null) throw new Error("the connection ended before the answer did");
   } catch (error) {
     const wasStopped = stopper.signal.aborted;
-    if (!came && before.text) Object.assign(turn, before); // what was there stays
+    if (!came && before.text) Object.assign(turn, before); // keep the earlier answer
     else turn.end = wasStopped ? "stopped" : "failed";
     if (!wasStopped) turn.error = error.message;
   }
@@ -111,10 +111,10 @@ async function answer(conversation, { goesOn = false } = {}) {
   showList();
   paint(turn);
   showState();
-  if (conversation === current) say(turn.error ? "The answer failed." : turn.end === "stopped" ? "Stopped." : "The answer is complete.");
+  if (conversation === current) say(turn.error ? "The answer failed." : ENDS[turn.end] ?? "The answer is complete.");
 }
 
-// Adds what a choice brings to an answer; whether that was anything.
+// Adds a chunk's choice to an answer. Returns whether the choice holds text, reasoning or a call.
 function take(turn, { delta = {}, finish_reason: end }) {
   turn.text += delta.content ?? "";
   turn.reasoning += delta.reasoning_content ?? "";
@@ -152,7 +152,7 @@ function viewOf(turn) {
   return view;
 }
 
-// Something folded.
+// A folded part of an answer.
 function aside(title) {
   const box = element("details", "aside"), summary = element("summary", "", title), text = element("pre");
   box.append(summary, text);
@@ -185,8 +185,7 @@ function paint(turn) {
   while (view.calls.children.length > turn.calls.length) view.calls.lastElementChild.remove();
   view.notes.replaceChildren();
   if (turn.error) view.notes.append(element("p", "failed", turn.error));
-  if (turn.end === "length") view.notes.append(element("p", "cut", turn.text ? "Cut at its limit of tokens." : "Cut at its limit of tokens, within its reasoning."));
-  if (turn.end === "stopped") view.notes.append(element("p", "cut", "Stopped."));
+  if (turn.end === "length" || turn.end === "stopped") view.notes.append(element("p", "cut", ENDS[turn.end]));
   view.foot.replaceChildren(...(isRunning ? [] : footOf(turn, isLast)));
   if (follows) transcript.scrollTop = transcript.scrollHeight;
 }
@@ -197,7 +196,7 @@ function footOf(turn, isLast) {
   if (isLast) {
     const conversation = current;
     const again = (goesOn) => { answer(conversation, { goesOn }); $("question").focus(); };
-    if (turn.text && UNFINISHED.has(turn.end)) parts.push(button("continue", "continue the answer", () => again(true)));
+    if (turn.text && ENDS[turn.end]) parts.push(button("continue", "continue the answer", () => again(true)));
     parts.push(turn.text ? button("regenerate", "regenerate the answer", () => again(false)) : button("try again", "try again", () => again(false)));
   }
   if (turn.id) {
@@ -211,7 +210,7 @@ function footOf(turn, isLast) {
   if (turn.usage) {
     const tokens = turn.usage.completion_tokens, decode_s = (turn.took_ms - turn.ttft_ms) / 1000;
     const rate = tokens > 1 && decode_s > 0 ? `, then ${((tokens - 1) / decode_s).toFixed(1)} tokens/s` : "";
-    parts.push(element("span", "", `${tokens} tokens, the first after ${(turn.ttft_ms / 1000).toFixed(2)} s${rate}`));
+    parts.push(element("span", "", `${tokens} ${tokens === 1 ? "token" : "tokens"}, the first after ${(turn.ttft_ms / 1000).toFixed(2)} s${rate}`));
   }
   return parts;
 }

@@ -1,4 +1,4 @@
-// Conversations with the model, kept in this browser: one entry of its storage each. The oldest go first.
+// Conversations with the model, kept in this browser: one entry of its storage each. The least recent is dropped first.
 
 const MAX_CONVERSATIONS = 100;
 const MAX_CHARACTERS = 2_000_000; // of all entries; browsers keep about five million
@@ -9,11 +9,11 @@ export class Conversations {
     this.storage = storage;
     this.prefix = prefix;
     this.all = new Map();
-    this.sizes = new Map(); // characters that each takes
+    this.sizes = new Map(); // conversation id → characters of its entry
     for (const name of Object.keys(storage ?? {})) this.load(name);
   }
 
-  // Reads an entry, which may be another page's of this browser; without one, forgets the conversation.
+  // Reads an entry, which another tab may have written. Forgets the conversation if the entry is gone.
   load(name) {
     if (!name.startsWith(this.prefix)) return;
     const id = name.slice(this.prefix.length), text = this.storage.getItem(name);
@@ -21,10 +21,10 @@ export class Conversations {
     if (text === null) return;
     try {
       const conversation = JSON.parse(text);
-      for (const turn of conversation.turns) turn.end ??= "stopped"; // the page went while it came
+      for (const turn of conversation.turns) turn.end ??= "stopped"; // the page was closed during the answer
       this.all.set(id, conversation);
       this.sizes.set(id, text.length);
-    } catch { /* another version's: leave it */ }
+    } catch { /* of another version: ignored */ }
   }
 
   list() { return [...this.all.values()].sort((a, b) => b.at - a.at); }
@@ -36,7 +36,7 @@ export class Conversations {
     return conversation;
   }
 
-  // Writes a conversation; false where the browser does not keep it.
+  // Writes a conversation. Returns false if the browser refuses.
   save(conversation) {
     if (this.all.get(conversation.id) !== conversation || !conversation.turns.length) return true; // deleted, or empty
     const text = JSON.stringify(conversation);

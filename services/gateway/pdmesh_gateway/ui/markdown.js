@@ -2,7 +2,7 @@
 // tag is a literal of this file. Parsing takes time linear in the text.
 
 const MAX_DEPTH = 8; // of lists and quotes within each other
-const MAX_OPEN = 16; // emphases that wait for their end
+const MAX_OPEN = 16; // unclosed emphases
 const MAX_LABEL = 500, MAX_URL = 2000; // characters of a link
 
 const FENCE = /^( *)(`{3,}|~{3,}(?!~))([^`]*)$/;
@@ -45,7 +45,7 @@ function fence(lines, at) {
     if (line.startsWith(mark) && line === mark[0].repeat(line.length)) return [{ tag: "pre", language, children: [inner.join("\n")] }, at + 1];
     inner.push(lines[at].slice(Math.min(indent.length, leadOf(lines[at]))));
   }
-  return [{ tag: "pre", language, children: [inner.join("\n")] }, at]; // its end is still to come
+  return [{ tag: "pre", language, children: [inner.join("\n")] }, at]; // the closing fence has not come yet
 }
 
 function heading(lines, at) {
@@ -113,8 +113,8 @@ function leadOf(line) { return line.length - line.trimStart().length; }
 const MARK = /\\([!-/:-@[-`{-~])|(`+)|<br ?\/?>|<(https?:\/\/[^\s<>]{1,2000})>|(https?:\/\/[^\s<>`|]{1,2000})|(!?\[)|(\*+|_+|~~)/g;
 
 function inline(text, inLink = false) {
-  const out = [], open = []; // emphases that wait: [mark, its place in `out`]
-  const waiting = new Map(); // mark → how many of `open`
+  const out = [], open = []; // unclosed emphases: [mark, its place in `out`]
+  const waiting = new Map(); // mark → its number in `open`
   let done = 0;
   const say = (node) => { if (node !== "") out.push(node); };
   MARK.lastIndex = 0;
@@ -215,7 +215,7 @@ function withoutTail(url) {
   return url.slice(0, end);
 }
 
-// A link to a page of the web; null for any other address, and for one that hides its host behind a name.
+// A link to an address of http or https; null for any other, and for one with a user name, which may imitate a host.
 function link(address, children, inLink) {
   let url;
   try { url = new URL(address); } catch { return null; }
@@ -225,9 +225,9 @@ function link(address, children, inLink) {
 
 // --- elements ---
 
-const shown = new WeakMap(); // element → the block that it shows, as text
+const shown = new WeakMap(); // element → its block as JSON
 
-// Shows a text within an element. Blocks that are as they were are left alone, so a selection lasts while text comes.
+// Shows a text within an element. Unchanged blocks keep their elements, so a selection survives a stream.
 export function show(container, text) {
   const nodes = parse(text);
   for (const [number, node] of nodes.entries()) {
@@ -281,7 +281,7 @@ async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
-  } catch { // a browser has no clipboard for pages that came without TLS from another machine
+  } catch { // without TLS, a browser offers a clipboard to pages of its own machine only
     const field = document.createElement("textarea");
     field.value = text;
     document.body.append(field);
