@@ -209,7 +209,7 @@ function footOf(turn, isLast) {
   }
   if (turn.usage) {
     const tokens = turn.usage.completion_tokens, decode_s = (turn.took_ms - turn.ttft_ms) / 1000;
-    const rate = tokens > 1 && decode_s > 0 ? `, then ${((tokens - 1) / decode_s).toFixed(1)} tokens/s` : "";
+    const rate = tokens > 1 && decode_s > 0.05 ? `, then ${((tokens - 1) / decode_s).toFixed(1)} tokens/s` : "";
     parts.push(element("span", "", `${tokens} ${tokens === 1 ? "token" : "tokens"}, the first after ${(turn.ttft_ms / 1000).toFixed(2)} s${rate}`));
   }
   return parts;
