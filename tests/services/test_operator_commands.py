@@ -14,7 +14,7 @@ import anyio
 import anyio.from_thread
 import anyio.to_thread
 import pytest
-from click.testing import CliRunner
+from typer.testing import CliRunner
 
 from pdmesh.cli.app import app
 from pdmesh.config import MeshConfig, SecurityConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
+from typer.testing import CliRunner
 
 from pdmesh.cli.app import app
 from pdmesh.cli.http import Target

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from pdmesh.apikeys import SCOPES, ApiKey, Operator, entry_of, hash_key, parse_api_keys, parse_operators
 from pdmesh.cli.app import app

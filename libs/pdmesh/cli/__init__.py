@@ -13,18 +13,18 @@ from pdmesh.failures import sentence
 def main() -> int:
     """Run the command line; the exit code is 0 done, 1 failed, 2 wrong usage or configuration."""
     _mend_standard_streams()
-    import click
+    import typer
 
     from pdmesh.cli.app import app
 
     try:
-        return int(app.main(prog_name="pdmesh", standalone_mode=False) or 0)
-    except click.UsageError as error:
-        command = "pdmesh" if error.ctx is None else error.ctx.command_path
-        message = error.format_message().rstrip(".")
+        return int(app(prog_name="pdmesh", standalone_mode=False) or 0)
+    except typer.TyperException as error:
+        command = getattr(getattr(error, "ctx", None), "command_path", "pdmesh")
+        message = " ".join(error.format_message().split()).rstrip(".")
         sys.stderr.write(f"pdmesh: {message[0].lower()}{message[1:]}; see `{command} --help`\n")
         return 2
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         sys.stderr.write("\n")
         return 130
     except ConfigError as error:

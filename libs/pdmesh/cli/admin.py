@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import anyio
-import click
 import msgspec
+import typer
 
 from pdmesh.cli.history_view import events_table, note_lines
 from pdmesh.cli.options import Output
@@ -37,38 +37,38 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
         raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
         local = None if record is None else _public(record)
-        click.echo(msgspec.json.format(msgspec.json.encode({"mesh": local, "state": answer})).decode())
+        typer.echo(msgspec.json.format(msgspec.json.encode({"mesh": local, "state": answer})).decode())
         return
     if record is not None:
-        click.echo(_where(record))
-    verdict = click.style("ready", fg="green") if answer.ready else click.style("not ready", fg="red")
+        typer.echo(_where(record))
+    verdict = typer.style("ready", fg="green") if answer.ready else typer.style("not ready", fg="red")
     rest = "" if answer.ready else f": {answer.reason}"
     batching = f"  batching {answer.batching}" if answer.batching else ""
-    click.echo(
+    typer.echo(
         f"{verdict}{rest}  waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}{batching}"
     )
     if (speed := speed_line(latest.requests, time.time())) is not None:
-        click.echo(speed)
+        typer.echo(speed)
     instances_table(answer).show()
     for line in note_lines(answer):
-        click.secho(line, fg="yellow")
+        typer.secho(line, fg="yellow")
     if record is not None:
-        click.echo()
+        typer.echo()
         processes_table(record).show()
     for line in _lines(answer):
-        click.echo(line)
+        typer.echo(line)
     if len({row.arithmetic for row in answer.instances}) > 1:
         from pdmesh.core.instances.arithmetic import several_classes
 
         classes = several_classes({row.instance_id: row.arithmetic for row in messages.in_order(answer.instances)})
-        click.secho(classes, fg="yellow")
+        typer.secho(classes, fg="yellow")
     if (weights := weights_line(answer)) is not None:
-        click.secho(weights, fg="yellow" if len(answer.revisions) > 1 else None)
+        typer.secho(weights, fg="yellow" if len(answer.revisions) > 1 else None)
     if answer.tenants:
-        click.echo()
+        typer.echo()
         tenants_table(answer).show()
     if answer.events:
-        click.echo()
+        typer.echo()
         events_table(answer.events, answer.at, MAX_EVENTS).show()
 
 
@@ -129,7 +129,7 @@ def show_request(config: MeshConfig, state: StateFolder, request_id: str, output
     if not isinstance(answer, messages.RequestRecord | messages.RequestList):
         raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
-        click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     elif isinstance(answer, messages.RequestRecord):
         print_request(answer)
     else:
@@ -143,7 +143,7 @@ def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Ou
     if not isinstance(answer, messages.RequestList):
         raise ProtocolError("the scheduler sent an unexpected answer")
     if output is Output.JSON:
-        click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
         requests_table(answer.requests).show()
 
@@ -164,7 +164,7 @@ def _where(record: MeshRecord) -> str:
     """Return the mesh's name and addresses, in two lines that fit 80 columns."""
     up_s = time.time() - record.started_at
     grpc_address = next((s.facts["grpc_address"] for s in record.services if "grpc_address" in s.facts), "")
-    name = click.style(record.name, bold=True)
+    name = typer.style(record.name, bold=True)
     return f"mesh {name}  model {record.model}  up {duration(up_s)}\nhttp {record.http_address}  grpc {grpc_address}"
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import click
 import msgspec
+import typer
 
 from pdmesh.cli.admin import target
 from pdmesh.cli.options import Asked, Output
@@ -146,7 +146,7 @@ def run_advise(asked: Asked, options: AdviceOptions) -> None:
     """Print what would have been better. Raises ConfigError if the log does not contain enough."""
     advice = advise(recording_of(asked, options), options, asked.output)
     if asked.output is Output.JSON:
-        click.echo(json.dumps(_as_json(advice), indent=2))
+        typer.echo(json.dumps(_as_json(advice), indent=2))
     else:
         _print(advice)
 
@@ -222,19 +222,19 @@ def _print(advice: Advice) -> None:
         if each is not advice.now:
             _add(table, each, f"{100 * (each.attainment - advice.now.attainment):+.1f}")
     table.show()
-    click.echo(
+    typer.echo(
         f"{advice.num_requests} requests; all figures but the first line's are simulated, with a model of their steps"
     )
     if (other := advice.too_slow) is not None:
-        click.echo(
+        typer.echo(
             f"{other.proposal.pools} ({other.proposal.bundle}) would have had more within targets, but takes more than "
             f"{1e3 * advice.tpot_limit_s:.3g} ms per token; set the limit with --slo-tpot"
         )
     if advice.best is None:
-        click.echo(f"no proposal is better by {100 * advice.min_gain:g} points: keep the mesh as it is")
+        typer.echo(f"no proposal is better by {100 * advice.min_gain:g} points: keep the mesh as it is")
         return
     for command in command_of(advice.now.proposal, advice.best.proposal):
-        click.echo(f"  {command}")
+        typer.echo(f"  {command}")
 
 
 def _add(table: Table, each: Foretold, what: str) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-import click
-from click.exceptions import Exit
+import typer
+from typer import Argument, Exit, Option
 
 from pdmesh import __version__
-from pdmesh.cli.commands import Argument, Commands, Flag, Option
+from pdmesh.cli.commands import Commands
 from pdmesh.cli.keys import app as keys_app
 from pdmesh.cli.operator_commands import app as operator_app
 from pdmesh.cli.operator_commands import ops_app, pool_app
@@ -28,6 +28,7 @@ from pdmesh.cli.options import (
     ClientKey,
     ConfigFile,
     Decode,
+    Flag,
     Given,
     Mixed,
     Name,
@@ -45,35 +46,32 @@ from pdmesh.cli.state import DEFAULT_NAME, state_folder
 from pdmesh.cli.study_commands import app as study_app
 from pdmesh.cli.tls import app as tls_app
 from pdmesh.errors import ConfigError
+from pdmesh.units import parse_seconds
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
     from pdmesh.cli.http import Target
     from pdmesh.config import MeshConfig
 
 
-def _print_version(context: click.Context, _param: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        version()
-        context.exit()
-
-
-app = Commands(
-    "pdmesh",
-    "A disaggregated serving mesh for large language models.",
-    params=[
-        click.Option(
-            ["--version"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_print_version,
-            help="Print the version and exit.",
-        )
-    ],
-)
+app = Commands("pdmesh", "A disaggregated serving mesh for large language models.")
 requests_app = Commands("requests", "Show single requests.")
 policy_app = Commands("policy", "Show the scheduling policy, and switch it while serving.")
 config_app = Commands("config", "Show the configuration.")
+
+
+def _print_version(ctx: typer.Context, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        version()
+        raise Exit
+
+
+@app.callback()
+def _root(
+    shows_version: Annotated[
+        bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
 
 #: Options of `up` that set settings.
 UP_FLAGS = (
@@ -140,7 +138,7 @@ UP_FLAGS = (
 )
 
 
-@app.define(example="pdmesh up ./my-model --prefill 2 --decode 2 --detach", aliases=("serve",))
+@app.command("up, serve", example="pdmesh up ./my-model --prefill 2 --decode 2 --detach")
 @configured(*UP_FLAGS)
 def up(
     given: Given,
@@ -149,7 +147,7 @@ def up(
     decode: Decode = None,
     mixed: Mixed = 0,
     gateways: Annotated[
-        int, Option(min=1, max=64, panel="Network", help="Number of gateway processes; they share the port.")
+        int, Option(min=1, max=64, rich_help_panel="Network", help="Number of gateway processes; they share the port.")
     ] = 1,
     name: Name = DEFAULT_NAME,
     detach: Annotated[
@@ -174,7 +172,7 @@ def up(
     MeshRun(tree, pools, state, os.environ, gateways).run()
 
 
-@app.define(example='pdmesh run smollm2 "Why is the sky blue?"')
+@app.command(example='pdmesh run smollm2 "Why is the sky blue?"')
 @configured(DTYPE, DEVICE, HOST, PORT)
 def run(
     given: Given,
@@ -189,23 +187,23 @@ def run(
     raise Exit(run_model(tree, state_folder(os.environ, name), " ".join(message or ()) or None))
 
 
-@app.define(example="pdmesh down --drain 10s", aliases=("stop",))
+@app.command("down, stop", example="pdmesh down --drain 10s")
 def down(
     name: Name = DEFAULT_NAME,
     now: Annotated[bool, Option("--now", help="Kill at once, without draining.")] = False,
     drain: Annotated[
         float | None,
-        Option(min=0, seconds=True, help="Time that requests have to finish. [default: the mesh's drain_s]"),
+        Option(min=0, parser=parse_seconds, help="Time that requests have to finish. [default: the mesh's drain_s]"),
     ] = None,
 ) -> None:
     """Drain and stop a mesh on this machine, and wait until it has ended."""
     from pdmesh.cli.up import down as stop
 
     stopped = stop(state_folder(os.environ, name), now=now, drain_s=drain)
-    click.echo(f"pdmesh: mesh {name!r} {'stopped' if stopped else 'is not running'}")
+    typer.echo(f"pdmesh: mesh {name!r} {'stopped' if stopped else 'is not running'}")
 
 
-@app.define(example="pdmesh status -o json", aliases=("ps",))
+@app.command("status, ps", example="pdmesh status -o json")
 @asks_scheduler
 def status(asked: Asked) -> None:
     """Show the instances of a mesh and what they are doing."""
@@ -214,7 +212,7 @@ def status(asked: Asked) -> None:
     show_status(asked.config, asked.state, asked.output)
 
 
-@app.define(example="pdmesh models", aliases=("ls",))
+@app.command("models, ls", example="pdmesh models")
 def models(output: OutputFormat = Output.TABLE) -> None:
     """List the models on this machine, and the names of others that are downloaded at first use."""
     from pdmesh.cli.models import list_models
@@ -222,7 +220,7 @@ def models(output: OutputFormat = Output.TABLE) -> None:
     list_models(output)
 
 
-@app.define(example="pdmesh logs decode-0 -f")
+@app.command(example="pdmesh logs decode-0 -f")
 def logs(
     process: Annotated[
         list[str] | None, Argument(metavar="PROCESS", help="Such as gateway or decode-0. [default: all]")
@@ -238,7 +236,7 @@ def logs(
     print_logs(state_folder(os.environ, name), process or (), lines, follow=follow, output=output)
 
 
-@app.define(example="pdmesh top --once")
+@app.command(example="pdmesh top --once")
 def top(
     name: Name = DEFAULT_NAME,
     url: Url = None,
@@ -254,7 +252,7 @@ def top(
     run_top(_target(config, settings, name, url, api_key), once=once, output=output)
 
 
-@requests_app.define("show", example="pdmesh requests show chatcmpl-cd69")
+@requests_app.command("show", example="pdmesh requests show chatcmpl-cd69")
 @asks_scheduler
 def requests_show(
     asked: Asked,
@@ -266,7 +264,7 @@ def requests_show(
     show_request(asked.config, asked.state, request_id, asked.output)
 
 
-@requests_app.define("list", example="pdmesh requests list -n 50", aliases=("ls",))
+@requests_app.command("list, ls", example="pdmesh requests list -n 50")
 @asks_scheduler
 def requests_list(
     asked: Asked,
@@ -278,7 +276,7 @@ def requests_list(
     list_requests(asked.config, asked.state, limit, asked.output)
 
 
-@policy_app.define("list", example="pdmesh policy list", aliases=("ls",))
+@policy_app.command("list, ls", example="pdmesh policy list")
 @asks_scheduler
 def policy_list(asked: Asked) -> None:
     """List the policy bundles and batching modes; a star marks what a running mesh uses."""
@@ -287,7 +285,7 @@ def policy_list(asked: Asked) -> None:
     list_policies(asked.config, asked.state, asked.output)
 
 
-@policy_app.define("get", example="pdmesh policy get")
+@policy_app.command("get", example="pdmesh policy get")
 @asks_quietly
 def policy_get(asked: Asked) -> None:
     """Print the policy bundle in use."""
@@ -296,7 +294,7 @@ def policy_get(asked: Asked) -> None:
     get_policy(asked.config, asked.state)
 
 
-@policy_app.define("set", example="pdmesh policy set fcfs")
+@policy_app.command("set", example="pdmesh policy set fcfs")
 @asks_quietly
 def policy_set(
     asked: Asked,
@@ -312,7 +310,7 @@ def policy_set(
     set_policy(asked.config, asked.state, policy, threshold)
 
 
-@app.define(example='pdmesh chat -m "Why separate prefill and decode?"')
+@app.command(example='pdmesh chat -m "Why separate prefill and decode?"')
 def chat(
     name: Name = DEFAULT_NAME,
     url: Url = None,
@@ -345,7 +343,7 @@ def chat(
     raise Exit(run_chat(_target(config, settings, name, url, api_key), options, message))
 
 
-@app.define(example="pdmesh doctor --mesh")
+@app.command(example="pdmesh doctor --mesh")
 @configured(PORT)
 def doctor(
     given: Given,
@@ -367,14 +365,14 @@ def doctor(
     raise Exit(run_doctor(given.config(), output, os.environ))
 
 
-@app.define(example="pdmesh gateway --model ./my-model --scheduler 10.0.0.1:5000 --port 8000")
+@app.command(example="pdmesh gateway --model ./my-model --scheduler 10.0.0.1:5000 --port 8000")
 @configured(MODEL, DIAL, HOST, PORT)
 def gateway(given: Given) -> None:
     """Run one gateway in the foreground."""
     _run_service("gateway", given.config())
 
 
-@app.define(example="pdmesh scheduler --host 127.0.0.1 --port 5000")
+@app.command(example="pdmesh scheduler --host 127.0.0.1 --port 5000")
 @configured(
     Flag("--host", "scheduler.host", "Address to listen on. [default: 127.0.0.1]", metavar="ADDRESS"),
     Flag("--port", "scheduler.port", "gRPC port. [default: a free one]", metavar="PORT"),
@@ -384,21 +382,21 @@ def scheduler(given: Given) -> None:
     _run_service("scheduler", given.config())
 
 
-@app.define(example="pdmesh prefill --model ./my-model --scheduler 127.0.0.1:5000")
+@app.command(example="pdmesh prefill --model ./my-model --scheduler 127.0.0.1:5000")
 @configured(MODEL, DIAL)
 def prefill(given: Given) -> None:
     """Run one prefill instance in the foreground."""
     _run_service("prefill", given.config())
 
 
-@app.define(example="pdmesh decode --model ./my-model --scheduler 127.0.0.1:5000 --role mixed")
+@app.command(example="pdmesh decode --model ./my-model --scheduler 127.0.0.1:5000 --role mixed")
 @configured(MODEL, DIAL, Flag("--role", "worker.role", "decode or mixed. [default: decode]", metavar="ROLE"))
 def decode(given: Given) -> None:
     """Run one decode or mixed instance in the foreground."""
     _run_service("decode", given.config())
 
 
-@app.define(example="pdmesh actuator --release mesh --scheduler mesh-scheduler:7000")
+@app.command(example="pdmesh actuator --release mesh --scheduler mesh-scheduler:7000")
 @configured(
     Flag("--release", "kubernetes.release", "Name of the chart's release. [default: mesh]", metavar="NAME"), DIAL
 )
@@ -409,7 +407,7 @@ def actuator(given: Given) -> None:
     raise Exit(run_actuator(given.config()))
 
 
-@config_app.define("show", example="pdmesh config show --set scheduler.bundle=fcfs")
+@config_app.command("show", example="pdmesh config show --set scheduler.bundle=fcfs")
 @configured()
 def config_show(
     given: Given,
@@ -419,23 +417,22 @@ def config_show(
     from pdmesh.config_sources import to_dict, to_toml
 
     tree = given.config()
-    click.echo(json.dumps(to_dict(tree), indent=2) if output == "json" else to_toml(tree), nl=output == "json")
+    typer.echo(json.dumps(to_dict(tree), indent=2) if output == "json" else to_toml(tree), nl=output == "json")
 
 
-@app.define(example="pdmesh version")
+@app.command(example="pdmesh version")
 def version() -> None:
     """Print the version, the compiled CPU kernels, and whether the scheduling core is compiled."""
     from pdmesh.build_info import core_build
     from pdmesh.engine.levels import compiled_levels
 
     kernels = ", ".join(compiled_levels()) or "none, built without a compiler"
-    click.echo(f"{__version__} (CPU kernels: {kernels}; core: {core_build()})")
+    typer.echo(f"{__version__} (CPU kernels: {kernels}; core: {core_build()})")
 
 
-app.include(study_app)
-app.include(operator_app)
+app.infos |= study_app.infos | operator_app.infos
 for group in (pool_app, ops_app, requests_app, policy_app, config_app, keys_app, tls_app):
-    app.add_command(group)
+    app.add_typer(group)
 
 
 def _target(config: Path | None, settings: list[str] | None, name: str, url: str | None, key: str | None) -> Target:

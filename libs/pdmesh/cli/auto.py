@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import click
+import typer
 
 from pdmesh.cli.advise import AdviceOptions, advise, recording_of
 from pdmesh.cli.operations import current_state, start
@@ -58,7 +58,7 @@ def run_auto(asked: Asked, options: AdviceOptions, *, every_s: float, least: int
         except InstanceUnavailable as error:
             if not has_looked:
                 raise
-            click.echo(f"pdmesh: {error}; trying again later", err=True)
+            typer.echo(f"pdmesh: {error}; trying again later", err=True)
         else:
             if once:
                 return code
@@ -100,4 +100,4 @@ def _look(asked: Asked, options: AdviceOptions, least: int, timeout_s: float) ->
 
 
 def _say(what: str) -> None:
-    click.echo(f"pdmesh: {what}")
+    typer.echo(f"pdmesh: {what}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
-import click
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -82,7 +82,7 @@ def run_plan(options: PlanOptions, output: Output) -> None:
             "tried": [{**sizes._asdict(), "slo_attainment": share} for sizes, share in found.attainments.items()],
             "figures": None if found.sizes is None else msgspec.to_builtins(reports[found.sizes]),
         }
-        click.echo(json.dumps(record, indent=2))
+        typer.echo(json.dumps(record, indent=2))
     if found.sizes is None:
         best = max(found.attainments.values())
         raise PdmeshError(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import httpx
+import typer
 
 from pdmesh.cli.http import Target, refusal
 from pdmesh.errors import PdmeshError
@@ -48,7 +48,7 @@ def run_chat(target: Target, options: ChatOptions, message: str | None) -> int:
             if message is not None:
                 _turn(client, fields, history, [{"role": "user", "content": message}])
                 return 0
-            click.echo(f"{fields['model']} at {client.base_url}; Ctrl-C stops an answer, Ctrl-D exits")
+            typer.echo(f"{fields['model']} at {client.base_url}; Ctrl-C stops an answer, Ctrl-D exits")
             return _converse(client, fields, history)
         except httpx.TransportError as error:
             raise PdmeshError(f"the gateway at {client.base_url} cannot be reached: {error}") from error
@@ -59,16 +59,16 @@ def _converse(client: httpx.Client, fields: dict[str, Any], history: list[Messag
         try:
             said = _ask(history)
         except (EOFError, KeyboardInterrupt):
-            click.echo()
+            typer.echo()
             return 0
         if not said:
             continue
         try:
             _turn(client, fields, history, said)
         except KeyboardInterrupt:
-            click.echo(" [stopped]")
+            typer.echo(" [stopped]")
         except PdmeshError as error:  # this turn failed, the conversation goes on
-            click.echo(f"[{error}]")
+            typer.echo(f"[{error}]")
 
 
 def _ask(history: list[Message]) -> list[Message]:
@@ -100,9 +100,9 @@ def _turn(client: httpx.Client, fields: dict[str, Any], history: list[Message], 
     answer.end()
     if answer.is_cut:
         note = f"[cut at the limit of tokens: --max-tokens is {fields['max_tokens']}, or the context is full]"
-        click.echo(note, err=True)
+        typer.echo(note, err=True)
     if request_id:
-        click.echo(f"[{request_id}]", err=True)  # what `pdmesh requests show` takes
+        typer.echo(f"[{request_id}]", err=True)  # what `pdmesh requests show` takes
     history += [*said, answer.message]
 
 
@@ -116,7 +116,7 @@ class _Answer:
 
     def add(self, delta: dict[str, Any]) -> None:
         if reasoning := delta.get("reasoning_content"):
-            self._show("reasoning", click.style(reasoning, dim=True))
+            self._show("reasoning", typer.style(reasoning, dim=True))
         if content := delta.get("content"):
             self._show("content", content)
             self.message["content"] += content
@@ -124,7 +124,7 @@ class _Answer:
             self._add_call(piece)
 
     def end(self) -> None:
-        click.echo()
+        typer.echo()
 
     def _add_call(self, piece: dict[str, Any]) -> None:
         calls = self.message.setdefault("tool_calls", [])
@@ -135,14 +135,14 @@ class _Answer:
         called = calls[piece["index"]]["function"]
         called["name"] += function.get("name") or ""
         called["arguments"] += function.get("arguments") or ""
-        name = click.style(function["name"], bold=True) + " " if function.get("name") else ""
+        name = typer.style(function["name"], bold=True) + " " if function.get("name") else ""
         self._show("call", name + (function.get("arguments") or ""))
 
     def _show(self, kind: str, text: str) -> None:
         if self._printing not in ("", kind):
-            click.echo()
+            typer.echo()
         self._printing = kind
-        click.echo(text, nl=False)
+        typer.echo(text, nl=False)
 
 
 def _read_tools(path: Path) -> list[Any]:

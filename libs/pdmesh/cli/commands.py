@@ -1,279 +1,169 @@
-"""Commands made of functions: what their parameters' types and marks say becomes options, help and messages.
-
-A command is a function in a `Commands` group. ``port: Annotated[int, Option(help="HTTP port.")] = 8000`` is the option
-``--port``. What a user types is checked here, and a refusal names the flag as it was typed.
-"""
+"""Typer apps whose commands are built when they are called, with options in panels and refusals that name the flag."""
 
 from __future__ import annotations
 
 import difflib
-import enum
 import functools
 import inspect
-import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import click
-from click.shell_completion import CompletionItem
+import typer
+from typer._coercion import RuntimeParam
+from typer._param_types import choice_as_str
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command_from_info
+from typer.models import CommandInfo
 
 from pdmesh.errors import ConfigError
 from pdmesh.units import parse_seconds
 
+if TYPE_CHECKING:
+    from typer._click import Command as AnyCommand
+    from typer._click import Context, HelpFormatter, Parameter
+
 #: Width of help where the terminal is wider.
 MAX_HELP_WIDTH = 100
 
-#: Of options that most commands have.
-DEFAULT_PANEL = "Options"
-
-#: In the order of help.
+#: In the order of help. Options without a panel are in the last one.
 PANELS = (
     *("Arguments", "Model", "Workload", "Pools", "Instances", "Policy", "Targets", "Network", "Output"),
-    DEFAULT_PANEL,
+    "Options",
 )
 
-_WANTED = {int: "a whole number", float: "a number"}
-_METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
+_WANTED = {int: "a whole number", float: "a number", parse_seconds: "a duration such as 30s or 5m"}
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", parse_seconds: "DURATION"}
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Option:
-    """Mark of a parameter that is an option."""
-
-    def __init__(
-        self,
-        *names: str,
-        help: str = "",
-        metavar: str | None = None,
-        min: float | None = None,
-        max: float | None = None,
-        envvar: str | None = None,
-        panel: str = DEFAULT_PANEL,
-        seconds: bool = False,
-    ) -> None:
-        """``names`` follow from the parameter unless given; ``seconds``: a duration, which may have a unit."""
-        self.names = names
-        self.help = help
-        self.metavar = metavar
-        self.limits = (min, max)
-        self.envvar = envvar
-        self.panel = panel
-        self.seconds = seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Argument:
-    """Mark of a parameter that is given by its place."""
-
-    metavar: str = ""
-    help: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """An option that gives a setting its value; the setting's own type checks that."""
-
-    name: str
-    setting: str  # dotted name
-    help: str
-    metavar: str = "TEXT"
-    short: str = ""
-    panel: str = DEFAULT_PANEL
-    is_switch: bool = False
-
-    @property
-    def key(self) -> str:
-        """Name under which a command gets the value."""
-        return f"flag_{self.setting.replace('.', '_')}"
-
-
-#: What a command takes.
-Taken = inspect.Parameter | Flag
-
-
-class Commands(click.Group):
+class Commands(typer.Typer):
     """A group of commands. A command is built when it is called."""
 
-    def __init__(self, name: str, help: str, *, default: str = "", params: Sequence[click.Parameter] = ()) -> None:
+    def __init__(self, name: str, help: str = "", *, default: str = "") -> None:
         """``default``: the command that runs if none is named."""
-        settings = {"help_option_names": ["-h", "--help"], "max_content_width": MAX_HELP_WIDTH}
-        super().__init__(name=name, help=help, params=list(params), context_settings=settings)
+        super().__init__(
+            name=name,
+            help=help,
+            cls=type("Group", (_Group,), {"app": self}),
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_HELP_WIDTH},
+            rich_markup_mode=None,
+            pretty_exceptions_enable=False,
+        )
         self.default = default
-        self._defined: dict[str, _Definition] = {}
-        self._names: dict[str, str] = {}  # names of commands, by name and alias
+        self.infos: dict[str, CommandInfo] = {}  # a command has an entry for each alias
 
-    def define(
-        self, name: str = "", *, example: str, aliases: Sequence[str] = ()
-    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Decorate a function that is a command, called like the function unless ``name`` is given."""
+    def command(self, name: str | None = None, *, example: str = "", **settings: Any) -> Callable[[F], F]:
+        """Register a command. ``name`` may have aliases behind it: ``"up, serve"``."""
 
-        def register(function: Callable[..., None]) -> Callable[..., None]:
-            self._add(name or function.__name__, _Definition(function, aliases, example))
+        def register(function: F) -> F:
+            names = name or function.__name__
+            own, _, aliases = names.partition(", ")
+            text = inspect.getdoc(function) or ""
+            info = CommandInfo(
+                names,
+                cls=_Command,
+                callback=function,
+                help=f"{text}\n\nAlso called {aliases}." if aliases else text,
+                short_help=" ".join(text.partition("\n\n")[0].split()),
+                epilog=f"Example: {example}",
+                **settings,
+            )
+            self.infos |= dict.fromkeys((own, *filter(None, aliases.split(", "))), info)
             return function
 
         return register
 
-    def _add(self, name: str, definition: _Definition) -> None:
-        self._defined[name] = definition
-        self._names |= dict.fromkeys((name, *definition.aliases), name)
 
-    def include(self, others: Commands) -> None:
-        """Take over the commands of another group."""
-        for name, definition in others._defined.items():
-            self._add(name, definition)
+class _Command(TyperCommand):
+    def get_params(self, ctx: Context) -> list[Parameter]:
+        return _prepared(super().get_params(ctx))
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, without aliases."""
-        return [*self._defined, *self.commands]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command that a name or an alias means."""
-        name = self._names.get(cmd_name)
-        return self.commands.get(cmd_name) if name is None else _Command(name, self._defined[name])
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Print the help, or run the default command, if none is named."""
-        is_named = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
-        if self.default and not is_named:
-            args = [self.default, *args]
-        if not args and not ctx.resilient_parsing:
-            click.echo(ctx.get_help())
-            ctx.exit()
-        return super().parse_args(ctx, args)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the named command, or suggest a similar name."""
-        name = args[0]
-        if self.get_command(ctx, name) is None and not ctx.resilient_parsing and not name.startswith("-"):
-            close = difflib.get_close_matches(name, [*self._names, *self.commands], n=1)
-            hint = f"did you mean {close[0]}?" if close else f"`{ctx.command_path} --help` lists all commands"
-            raise click.UsageError(f"no command is called {name!r}: {hint}", ctx)
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands with their aliases and the first paragraph of their help."""
-        rows = [(", ".join((name, *each.aliases)), each.summary) for name, each in self._defined.items()]
-        rows += [(name, group.help or "") for name, group in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-
-class _Definition(NamedTuple):
-    function: Callable[..., None]
-    aliases: Sequence[str]
-    example: str
-
-    @property
-    def summary(self) -> str:
-        return " ".join(inspect.cleandoc(self.function.__doc__ or "").partition("\n\n")[0].split())
-
-
-class _Command(click.Command):
-    """A command whose help shows its options in panels."""
-
-    def __init__(self, name: str, definition: _Definition) -> None:
-        taken = [*taken_by(definition.function)]
-        text = inspect.cleandoc(definition.function.__doc__ or "")
-        if definition.aliases:
-            text += f"\n\nAlso called {', '.join(definition.aliases)}."
-        super().__init__(
-            name,
-            callback=definition.function,
-            params=[_flag(each) if isinstance(each, Flag) else _parameter(each) for each in taken],
-            help=text,
-            epilog=f"Example: {definition.example}",
-        )
-        self._panels = {
-            each.key if isinstance(each, Flag) else each.name: getattr(_mark(each), "panel", "Arguments")
-            for each in taken
-        }
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write a panel for the arguments and for each group of options."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
-                panels.setdefault(self._panels.get(str(param.name), DEFAULT_PANEL), []).append(record)
+            name, text = param.get_help_record(ctx) or ("", "")
+            if isinstance(param, TyperArgument):
+                panels.setdefault("Arguments", []).append((str(param.metavar), text))
+            elif isinstance(param, TyperOption):
+                panels.setdefault(param.rich_help_panel or "Options", []).append((name, text))
         for title in sorted(panels, key=PANELS.index):
             with formatter.section(title):
                 formatter.write_dl(panels[title])
 
 
-class _Argument(click.Argument):
-    """An argument with a help of its own."""
+class _Group(TyperGroup):
+    app: ClassVar[Commands]
 
-    def __init__(self, name: str, mark: Argument, **more: Any) -> None:
-        shown = mark.metavar or name.upper()
-        dots = "..." if more.get("nargs") == -1 else ""
-        metavar = f"{shown}{dots}" if more["required"] else f"[{shown}]{dots}"
-        super().__init__([name], metavar=metavar, **more)
-        self.shown, self.told = shown, mark.help
+    def get_params(self, ctx: Context) -> list[Parameter]:
+        return _prepared(super().get_params(ctx))
 
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return the row of the argument."""
-        return self.shown, self.told
+    def list_commands(self, ctx: Context) -> list[str]:
+        """Return the names of all commands, without aliases."""
+        return [*dict.fromkeys(str(info.name).partition(", ")[0] for info in self.app.infos.values()), *self.commands]
+
+    def get_command(self, ctx: Context, cmd_name: str) -> AnyCommand | None:
+        """Build the command that a name or an alias means."""
+        info = self.app.infos.get(cmd_name)
+        if info is None:
+            return super().get_command(ctx, cmd_name)
+        return get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode=None)
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Print the help, or run the default command, if none is named."""
+        is_named = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
+        if self.app.default and not is_named:
+            args = [self.app.default, *args]
+        return super().parse_args(ctx, args or ["--help"])
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, AnyCommand | None, list[str]]:
+        """Find the named command, or suggest a similar name."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not ctx.resilient_parsing and not name.startswith("-"):
+            close = difflib.get_close_matches(name, [*self.app.infos, *self.commands], n=1)
+            hint = f"did you mean {close[0]}?" if close else f"`{ctx.command_path} --help` lists all commands"
+            ctx.fail(f"no command is called {name!r}: {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+        """Write the list of commands with their aliases and the first paragraph of their help."""
+        rows = [(str(info.name), info.short_help or "") for info in dict.fromkeys(self.app.infos.values())]
+        rows += [(name, group.help or "") for name, group in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
-if TYPE_CHECKING:
-    _ParamType = click.ParamType[Any]
-else:
-    _ParamType = click.ParamType  # no generic before click 8.5
+class _Reader(RuntimeParam):
+    """Reader of a parameter's values. Typer's own would import pydantic, which takes 0.13 s of CPU time."""
 
+    def _coerce_value(self, value: Any, param: Any, ctx: Context) -> Any:
+        return (
+            [self._read(each, param) for each in value] if param.type_descriptor.is_list else self._read(value, param)
+        )
 
-class _Value(_ParamType):
-    """Type of a parameter's value, with messages that name the option."""
-
-    def __init__(
-        self,
-        parse: Callable[[str], Any],
-        metavar: str,
-        wanted: str = "",
-        choices: Sequence[str] = (),
-        limits: tuple[float | None, float | None] = (None, None),
-    ) -> None:
-        self.name = metavar
-        self._parse, self._choices = parse, choices
-        self._low, self._high = limits
-        self._wanted = wanted
-        if self._high is not None:
-            self._wanted += f" from {self._low or 0:g} to {self._high:g}"
-        elif self._low is not None:
-            self._wanted += f" of at least {self._low:g}"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return self.name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def _read(self, value: Any, param: TyperArgument | TyperOption) -> Any:
         """Return the value. Raises ConfigError, which names the option as it is typed."""
         if not isinstance(value, str):
-            return value  # a default
+            return value  # a default, or a switch
+        choices = {choice_as_str(each): each for each in param.type_descriptor.choices or ()}
+        parse = choices.__getitem__ if choices else _kind(param)
+        low, high = self.parameter_info.min, self.parameter_info.max
         try:
-            parsed = self._parse(value)
-        except ValueError as error:
-            raise self._refusal(value, param) from error
-        if (self._low is not None and not parsed >= self._low) or (self._high is not None and not parsed <= self._high):
-            raise self._refusal(value, param)
-        return parsed
-
-    def _refusal(self, value: str, param: click.Parameter | None) -> ConfigError:
-        name = param.shown if isinstance(param, _Argument) else "" if param is None else max(param.opts, key=len)
-        return ConfigError(f"{name} is {value!r}: must be {self._wanted}")
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the choices, or let the shell complete a path."""
-        if self._parse is Path:
-            return [CompletionItem(incomplete, type="file")]
-        return [CompletionItem(each) for each in self._choices if each.startswith(incomplete)]
-
-
-def taken_by(function: Callable[..., None]) -> Iterable[Taken]:
-    """Return what a command takes: its function's parameters, or what its decorator says instead."""
-    takes: Callable[[], Iterable[Taken]] | None = getattr(function, "takes", None)
-    return parameters_of(function) if takes is None else takes()
+            read = parse(value)
+            if (low is None or read >= low) and (high is None or read <= high):
+                return read
+        except (KeyError, ValueError):
+            pass
+        wanted = f"one of {', '.join(choices)}" if choices else _WANTED[parse]
+        if high is not None:
+            wanted += f" from {low or 0:g} to {high:g}"
+        elif low is not None:
+            wanted += f" of at least {low:g}"
+        name = param.metavar if isinstance(param, TyperArgument) else max(param.opts, key=len)
+        raise ConfigError(f"{name} is {value!r}: must be {wanted}")
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -282,78 +172,39 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def with_first(
-    command: Callable[..., None], make: Callable[..., Any], more: Callable[[], Iterable[Taken]]
+    command: Callable[..., None], make: Callable[..., Any], more: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
-    """Return ``command`` without its first parameter, which ``make`` makes of what ``more`` takes."""
+    """Return ``command`` without its first parameter, which ``make`` makes of ``more``."""
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        names = [each.key if isinstance(each, Flag) else each.name for each in more()]
-        first = make(**{name: given.pop(name) for name in names})
+        first = make(**{param.name: given.pop(param.name) for param in more})
         command(first, **given)
 
-    run.takes = lambda: [*parameters_of(command)[1:], *more()]  # type: ignore[attr-defined]
+    taken = [*parameters_of(command)[1:], *more]
+    by_name = [param.replace(kind=inspect.Parameter.KEYWORD_ONLY) for param in taken]
+    run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
     return run
 
 
-def _mark(parameter: Taken) -> Option | Argument | Flag:
-    if isinstance(parameter, Flag):
-        return parameter
-    marks = getattr(parameter.annotation, "__metadata__", ())
-    return next((mark for mark in marks if isinstance(mark, Option | Argument)), Option())
+def _kind(param: TyperArgument | TyperOption) -> Callable[[str], Any]:
+    described = param.type_descriptor
+    item = typing.get_args(described.annotation)[0] if described.is_list else described.annotation
+    return described.parameter_info.parser or item
 
 
-def _flag(flag: Flag) -> click.Option:
-    names = [flag.key, flag.name, *([flag.short] if flag.short else [])]
-    if flag.is_switch:
-        return click.Option(names, is_flag=True, default=None, help=flag.help)
-    return click.Option(names, metavar=flag.metavar, help=flag.help)
-
-
-def _parameter(parameter: inspect.Parameter) -> click.Parameter:
-    mark, hint = _mark(parameter), parameter.annotation
-    hint = hint.__origin__ if hasattr(hint, "__metadata__") else hint
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
-    is_list = typing.get_origin(hint) is list
-    kind = typing.get_args(hint)[0] if is_list else hint
-    required = parameter.default is inspect.Parameter.empty
-    more: dict[str, Any] = {} if required or parameter.default is None else {"default": parameter.default}
-    if isinstance(mark, Argument):
-        nargs = -1 if is_list else 1
-        return _Argument(parameter.name, mark, type=_type(kind, Option()), required=required, nargs=nargs, **more)
-    assert isinstance(mark, Option)
-    names = [parameter.name, *(mark.names or (f"--{parameter.name.replace('_', '-')}",))]
-    if kind is bool:
-        return click.Option(names, is_flag=True, help=mark.help, **more)
-    text = f"{mark.help} [default: {parameter.default:g}s]" if mark.seconds and more else mark.help
-    return click.Option(
-        names,
-        type=_type(kind, mark),
-        multiple=is_list,
-        metavar=mark.metavar,
-        help=text,
-        envvar=mark.envvar,
-        show_envvar=mark.envvar is not None,
-        show_default=bool(more) and not mark.seconds,
-        **more,
-    )
-
-
-def _type(kind: Any, mark: Option) -> _Value:
-    if mark.seconds:
-        return _Value(parse_seconds, "DURATION", "a duration such as 30s or 5m", limits=mark.limits)
-    if typing.get_origin(kind) is typing.Literal:
-        return _choice({text: text for text in typing.get_args(kind)})
-    if issubclass(kind, enum.Enum):
-        return _choice({str(each.value): each for each in kind})
-    return _Value(kind, _METAVARS[kind], _WANTED.get(kind, ""), limits=mark.limits)
-
-
-def _choice(values: Mapping[str, Any]) -> _Value:
-    def parse(text: str) -> Any:
-        if text not in values:
-            raise ValueError(text)
-        return values[text]
-
-    return _Value(parse, f"[{'|'.join(values)}]", f"one of {', '.join(values)}", tuple(values))
+def _prepared(params: list[Parameter]) -> list[Parameter]:
+    """Set each parameter's reader, and its words in help."""
+    for param in params:
+        assert isinstance(param, TyperArgument | TyperOption)
+        if param._runtime_param is None:
+            described, kind = param.type_descriptor, _kind(param)
+            param._runtime_param = _Reader(described.parameter_info, described.annotation)
+            param.min = param.max = None  # refusals name the limits
+            if isinstance(param, TyperArgument):
+                param.metavar = param.metavar or param.name.upper()
+            elif not described.is_choice:
+                param.metavar = param.metavar or _METAVARS.get(kind)
+            if kind is parse_seconds and param.default is not None:
+                param.help, param.show_default = f"{param.help} [default: {param.default:g}s]", False
+    return params

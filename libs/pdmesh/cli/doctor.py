@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import click
+import typer
 from huggingface_hub import constants
 
 from pdmesh.build_info import core_build
@@ -62,7 +62,7 @@ def run_doctor(config: MeshConfig, output: Output, environ: Mapping[str, str]) -
     """Print all checks; return 1 if something essential fails, else 0."""
     checks = list(all_checks(config, environ))
     if output is Output.JSON:
-        click.echo(json.dumps([asdict(check) for check in checks], indent=2))
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         _print(checks)
     return 1 if any(check.verdict is Severity.FAILURE for check in checks) else 0
@@ -276,7 +276,7 @@ def _print(checks: list[Check]) -> None:
     colours = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.FAILURE: "red"}
     width = max(len(check.subject) for check in checks)
     for check in checks:
-        verdict = click.style(f"{check.verdict:7}", fg=colours[check.verdict])
+        verdict = typer.style(f"{check.verdict:7}", fg=colours[check.verdict])
         room = max(terminal_width() - width - 9, 20)
         found = [*wrapped(check.found, room), *(wrapped(f"→ {check.advice}", room) if check.advice else ())]
-        click.echo(f"{verdict} {check.subject:{width}} " + f"\n{'':{width + 9}}".join(found))
+        typer.echo(f"{verdict} {check.subject:{width}} " + f"\n{'':{width + 9}}".join(found))

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import click
-from click.exceptions import Exit
+import typer
+from typer import Argument, Exit, Option
 
 from pdmesh.apikeys import (
     DEFAULT_OPERATOR_SCOPES,
@@ -23,13 +23,13 @@ from pdmesh.apikeys import (
     parse_api_keys,
     parse_operators,
 )
-from pdmesh.cli.commands import Argument, Commands, Option
+from pdmesh.cli.commands import Commands
 from pdmesh.errors import ConfigError
 
 app = Commands("keys", "Create API keys and operator tokens.")
 
 
-@app.define(example="pdmesh keys new alice --file keys.toml")
+@app.command(example="pdmesh keys new alice --file keys.toml")
 def new(
     name: Annotated[str, Argument(help="Owner of the key; it appears in logs and limits.")],
     file: Annotated[Path | None, Option(help="Add the entry to this file (security.api_keys_file).")] = None,
@@ -61,7 +61,7 @@ def new(
     _make(key, secret, file, "security.api_keys_file", "a running gateway")
 
 
-@app.define(example="pdmesh keys operator bob --scope write --file operators.toml")
+@app.command(example="pdmesh keys operator bob --scope write --file operators.toml")
 def operator(
     name: Annotated[str, Argument(help="Owner of the token; it appears in the scheduler's log.")],
     file: Annotated[Path | None, Option(help="Add the entry to this file (security.operators_file).")] = None,
@@ -85,13 +85,13 @@ def _make(key: ApiKey | Operator, secret: str, file: Path | None, setting: str, 
         if file is not None:
             add_entry(file, key, entry)
     except ConfigError as error:
-        click.echo(f"pdmesh: {error}", err=True)
+        typer.echo(f"pdmesh: {error}", err=True)
         raise Exit(2) from error
     if file is None:
-        click.echo(f"# append to the file that {setting} names (*.toml)\n{entry}", err=True)
+        typer.echo(f"# append to the file that {setting} names (*.toml)\n{entry}", err=True)
     else:
-        click.echo(f"pdmesh: {key.name} added to {file}; {reader} reads it within seconds", err=True)
-    click.echo(secret)
+        typer.echo(f"pdmesh: {key.name} added to {file}; {reader} reads it within seconds", err=True)
+    typer.echo(secret)
 
 
 def _parse(key: ApiKey | Operator, text: str, where: str) -> Mapping[str, ApiKey | Operator]:

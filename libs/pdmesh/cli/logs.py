@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import click
+import typer
 
 from pdmesh.cli.options import Output
 from pdmesh.cli.state import StateFolder
@@ -192,7 +192,7 @@ class _Printer:
         return f"{at} {process} {level} {said}  {self._styled(rest, dim=True)}".rstrip()
 
     def _styled(self, text: str, **style: Any) -> str:
-        return click.style(text, **style) if self.in_colour and text else text
+        return typer.style(text, **style) if self.in_colour and text else text
 
 
 def _shown(value: object) -> str:

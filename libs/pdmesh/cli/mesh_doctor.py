@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 import anyio
-import click
 import msgspec
+import typer
 
 from pdmesh.cli.admin import target
 from pdmesh.cli.options import Output
@@ -48,7 +48,7 @@ def run_mesh_doctor(config: MeshConfig, state: StateFolder, output: Output) -> i
         raise ProtocolError(f"the scheduler at {address} answered another question")
     found = list(findings(answer, time.time()))
     if output is Output.JSON:
-        click.echo(msgspec.json.encode({"checked": answer, "findings": found}).decode())
+        typer.echo(msgspec.json.encode({"checked": answer, "findings": found}).decode())
     else:
         _print(answer, found)
     return 1 if found else 0
@@ -94,7 +94,7 @@ def _certificate(where: str, expires_at: float | None, now: float) -> Iterator[F
 
 def _print(answer: messages.MeshChecked, found: list[Finding]) -> None:
     num_pairs = len(answer.instances) * (len(answer.instances) - 1)
-    click.echo(
+    typer.echo(
         f"{len(answer.instances)} instances, {num_pairs} ways of KV, "
         f"{len(answer.instances) * len(answer.gateways)} of tokens: {f'{len(found)} problems' if found else 'all well'}"
     )

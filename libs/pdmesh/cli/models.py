@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import click
+import typer
 
 from pdmesh.cli.options import Output
 from pdmesh.cli.tables import Column, Table
@@ -27,7 +27,7 @@ def list_models(output: Output) -> None:
     """Print the models."""
     found = list(found_models())
     if output is Output.JSON:
-        click.echo(json.dumps([asdict(model) for model in found], indent=2))
+        typer.echo(json.dumps([asdict(model) for model in found], indent=2))
         return
     table = Table([Column("model"), Column("size", right=True), Column("what it is")])
     for model in found:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import anyio
-import click
 import msgspec
+import typer
 
 from pdmesh.cli.admin import target
 from pdmesh.cli.options import Asked, Output, new_operation_id
@@ -148,7 +148,7 @@ async def _run(asked: Asked, question: StartOperation | StartResize | StartRolli
         if status.pools is not None and asked.output is not Output.JSON:
             command = status.resize_command
             how = f" with\n  {command}" if command else ": scheduler.resize_command is not set"
-            click.echo(f"pdmesh: start and stop them yourself{how}", err=True)
+            typer.echo(f"pdmesh: start and stop them yourself{how}", err=True)
         return EXIT_NO_ACTUATOR
     if status.state == OperationState.REFUSED:
         return EXIT_REFUSED
@@ -176,7 +176,7 @@ async def _ask_patiently(asked: Asked, question: AdminRequest, limit_s: float) -
             if anyio.current_time() + AWAY_PAUSE_S > until_s:
                 raise
         if not has_said and asked.output is not Output.JSON:
-            click.echo(f"pdmesh: the scheduler does not answer; trying for {limit_s:g} s", err=True)
+            typer.echo(f"pdmesh: the scheduler does not answer; trying for {limit_s:g} s", err=True)
         has_said = True
         await anyio.sleep(AWAY_PAUSE_S)
 
@@ -186,11 +186,11 @@ def _print(status: OperationStatus, output: Output) -> None:
         _print_json(status)
         return
     is_wrong = status.state in (OperationState.REFUSED, OperationState.FAILED)
-    click.echo(f"pdmesh: {_line(status)}", err=is_wrong)
+    typer.echo(f"pdmesh: {_line(status)}", err=is_wrong)
 
 
 def _print_json(answer: OperationStatus | OperationList) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
 
 
 def _line(status: OperationStatus) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from click.exceptions import Exit
+from typer import Argument, Exit, Option
 
-from pdmesh.cli.commands import Argument, Commands, Option
+from pdmesh.cli.commands import Commands
 from pdmesh.cli.options import Asked, SloTpot, SloTtft, asks_scheduler, new_operation_id
 from pdmesh.errors import ConfigError
+from pdmesh.units import parse_seconds
 
-app = Commands("operate", "")
+app = Commands("operate")
 ops_app = Commands("ops", "Show running and recent operations, such as drains and role changes.", default="list")
 pool_app = Commands("pool", "Change how many instances of each role a mesh has.")
 
@@ -30,19 +31,19 @@ Timeout = Annotated[
     Option(
         min=0,
         max=MAX_OPERATION_S,
-        seconds=True,
+        parser=parse_seconds,
         help="Time that requests have to finish; then they move or restart elsewhere.",
     ),
 ]
 StartTimeout = Annotated[
-    float, Option(min=0, max=MAX_OPERATION_S, seconds=True, help="Time that a new instance has to register.")
+    float, Option(min=0, max=MAX_OPERATION_S, parser=parse_seconds, help="Time that a new instance has to register.")
 ]
 PoolSize = Annotated[int | None, Option(min=0, max=1024, help="Number of instances. [default: as now]")]
 Force = Annotated[bool, Option("--force", help="Do it even if this is the last instance that can prefill, or decode.")]
 LogFile = Annotated[
     Path | None, Option("--log", metavar="FILE", help="Event log of a scheduler. [default: what it has in memory]")
 ]
-Last = Annotated[float, Option("--last", min=1, seconds=True, help="How much of the latest events to use.")]
+Last = Annotated[float, Option("--last", min=1, parser=parse_seconds, help="How much of the latest events to use.")]
 MinGain = Annotated[
     float,
     Option(
@@ -53,10 +54,10 @@ MinGain = Annotated[
         help="Least gain that counts, in percentage points of requests within targets.",
     ),
 ]
-Wait = Annotated[bool, Option("--wait/--no-wait", help="Wait until the operation has ended. [default: wait]")]
+Wait = Annotated[bool, Option("--wait/--no-wait", help="Wait until the operation has ended.")]
 
 
-@app.define(example="pdmesh drain decode-0 --timeout 60")
+@app.command(example="pdmesh drain decode-0 --timeout 60")
 @asks_scheduler
 def drain(
     asked: Asked, instance: Instance, timeout: Timeout = DEFAULT_TIMEOUT_S, force: Force = False, wait: Wait = True
@@ -65,14 +66,14 @@ def drain(
     _operate(asked, "drain", instance, wait=wait, timeout_s=timeout, force=force)
 
 
-@app.define(example="pdmesh undrain decode-0")
+@app.command(example="pdmesh undrain decode-0")
 @asks_scheduler
 def undrain(asked: Asked, instance: Instance) -> None:
     """Put a drained instance back into use."""
     _operate(asked, "undrain", instance, timeout_s=0.0)
 
 
-@app.define(example="pdmesh role decode-1 prefill --timeout 5")
+@app.command(example="pdmesh role decode-1 prefill --timeout 5")
 @asks_scheduler
 def role(
     asked: Asked,
@@ -82,10 +83,7 @@ def role(
     force: Force = False,
     judge: Annotated[
         bool,
-        Option(
-            "--judge/--no-judge",
-            help="Undo the change if fewer requests meet their targets, or requests queue. [default: judge]",
-        ),
+        Option("--judge/--no-judge", help="Undo the change if fewer requests meet their targets, or requests queue."),
     ] = True,
     wait: Wait = True,
 ) -> None:
@@ -93,7 +91,7 @@ def role(
     _operate(asked, "role", instance, wait=wait, timeout_s=timeout, force=force, role=to, judged=judge)
 
 
-@app.define(example="pdmesh move chatcmpl-cd69 decode-1")
+@app.command(example="pdmesh move chatcmpl-cd69 decode-1")
 @asks_scheduler
 def move(
     asked: Asked,
@@ -104,7 +102,7 @@ def move(
         Option(
             min=0,
             max=MAX_OPERATION_S,
-            seconds=True,
+            parser=parse_seconds,
             help="Time that the move may take; then the request stays where it is.",
         ),
     ] = DEFAULT_TIMEOUT_S,
@@ -114,7 +112,7 @@ def move(
     _operate(asked, "move", instance, wait=wait, timeout_s=timeout, request_id=request)
 
 
-@app.define(example="pdmesh restart decode-0, or pdmesh restart --rolling --no-wait")
+@app.command(example="pdmesh restart decode-0, or pdmesh restart --rolling --no-wait")
 @asks_scheduler
 def restart(
     asked: Asked,
@@ -142,7 +140,7 @@ def restart(
     raise Exit(restart_all(asked, timeout_s=timeout, start_timeout_s=start_timeout, force=force, wait=wait))
 
 
-@pool_app.define("resize", example="pdmesh pool resize --prefill 2 --decode 3")
+@pool_app.command("resize", example="pdmesh pool resize --prefill 2 --decode 3")
 @asks_scheduler
 def pool_resize(
     asked: Asked,
@@ -163,7 +161,7 @@ def pool_resize(
     raise Exit(resize(asked, sizes, timeout_s=timeout, start_timeout_s=start_timeout, wait=wait))
 
 
-@pool_app.define("advise", example="pdmesh pool advise --slo-ttft 0.5 --last 600")
+@pool_app.command("advise", example="pdmesh pool advise --slo-ttft 0.5 --last 600")
 @asks_scheduler
 def pool_advise(
     asked: Asked,
@@ -181,7 +179,7 @@ def pool_advise(
     run_advise(asked, AdviceOptions(log=log, last_s=last, slo=slo, min_gain=min_gain / 100))
 
 
-@pool_app.define("auto", example="pdmesh pool auto --slo-ttft 0.5 --every 120")
+@pool_app.command("auto", example="pdmesh pool auto --slo-ttft 0.5 --every 120")
 @asks_scheduler
 def pool_auto(
     asked: Asked,
@@ -190,7 +188,7 @@ def pool_auto(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     min_gain: MinGain = 3.0,
-    every: Annotated[float, Option(min=1, seconds=True, help="Time between two checks.")] = 60.0,
+    every: Annotated[float, Option(min=1, parser=parse_seconds, help="Time between two checks.")] = 60.0,
     least: Annotated[int, Option(min=1, help="Least number of prefill and of decode instances to keep.")] = 1,
     timeout: Timeout = DEFAULT_TIMEOUT_S,
     once: Annotated[bool, Option("--once", help="Check once, make at most one change, and exit.")] = False,
@@ -204,7 +202,7 @@ def pool_auto(
     raise Exit(run_auto(asked, options, every_s=every, least=least, timeout_s=timeout, once=once))
 
 
-@ops_app.define("list", example="pdmesh ops -o json", aliases=("ls",))
+@ops_app.command("list, ls", example="pdmesh ops -o json")
 @asks_scheduler
 def ops_list(asked: Asked) -> None:
     """List running and recent operations.
@@ -217,7 +215,7 @@ def ops_list(asked: Asked) -> None:
     list_operations(asked)
 
 
-@ops_app.define("show", example="pdmesh ops show 54b2f72b")
+@ops_app.command("show", example="pdmesh ops show 54b2f72b")
 @asks_scheduler
 def ops_show(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) -> None:
     """Show the progress of an operation."""
@@ -226,7 +224,7 @@ def ops_show(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) ->
     show_operation(asked, operation)
 
 
-@ops_app.define("cancel", example="pdmesh ops cancel 54b2f72b")
+@ops_app.command("cancel", example="pdmesh ops cancel 54b2f72b")
 @asks_scheduler
 def ops_cancel(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) -> None:
     """Cancel an operation and undo it: instances are used as before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec
 
-from pdmesh.cli.commands import Flag, Option, Taken, parameters_of, with_first
+from typer import Option
+
+from pdmesh.cli.commands import parameters_of, with_first
 from pdmesh.cli.state import DEFAULT_NAME, StateFolder, state_folder
 from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.units import parse_seconds
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
     from pdmesh.config import MeshConfig
@@ -46,12 +50,43 @@ ClientKey = Annotated[
 ]
 
 # The pools of a mesh, real or simulated; `make_pools` has the defaults.
-Prefill = Annotated[int | None, Option("--prefill", min=0, panel="Pools", help="Prefill instances. [default: 1]")]
-Decode = Annotated[int | None, Option("--decode", min=0, panel="Pools", help="Decode instances. [default: 1]")]
-Mixed = Annotated[int, Option("--mixed", min=0, panel="Pools", help="Instances that prefill and decode.")]
+Prefill = Annotated[
+    int | None, Option("--prefill", min=0, rich_help_panel="Pools", help="Prefill instances. [default: 1]")
+]
+Decode = Annotated[
+    int | None, Option("--decode", min=0, rich_help_panel="Pools", help="Decode instances. [default: 1]")
+]
+Mixed = Annotated[int, Option("--mixed", min=0, rich_help_panel="Pools", help="Instances that prefill and decode.")]
 
-SloTtft = Annotated[float | None, Option(seconds=True, panel="Targets", help="Target for the time to first token.")]
-SloTpot = Annotated[float | None, Option(seconds=True, panel="Targets", help="Target for the time per output token.")]
+SloTtft = Annotated[
+    float | None, Option(parser=parse_seconds, rich_help_panel="Targets", help="Target for the time to first token.")
+]
+SloTpot = Annotated[
+    float | None, Option(parser=parse_seconds, rich_help_panel="Targets", help="Target for the time per output token.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option that gives a setting its value; the setting's own type checks that."""
+
+    name: str
+    setting: str  # dotted name
+    help: str
+    metavar: str | None = None
+    short: str = ""
+    panel: str = "Options"
+    is_switch: bool = False
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """Parameter by which a command gets the value."""
+        names = [self.name, *([self.short] if self.short else [])]
+        option = Option(*names, metavar=self.metavar, help=self.help, rich_help_panel=self.panel)
+        hint = Annotated[bool | None, option] if self.is_switch else Annotated[str | None, option]
+        name = f"flag_{self.setting.replace('.', '_')}"
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+
 
 MODEL = Flag(
     "--model",
@@ -131,24 +166,22 @@ def configured(*flags: Flag) -> Callable[[Callable[Concatenate[Given, P], None]]
     """Decorate a command with the options for a configuration, ``flags`` among them; it gets `Given` first."""
 
     def make(config: ConfigFile = None, settings: Settings = None, **typed: object) -> Given:
-        names = {each.key: each for each in flags}
-        values = {names[key].setting: (names[key].name, value) for key, value in typed.items() if value is not None}
+        in_order = zip(flags, typed.values(), strict=True)
+        values = {flag.setting: (flag.name, value) for flag, value in in_order if value is not None}
         return Given(config, settings or (), values)
 
-    def more() -> list[Taken]:
-        return [*flags, *parameters_of(make)[:2]]
-
+    more = [*(flag.parameter for flag in flags), *parameters_of(make)[:2]]
     return lambda command: with_first(command, make, more)
 
 
 def asks_scheduler(command: Callable[Concatenate[Asked, P], None]) -> Callable[..., None]:
     """Decorate a command with the options for which mesh to ask and how to print; it gets an `Asked` first."""
-    return with_first(command, _asked, lambda: parameters_of(_asked))
+    return with_first(command, _asked, parameters_of(_asked))
 
 
 def asks_quietly(command: Callable[Concatenate[Asked, P], None]) -> Callable[..., None]:
     """Decorate a command like `asks_scheduler`, without a choice of output."""
-    return with_first(command, _asked_quietly, lambda: parameters_of(_asked_quietly))
+    return with_first(command, _asked, [param for param in parameters_of(_asked) if param.name != "output"])
 
 
 def _asked(
@@ -160,9 +193,3 @@ def _asked(
 ) -> Asked:
     tree = Given(config, settings or (), {}).config(scheduler_address=scheduler)
     return Asked(tree, state_folder(os.environ, name), output)
-
-
-def _asked_quietly(
-    name: Name = DEFAULT_NAME, scheduler: Scheduler = None, config: ConfigFile = None, settings: Settings = None
-) -> Asked:
-    return _asked(name, scheduler, Output.TABLE, config, settings)

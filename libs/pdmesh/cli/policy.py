@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import anyio
-import click
+import typer
 
 from pdmesh.cli.admin import target
 from pdmesh.cli.options import Output
@@ -26,7 +26,7 @@ def list_policies(config: MeshConfig, state: StateFolder, output: Output) -> Non
         bundle, batching = answer.bundle, answer.batching
     if output is Output.JSON:
         known = {"bundles": dict(ABOUT), "batchings": dict(ABOUT_BATCHING), "bundle": bundle, "batching": batching}
-        click.echo(json.dumps(known, indent=2))
+        typer.echo(json.dumps(known, indent=2))
         return
     for title, about, in_use in (("bundle", ABOUT, bundle), ("batching", ABOUT_BATCHING, batching)):
         table = Table([Column(""), Column(title), Column("")])
@@ -37,7 +37,7 @@ def list_policies(config: MeshConfig, state: StateFolder, output: Output) -> Non
 
 def get_policy(config: MeshConfig, state: StateFolder) -> None:
     answer = _ask(config, state, GetPolicies())
-    click.echo(f"{answer.bundle}  batching {answer.batching}")
+    typer.echo(f"{answer.bundle}  batching {answer.batching}")
 
 
 def set_policy(config: MeshConfig, state: StateFolder, name: str, threshold: float | None) -> None:
@@ -51,7 +51,7 @@ def set_policy(config: MeshConfig, state: StateFolder, name: str, threshold: flo
         answer = _ask(config, state, SetBatching(batching=name, threshold=threshold))
     else:
         answer = _ask(config, state, SetPolicy(bundle=name))
-    click.echo(f"pdmesh: policy {answer.bundle}  batching {answer.batching}")
+    typer.echo(f"pdmesh: policy {answer.bundle}  batching {answer.batching}")
 
 
 def _ask(config: MeshConfig, state: StateFolder, question: GetPolicies | SetPolicy | SetBatching) -> Policies:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-import click
+import typer
 
 from pdmesh import __version__
 from pdmesh.cli.plan import threads_per_worker
@@ -73,7 +73,7 @@ def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
 
     configure_logging("profile", replace(config.telemetry, log_level="warning"))  # of the engine
     num_threads = threads_per_worker(config, options.pools.total, num_usable_cores())
-    click.echo(f"pdmesh: measuring {config.model} with {num_threads} threads, as in {options.pools}", err=True)
+    typer.echo(f"pdmesh: measuring {config.model} with {num_threads} threads, as in {options.pools}", err=True)
     engine = build_engine(config, num_threads)
     facts, layout = engine_facts(config), engine.kv.layout
     subject = Subject(
@@ -113,12 +113,12 @@ def run_profile(config: MeshConfig, options: ProfileOptions) -> None:
             coefficients=dict(zip(LinearLatencyModel.__slots__, model.coefficients, strict=True)),
         ),
     )
-    click.echo(f"{subject}, {num_threads} threads")
-    click.echo(
+    typer.echo(f"{subject}, {num_threads} threads")
+    typer.echo(
         f"{len(held_out)} steps not used for the fit: {statistics.fmean(errors):.1%} mean error, "
         f"{max(errors):.1%} at worst"
     )
-    click.echo(f"written to {file}: use it with `pdmesh up --profile {file}`")
+    typer.echo(f"written to {file}: use it with `pdmesh up --profile {file}`")
 
 
 def measure(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
+import typer
 from rich.console import Console
 
 from pdmesh.cli.options import Output, write_file
@@ -119,9 +119,9 @@ def run_replay(options: ReplayOptions, output: Output) -> int:
         results = {"recorded": run.result} if study is None else study.results
         write_file(options.perfetto, json.dumps(chrome_trace(results)).encode())
     if output is Output.JSON:
-        click.echo(json.dumps(_as_json(found, study), indent=2))
+        typer.echo(json.dumps(_as_json(found, study), indent=2))
     else:
-        click.echo("\n".join(_as_text(found)))
+        typer.echo("\n".join(_as_text(found)))
         if study is not None:
             _print_study(study)
     return 0 if found.is_faithful else 1

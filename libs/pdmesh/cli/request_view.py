@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-import click
+import typer
 
 from pdmesh.cli.tables import Column, Table
 from pdmesh.metrics import tpot_between_s
@@ -15,13 +15,13 @@ from pdmesh.wire.messages import RequestList, RequestRecord
 def print_request(record: RequestRecord) -> None:
     """Print what happened to a request, and when."""
     arrived = datetime.fromtimestamp(record.arrived_at).astimezone().isoformat(sep=" ", timespec="milliseconds")
-    click.echo(f"request {click.style(record.request_id, bold=True)}  arrived {arrived}")
-    click.echo(f"prompt {record.num_prompt_tokens} tokens  policy {record.bundle}")
-    click.echo(summary(record))
+    typer.echo(f"request {typer.style(record.request_id, bold=True)}  arrived {arrived}")
+    typer.echo(f"prompt {record.num_prompt_tokens} tokens  policy {record.bundle}")
+    typer.echo(summary(record))
     if shares := computed_by(record):
-        click.echo(f"computed by {shares}")
+        typer.echo(f"computed by {shares}")
     if num_again := computed_again(record):
-        click.echo(f"{num_again} tokens were computed again: a helper was lost before the others had its KV")
+        typer.echo(f"{num_again} tokens were computed again: a helper was lost before the others had its KV")
     table = Table([Column("ms", right=True), Column("+ms", right=True), *map(Column, ("what", "where", "detail"))])
     before_s = 0.0
     for entry in record.entries:
@@ -33,9 +33,9 @@ def print_request(record: RequestRecord) -> None:
 
 def print_choices(request_id: str, choices: RequestList) -> None:
     """Print the requests that an id fits, with whole ids: they may differ at their ends alone."""
-    click.echo(f"request {click.style(request_id, bold=True)} fits {len(choices.requests)} requests; give a full id")
+    typer.echo(f"request {typer.style(request_id, bold=True)} fits {len(choices.requests)} requests; give a full id")
     for record in choices.requests:
-        click.echo(f"{record.request_id}  {summary(record)}")
+        typer.echo(f"{record.request_id}  {summary(record)}")
 
 
 def requests_table(requests: Sequence[RequestRecord]) -> Table:

@@ -6,7 +6,7 @@ import functools
 import os
 from pathlib import Path
 
-import click
+import typer
 
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.http import Target
@@ -25,7 +25,7 @@ def run_model(config: MeshConfig, state: StateFolder, message: str | None) -> in
         from pdmesh.cli.plan import make_pools
         from pdmesh.cli.up import up_detached
 
-        say = functools.partial(click.echo, err=True)
+        say = functools.partial(typer.echo, err=True)
         code = up_detached(config, make_pools(None, None, 0), state, os.environ, say=say)
         if code:
             return code

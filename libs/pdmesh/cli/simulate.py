@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-import click
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -140,7 +140,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
             "mesh": msgspec.to_builtins(mesh),
             "bundles": {name: msgspec.to_builtins(figures) for name, figures in reports.items()},
         }
-        click.echo(json.dumps(record, indent=2))
+        typer.echo(json.dumps(record, indent=2))
     else:
         console = Console()
         pools = PoolCounts(prefill=options.prefill, decode=options.decode, mixed=options.mixed)

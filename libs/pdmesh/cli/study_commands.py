@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Literal
 
-from click.exceptions import Exit
+from typer import Argument, Exit, Option
 
-from pdmesh.cli.commands import Argument, Commands, Option
+from pdmesh.cli.commands import Commands
 from pdmesh.cli.options import (
     DEVICE,
     DTYPE,
@@ -22,73 +23,55 @@ from pdmesh.cli.options import (
     SloTtft,
     configured,
 )
+from pdmesh.units import parse_seconds
 
-app = Commands("study", "")
+app = Commands("study")
+
+# Options of the panels of help.
+_workload = functools.partial(Option, rich_help_panel="Workload")
+_pools = functools.partial(Option, rich_help_panel="Pools")
+_instances = functools.partial(Option, rich_help_panel="Instances")
+_policy = functools.partial(Option, rich_help_panel="Policy")
+_network = functools.partial(Option, rich_help_panel="Network")
+_output = functools.partial(Option, rich_help_panel="Output")
 
 # What is simulated: a workload, and what its instances are.
-Trace = Annotated[str, Option(panel="Workload", metavar="FILE|synthetic", help="A trace file, or drawn requests.")]
-Limit = Annotated[
-    int | None, Option(panel="Workload", min=1, help="Use only the first N requests. [default: all; drawn: 1000]")
-]
-RateScale = Annotated[float, Option(panel="Workload", help="Multiply the arrival rate.")]
-Rate = Annotated[float, Option(panel="Workload", help="Arrival rate of drawn requests, per second.")]
-LongShare = Annotated[float, Option(panel="Workload", min=0, max=1, help="Share of long prompts among drawn requests.")]
+Trace = Annotated[str, _workload(metavar="FILE|synthetic", help="A trace file, or drawn requests.")]
+Limit = Annotated[int | None, _workload(min=1, help="Use only the first N requests. [default: all; drawn: 1000]")]
+RateScale = Annotated[float, _workload(help="Multiply the arrival rate.")]
+Rate = Annotated[float, _workload(help="Arrival rate of drawn requests, per second.")]
+LongShare = Annotated[float, _workload(min=0, max=1, help="Share of long prompts among drawn requests.")]
 LongPercentile = Annotated[
-    float | None, Option(panel="Workload", min=0, max=100, help="Replace prompts above this percentile with long ones.")
+    float | None, _workload(min=0, max=100, help="Replace prompts above this percentile with long ones.")
 ]
 LongRange = Annotated[
-    str,
-    Option(
-        panel="Workload",
-        metavar="LOW,HIGH",
-        help="Length of long prompts in tokens; prompts from LOW on count as long.",
-    ),
+    str, _workload(metavar="LOW,HIGH", help="Length of long prompts in tokens; prompts from LOW on count as long.")
 ]
-InstanceProfile = Annotated[
-    str, Option(panel="Instances", help="Latency model of an instance; an unknown name lists them.")
-]
-ChunkTokens = Annotated[int | None, Option(panel="Policy", min=1, help="Prompt tokens in a step, with static packing.")]
-KvTokens = Annotated[int, Option(panel="Instances", min=16, help="Size of an instance's KV cache, in tokens.")]
+InstanceProfile = Annotated[str, _instances(help="Latency model of an instance; an unknown name lists them.")]
+ChunkTokens = Annotated[int | None, _policy(min=1, help="Prompt tokens in a step, with static packing.")]
+KvTokens = Annotated[int, _instances(min=16, help="Size of an instance's KV cache, in tokens.")]
 MaxKvTokens = Annotated[
-    int,
-    Option(
-        panel="Instances",
-        min=0,
-        help="Most tokens of a context on an instance: longer ones are spread over several. 0: all.",
-    ),
+    int, _instances(min=0, help="Most tokens of a context on an instance: longer ones are spread over several. 0: all.")
 ]
 PartExchange = Annotated[
-    float,
-    Option(panel="Instances", min=0, help="What a layer takes longer where a context is spread, in microseconds."),
+    float, _instances(min=0, help="What a layer takes longer where a context is spread, in microseconds.")
 ]
 OffloadTokens = Annotated[
-    int,
-    Option(
-        panel="Instances", min=0, help="Size of the offload tier behind an instance's KV cache, in tokens. 0: none."
-    ),
+    int, _instances(min=0, help="Size of the offload tier behind an instance's KV cache, in tokens. 0: none.")
 ]
-LoadSpeed = Annotated[
-    float, Option(panel="Instances", min=0.001, help="Speed at which KV comes back from the offload tier.")
-]
-TransferBackends = Annotated[
-    int, Option(panel="Network", min=1, help="KV transfers that an instance receives at once.")
-]
-PortSpeed = Annotated[float, Option(panel="Network", help="Network bandwidth of an instance, each way.")]
-Hosts = Annotated[
-    int, Option(panel="Network", min=0, help="Hosts that instances of each role are dealt out to. [0: one each]")
-]
-HostSpeed = Annotated[
-    float | None, Option(panel="Network", help="Network bandwidth between two hosts, each way. [as ports]")
-]
-ControlDelay = Annotated[float, Option(panel="Network", min=0, help="Delay between scheduler and instance, each way.")]
+LoadSpeed = Annotated[float, _instances(min=0.001, help="Speed at which KV comes back from the offload tier.")]
+TransferBackends = Annotated[int, _network(min=1, help="KV transfers that an instance receives at once.")]
+PortSpeed = Annotated[float, _network(help="Network bandwidth of an instance, each way.")]
+Hosts = Annotated[int, _network(min=0, help="Hosts that instances of each role are dealt out to. [0: one each]")]
+HostSpeed = Annotated[float | None, _network(help="Network bandwidth between two hosts, each way. [as ports]")]
+ControlDelay = Annotated[float, _network(min=0, help="Delay between scheduler and instance, each way.")]
 Seed = Annotated[int, Option(help="The same seed gives the same bytes.")]
 PerfettoFile = Annotated[
-    Path | None,
-    Option(panel="Output", metavar="FILE.json", help="Write the instances' timelines, for ui.perfetto.dev."),
+    Path | None, _output(metavar="FILE.json", help="Write the instances' timelines, for ui.perfetto.dev.")
 ]
 
 
-@app.define(example="pdmesh simulate --trace FILE --bundle fcfs --bundle pdmesh")
+@app.command(example="pdmesh simulate --trace FILE --bundle fcfs --bundle pdmesh")
 def simulate(
     trace: Trace = "synthetic",
     limit: Limit = None,
@@ -101,69 +84,47 @@ def simulate(
     decode: Decode = None,
     mixed: Mixed = 0,
     prefill_pp: Annotated[
-        int,
-        Option(
-            panel="Pools", min=1, max=64, help="Stages of each instance that computes prompts; --profile is of all."
-        ),
+        int, _pools(min=1, max=64, help="Stages of each instance that computes prompts; --profile is of all.")
     ] = 1,
-    decode_pp: Annotated[
-        int, Option(panel="Pools", min=1, max=64, help="Stages of each instance that only decodes.")
-    ] = 1,
+    decode_pp: Annotated[int, _pools(min=1, max=64, help="Stages of each instance that only decodes.")] = 1,
     group_size: Annotated[
-        int, Option(panel="Pools", min=1, help="Instances that compute each long prompt, under PecSched's bundles.")
+        int, _pools(min=1, help="Instances that compute each long prompt, under PecSched's bundles.")
     ] = 1,
-    reserved: Annotated[
-        int, Option(panel="Pools", min=0, help="Instances that `reservation` keeps for long prompts.")
-    ] = 0,
-    max_group_members: Annotated[
-        int, Option(panel="Pools", min=1, help="Most instances that may compute one long prompt.")
-    ] = 4,
+    reserved: Annotated[int, _pools(min=0, help="Instances that `reservation` keeps for long prompts.")] = 0,
+    max_group_members: Annotated[int, _pools(min=1, help="Most instances that may compute one long prompt.")] = 4,
     sequence_parallel: Annotated[
-        Literal["pipelined", "parallel"],
-        Option(panel="Pools", help="Whether they compute chunks in turn, or slices at once."),
+        Literal["pipelined", "parallel"], _pools(help="Whether they compute chunks in turn, or slices at once.")
     ] = "pipelined",
     noise: Annotated[
-        float,
-        Option(panel="Instances", min=0, max=1, help="Random variation of step times: standard deviation, relative."),
+        float, _instances(min=0, max=1, help="Random variation of step times: standard deviation, relative.")
     ] = 0.0,
-    deaths: Annotated[
-        int, Option(panel="Instances", min=0, help="How many times an instance dies, at random times.")
-    ] = 0,
-    away: Annotated[
-        float, Option(panel="Instances", min=0.1, seconds=True, help="How long a dead instance is away.")
-    ] = 10.0,
+    deaths: Annotated[int, _instances(min=0, help="How many times an instance dies, at random times.")] = 0,
+    away: Annotated[float, _instances(min=0.1, parser=parse_seconds, help="How long a dead instance is away.")] = 10.0,
     profile: InstanceProfile = "a100-llama3-8b",
     bundle: Annotated[
-        list[str] | None, Option(panel="Policy", help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
+        list[str] | None, _policy(help="Policy bundle; repeat to compare. [default: fcfs and pdmesh]")
     ] = None,
     batching: Annotated[
         list[str] | None,
-        Option(
-            panel="Policy", metavar="mb|eb|ebplus", help="Batching mode; repeat to compare. [default: the bundle's]"
-        ),
+        _policy(metavar="mb|eb|ebplus", help="Batching mode; repeat to compare. [default: the bundle's]"),
     ] = None,
     threshold: Annotated[
-        float | None,
-        Option(panel="Policy", help="For eb: share of idle seats that ends a decode phase. [default: the best]"),
+        float | None, _policy(help="For eb: share of idle seats that ends a decode phase. [default: the best]")
     ] = None,
     clients: Annotated[
         int | None,
-        Option(
-            panel="Workload", min=1, help="Closed loop: number of clients with one request each; ignores arrival times."
-        ),
+        _workload(min=1, help="Closed loop: number of clients with one request each; ignores arrival times."),
     ] = None,
     think: Annotated[
-        float, Option(panel="Workload", min=0, seconds=True, help="Pause of a client between two requests.")
+        float, _workload(min=0, parser=parse_seconds, help="Pause of a client between two requests.")
     ] = 0.0,
     max_tokens: Annotated[
         int | None,
-        Option(
-            panel="Workload", min=1, help="Output tokens that each request asks for. [default: as many as it generates]"
-        ),
+        _workload(min=1, help="Output tokens that each request asks for. [default: as many as it generates]"),
     ] = None,
     kv_reservation: Annotated[
         Literal["full", "on_demand"],
-        Option(panel="Policy", help="Reserve KV for the longest answer, or on demand as the services do."),
+        _policy(help="Reserve KV for the longest answer, or on demand as the services do."),
     ] = "full",
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
@@ -181,19 +142,11 @@ def simulate(
     seed: Seed = 0,
     plot: Annotated[
         Path | None,
-        Option(
-            panel="Output",
-            metavar="FILE.png",
-            help="Draw latency distributions and timelines (needs the extra `plot`).",
-        ),
+        _output(metavar="FILE.png", help="Draw latency distributions and timelines (needs the extra `plot`)."),
     ] = None,
     plot_modes: Annotated[
         Path | None,
-        Option(
-            panel="Output",
-            metavar="FILE.png",
-            help="Draw where `eb` is predicted to gain, for each built-in profile.",
-        ),
+        _output(metavar="FILE.png", help="Draw where `eb` is predicted to gain, for each built-in profile."),
     ] = None,
     perfetto: PerfettoFile = None,
     output: OutputFormat = Output.TABLE,
@@ -254,7 +207,7 @@ def simulate(
     run_simulate(options, output)
 
 
-@app.define(example="pdmesh plan --trace FILE --slo-ttft 2 --slo-tpot 0.05")
+@app.command(example="pdmesh plan --trace FILE --slo-ttft 2 --slo-tpot 0.05")
 def plan(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
@@ -316,7 +269,7 @@ def plan(
     run_plan(options, output)
 
 
-@app.define(example="pdmesh replay events.log")
+@app.command(example="pdmesh replay events.log")
 def replay(
     log: Annotated[Path, Argument(metavar="LOG", help="A scheduler's event log (`scheduler.event_log`).")],
     bundle: Annotated[
@@ -324,8 +277,7 @@ def replay(
     ] = None,
     profile: Annotated[str | None, Option(help="Latency model of an instance. [default: fitted to the log]")] = None,
     long_tokens: Annotated[
-        int | None,
-        Option(min=1, help="Length from which a prompt counts as long. [default: the recorded policy's]"),
+        int | None, Option(min=1, help="Length from which a prompt counts as long. [default: the recorded policy's]")
     ] = None,
     perfetto: PerfettoFile = None,
     output: OutputFormat = Output.TABLE,
@@ -337,7 +289,7 @@ def replay(
     raise Exit(run_replay(options, output))
 
 
-@app.define(example="pdmesh profile --model ./my-model --prefill 2 --decode 2")
+@app.command(example="pdmesh profile --model ./my-model --prefill 2 --decode 2")
 @configured(MODEL, DTYPE, DEVICE)
 def profile(
     given: Given,
@@ -345,7 +297,7 @@ def profile(
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = 0,
-    seconds: Annotated[float, Option(min=1, seconds=True, help="How long to measure.")] = 30.0,
+    seconds: Annotated[float, Option(min=1, parser=parse_seconds, help="How long to measure.")] = 30.0,
 ) -> None:
     """Measure how long steps of a model take on this machine, and write a profile for the scheduler."""
     from pdmesh.cli.plan import make_pools

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import click
+import typer
 
 #: Width where standard output is no terminal.
 DEFAULT_WIDTH = 80
@@ -64,7 +64,7 @@ class Table:
     def show(self) -> None:
         """Print the table, as wide as the terminal allows."""
         for line in self.lines(terminal_width()):
-            click.echo(line)
+            typer.echo(line)
 
 
 def terminal_width() -> int:

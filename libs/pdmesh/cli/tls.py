@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import click
+import typer
+from typer import Argument, Option
 
-from pdmesh.cli.commands import Argument, Commands, Option
+from pdmesh.cli.commands import Commands
 from pdmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _TIMEOUT_S = 30
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-@app.define("dev-ca", example="pdmesh tls dev-ca ./tls")
+@app.command("dev-ca", example="pdmesh tls dev-ca ./tls")
 def dev_ca(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder; created if it does not exist.")] = Path("tls"),
     host: Annotated[
@@ -47,7 +48,7 @@ def dev_ca(
     make_certificates(folder, hosts=(*LOCAL_HOSTS, *(host or ())), days=days, role=named)
     name = role or "mesh"
     for setting, file in (("CERT", f"{name}.pem"), ("KEY", f"{name}.key"), ("CA", "ca.pem")):
-        click.echo(f"export PDMESH_SECURITY_TLS_{setting}={(folder / file).resolve()}")
+        typer.echo(f"export PDMESH_SECURITY_TLS_{setting}={(folder / file).resolve()}")
 
 
 def make_certificates(folder: Path, *, hosts: Sequence[str], days: int, role: ServiceRole | None = None) -> None:

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import click
 import httpx
 import msgspec
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -90,7 +90,7 @@ def _console() -> Console:
 
 def _show_once(frame: Frame, output: Output) -> None:
     if output is Output.JSON:
-        click.echo(json.dumps(frame, indent=2))
+        typer.echo(json.dumps(frame, indent=2))
         return
     _console().print(view(frame, None, terminal_width()))
 

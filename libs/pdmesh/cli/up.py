@@ -23,7 +23,7 @@ from urllib.request import getproxies_environment
 
 import anyio
 import anyio.to_thread
-import click
+import typer
 
 from pdmesh.cli.http import base_url, is_live, wait_until_ready
 from pdmesh.cli.plan import (
@@ -369,7 +369,7 @@ def up_detached(
     state: StateFolder,
     environ: Mapping[str, str],
     num_gateways: int = 1,
-    say: Callable[[str], None] = click.echo,
+    say: Callable[[str], None] = typer.echo,
 ) -> int:
     """Start a supervisor in a session of its own; return 0 once its mesh can serve, else its exit code.
 
@@ -409,7 +409,7 @@ def up_detached(
     exit_code = supervisor.wait() or 1
     # One that is killed tells nothing, and a traceback is in its log alone.
     why = f"pdmesh: {failure}" if failure else log_file.read_text(errors="replace").rstrip()
-    click.echo(why or f"pdmesh: the supervisor {describe_exit(exit_code)}", err=True)
+    typer.echo(why or f"pdmesh: the supervisor {describe_exit(exit_code)}", err=True)
     return exit_code
 
 
