@@ -14,7 +14,7 @@ from pdmesh_gateway.http.chat import template_messages
 from pdmesh_gateway.http.chat_tools import chat_tools
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.protocol.chat import ChatMessage
-from pdmesh_gateway.schemas import arguments_schema
+from pdmesh_gateway.schemas import arguments_schema, obeyed
 
 pytestmark = pytest.mark.anyio
 
@@ -138,7 +138,7 @@ async def test_what_no_text_stands_for_is_refused(role: str, kind: str) -> None:
 )
 def test_a_tool_without_parameters_takes_an_empty_object(function: dict[str, Any], takes_none: bool) -> None:
     [tool], _ = chat_tools([{"type": "function", "function": function}])
-    schema = arguments_schema(tool.parameters)
+    schema = obeyed(arguments_schema(tool.parameters), lambda _schema: None).schema
     assert (schema.get("additionalProperties"), schema.get("properties")) == (
         (False, {}) if takes_none else (None, None)
     )
