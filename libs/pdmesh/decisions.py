@@ -11,7 +11,17 @@ from typing import Any, get_args
 import msgspec
 
 from pdmesh.core.commands import Command, SetRole, WakeAt
-from pdmesh.core.events import CacheReported, Event, InstanceJoined, InstanceLost, LoadReported, RequestArrived, Tick
+from pdmesh.core.events import (
+    CacheReported,
+    Event,
+    InstanceJoined,
+    InstanceLost,
+    KvReleased,
+    LoadReported,
+    OffloadedLost,
+    RequestArrived,
+    Tick,
+)
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.errors import ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
@@ -26,6 +36,14 @@ PAGE_BYTES = 1 << 20
 
 #: Advice needs only the commands that answer these events.
 _PLAIN = (Tick, LoadReported, CacheReported)
+
+#: Fields of commands that hold hashes of prompts.
+_HASHES = frozenset({"chain", "drop", "offload", "evict"})
+
+#: The same, of each kind of command that has any.
+_HASHES_OF = {
+    kind: names for kind in get_args(Command) if (names := tuple(_HASHES.intersection(kind.__struct_fields__)))
+}
 
 
 @dataclass(slots=True)
@@ -68,7 +86,7 @@ class RecentDecisions:
 
     def record(self, now_s: float, event: Event, commands: Sequence[Command]) -> None:
         """Keep a decision, without the hashes of prompts, which may be large."""
-        commands = [command for command in commands if not isinstance(command, WakeAt)]
+        commands = [_without_hashes(command) for command in commands if not isinstance(command, WakeAt)]
         if isinstance(event, _PLAIN):
             if not commands:
                 return
@@ -76,7 +94,10 @@ class RecentDecisions:
         elif isinstance(event, RequestArrived):
             event = replace(event, request=replace(event.request, prefix=()))
         elif isinstance(event, InstanceJoined):
-            event = replace(event, kept=(), offloaded=())
+            residents = tuple(replace(resident, granules=()) for resident in event.residents)
+            event = replace(event, residents=residents, kept=(), offloaded=())
+        elif isinstance(event, KvReleased | OffloadedLost) and event.granules:
+            event = replace(event, granules=())
         self._kept.append(Decision(now_s, event, commands))
         while self._kept and (len(self._kept) > self._max_decisions or self._kept[0].now_s < now_s - RECENT_S):
             self._before.apply(self._kept.popleft())
@@ -97,6 +118,11 @@ class RecentDecisions:
             num_bytes += len(encoded[-1])
             number += 1
         return encoded, number if number - self._first < len(self._kept) else None
+
+
+def _without_hashes(command: Command) -> Command:
+    held = {name: () for name in _HASHES_OF.get(type(command), ()) if getattr(command, name)}
+    return msgspec.structs.replace(command, **held) if held else command
 
 
 def encode_decision(decision: Decision) -> bytes:

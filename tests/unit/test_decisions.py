@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 
-from pdmesh.core.commands import SetRole, WakeAt
-from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick
+from pdmesh.core.commands import GrowKv, SetRole, WakeAt
+from pdmesh.core.events import InstanceJoined, InstanceLost, KvReleased, OffloadedLost, RequestArrived, Tick
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, MeshMembers, RecentDecisions, decode_decision
 from pdmesh.errors import ProtocolError
-from pdmesh.model import InstanceId, PoolCounts, PrefixHash, Role
+from pdmesh.model import Epoch, GatewayId, InstanceId, PoolCounts, PrefixHash, RequestId, Resident, Role
 from pdmesh.sim.recorded import Decision
 from pdmesh.testing.core import a_request
 from pdmesh.testing.modelled import modelled_profile
 
+HASHES = (PrefixHash(b"0123456789abcdef"),)
 P0, D0 = modelled_profile("p0", Role.PREFILL), modelled_profile("d0", Role.DECODE)
 
 
@@ -31,12 +34,38 @@ def all_of(recent: RecentDecisions) -> list[Decision]:
 
 def test_pages_have_every_decision_once_and_without_hashes() -> None:
     recent = RecentDecisions("fcfs", 2000)
-    request = replace(a_request("r"), prefix=(PrefixHash(b"0123456789abcdef"),))
+    request = replace(a_request("r"), prefix=HASHES)
     number = 2 * PAGE_DECISIONS + 1
     for n in range(number):
         recent.record(float(n) / 10, RequestArrived(request), [WakeAt(at_s=1.0)])
     plain = RequestArrived(replace(request, prefix=()))
     assert all_of(recent) == [Decision(float(n) / 10, plain, []) for n in range(number)]
+
+
+def test_no_hashes_of_commands_and_reports_are_kept() -> None:
+    """An instance that holds 100,000 tokens has hundreds of hashes, and decisions are many."""
+    recent = RecentDecisions("fcfs", 10)
+    key: dict[str, Any] = {"instance_id": P0.instance_id, "request_id": RequestId("r"), "epoch": Epoch(0)}
+    grown = GrowKv(**key, num_blocks=3, num_elsewhere_blocks=1)
+    full = msgspec.structs.replace(grown, drop=HASHES, offload=HASHES, evict=HASHES)
+    released = KvReleased(**key, num_known=1)
+    resident = Resident(
+        request_id=RequestId("r"),
+        epoch=Epoch(0),
+        gateway_id=GatewayId("g"),
+        num_blocks=1,
+        num_context_tokens=1,
+        decoding=True,
+    )
+    joined = InstanceJoined(P0, (replace(resident, granules=HASHES),), kept=HASHES, offloaded=HASHES)
+    recent.record(0.0, replace(released, granules=HASHES), [full, grown])
+    recent.record(0.0, OffloadedLost(P0.instance_id, HASHES), [])
+    recent.record(0.0, joined, [])
+    assert all_of(recent) == [
+        Decision(0.0, released, [grown, grown]),
+        Decision(0.0, OffloadedLost(P0.instance_id, ()), []),
+        Decision(0.0, InstanceJoined(P0, (resident,)), []),
+    ]
 
 
 def test_what_decides_nothing_is_not_kept() -> None:
