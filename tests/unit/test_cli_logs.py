@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,37 @@ def test_a_large_log_is_read_from_its_end_and_long_lines_are_cut(
     *numbers, long = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["event"] for line in numbers] == ["number 19998", "number 19999"]
     assert len(long) == MAX_LINE_BYTES
+
+
+def test_the_end_of_a_log_is_read_in_linear_time_and_from_the_beginning_of_a_line(
+    state: StateFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that is no text, such as what a full disk leaves, may be as long as its log."""
+    monkeypatch.setattr("pdmesh.cli.logs._BLOCK_BYTES", 16)
+    state.log_file("scheduler").write_bytes(b"\n" + b"x" * (1 << 20) + b"\nlast\n")
+    began_s = time.process_time()
+    print_logs(state, ("scheduler",), 2, follow=False, output=Output.JSON)
+    assert time.process_time() - began_s < 5.0
+    long, last = capsys.readouterr().out.splitlines()
+    assert (len(long), last) == (MAX_LINE_BYTES, "last")
+    state.log_file("scheduler").write_bytes(b"a line that is cut\n\nlast\n")
+    print_logs(state, ("scheduler",), 2, follow=False, output=Output.JSON)
+    assert capsys.readouterr().out == "last\n"
+
+
+def test_what_a_log_quotes_moves_no_cursor(state: StateFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    said = event(1, "one\x1b]0;title\x07\ntwo", reason="\x9b2J")
+    nested = '{"a":' * 10_000
+    state.log_file("gateway").write_text(f"{said}\n\x1b[2J{{raw\n{nested}\n")
+    print_logs(state, ("gateway",), 9, follow=False, output=Output.TABLE)
+    shown = capsys.readouterr().out
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert [words[-1] for words in map(str.split, shown.splitlines())] == [
+        r"one\x1b]0;title\x07",
+        r"reason=\x9b2J",
+        r"\x1b[2J{raw",
+        nested,
+    ]
 
 
 def test_new_lines_come_as_they_are_written_also_of_new_emptied_and_replaced_logs(state: StateFolder) -> None:

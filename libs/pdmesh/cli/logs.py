@@ -6,6 +6,7 @@ import ctypes
 import heapq
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,9 @@ _BLOCK_BYTES = 64 * 1024
 
 #: Events of inotify(7): a file was written, renamed to, or made.
 _IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100
+
+#: Characters that a terminal obeys.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _PROCESS_COLOURS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta", "bright_blue")
 _LEVEL_COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
@@ -61,14 +65,19 @@ class _Log:
             self._file = self.path.open("rb")
         except FileNotFoundError:
             return []
-        position = self._file.seek(0, os.SEEK_END)
-        data = b""
-        while position and data.count(b"\n") <= num_lines:
+        end = position = self._file.seek(0, os.SEEK_END)
+        blocks: list[bytes] = []
+        num_ends = 0
+        while position and num_ends <= num_lines:
             start = max(0, position - _BLOCK_BYTES)
             self._file.seek(start)
-            data = self._file.read(position - start) + data
+            blocks.append(self._file.read(position - start))
+            num_ends += blocks[-1].count(b"\n")
             position = start
-        self._file.seek(0, os.SEEK_END)
+        self._file.seek(end)
+        data = b"".join(reversed(blocks))
+        if position:
+            data = data.partition(b"\n")[2]  # the first line may lack its beginning
         return self._parsed(data)[-num_lines:] if num_lines else []
 
     def new(self) -> list[LogLine]:
@@ -117,8 +126,8 @@ class _Log:
         if text.startswith("{"):
             try:
                 event = json.loads(text)
-            except ValueError:
-                event = None  # a line that was cut
+            except (ValueError, RecursionError):
+                event = None  # a line that was cut, or no event of ours
         if event is not None:
             self.timestamp = max(self.timestamp, str(event.get("timestamp", "")))
         return LogLine(self.timestamp, self.process, text, event)
@@ -183,16 +192,21 @@ class _Printer:
         colour = _PROCESS_COLOURS[self.numbers.setdefault(line.process, len(self.numbers)) % len(_PROCESS_COLOURS)]
         process = self._styled(line.process.ljust(self.name_width), fg=colour)
         if line.event is None:
-            return f"{'':12} {process}         {line.text}"
-        level = str(line.event.get("level", ""))
-        said = str(line.event.get("event", "")).replace("\n", f"\n{'':{self.name_width + 22}}")
+            return f"{'':12} {process}         {_printable(line.text)}"
+        level = _printable(str(line.event.get("level", "")))
+        said = _printable(str(line.event.get("event", ""))).replace("\n", f"\n{'':{self.name_width + 22}}")
         rest = " ".join(f"{key}={_shown(value)}" for key, value in line.event.items() if key not in _PLACED)
         level = self._styled(f"{level:7}", fg=_LEVEL_COLOURS.get(level))
         at = _local_time(line.event.get("timestamp"))
-        return f"{at} {process} {level} {said}  {self._styled(rest, dim=True)}".rstrip()
+        return f"{at} {process} {level} {said}  {self._styled(_printable(rest), dim=True)}".rstrip()
 
     def _styled(self, text: str, **style: Any) -> str:
         return typer.style(text, **style) if self.in_colour and text else text
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` with control characters escaped: a log may quote a file, a library or a peer."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _shown(value: object) -> str:
