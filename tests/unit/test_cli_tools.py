@@ -45,6 +45,7 @@ from pdmesh.cli.history_view import events_table, note_lines
 from pdmesh.cli.http import Target
 from pdmesh.cli.process_id import process_id
 from pdmesh.cli.request_view import requests_table
+from pdmesh.cli.run import _serves
 from pdmesh.cli.state import MeshRecord, ServiceRecord, StateFolder, running_meshes
 from pdmesh.cli.tables import Column, Table
 from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig, WorkerConfig
@@ -385,6 +386,25 @@ def record_of(**more: Any) -> MeshRecord:
         "services": (),
     }
     return MeshRecord(**{**fields, **more})
+
+
+def test_run_tells_models_of_one_name_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints of one training run differ by their parents' names alone."""
+    for step in ("first", "second"):
+        (tmp_path / step / "hf").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to(tmp_path / "first")
+    monkeypatch.chdir(tmp_path)
+    record = record_of(model="hf", config={"model": str(tmp_path / "first/hf")})
+    for model, is_it in (
+        ("first/hf", True),
+        ("latest/hf", True),
+        ("second/hf", False),
+        ("hf", True),
+        ("org/hf", False),
+    ):
+        assert _serves(record, MeshConfig(model=model)) is is_it
+    named = replace(MeshConfig(model="org/hf"), worker=WorkerConfig(served_model_name="hf"))
+    assert _serves(record, named)
 
 
 def test_commands_know_a_meshs_certificates_by_its_record(tmp_path: Path) -> None:

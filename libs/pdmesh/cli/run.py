@@ -40,10 +40,13 @@ def run_model(config: MeshConfig, state: StateFolder, message: str | None) -> in
 
 
 def _serves(record: MeshRecord, config: MeshConfig) -> bool:
-    """Whether a running mesh serves the configured model, by path or by name."""
-    given = str(config.model)
-    asked = {given, str(config.worker.served_model_name)}
-    path = Path(given).expanduser()
-    if path.exists():
-        asked |= {str(path.absolute()), path.resolve().name, path.stem}
-    return bool(asked & {record.model, str(record.config.get("model"))})
+    """Whether a running mesh serves the configured model: from the same files, or by the same name if it has none here.
+
+    Directories of several models may have the same name.
+    """
+    given, served = str(config.model), str(record.config.get("model"))
+    if Path(given).expanduser().exists():
+        from pdmesh.engine.files import resolve_model
+
+        return resolve_model(given).resolve() == Path(served).resolve()
+    return bool({given, config.worker.served_model_name} & {record.model, served})
