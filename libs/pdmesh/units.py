@@ -16,20 +16,21 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECA
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes; a number without a unit is one. Raises ValueError."""
+    """Return the number of bytes, rounded; a number without a unit is one, and whole. Raises ValueError."""
     number, unit = _split(text)
     num_bytes = float(number) * _BYTES[unit] if unit in _BYTES else math.nan
-    if not num_bytes.is_integer():
+    if not math.isfinite(num_bytes) or (_BYTES[unit] == 1 and not num_bytes.is_integer()):
         raise ValueError(f"{text!r} is no size")
-    return int(number) * _BYTES[unit] if number.isdecimal() else int(num_bytes)
+    return int(number) * _BYTES[unit] if number.isdecimal() else round(num_bytes)
 
 
 def parse_seconds(text: str) -> float:
     """Return the number of seconds; a number without a unit is one. Raises ValueError."""
     number, unit = _split(text)
-    if unit not in _SECONDS:
+    seconds = float(number) * _SECONDS[unit] if unit in _SECONDS else math.inf
+    if not math.isfinite(seconds):
         raise ValueError(f"{text!r} is no duration")
-    return float(number) * _SECONDS[unit]
+    return seconds
 
 
 def _split(text: str) -> tuple[str, str]:

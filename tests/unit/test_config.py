@@ -89,7 +89,16 @@ SECONDS = "a duration in seconds of at least 0.001, such as 30s or 5m"
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("4GiB", 4 << 30), ("10GB", 10**10), ("1.5 MiB", 3 << 19), ("64Ki", 65536), ("4096", 4096), ("1e9", 10**9)],
+    [
+        ("4GiB", 4 << 30),
+        ("10GB", 10**10),
+        ("1.5 MiB", 3 << 19),
+        ("64Ki", 65536),
+        ("4096", 4096),
+        ("1e9", 10**9),
+        ("8.2MB", 8_200_000),
+        ("4.7GiB", 5046586573),
+    ],
 )
 def test_sizes_have_units_wherever_they_come_from(tmp_path: Path, text: str, num_bytes: int) -> None:
     file = toml_file(tmp_path, f'[worker]\nkv_cache_bytes = "{text}"\n')
