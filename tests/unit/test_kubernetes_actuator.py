@@ -13,6 +13,7 @@ import pytest
 
 from pdmesh.cli.kubernetes_actuator import KubernetesActuator
 from pdmesh.core.commands import DesiredProcesses
+from pdmesh.core.operator_events import MAX_ENDED
 from pdmesh.core.operators.actuators import number_of
 from pdmesh.kubernetes import KubernetesError
 from pdmesh.model import InstanceId, PoolMember, Role
@@ -158,6 +159,29 @@ async def test_a_container_that_ended_is_reported_once_with_its_cause(
         assert "mesh-decode-0" in report.unsettled
         actuator.heard(report)
         assert actuator.report().ended == ()
+
+
+async def test_a_process_that_served_has_served_also_after_its_pod_waited_for_its_restart(tmp_path: Path) -> None:
+    """The pod is not ready for a while before its container is started again, and again after that."""
+    cluster = a_cluster()
+    async with acting(tmp_path, cluster) as actuator:
+        for num_restarts in (0, 1, 1, 2):
+            cluster.pod("mesh-decode-0")["status"] = {"containerStatuses": [{"restartCount": num_restarts}]}
+            await actuator.look()
+        assert [each.has_served for each in actuator.report().ended] == [True, False]
+
+
+async def test_few_ends_are_kept_for_a_scheduler_that_is_away(tmp_path: Path) -> None:
+    cluster = a_cluster()
+    async with acting(tmp_path, cluster) as actuator:
+        for num_restarts in range(1, MAX_ENDED + 4):
+            cluster.pod("mesh-decode-0")["status"] = {"containerStatuses": [{"restartCount": num_restarts}]}
+            await actuator.look()
+            if num_restarts == 2:
+                report = actuator.report()
+        assert len(actuator.report().ended) == MAX_ENDED
+        actuator.heard(report)
+        assert len(actuator.report().ended) == MAX_ENDED - 1, "the first one was gone"
 
 
 async def test_pods_of_an_older_template_are_told_of_and_replaced_once_each_when_that_is_wanted(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,7 +25,7 @@ from prometheus_client import CollectorRegistry
 from pdmesh.cli.actuator import Ask, follow
 from pdmesh.config import MeshConfig
 from pdmesh.core.commands import DesiredProcesses
-from pdmesh.core.operator_events import UNKNOWN_PID, ActuatorReported, EndedProcess, FailedStart
+from pdmesh.core.operator_events import MAX_ENDED, UNKNOWN_PID, ActuatorReported, EndedProcess, FailedStart
 from pdmesh.core.operators.actuators import number_of
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.failures import describe_exit
@@ -71,6 +72,7 @@ class Pod(NamedTuple):
     is_leaving: bool
     grace_s: float  # between SIGTERM and SIGKILL
     last_end: str = ""  # how its last process ended
+    has_served: bool = False  # its present process was ready
 
     @property
     def pid(self) -> int:
@@ -97,7 +99,7 @@ class KubernetesActuator:
         self._not_replaced: set[int] = set()  # processes, by pid: their pods may not be deleted, and still have to be
         self._refused: set[InstanceId] = set()  # could not be started, and are still wanted
         self._failed: list[FailedStart] = []  # of these, those of which the scheduler has not heard
-        self._ended: list[EndedProcess] = []  # ends that the scheduler has not heard of
+        self._ended: deque[EndedProcess] = deque(maxlen=MAX_ENDED)  # ends that the scheduler has not heard of
         self._complaint = ""
         self.changed = anyio.Event()
 
@@ -122,7 +124,9 @@ class KubernetesActuator:
     def heard(self, report: ActuatorReported) -> None:
         """Forget the failed starts and the ends of processes that the scheduler has heard of."""
         del self._failed[: len(report.failed)]
-        del self._ended[: len(report.ended)]
+        for ended in report.ended:
+            with suppress(ValueError):  # later ends have taken its place
+                self._ended.remove(ended)
 
     def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
         """Begin to change the scale of StatefulSets that have more pods, or fewer, than are wanted; delete pods."""
@@ -209,10 +213,14 @@ class KubernetesActuator:
         self._not_deleted &= self._num_restarts.keys()
         for name, pod in pods.items():
             before = self._pods.get(name)
-            if before is not None and before.uid == pod.uid and pod.num_restarts > before.num_restarts:
+            if before is None or before.uid != pod.uid:
+                continue
+            if pod.num_restarts > before.num_restarts:
                 self._ended.append(
-                    EndedProcess(name=name, pid=UNKNOWN_PID, cause=pod.last_end, has_served=before.is_ready)
+                    EndedProcess(name=name, pid=UNKNOWN_PID, cause=pod.last_end, has_served=before.has_served)
                 )
+            elif before.has_served:  # it is not ready between its end and the restart
+                pods[name] = pod._replace(has_served=True)
         if (sets, pods) != (self._sets, self._pods):
             self._sets, self._pods = sets, pods
             self._note_change()
@@ -277,13 +285,15 @@ def _last_end(status: Mapping[str, Any]) -> str:
 def _pod(found: Mapping[str, Any]) -> Pod:
     metadata, status = found["metadata"], found.get("status", {})
     conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
+    is_ready = conditions.get("Ready") == "True"
     return Pod(
         uid=str(metadata["uid"]),
         revision=str(metadata.get("labels", {}).get("controller-revision-hash", "")),
         num_restarts=sum(int(each["restartCount"]) for each in status.get("containerStatuses", ())),
-        is_ready=conditions.get("Ready") == "True",
+        is_ready=is_ready,
         is_leaving="deletionTimestamp" in metadata,
         last_end=_last_end(status),
+        has_served=is_ready,
         grace_s=float(found.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)),
     )
 

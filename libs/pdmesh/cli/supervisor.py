@@ -21,7 +21,7 @@ import anyio.abc
 
 from pdmesh.cli.forking import ForkServer
 from pdmesh.cli.processes import Child, ChildSpec, StartChild, describe_oom, is_gateway, start_child
-from pdmesh.core.operator_events import EndedProcess
+from pdmesh.core.operator_events import MAX_ENDED, EndedProcess
 from pdmesh.errors import PdmeshError, leaves
 from pdmesh.failures import describe_exit
 from pdmesh.host import memory_limit_bytes, num_oom_kills
@@ -47,9 +47,6 @@ MIN_DRAIN_S = 5.0
 
 #: Between attempts to tell the scheduler which instances are coming, while it does not answer.
 TELL_AGAIN_S = 1.0
-
-#: Ends of processes that are kept for the scheduler while it does not answer.
-MAX_ENDED = 64
 
 EXIT_CONFIG = 2
 

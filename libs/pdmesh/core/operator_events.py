@@ -21,6 +21,9 @@ from pdmesh.ranges import ANY_COUNT, SECONDS, Range
 #: Of a process in a container, which has pids of its own.
 UNKNOWN_PID = 0
 
+#: Ends of processes that an actuator keeps for the scheduler while it does not answer.
+MAX_ENDED = 64
+
 #: No operator waits longer for requests to leave an instance by themselves.
 MAX_OPERATION_S = 86_400.0
 
