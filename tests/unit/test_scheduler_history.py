@@ -24,7 +24,7 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.testing.core import a_report, a_view
 from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.messages import InstanceNote
-from pdmesh_scheduler.history import LEFT_S, MAX_EVENTS, MAX_GONE, RESTARTED_S, MeshHistory, safety
+from pdmesh_scheduler.history import LEFT_S, MAX_CAUSE, MAX_EVENTS, MAX_GONE, RESTARTED_S, MeshHistory, safety
 from pdmesh_scheduler.observing import Handled
 
 DECODE = InstanceId("decode-0")
@@ -178,6 +178,20 @@ def test_an_instance_that_stops_on_purpose_is_listed_for_a_while() -> None:
     assert (gone.state, gone.note.cause, gone.note.at) == ("left", "stopped", EPOCH + 8.0)
     assert mesh.told()[-1] == ("left", DECODE, "stopped")
     assert mesh.history.gone((), 9.0 + LEFT_S) == ()
+
+
+def test_an_instance_that_goes_on_after_all_has_no_note() -> None:
+    mesh = Watched()
+    mesh.join(1.0)
+    mesh.handle(DrainRequested(DECODE), 5.0)
+    mesh.handle(DrainRequested(DECODE, enabled=False), 6.0)
+    assert mesh.note(7.0) is None
+
+
+def test_a_report_of_any_length_leaves_a_short_event() -> None:
+    mesh = Watched()
+    mesh.report(5.0, EndedProcess(name="n" * 10_000, pid=1, cause="c" * 10_000))
+    assert len("".join(mesh.told()[-1])) < 3 * MAX_CAUSE
 
 
 def test_operations_and_policies_are_events() -> None:

@@ -44,11 +44,12 @@ LEFT_S = 600.0
 RESTARTED_S = 600.0
 #: How late the end of a process may be reported after its successor has joined.
 REPORT_S = 10.0
-#: Longest cause, in characters.
+#: Longest cause and longest name of a process that ended, in characters.
 MAX_CAUSE = 300
 
 _SILENT = "fell silent"
 _STREAM_BROKE = "lost its stream"
+_STOPPING = "was told to stop"
 
 
 @dataclass(slots=True)
@@ -127,11 +128,13 @@ class MeshHistory:
             case InstanceSuspected(suspected=True):
                 self._absent(event.instance_id, now_s, _SILENT)
             case InstanceSuspected():
-                self._returned(event.instance_id)
+                self._returned(event.instance_id, _SILENT)
             case InstanceLost():
                 self._lost(event.instance_id, now_s)
             case DrainRequested(enabled=True):
-                self._absent(event.instance_id, now_s, "was told to stop", is_planned=True)
+                self._absent(event.instance_id, now_s, _STOPPING, is_planned=True)
+            case DrainRequested():
+                self._returned(event.instance_id, _STOPPING)
             case ActuatorReported():
                 for ended in event.ended:
                     self._ended(ended, now_s)
@@ -197,9 +200,10 @@ class MeshHistory:
         elif is_planned or absence.cause == _SILENT or (absence.is_planned and cause == _STREAM_BROKE):
             absence.cause, absence.is_planned = cause, is_planned
 
-    def _returned(self, instance_id: InstanceId) -> None:
+    def _returned(self, instance_id: InstanceId, cause: str) -> None:
+        """Forget an absence if it has this cause."""
         instance = self._there.get(instance_id)
-        if instance is not None and (absence := instance.open_absence) is not None and absence.cause == _SILENT:
+        if instance is not None and (absence := instance.open_absence) is not None and absence.cause == cause:
             instance.absence = None
 
     def _lost(self, instance_id: InstanceId, now_s: float) -> None:
@@ -222,7 +226,7 @@ class MeshHistory:
     def _ended(self, ended: EndedProcess, now_s: float) -> None:
         """Note why a process ended. The report may come before or after the loss, or after the successor has joined."""
         cause = ended.cause[:MAX_CAUSE]
-        name = InstanceId(ended.name)
+        name = InstanceId(ended.name[:MAX_CAUSE])
         instance = self._there.get(name) or self._gone.get(name)
         if instance is None:
             self._add(now_s, "ended", name, f"{cause}; its supervisor replaces it")
