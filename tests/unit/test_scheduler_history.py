@@ -188,6 +188,17 @@ def test_an_instance_that_goes_on_after_all_has_no_note() -> None:
     assert mesh.note(7.0) is None
 
 
+def test_an_end_that_is_reported_again_is_one_event() -> None:
+    """A supervisor reports an end until it is answered, and asks anew whenever a process of it changes."""
+    mesh = Watched()
+    gateway = EndedProcess(name="gateway", pid=3, cause="was killed by SIGKILL")
+    failed = EndedProcess(name="decode-0", pid=UNKNOWN_PID, cause="exited with code 1", has_served=False)
+    mesh.join(1.0)
+    for ended in ((gateway,), (gateway, failed), (gateway, failed, failed), (), (failed,)):
+        mesh.report(2.0, *ended)
+    assert [what for what, *_ in mesh.told()] == ["joined", "ended", *3 * ["start failed"]]
+
+
 def test_a_report_of_any_length_leaves_a_short_event() -> None:
     mesh = Watched()
     mesh.report(5.0, EndedProcess(name="n" * 10_000, pid=1, cause="c" * 10_000))

@@ -6,7 +6,7 @@ scheduler begins a new one.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -111,6 +111,7 @@ class MeshHistory:
         self._there: dict[InstanceId, _Instance] = {}
         self._gone: dict[InstanceId, _Instance] = {}  # the latest last
         self._events: deque[_Event] = deque(maxlen=MAX_EVENTS)
+        self._reported: dict[str, Sequence[EndedProcess]] = {}  # ends in the last report, by actuator
         self._operations: dict[OperationId, OperationState] = {}
         self._num_operation_changes = 0
         self._add(began_s, "started", "scheduler", "earlier events are only in logs")
@@ -136,9 +137,12 @@ class MeshHistory:
             case DrainRequested():
                 self._returned(event.instance_id, _STOPPING)
             case ActuatorReported():
-                for ended in event.ended:
+                # A report that a change interrupts is sent again, with the ends that it had.
+                for ended in (Counter(event.ended) - Counter(self._reported.get(event.actuator_id, ()))).elements():
                     self._ended(ended, now_s)
+                self._reported[event.actuator_id] = event.ended
             case ActuatorLost():
+                self._reported.pop(event.actuator_id, None)
                 self._add(now_s, "supervisor lost", detail="no instance is started or stopped until it is back")
             case GatewayJoined():
                 self._add(now_s, "gateway joined", event.gateway_id)
