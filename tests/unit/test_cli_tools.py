@@ -6,7 +6,10 @@ import http.server
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +51,7 @@ from pdmesh.cli.request_view import requests_table
 from pdmesh.cli.run import _serves
 from pdmesh.cli.state import MeshRecord, ServiceRecord, StateFolder, running_meshes
 from pdmesh.cli.tables import Column, Table
+from pdmesh.cli.up import down
 from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig, WorkerConfig
 from pdmesh.engine.levels import CpuLevel, KernelChoice
 from pdmesh.errors import ConfigError, InstanceUnavailable, PdmeshError, ProtocolError
@@ -386,6 +390,25 @@ def record_of(**more: Any) -> MeshRecord:
         "services": (),
     }
     return MeshRecord(**{**fields, **more})
+
+
+def test_a_mesh_that_starts_is_stopped_before_it_has_a_record(tmp_path: Path) -> None:
+    """It downloads a model, and the command that started it in the background is gone."""
+    state = StateFolder("default", tmp_path / "default")
+    assert not down(state, now=False, drain_s=None)
+    hold = "import sys, time; from pathlib import Path; from pdmesh.cli.state import StateFolder\n"
+    hold += "with StateFolder('default', Path(sys.argv[1])).lock(): print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(state.folder)], stdout=subprocess.PIPE) as supervisor:
+        assert supervisor.stdout is not None
+        supervisor.stdout.readline()
+        with pytest.raises(ConfigError, match="is running"), state.lock():
+            pass
+        found = state.supervisor()
+        assert found is not None
+        assert found.pid == supervisor.pid
+        assert down(state, now=False, drain_s=None)
+        assert supervisor.wait() == -signal.SIGTERM
+    assert not down(state, now=False, drain_s=None)
 
 
 def test_run_tells_models_of_one_name_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdmesh.cli.process_id import ProcessId
+from pdmesh.cli.process_id import ProcessId, process_id
 from pdmesh.errors import ConfigError
 from pdmesh.rotation import set_aside
 
@@ -149,7 +149,7 @@ class StateFolder:
         """
         with self._usable():
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = (self.folder / "lock").open("wb")
+            file = self._lock_file.open("ab", buffering=0)  # "wb" would empty another supervisor's
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,7 +158,26 @@ class StateFolder:
                     f"a mesh named {self.name!r} is running: stop it with `pdmesh down --name {self.name}`, "
                     "or give this one another --name"
                 ) from error
+            with suppress(OSError):  # the disk may be full
+                file.truncate(0)
+                file.write(str(os.getpid()).encode())
             yield
+
+    def supervisor(self) -> ProcessId | None:
+        """Return the process that has the lock, also while it starts and has written no record; None if none has it."""
+        try:
+            with self._lock_file.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return process_id(int(file.read()))
+        except (OSError, ValueError):
+            pass
+        return None
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.folder / "lock"
 
 
 def state_root(environ: Mapping[str, str]) -> Path:

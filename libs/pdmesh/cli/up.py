@@ -421,7 +421,13 @@ def down(state: StateFolder, *, now: bool, drain_s: float | None) -> bool:
     record = state.read()
     if record is None:
         state.remove()
-        return False
+        starting = state.supervisor()  # it may download a model for minutes
+        if starting is None:
+            return False
+        os.kill(starting.pid, signal.SIGTERM)
+        if not wait_for_end(starting, 3 * END_S + 2 * MIN_DRAIN_S):
+            raise PdmeshError(f"the supervisor (pid {starting.pid}) still runs; see {state.folder}")
+        return True
     if drain_s is not None:
         state.write_drain(drain_s)
     os.kill(record.supervisor.pid, signal.SIGTERM)
