@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from pdmesh.errors import RequestRejected
+from pdmesh.grammars import schema_problem
 from pdmesh_gateway.grpc_chat import conversation_of
+from pdmesh_gateway.http.chat import conversation_of as chat_conversation_of
 from pdmesh_gateway.http.chat import template_messages
 from pdmesh_gateway.http.chat_tools import chat_tools
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
-from pdmesh_gateway.protocol.chat import ChatMessage
+from pdmesh_gateway.protocol.chat import ChatMessage, ChatRequest
+from pdmesh_gateway.protocol.tokens import TokenizeRequest
 from pdmesh_gateway.schemas import arguments_schema, obeyed
 
 pytestmark = pytest.mark.anyio
@@ -138,7 +142,7 @@ async def test_what_no_text_stands_for_is_refused(role: str, kind: str) -> None:
 )
 def test_a_tool_without_parameters_takes_an_empty_object(function: dict[str, Any], takes_none: bool) -> None:
     [tool], _ = chat_tools([{"type": "function", "function": function}])
-    schema = obeyed(arguments_schema(tool.parameters), lambda _schema: None).schema
+    schema = obeyed(arguments_schema(tool.parameters), schema_problem).schema
     assert (schema.get("additionalProperties"), schema.get("properties")) == (
         (False, {}) if takes_none else (None, None)
     )
@@ -148,3 +152,21 @@ def test_a_tool_without_parameters_takes_an_empty_object(function: dict[str, Any
         pb.Chat(messages=[pb.Message(role="user")], tools=[pb.Tool(name="now", parameters=parameters)]), most=1
     ).tools
     assert over_grpc.parameters == tool.parameters
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, TokenizeRequest])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "none", "enable_thinking": True},
+        ),
+    ],
+)
+async def test_no_reasoning_effort_turns_thinking_off(kind: Any, fields: Any, expected: Any) -> None:
+    request = msgspec.convert({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}, kind)
+    serving: Any = SimpleNamespace(config=SimpleNamespace(max_messages=1))
+    assert (await chat_conversation_of(request, request.messages, serving)).variables == expected

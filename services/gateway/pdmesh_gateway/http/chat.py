@@ -129,10 +129,10 @@ async def conversation_of(
         variables["documents"] = request.documents
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
-    if isinstance(request, TokenizeRequest):
-        return replace(conversation, tools=tools, variables=variables)
         if request.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
+    if isinstance(request, TokenizeRequest):
+        return replace(conversation, tools=tools, variables=variables)
     return replace(
         conversation,
         tools=tools,
