@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,12 @@ def test_white_space_ends(
 def test_blanks_of_texts_are_left_alone(grammars: Grammars, bounds: JsonBounds, tokenizer: Tokenizer) -> None:
     grammar = of({"type": "string", "maxLength": 40})
     assert stubborn(grammars, bounds, tokenizer, grammar, ' "}', '{"a":"') == '{"a":"' + " " * 40 + '"}'
+
+
+@pytest.mark.parametrize("end", [b"1", b" "])
+def test_a_bound_takes_no_time_for_long_runs_before_it(end: bytes) -> None:
+    bounds = JsonBounds([b"1", b" ", b" " * 128, b"1" * 128, b"}"])
+    output = [2, 3] * 16 + [2] * 31 + [[b"1", b" "].index(end)]
+    start_s = time.process_time()
+    bounds.apply(np.full(1, 31, np.uint8), output, may_end=False)
+    assert time.process_time() - start_s < 0.05

@@ -13,8 +13,8 @@ MAX_DIGITS = 16
 MAX_EXPONENT_DIGITS = 3
 MAX_BLANKS = 20
 
-_BLANKS = b" \n\r\t"
-_RUN = re.compile(rb"(?P<exponent>[0-9][eE][+-]?)?(?P<digits>[0-9]+)\Z|(?P<blanks>[ \n\r\t]+)\Z")
+_BLANKS, _DIGITS = b" \n\r\t", b"0123456789"
+_EXPONENT = re.compile(rb"[0-9][eE][+-]?\Z")
 #: Bytes behind a number.
 _BEHIND_NUMBERS = (b",", b"}", b"]", b"\n")
 _NUM_TOKENS = 64
@@ -31,7 +31,7 @@ class JsonBounds:
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
-        digits = [len(token) - len(token.lstrip(b"0123456789")) for token in token_bytes]
+        digits = [len(token) - len(token.lstrip(_DIGITS)) for token in token_bytes]
         blanks = [len(token) - len(token.lstrip(_BLANKS)) for token in token_bytes]
         self._with_digits, self._with_blanks = _at_least(digits), _at_least(blanks)
         ids = {token: token_id for token_id, token in reversed([*enumerate(token_bytes)])}
@@ -41,18 +41,18 @@ class JsonBounds:
     def apply(self, bits: Bits, output: Sequence[int], *, may_end: bool) -> None:
         """Clear bits of tokens that ``output`` must not go on with. ``may_end``: the output is a whole one."""
         last = self._bytes_of(output[-1]) if output else b""
-        if not last or last[-1] not in b"0123456789 \n\r\t":
+        if not last or last[-1] not in _DIGITS + _BLANKS or _has(bits, self._letter):
             return
-        run = _RUN.search(b"".join(map(self._bytes_of, output[-_NUM_TOKENS:])))
-        if run is None or _has(bits, self._letter):
-            return
-        if run["blanks"]:
-            masks, num_left = self._with_blanks, MAX_BLANKS - len(run["blanks"])
+        text = b"".join(map(self._bytes_of, output[-_NUM_TOKENS:]))
+        before = text.rstrip(_BLANKS if last[-1] in _BLANKS else _DIGITS)
+        length = len(text) - len(before)
+        if last[-1] in _BLANKS:
+            masks, num_left = self._with_blanks, MAX_BLANKS - length
         elif _has(bits, self._quote) or not (may_end or any(_has(bits, each) for each in self._behind)):
             return
         else:
-            most = MAX_EXPONENT_DIGITS if run["exponent"] else MAX_DIGITS
-            masks, num_left = self._with_digits, most - len(run["digits"])
+            most = MAX_EXPONENT_DIGITS if _EXPONENT.search(before[-3:]) else MAX_DIGITS
+            masks, num_left = self._with_digits, most - length
         if (num_left := max(0, num_left)) < len(masks):
             kept = bits & ~masks[num_left][: len(bits)]
             if kept.any():
