@@ -60,7 +60,9 @@ class _Inflater:
         self._has_begun = False  # the current member
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
-        while part:
+        piece = b""
+        # Behind a full piece, zlib may have more to give without any input.
+        while part or (len(piece) == PIECE_BYTES and self._inflate is not None):
             if self._inflate is None:
                 self._inflate = zlib.decompressobj(_GZIP if self._name != "deflate" else _deflate_format(part))
             self._has_begun = True
