@@ -10,6 +10,7 @@ import pytest
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.grammars import asked_for
+from pdmesh_gateway.http import unknown
 from pdmesh_gateway.http.body import INLINE_BYTES, decode_body
 from pdmesh_gateway.http.messages.protocol import CountTokensRequest, MessagesRequest
 from pdmesh_gateway.http.messages.requests import fields_of as fields_of_messages
@@ -603,3 +604,10 @@ async def test_a_json_object_of_responses_is_held_to_its_schema() -> None:
     asked = asked_for(fields_of_responses(request))
     assert asked is not None
     assert (asked.param, asked.schema, ignored) == ("text.format", SCHEMA, ())
+
+
+async def test_long_names_of_unknown_fields_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+    monkeypatch.setattr(unknown, "_resembling", lambda name, kind: looked_up.append(name) or ())
+    await decoded(CompletionRequest, {"x" * 50_000: 1})
+    assert [len(name) for name in looked_up] == [100]

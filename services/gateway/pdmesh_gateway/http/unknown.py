@@ -314,7 +314,7 @@ class _Reading:
             return
         if self.strict or getattr(kind, "CLOSED", False):
             raise unrecognized(self._path_of(name))
-        for meant in _resembling(name, kind):
+        for meant in _resembling(name[:100], kind):
             if given.get(meant) is None and _fits(value, _types_of(kind)[meant]):
                 raise unrecognized(self._path_of(name), f" Did you mean `{meant}`?")
         self.ignored[".".join([*(each for each in self.path if isinstance(each, str)), name])] = None
