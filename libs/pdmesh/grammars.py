@@ -91,7 +91,10 @@ class Grammars:
 
 
 #: Parts of a Lark grammar: a special token by name; a string, a pattern or a comment, which may contain such a text.
-_NAMED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<name><[^\s<>"/]+>)')
+#: Unclosed ones match to their end, too: to look for one behind each of their characters would take quadratic time.
+_NAMED = re.compile(
+    r'"(?:\\.|[^"\\])*+(?:"|\\?\Z)|/(?:\\.|[^/\\\n])++(?:/|\\?$)|//[^\n]*|(?P<name><[^\s<>"/]++>)', re.MULTILINE
+)
 
 
 def _with_special_ids(grammar: str, ids: Mapping[str, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +316,12 @@ async def test_hostile_grammars_are_obeyed_or_refused(grammars: Grammars, fields
     except RequestRejected as refused:
         status = refused.status
     assert status in (200, 400)
+
+
+@pytest.mark.parametrize("begin", ['"', "/"])
+@pytest.mark.parametrize("end", ["", "\\"])
+def test_an_unclosed_part_of_a_lark_grammar_takes_no_quadratic_time(grammars: Grammars, begin: str, end: str) -> None:
+    start_s = time.process_time()
+    grammar = f"start: <x> {begin}" + f"\\{begin}" * 50_000 + end
+    assert grammars.problem(LLMatcher.grammar_from_lark(grammar)) is not None
+    assert time.process_time() - start_s < 2.0
