@@ -31,6 +31,7 @@ from pdmesh.errors import RequestRejected
 from pdmesh.grammars import Grammars, schema_problem
 from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat
+from pdmesh_gateway.gbnf import Converted, converted
 from pdmesh_gateway.grammars import GrammarChecker
 from pdmesh_gateway.http.responses.protocol import ResponsesRequest
 from pdmesh_gateway.http.responses.requests import fields_of
@@ -297,6 +298,9 @@ class InProcess:
 
     def obeyed(self, schema: Any) -> Obeyed | None:
         return obeyed(schema, schema_problem)
+
+    def converted(self, text: str) -> Converted | None:
+        return converted(text)
 
     def give_up(self) -> None:
         """Threads are not ended."""

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.grammars import Grammars, schema_problem
 from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh_gateway.gbnf import Converted, converted
 from pdmesh_gateway.grammar_process import GrammarProcess
 from pdmesh_gateway.grammars import MAX_PROPERTIES, GrammarChecker, asked_for
 from pdmesh_gateway.http.unknown import known_fields
@@ -65,6 +66,9 @@ class InProcess:
 
     def obeyed(self, schema: Any) -> Obeyed | None:
         return obeyed(schema, schema_problem)
+
+    def converted(self, text: str) -> Converted | None:
+        return converted(text)
 
     def give_up(self) -> None:
         """It goes on, on its thread."""
@@ -179,6 +183,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (structured(choice=[]), "must be one or more strings"),
     (structured(choice=[str(i) for i in range(1001)]), "1001 strings; at most 1000 are allowed"),
     (structured(grammar="start: nowhere"), "cannot be obeyed: "),
+    (structured(grammar=""), "must have 1 to 262144 characters"),
+    (structured(grammar="root ::= " + "x" * 262_144), "must have 1 to 262144 characters"),
     (structured(grammar='root ::= "a'), "does not end"),
     (structured(grammar="root ::= " + "[" * 200_000), "does not end"),
     (structured(grammar="root ::= nowhere"), "Rule 'nowhere' not found"),
@@ -259,6 +265,11 @@ async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_ju
         assert "integer" in (await checker.grammar(request(**json_schema({"type": "integer"}))))[0]
         with pytest.raises(RequestRejected, match="cannot be obeyed"):
             await checker.grammar(request(**structured(regex="(a")))
+        with pytest.raises(RequestRejected, match="longer"):
+            await checker.grammar(request(**structured(grammar="root ::= " + "\n" * 100_000 + '"a"')))
+        with pytest.raises(RequestRejected, match="cannot be read: unknown escape"):
+            await checker.grammar(request(**structured(grammar='root ::= "\\q"')))
+        assert "start" in (await checker.grammar(request(**structured(grammar='root ::= "a"'))))[0]
         huge = {"type": "array", "items": {"type": "string"}, "minItems": 10**9}
         problem = await checker.problem(LLMatcher.grammar_from_json_schema(json.dumps(huge)))
         assert problem is not None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 from llguidance import grammar_from
-
-from pdmesh.grammars import MAX_GRAMMAR_BYTES
 
 _PIECE = re.compile(
     r"#[^\r\n]*|(?P<text>\"(?:\\.|[^\"\\])*\")|(?P<set>\[(?:\\.|[^\]\\])*\])|\{[^}]*\}|(?P<open>[\"\[{])"
@@ -19,10 +18,23 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t"}
 _ANY = "[\\x00-\U0010ffff]"  # a line break, too, unlike the dot of regular expressions
 
 
+class Converted(msgspec.Struct, frozen=True, kw_only=True):
+    """A grammar for llguidance, or why there is none."""
+
+    grammar: str = ""
+    problem: str = ""
+
+
+def converted(grammar: str) -> Converted:
+    """Convert a grammar as `lark_of` does. llguidance takes quadratic time for some."""
+    try:
+        return Converted(grammar=lark_of(grammar))
+    except (ValueError, RecursionError) as error:
+        return Converted(problem=str(error))
+
+
 def lark_of(grammar: str) -> str:
     """Return a grammar for llguidance from GBNF, or from Lark, which stays as it is. Raises ValueError."""
-    if len(grammar) > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"it has more than {MAX_GRAMMAR_BYTES} characters")
     names = {name: f"rule-{number}" for number, name in enumerate(_RULE.findall(grammar)) if name != "root"}
     if "::=" not in grammar or "%llguidance" in grammar:
         return grammar_from("grammar", grammar)

@@ -1,6 +1,7 @@
 """Compiles strangers' grammars within limits, in a process that answers a JSON line on stdin by one on stdout.
 
-A string is a grammar, answered by its problem or null. An array of one is a schema, answered by an `Obeyed`.
+A string is a grammar, answered by its problem or null. An array of one is a schema, answered by an `Obeyed`. An object
+has the ``text`` of a grammar in GBNF or Lark, answered by a `Converted`.
 A process of its own, because the library's limits do not bound all: some schemas never end, or take all memory and
 then the process with it. The tokenizer is read once.
 """
@@ -22,6 +23,7 @@ import msgspec
 
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.grammars import Grammars, schema_problem
+from pdmesh_gateway.gbnf import Converted, converted
 from pdmesh_gateway.schemas import Obeyed, obeyed
 
 CPU_LIMIT_S = 2
@@ -66,6 +68,11 @@ class GrammarProcess:
         """Return what of a schema can be obeyed; None if that takes too much time or memory. Blocking."""
         answer = self._ask([schema])
         return None if answer is None else msgspec.json.decode(answer, type=Obeyed)
+
+    def converted(self, text: str) -> Converted | None:
+        """Return a grammar from GBNF or Lark; None if that takes too much time or memory. Blocking."""
+        answer = self._ask({"text": text})
+        return None if answer is None else msgspec.json.decode(answer, type=Converted)
 
     def _ask(self, question: Any) -> bytes | None:
         """Return the answer to a question; None if the process ended instead."""
@@ -121,7 +128,13 @@ def main() -> int:
         most_s = int(time.process_time()) + 1 + CPU_LIMIT_S
         resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
         question = json.loads(line)
-        answer = grammars.problem(question) if isinstance(question, str) else obeyed(question[0], schema_problem)
+        answer: Obeyed | Converted | str | None
+        if isinstance(question, str):
+            answer = grammars.problem(question)
+        elif isinstance(question, dict):
+            answer = converted(question["text"])
+        else:
+            answer = obeyed(question[0], schema_problem)
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
     return 0

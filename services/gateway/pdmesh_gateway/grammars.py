@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -20,10 +20,13 @@ from llguidance import LLMatcher, StructTag
 
 from pdmesh.errors import RequestRejected
 from pdmesh.grammars import MAX_GRAMMAR_BYTES
-from pdmesh_gateway.gbnf import lark_of
+from pdmesh_gateway.gbnf import Converted
 from pdmesh_gateway.protocol.sampling import SamplingFields, StructuredOutputs
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.schemas import ANY_OBJECT, Obeyed
+
+QuestionT = TypeVar("QuestionT")
+AnswerT = TypeVar("AnswerT")
 
 #: A schema's own size, and what it may hold; OpenAI allows 5,000 properties, of which compiling takes seconds.
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -60,6 +63,10 @@ class GrammarJudge(Protocol):
         """Return what of a schema can be obeyed; None if that takes too much time or memory."""
         ...
 
+    def converted(self, text: str) -> Converted | None:
+        """Return a grammar from GBNF or Lark; None if that takes too much time or memory."""
+        ...
+
     def give_up(self) -> None:
         """Let a question that is being asked return soon."""
         ...
@@ -67,10 +74,14 @@ class GrammarJudge(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a request asks for: a ``grammar``, or JSON that fits a ``schema``. ``param`` names the field."""
+    """What a request asks for: a ``grammar``, or JSON that fits a ``schema``. ``param`` names the field.
+
+    ``text`` is a grammar in GBNF or Lark.
+    """
 
     param: str
     grammar: str = ""
+    text: str = ""
     schema: Any = None
     strict: bool = False
     blanks: bool = False
@@ -103,6 +114,8 @@ class GrammarChecker:
 
         Raises RequestRejected.
         """
+        if asked.text:
+            return await self._converted(asked.text, asked.param), []
         if asked.schema is None:
             return asked.grammar, []
         found = await self.obeyed(asked.schema, asked.param)
@@ -118,17 +131,29 @@ class GrammarChecker:
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()
         found = self._obeyed.get(digest)
         if found is None:
-            async with self._limiter:
-                await anyio.to_thread.run_sync(self._judge.prepare)
-                with anyio.move_on_after(COMPILE_LIMIT_S):
-                    found = await anyio.to_thread.run_sync(self._judge.obeyed, schema, abandon_on_cancel=True)
-                if found is None:
-                    self._judge.give_up()
-                    raise invalid(param, f"`{param}` takes longer than {COMPILE_LIMIT_S:g} s: make it simpler.")
-            self._obeyed[digest] = found
+            found = self._obeyed[digest] = await self._answer(self._judge.obeyed, schema, param)
             if len(self._obeyed) > MAX_KEPT_SCHEMAS:
                 del self._obeyed[next(iter(self._obeyed))]
         return found
+
+    async def _converted(self, text: str, param: str) -> str:
+        """Return a grammar from GBNF or Lark. Raises RequestRejected."""
+        found = await self._answer(self._judge.converted, text, param)
+        if found.problem:
+            raise invalid(param, f"`{param}.grammar` cannot be read: {found.problem}")
+        return found.grammar
+
+    async def _answer(self, ask: Callable[[QuestionT], AnswerT | None], question: QuestionT, param: str) -> AnswerT:
+        """Return the judge's answer. Raises RequestRejected if it takes too long."""
+        async with self._limiter:
+            await anyio.to_thread.run_sync(self._judge.prepare)
+            answer: AnswerT | None = None
+            with anyio.move_on_after(COMPILE_LIMIT_S):
+                answer = await anyio.to_thread.run_sync(ask, question, abandon_on_cancel=True)
+            if answer is None:
+                self._judge.give_up()
+                raise invalid(param, f"`{param}` takes longer than {COMPILE_LIMIT_S:g} s: make it simpler.")
+            return answer
 
     async def check(self, param: str, grammar: str) -> None:
         """Raise RequestRejected, naming the field that asks for it, if a grammar cannot be obeyed."""
@@ -225,10 +250,9 @@ def _of_options(options: StructuredOutputs) -> Asked | None:
     if options.choice is not None:
         return Asked(param=name, grammar=_choice(options.choice, name))
     if options.grammar is not None:
-        try:
-            return Asked(param=name, grammar=lark_of(options.grammar))
-        except (ValueError, RecursionError) as error:
-            raise invalid(name, f"`{name}.grammar` cannot be read: {error}") from None
+        if not 0 < len(options.grammar) <= MAX_GRAMMAR_BYTES:
+            raise invalid(name, f"`{name}.grammar` must have 1 to {MAX_GRAMMAR_BYTES} characters.")
+        return Asked(param=name, text=options.grammar)
     return Asked(param=name, grammar=_structural_tag(options.structural_tag, name))
 
 
