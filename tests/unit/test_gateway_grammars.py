@@ -270,6 +270,12 @@ async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_ju
         with pytest.raises(RequestRejected, match="cannot be read: unknown escape"):
             await checker.grammar(request(**structured(grammar='root ::= "\\q"')))
         assert "start" in (await checker.grammar(request(**structured(grammar='root ::= "a"'))))[0]
+        paths = {"properties": {"x" * 30_000: {"allOf": [{"const": 2**53 + 1}] * 800}}}
+        with pytest.raises(RequestRejected, match="simpler"):  # else every path would be kept
+            await checker.grammar(request(**json_schema(paths)))
+        long = {"properties": {"x" * 9000: {"const": 2**53 + 1}}}
+        _, warnings = await checker.grammar(request(**json_schema(long)))
+        assert [len(each) < 400 for each in warnings] == [True]
         huge = {"type": "array", "items": {"type": "string"}, "minItems": 10**9}
         problem = await checker.problem(LLMatcher.grammar_from_json_schema(json.dumps(huge)))
         assert problem is not None

@@ -22,12 +22,14 @@ from typing import Any
 import msgspec
 
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.grammars import Grammars, schema_problem
+from pdmesh.grammars import MAX_GRAMMAR_BYTES, Grammars, schema_problem
 from pdmesh_gateway.gbnf import Converted, converted
 from pdmesh_gateway.schemas import Obeyed, obeyed
 
 CPU_LIMIT_S = 2
 MEMORY_LIMIT_BYTES = 2 * 1024**3
+#: Of an `Obeyed`, which gateways keep. Its schema is of no use beyond `MAX_GRAMMAR_BYTES`; the rest is room for paths.
+MAX_ANSWER_BYTES = 4 * MAX_GRAMMAR_BYTES
 #: Streams beside it come first where cores are short.
 NICENESS = 5
 _ANYTHING = json.dumps({"grammars": [{"json_schema": {}}]})
@@ -51,6 +53,8 @@ class GrammarProcess:
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 return
+            if self._process is not None:
+                self._end(self._process)
             process = self._process = subprocess.Popen(  # which on Linux does not fork
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
@@ -67,7 +71,9 @@ class GrammarProcess:
     def obeyed(self, schema: Any) -> Obeyed | None:
         """Return what of a schema can be obeyed; None if that takes too much time or memory. Blocking."""
         answer = self._ask([schema])
-        return None if answer is None else msgspec.json.decode(answer, type=Obeyed)
+        if answer is None or len(answer) > MAX_ANSWER_BYTES:
+            return None
+        return msgspec.json.decode(answer, type=Obeyed)
 
     def converted(self, text: str) -> Converted | None:
         """Return a grammar from GBNF or Lark; None if that takes too much time or memory. Blocking."""

@@ -23,6 +23,9 @@ Objection = Callable[[Any], str | None]
 #: Questions to llguidance about one schema.
 MAX_QUESTIONS = 400
 
+#: Characters of a path that a warning shows.
+MAX_PATH_CHARS = 160
+
 #: Bounds of numbers beyond these are out of the library's reach, and of a number of 16 digits.
 MAX_BOUND = 10**18
 
@@ -63,7 +66,8 @@ class Dropped:
     is_annotation: bool = False  # JSON Schema lets a validator ignore it
 
     def __str__(self) -> str:
-        return f"{self.path} ({self.why})"
+        path = self.path if len(self.path) <= MAX_PATH_CHARS else f"{self.path[:MAX_PATH_CHARS]}…"
+        return f"{path} ({self.why})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

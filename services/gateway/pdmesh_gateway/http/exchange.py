@@ -27,6 +27,9 @@ _SSE_HEADERS = [
 ]
 
 
+#: Headers with warnings of one answer.
+MAX_WARNINGS = 16
+
 #: Line breaks would end a header.
 _PRINTABLE = bytes(byte if 0x20 <= byte != 0x7F else 0x3F for byte in range(256))
 
@@ -71,7 +74,9 @@ class Exchange:
         return int(value) if value.isdigit() else None
 
     def warn(self, *warnings: str) -> None:
-        """Say in a header each what of the request could not be done."""
+        """Say in a header each what of the request could not be done. Proxies refuse answers with too many headers."""
+        if len(warnings) > MAX_WARNINGS:
+            warnings = (*warnings[:MAX_WARNINGS], f"{len(warnings) - MAX_WARNINGS} more")
         self.extra_headers += [
             (b"x-pdmesh-warning", warning.encode("latin-1", "replace").translate(_PRINTABLE)) for warning in warnings
         ]
