@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -380,3 +381,24 @@ def test_calls_are_written_in_the_format_of_the_model(tool_format: str, call: st
 def test_a_template_that_refuses_everything_says_why_itself() -> None:
     with pytest.raises(TemplateFailed, match="not today"):
         render("{{ raise_exception('not today') }}", HISTORIES["system messages everywhere"])
+
+
+def test_long_histories_take_no_quadratic_time() -> None:
+    """Of a template that has single calls and turns that alternate."""
+    one_call = (
+        "{% for message in messages %}{% if message.role == messages[loop.index0 - 1].role and loop.index0 %}"
+        "{{ raise_exception('turns alternate') }}{% endif %}{% if (message.tool_calls or []) | length > 1 %}"
+        "{{ raise_exception('one call') }}{% endif %}{{ message.role }}{{ message.content }}"
+        "{{ message.tool_calls or '' }}{% endfor %}"
+    )
+    template = ChatTemplate(compile_template(one_call), {})
+    calls = [{"id": str(i), "function": {"name": "f", "arguments": {}}} for i in range(8000)]
+    results = [{"role": "tool", "tool_call_id": str(i), "content": f"<{i}>"} for i in range(8000)]
+    says = [{"role": "user", "content": f"({i})"} for i in range(8000)]
+    messages = [*says, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    start_s = time.process_time()
+    text = template.render({"messages": messages, "tools": None}, tool_format="hermes")
+    assert time.process_time() - start_s < 1.5
+    assert text.startswith("user(0)\n(1)\n(2)")
+    assert "(7999)assistant" in text
+    assert text.endswith("tool<7999>")

@@ -240,11 +240,13 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
         if len(calls) < 2:
             single += group
             continue
+        by_call: dict[Any, list[Message]] = {}
+        for result in results:
+            by_call.setdefault(result.get("tool_call_id"), []).append(result)
         for number, call in enumerate(calls):
             own = {**calling, "tool_calls": [call]} if number == 0 else {**_says(""), "tool_calls": [call]}
-            single += [own, *(result for result in results if result.get("tool_call_id") == call.get("id"))]
-        ids = {call.get("id") for call in calls}
-        single += [result for result in results if result.get("tool_call_id") not in ids]
+            single += [own, *by_call.pop(call.get("id"), ())]
+        single += [result for others in by_call.values() for result in others]
     return single
 
 
@@ -302,16 +304,18 @@ def _groups(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def _merged_neighbours(messages: Sequence[Message]) -> list[Message]:
-    merged: list[Message] = []
+    sides: list[list[Message]] = []
     for message in messages:
-        if not merged or not _is_neighbour(merged[-1], message):
-            merged.append(message)
-            continue
-        before = merged[-1]
-        merged[-1] = {**before, **message, "content": _joined([before, message])}
-        if before.get("tool_calls"):
-            merged[-1]["tool_calls"] = [*before["tool_calls"], *(message.get("tool_calls") or ())]
-    return merged
+        if sides and _is_neighbour(sides[-1][-1], message):
+            sides[-1].append(message)
+        else:
+            sides.append([message])
+    return [side[0] if len(side) == 1 else _merged(side) for side in sides]
+
+
+def _merged(messages: Sequence[Message]) -> Message:
+    merged = {key: value for message in messages for key, value in message.items()} | {"content": _joined(messages)}
+    return merged | {"tool_calls": calls} if (calls := _calls_in(messages)) else merged
 
 
 def _is_neighbour(before: Message, message: Message) -> bool:

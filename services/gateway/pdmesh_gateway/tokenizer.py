@@ -235,7 +235,9 @@ class ModelTokenizer:
             text = await self._request_templates.render(template, everything, tool_format=tool_format)
         else:
             num_chars = sum(len(str(m.get("content"))) for m in messages)
-            text = await self._render_own(everything, num_chars, tool_format, tells_tools=tells_tools)
+            # Tools, and arguments of calls, may be of any size.
+            is_small = num_chars < INLINE_CHARS and not tools and not any(m.get("tool_calls") for m in messages)
+            text = await self._render_own(everything, tool_format, tells_tools=tells_tools, is_small=is_small)
         if not continue_final_message:
             return text
         end = text.rfind(_MARKER)
@@ -244,7 +246,7 @@ class ModelTokenizer:
         return text[:end]
 
     async def _render_own(
-        self, variables: Mapping[str, Any], num_chars: int, tool_format: str, *, tells_tools: bool
+        self, variables: Mapping[str, Any], tool_format: str, *, tells_tools: bool, is_small: bool
     ) -> str:
         tools, template = variables.get("tools"), self.template
         if tools and not tells_tools and self.tool_template is not None and self.tool_template.tools:
@@ -259,7 +261,7 @@ class ModelTokenizer:
             return template.render(variables, tool_format=tool_format, tells_tools=tells_tools)
 
         try:
-            if num_chars < INLINE_CHARS and not tools:  # tools may be of any size
+            if is_small:
                 return render()
             return await anyio.to_thread.run_sync(render)
         except TemplateFailed as failed:
