@@ -74,10 +74,14 @@ class Grammars:
             return found.deep_copy()
 
     def token_bytes(self) -> list[bytes]:
-        """Return the bytes of each token. Blocking."""
+        """Return the bytes of each token. Special tokens, which no text contains, have none. Blocking."""
         with self._loading:
             tokenizer = self._loaded()
-        return [tokenizer.decode_bytes([token_id]) for token_id in range(self._vocab_size)]
+        special_ids = set(self._special_ids.values())
+        return [
+            b"" if token_id in special_ids else tokenizer.decode_bytes([token_id])
+            for token_id in range(self._vocab_size)
+        ]
 
     def _loaded(self) -> LLTokenizer:
         if self._tokenizer is None:

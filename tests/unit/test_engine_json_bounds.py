@@ -147,3 +147,16 @@ def test_a_bound_takes_no_time_for_long_runs_before_it(end: bytes) -> None:
     start_s = time.process_time()
     bounds.apply(np.full(1, 31, np.uint8), output, may_end=False)
     assert time.process_time() - start_s < 0.05
+
+
+@pytest.mark.parametrize("digit", ["1", "a"])
+def test_bounds_do_not_depend_on_the_names_that_a_process_gives_special_tokens(
+    directory: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, digit: str
+) -> None:
+    monkeypatch.setattr("pdmesh.grammars.secrets.token_hex", lambda num_bytes: digit * 2 * num_bytes)
+    grammars = Grammars(directory, vocab_size=320, eos_token_ids=EOS)
+    guide = Guide(grammars.matcher(of_schema({"type": "integer"})), EOS, JsonBounds(grammars.token_bytes()))
+    guide.take(tokenizer.encode("1" * 16, add_special_tokens=False).ids)
+    bits = guide.allowed(320, EOS)
+    assert bits is not None
+    assert set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()) == set(EOS)
