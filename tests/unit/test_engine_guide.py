@@ -13,7 +13,9 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice, SliceResult
+from pdmesh.engine.guide import Guide
 from pdmesh.engine.runner import TorchEngine
+from pdmesh.grammars import Grammars
 from pdmesh.model import FinishReason, RequestId, SamplingParams
 from pdmesh.testing.checkpoints import write_checkpoint
 
@@ -197,3 +199,30 @@ def test_an_answer_that_no_token_can_follow_is_an_error_and_no_end(engine: Torch
     sequence = sequence_of(grammar=LLMatcher.grammar_from_lark('start: "a" <[256]> "b"'))
     assert finish(engine, sequence).drawn[0].finish_reason is FinishReason.ERROR
     assert sequence.output_token_ids[0] == 64
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (LLMatcher.grammar_from_regex("ab"), "ab"),  # complete: nothing is taken behind it but the end
+        (LLMatcher.grammar_from_lark('start: thought "." /b*/\nthought[max_tokens=3]: /[a-z]*/'), "abab"),
+        (LLMatcher.grammar_from_lark('start: thought "." /b*/\nthought[max_tokens=3]: /[a-z]*/'), "ab.bb"),
+    ],
+)
+def test_a_guide_that_goes_back_allows_what_a_new_one_does(
+    checkpoint: Path, tokenizer: Tokenizer, grammar: str, text: str
+) -> None:
+    grammars = Grammars(checkpoint, vocab_size=320, eos_token_ids=EOS)
+    output = array.array("i", [*tokenizer.encode(text, add_special_tokens=False).ids, *EOS])
+
+    def allowed(guide: Guide, length: int) -> Any:
+        guide.catch_up(output[:length])
+        bits = guide.allowed(320, EOS)
+        return guide.error if bits is None else bits.tolist()
+
+    for length in range(len(output)):
+        guide = Guide(grammars.matcher(grammar), EOS)
+        for longer in range(length, len(output) + 1):
+            for each in range(length, longer + 1):
+                allowed(guide, each)
+            assert allowed(guide, length) == allowed(Guide(grammars.matcher(grammar), EOS), length)

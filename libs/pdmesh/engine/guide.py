@@ -22,6 +22,7 @@ class Guide:
         self, matcher: LLMatcher, model_end_ids: Sequence[int] = (), json_bounds: JsonBounds | None = None
     ) -> None:
         self._matcher = matcher
+        self._fresh = matcher.deep_copy()
         self._json_bounds = json_bounds
         self._is_stuck = False
         self._model_end_ids = list(model_end_ids)
@@ -43,12 +44,17 @@ class Guide:
         """Take the output so far: usually nothing, or the one token that was appended since."""
         num_common = min(len(self._taken), len(output_token_ids))
         if self._taken[:num_common].tobytes() != output_token_ids[:num_common].tobytes():
-            self._matcher.reset()
-            del self._taken[:]
+            self._restart()
         elif len(self._taken) > num_common:
-            self._matcher.rollback(len(self._taken) - num_common)
+            # A matcher takes nothing behind its end, and cannot go back within a part with a limit of tokens.
+            if self._matcher.is_stopped() or not self._matcher.rollback(len(self._taken) - num_common):
+                self._restart()
             del self._taken[num_common:]
         self.take(output_token_ids[len(self._taken) :].tolist())
+
+    def _restart(self) -> None:
+        self._matcher = self._fresh.deep_copy()
+        del self._taken[:]
 
     def take(self, token_ids: list[int]) -> None:
         """Take tokens that follow."""
