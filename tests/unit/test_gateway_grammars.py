@@ -194,6 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (strict({"type": "string", "pattern": "a(?=b)"}), "cannot be obeyed: #/pattern (look-around"),
     (structured(regex="a", choice=["b"]), "has regex and choice: give one of them"),
     (structured(structural_tag={"structures": [], "triggers": []}), "has no tags"),
+    (structured(structural_tag={**TAG, "triggers": ["<f"] * 1001}), "more than 1000 tags or triggers"),
     (structured(structural_tag={**TAG, "triggers": ["<g"]}), "begins with none of the triggers"),
     (structured(structural_tag="{"), "structural tag that cannot be read"),
     ({**structured(regex="a"), "response_format": {"type": "json_object"}}, "cannot both be given"),

@@ -270,6 +270,8 @@ def _structural_tag(given: Any, param: str) -> str:
         tag = msgspec.convert(json.loads(given) if isinstance(given, str) else given, _StructuralTag, strict=False)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise invalid(param, f"`{param}` has a structural tag that cannot be read: {error}") from None
+    if max(len(tag.structures), len(tag.triggers)) > MAX_ENUM_VALUES:
+        raise invalid(param, f"`{param}` has more than {MAX_ENUM_VALUES} tags or triggers.")
     tags: list[StructTag] = []
     for structure in tag.structures:
         trigger = next((each for each in tag.triggers if each and structure.begin.startswith(each)), None)
