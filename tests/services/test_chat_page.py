@@ -157,6 +157,7 @@ async def test_markdown_is_parsed_in_linear_time_and_at_any_depth(model: Path) -
     """A parser that backtracks would take hours for each of these texts, or overflow its stack."""
     n = 20_000
     texts = ["*a " * n + "b* " * n, "[" * n, "[a](" * n, "`a``b" * n, "> " * n, "```" + "a" * n + "`"]
+    texts += ["[" * 90 + "a" + "](b)" * 90]
     texts += ["\n".join(" " * depth + "- x" for depth in range(1000)), "|a" * n + "\n" + "|-" * n + "\n" + "|\n" * n]
     async with chat(model) as (page, _):
         for text in texts:

@@ -130,7 +130,7 @@ function inline(text, inLink = false) {
       const url = withoutTail(bare);
       [node, end] = [link(url, [url], inLink) ?? url, found.index + url.length];
     } else if (bracket) {
-      const whole = linkAt(text, end);
+      const whole = inLink ? null : linkAt(text, end); // each level would be parsed twice
       const made = whole && link(whole.url, inline(whole.label, true), inLink);
       if (made) [node, end] = [made, whole.end];
       else [node, end] = [text[found.index], found.index + 1];
