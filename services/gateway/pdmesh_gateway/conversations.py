@@ -13,7 +13,7 @@ from typing import Any
 import anyio.to_thread
 
 from pdmesh_gateway.answer_format import AnswerFormat, Calls
-from pdmesh_gateway.grammars import Asked, asked_for
+from pdmesh_gateway.grammars import AnswerConstraint, asked_for
 from pdmesh_gateway.items import ChoiceItems, ItemParser, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.protocol.sampling import SamplingFields
@@ -133,7 +133,7 @@ async def prepare(serving: Serving, conversation: Conversation, fields: Sampling
         raise invalid("thinking_token_budget", "This model's reasoning cannot be limited: no token of it ends that.")
     if budget is not None and reasoning is ReasoningStart.BEGUN:
         budget = max(0, budget - answer_format.num_thought_tokens(prompt))
-    asked = asked_for(fields) or Asked(param="tools" if calls is not None else "thinking_token_budget")
+    asked = asked_for(fields) or AnswerConstraint(param="tools" if calls is not None else "thinking_token_budget")
     param = asked.param
     given, problems = await checker.grammar_of(asked)
     warnings += problems

@@ -44,6 +44,7 @@ class GrammarProcess:
         self._command += map(str, eos_token_ids)
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._given_up: subprocess.Popen[bytes] | None = None  # killed, but perhaps not dead yet
 
     def prepare(self) -> None:
         """Start the process if it does not run, and return once it has read the tokenizer. Blocking.
@@ -51,9 +52,9 @@ class GrammarProcess:
         Raises InstanceUnavailable if it ends instead.
         """
         with self._lock:
-            if self._process is not None and self._process.poll() is None:
-                return
             if self._process is not None:
+                if self._process is not self._given_up and self._process.poll() is None:
+                    return
                 self._end(self._process)
             process = self._process = subprocess.Popen(  # which on Linux does not fork
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -101,7 +102,7 @@ class GrammarProcess:
 
     def give_up(self) -> None:
         """End what runs: whoever waits for it hears so."""
-        process = self._process
+        process = self._given_up = self._process
         if process is not None:
             process.kill()
 

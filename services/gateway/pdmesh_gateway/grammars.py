@@ -73,7 +73,7 @@ class GrammarJudge(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AnswerConstraint:
     """What a request asks for: a ``grammar``, or JSON that fits a ``schema``. ``param`` names the field.
 
     ``text`` is a grammar in GBNF or Lark.
@@ -109,7 +109,7 @@ class GrammarChecker:
         await self.check(asked.param, grammar)
         return grammar, warnings
 
-    async def grammar_of(self, asked: Asked) -> tuple[str, list[str]]:
+    async def grammar_of(self, asked: AnswerConstraint) -> tuple[str, list[str]]:
         """Return the grammar that is asked for, unchecked, and warnings of dropped constraints.
 
         Raises RequestRejected.
@@ -183,7 +183,7 @@ class GrammarChecker:
             del self._problems[next(iter(self._problems))]
 
 
-def asked_for(fields: SamplingFields) -> Asked | None:
+def asked_for(fields: SamplingFields) -> AnswerConstraint | None:
     """Return what a request asks its answer to be held to, if anything. Raises RequestRejected."""
     options, wanted = fields.structured_outputs, fields.response_format
     if options is not None and (asked := _of_options(options)) is not None:
@@ -196,13 +196,15 @@ def asked_for(fields: SamplingFields) -> Asked | None:
     given = wanted.schema if wanted.json_schema is None else wanted.json_schema.schema
     strict = wanted.json_schema is not None and wanted.json_schema.strict is True
     if wanted.type == "json_object":
-        return Asked(param=name, schema=ANY_OBJECT if given in (None, {}) else read_schema(given, name), strict=strict)
+        return AnswerConstraint(
+            param=name, schema=ANY_OBJECT if given in (None, {}) else read_schema(given, name), strict=strict
+        )
     if wanted.type == "json_schema":
         if given is None:
             raise invalid(name, f"`{wanted.SCHEMA}` is missing.")
-        return Asked(param=name, schema=read_schema(given, name), strict=strict)
+        return AnswerConstraint(param=name, schema=read_schema(given, name), strict=strict)
     if wanted.type == "structural_tag":
-        return Asked(param=name, grammar=_structural_tag(msgspec.to_builtins(wanted), name))
+        return AnswerConstraint(param=name, grammar=_structural_tag(msgspec.to_builtins(wanted), name))
     raise invalid(name, f"`{name}.type` is {wanted.type[:40]!r}: use text, json_object, json_schema or structural_tag.")
 
 
@@ -234,7 +236,7 @@ def json_grammar(schema: Any, param: str, *, blanks: bool = False, pattern: str 
         raise invalid(param, f"`{param}` has a schema that cannot be read: {error}") from None
 
 
-def _of_options(options: StructuredOutputs) -> Asked | None:
+def _of_options(options: StructuredOutputs) -> AnswerConstraint | None:
     name = "structured_outputs"
     given = [each for each in options.KINDS if getattr(options, each) not in (None, False)]
     if not given:
@@ -244,16 +246,16 @@ def _of_options(options: StructuredOutputs) -> Asked | None:
     blanks, pattern = options.disable_any_whitespace is False, options.whitespace_pattern
     if options.json is not None or options.json_object:
         schema = ANY_OBJECT if options.json is None else read_schema(options.json, f"{name}.json")
-        return Asked(param=name, schema=schema, blanks=blanks, pattern=pattern)
+        return AnswerConstraint(param=name, schema=schema, blanks=blanks, pattern=pattern)
     if options.regex is not None:
-        return Asked(param=name, grammar=LLMatcher.grammar_from_regex(options.regex))
+        return AnswerConstraint(param=name, grammar=LLMatcher.grammar_from_regex(options.regex))
     if options.choice is not None:
-        return Asked(param=name, grammar=_choice(options.choice, name))
+        return AnswerConstraint(param=name, grammar=_choice(options.choice, name))
     if options.grammar is not None:
         if not 0 < len(options.grammar) <= MAX_GRAMMAR_BYTES:
             raise invalid(name, f"`{name}.grammar` must have 1 to {MAX_GRAMMAR_BYTES} characters.")
-        return Asked(param=name, text=options.grammar)
-    return Asked(param=name, grammar=_structural_tag(options.structural_tag, name))
+        return AnswerConstraint(param=name, text=options.grammar)
+    return AnswerConstraint(param=name, grammar=_structural_tag(options.structural_tag, name))
 
 
 def _choice(choices: Sequence[str], param: str) -> str:

@@ -14,9 +14,9 @@ from typing import Protocol
 FIRST_LOOK_S = 0.05
 MAX_LOOK_S = 2.0
 
-#: Times of the probes before an answer begins. Quick answers come without any, for clients that know no interim
-#: responses. Some clients accept no more than five.
-PROBES_S = (1.0, 4.0, 16.0, 64.0, 256.0)
+#: Times of the probes before an answer begins. The first comes soon: most clients that close are gone, and their
+#: requests hold KV. Some clients accept no more than five interim responses.
+PROBES_S = (0.05, 1.0, 8.0, 64.0, 256.0)
 
 #: Interval of TCP's own probes. These find a lost client too, but only a minute after it has gone.
 KEEP_ALIVE_S = 10

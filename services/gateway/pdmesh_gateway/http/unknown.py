@@ -206,7 +206,7 @@ _OTHERS_OF_REASONING: dict[str, tuple[Any, ...]] = {"enabled": (True,), "exclude
 _OTHERS_WITHIN: dict[StructType, dict[str, tuple[Any, ...]]] = {
     ChatMessage: _OTHERS_OF_MESSAGES,
     messages.InputMessage: _OTHERS_OF_MESSAGES,
-    responses.InputMessage: _OTHERS_OF_MESSAGES,
+    responses.InputItem: _OTHERS_OF_MESSAGES,
     Reasoning: _OTHERS_OF_REASONING,
     Thinking: _OTHERS_OF_REASONING,
     ResponseFormat: _OTHERS_OF_FORMATS,

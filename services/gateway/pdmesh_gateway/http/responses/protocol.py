@@ -53,7 +53,7 @@ class InputPart(msgspec.Struct, kw_only=True):
     logprobs: Any = None
 
 
-class InputMessage(msgspec.Struct, kw_only=True):
+class InputItem(msgspec.Struct, kw_only=True):
     """Fields of an item that is a message. Items of other types may have any fields."""
 
     OWN_TYPES: ClassVar[tuple[str | None, ...]] = ("message", None)
@@ -77,7 +77,7 @@ class InputTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     """``POST /v1/responses/input_tokens``: what of a request makes its prompt."""
 
     model: str | None = None
-    input: Annotated[str | list[dict[str, Any]] | None, shaped(InputMessage)] = None
+    input: Annotated[str | list[dict[str, Any]] | None, shaped(InputItem)] = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[list[dict[str, Any]] | None, shaped(FunctionTool), neutral([])] = None
