@@ -608,6 +608,11 @@ async def test_a_json_object_of_responses_is_held_to_its_schema() -> None:
 
 async def test_long_names_of_unknown_fields_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up: list[str] = []
-    monkeypatch.setattr(unknown, "_resembling", lambda name, kind: looked_up.append(name) or ())
+
+    def resembling(name: str, _kind: object) -> tuple[()]:
+        looked_up.append(name)
+        return ()
+
+    monkeypatch.setattr(unknown, "_resembling", resembling)
     await decoded(CompletionRequest, {"x" * 50_000: 1})
     assert [len(name) for name in looked_up] == [100]

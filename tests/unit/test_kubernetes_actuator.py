@@ -174,6 +174,7 @@ async def test_a_process_that_served_has_served_also_after_its_pod_waited_for_it
 async def test_few_ends_are_kept_for_a_scheduler_that_is_away(tmp_path: Path) -> None:
     cluster = a_cluster()
     async with acting(tmp_path, cluster) as actuator:
+        report = actuator.report()
         for num_restarts in range(1, MAX_ENDED + 4):
             cluster.pod("mesh-decode-0")["status"] = {"containerStatuses": [{"restartCount": num_restarts}]}
             await actuator.look()
