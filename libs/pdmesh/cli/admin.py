@@ -47,7 +47,7 @@ def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
     typer.echo(
         f"{verdict}{rest}  waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}{batching}"
     )
-    if (speed := speed_line(latest.requests, time.time())) is not None:
+    if (speed := speed_line(latest.requests, answer.at or time.time())) is not None:
         typer.echo(speed)
     instances_table(answer).show()
     for line in note_lines(answer):
