@@ -46,6 +46,13 @@ async def served(
         yield running
 
 
+async def until_ready(client: httpx.AsyncClient, url: str = "") -> None:
+    """Wait until a gateway has heard the scheduler's welcome."""
+    with anyio.fail_after(30):
+        while (await client.get(f"{url}/ready")).status_code != 200:
+            pass
+
+
 async def complete(running: RunningGateway, **fields: Any) -> str:
     """The text of a streamed completion that ends well."""
     async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
@@ -614,7 +621,7 @@ async def test_a_gateway_that_stops_is_not_ready_at_once_and_answers_what_is_on_
         served(model, mesh) as running,
         httpx.AsyncClient(base_url=running.url, timeout=30) as client,
     ):
-        assert (await client.get("/ready")).status_code == 200
+        await until_ready(client)
         running.stopping.set()
         answer = await client.get("/ready")  # on the connection that was idle
         assert answer.status_code == 503
@@ -631,7 +638,8 @@ async def test_gateways_that_share_a_port_lose_no_connection_when_one_goes(model
             await mesh.until(lambda: len(mesh.registrations) == 2)
             assert stays.facts["http_address"] == goes.facts["http_address"] != goes.facts["own_address"]
             async with httpx.AsyncClient(timeout=30) as client:
-                assert (await client.get(f"http://{goes.facts['own_address']}/live")).status_code == 200
+                for each in (stays, goes):
+                    await until_ready(client, f"http://{each.facts['own_address']}")
             goes.stopping.set()
             for _ in range(20):
                 async with httpx.AsyncClient(base_url=url, timeout=30) as client:
