@@ -195,7 +195,7 @@ class SchedulerConfig:
     gateway_lease_s: Annotated[
         float,
         "silence after which a gateway counts as lost, with all its requests. Tokens do not pass through the "
-        "scheduler: a gateway that is cut off from it alone goes on serving",
+        "scheduler: a gateway that loses only its link to the scheduler keeps serving",
     ] = 30.0
     suspect_s: Annotated[
         float,
@@ -428,7 +428,7 @@ class TransferConfig:
     message_bytes: Annotated[
         int,
         Range(1 << 19, 1 << 30),
-        "pieces that wait for an instance on another host travel together, with up to so many bytes of KV",
+        "most bytes of KV in one message to another host: pieces that wait for the same instance travel together",
     ] = 2 * 1024 * 1024
     num_send_buffers: Annotated[
         int, COUNT, "send buffers, each the size of a piece, or of a message between hosts if KV may go there"
@@ -441,10 +441,10 @@ class TransferConfig:
     ] = 120.0
     no_progress_s: Annotated[float, "longest time that one piece may take between instances of one host"] = 10.0
     network_no_progress_s: Annotated[
-        float, "the same between hosts: an instance that is cut off is given up for another one"
+        float, "the same between hosts: after that time another instance replaces one that is cut off"
     ] = 2.0
     group_no_progress_s: Annotated[
-        float, "longest wait for KV within a prefill group, before the prompt is given up there"
+        float, "longest wait for KV within a prefill group, before the group releases the prompt"
     ] = 30.0
     peer_reads: Annotated[
         bool,

@@ -54,6 +54,11 @@ class Starter:
     folder: Path
     server: ForkServer | None = None
     said: list[str] = field(default_factory=list[str])
+    has_said: anyio.Event = field(default_factory=anyio.Event)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        self.has_said.set()
 
     def spec(self, name: str, **environment: str) -> ChildSpec:
         return ChildSpec(
@@ -101,7 +106,7 @@ def _server_spec(folder: Path) -> ChildSpec:
 @asynccontextmanager
 async def forking_starter(folder: Path) -> AsyncGenerator[Starter]:
     starter = Starter(folder)
-    starter.server = ForkServer(_server_spec(folder), start_timeout_s=DEADLINE_S, say=starter.said.append)
+    starter.server = ForkServer(_server_spec(folder), start_timeout_s=DEADLINE_S, say=starter.say)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(starter.server.run)
         yield starter
@@ -210,8 +215,7 @@ async def test_workers_survive_the_fork_server_and_another_one_forks(
         async with forking_starter(tmp_path) as starter, starter.start("first") as (first, _):
             (server,) = [child for child in _children(os.getpid()) if child.pid != first.pid and _is_server(child)]
             os.kill(server.pid, signal.SIGKILL)
-            while not starter.said:  # noqa: ASYNC110  # told by a task of the server's
-                await anyio.sleep(0.01)
+            await starter.has_said.wait()
             async with starter.start("second") as (second, _):
                 assert first.pid != second.pid
                 assert process_id(first.pid) is not None

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ import torch
 
 from pdmesh.engine.levels import FOLDER, CpuLevel
 from pdmesh.testing.levels import library_or_skip, ordered_levels
+from pdmesh.testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 DIGESTS = Path(__file__).with_name("kernel_digests.py")
@@ -96,11 +96,7 @@ def test_kernels_on_aarch64_give_the_same_bits(
     expected = native_digests(ordered_levels()[0])
     engine = FOLDER.relative_to(ROOT)
     shutil.copytree(FOLDER / "csrc", tmp_path / engine / "csrc")
-    spec = importlib.util.spec_from_file_location("hatch_build", FOLDER / "csrc/hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
+    build = load_script(FOLDER / "csrc/hatch_build.py")
     machine, built, problems = build.compile_kernels(tmp_path)
     assert (machine, problems) == ("aarch64", [])
     assert "_kernels.neon.so" in built

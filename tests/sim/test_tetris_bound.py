@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,7 @@ import pytest
 from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B
 from pdmesh.policy.sequence_parallel import ElasticPlanner
 from pdmesh.studies.first_tokens import Prompt
+from pdmesh.testing.scripts import load_script
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
 
@@ -21,13 +20,7 @@ LATENCY = TETRIS_A100_LLAMA_3_8B
 @pytest.fixture(scope="module")
 def bound() -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / "tetris_bound.py"
-    spec = importlib.util.spec_from_file_location("tetris_bound", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tetris_bound"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(path)
 
 
 def fewest_late(prompts: list[Prompt], work_s: float, limit_s: float) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from pdmesh.testing.scripts import load_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -39,12 +40,7 @@ def test_every_benchmark_with_a_limit_exits_by_it() -> None:
 
 @pytest.fixture(scope="module")
 def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("report", BENCHMARKS / "report.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(BENCHMARKS / "report.py")
 
 
 def test_limits_that_are_kept(report: ModuleType) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,18 +20,14 @@ from pdmesh.core.events import Event
 from pdmesh.eventlog import Header
 from pdmesh.profiles import ProfileFile
 from pdmesh.sim.workload import Arrival
+from pdmesh.testing.scripts import load_script
 from pdmesh.wire import messages
 
 ROOT = Path(__file__).parents[2]
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"deploy/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / f"deploy/{name}.py")
 
 
 @pytest.fixture(scope="module")

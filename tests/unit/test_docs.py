@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+
+from pdmesh.testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -63,12 +64,7 @@ def test_a_path_through_the_docs_has_five_pages_at_most_and_every_page_is_reache
 
 @pytest.fixture(scope="module")
 def release_notes() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release_notes", ROOT / "deploy/release_notes.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "deploy/release_notes.py")
 
 
 def test_a_tag_has_notes_only_if_version_and_changelog_agree(release_notes: ModuleType) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import select
@@ -18,17 +17,13 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
+from pdmesh.testing.scripts import load_script
+
 ROOT = Path(__file__).parents[2]
 
 
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"pdmesh_{name}", ROOT / f"deploy/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / f"deploy/{name}.py")
 
 
 @pytest.fixture(scope="module")
@@ -174,11 +169,7 @@ def test_each_level_of_the_kernels_is_reported(tmp_path: Path, monkeypatch: pyte
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     (tmp_path / "libs/pdmesh/engine").mkdir(parents=True)
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "libs/pdmesh/engine/csrc/hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
+    build = load_script(ROOT / "libs/pdmesh/engine/csrc/hatch_build.py")
     said: list[str] = []
     _, built, problems = build.compile_kernels(tmp_path, report=said.append)
     assert built == [f"_kernels.{level}.so" for level in ("probe", "baseline", "avx2", "avx512", "avx512_bf16")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import platform
 import re
@@ -20,6 +19,8 @@ from typing import Any
 import grimp
 import pytest
 
+from pdmesh.testing.scripts import load_script
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "pdmesh": ROOT / "libs",
@@ -32,12 +33,7 @@ PACKAGES = {
 
 @pytest.fixture(scope="module")
 def wheels() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pdmesh_wheels", ROOT / "deploy/wheels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "deploy/wheels.py")
 
 
 @pytest.fixture(scope="module")

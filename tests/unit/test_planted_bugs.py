@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from pdmesh.testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,13 +19,7 @@ another bug instead: there must be 30."""
 
 
 def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("planted_bugs", ROOT / "benchmarks/planted_bugs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their names
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "benchmarks/planted_bugs.py")
 
 
 BUGS = _load().bugs()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -15,19 +14,15 @@ from xml.sax.saxutils import quoteattr
 
 import pytest
 
+from pdmesh.testing.scripts import load_script
+
 TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(TESTS))
-    spec = importlib.util.spec_from_file_location("run_tests", TESTS / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["run_tests"] = module  # its dataclasses look there for their annotations
-    spec.loader.exec_module(module)
-    return module
+    return load_script(TESTS / "run.py")
 
 
 def parts(run: ModuleType, arguments: Sequence[str], *, everything: bool) -> list[Any]:

@@ -72,7 +72,7 @@ class Pod(NamedTuple):
     is_leaving: bool
     grace_s: float  # between SIGTERM and SIGKILL
     last_end: str = ""  # how its last process ended
-    has_served: bool = False  # its present process was ready
+    has_served: bool = False  # the present process was ready before
 
     @property
     def pid(self) -> int:
@@ -219,7 +219,7 @@ class KubernetesActuator:
                 self._ended.append(
                     EndedProcess(name=name, pid=UNKNOWN_PID, cause=pod.last_end, has_served=before.has_served)
                 )
-            elif before.has_served:  # it is not ready between its end and the restart
+            elif before.has_served:  # between a process's end and the restart no pod is ready
                 pods[name] = pod._replace(has_served=True)
         if (sets, pods) != (self._sets, self._pods):
             self._sets, self._pods = sets, pods

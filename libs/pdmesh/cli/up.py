@@ -421,7 +421,7 @@ def down(state: StateFolder, *, now: bool, drain_s: float | None) -> bool:
     record = state.read()
     if record is None:
         state.remove()
-        starting = state.supervisor()  # it may download a model for minutes
+        starting = state.supervisor()  # a start downloads models, which takes minutes
         if starting is None:
             return False
         os.kill(starting.pid, signal.SIGTERM)
