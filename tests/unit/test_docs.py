@@ -10,7 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer
+from typer.core import TyperGroup
 
+from pdmesh.cli.app import app
 from pdmesh.testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -102,3 +105,23 @@ def test_nothing_is_published_before_checks_and_wheels() -> None:
     jobs = msgspec.yaml.decode((WORKFLOWS / "release.yml").read_text())["jobs"]
     for job in ("publish", "image"):
         assert set(jobs[job]["needs"]) == {"checks", "wheels"}
+
+
+def test_commands_that_pages_and_messages_name_exist() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    context = typer.Context(group)
+    texts = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    texts += [*(ROOT / "libs").rglob("*.py"), *(ROOT / "services").rglob("*.py")]
+    named = {
+        found
+        for path in texts
+        if path.name != "history.md"  # has the commands of its days
+        for found in re.findall(r"`pdmesh ([a-z][a-z-]*)(?: ([a-z][a-z-]*))?", path.read_text())
+    }
+    assert ("pool", "resize") in named
+    for name, inner in named:
+        command = group.get_command(context, name)
+        assert command is not None, name
+        if inner and isinstance(command, TyperGroup):
+            assert command.get_command(context, inner) is not None, f"{name} {inner}"

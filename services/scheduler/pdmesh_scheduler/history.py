@@ -314,7 +314,7 @@ class MeshHistory:
         if instance.absence is not None and instance.absence.is_planned:
             return "no process is to replace it"
         if self._core.actuators.there:
-            return "no supervisor starts it again: `pdmesh resize` starts another one"
+            return "no supervisor starts it again: `pdmesh pool resize` starts another one"
         return "no supervisor is connected: start it again yourself"
 
     def _note(self, absence: _Absence, what_next: str) -> InstanceNote:
