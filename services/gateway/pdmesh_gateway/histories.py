@@ -28,7 +28,6 @@ _PLAINER = (
         "neighbours",
         "leading_answer",
         "several_calls",
-        "text_with_calls",
         "cut_arguments",
     ),
     ("calls",),
