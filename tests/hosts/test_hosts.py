@@ -35,6 +35,7 @@ pytestmark = [
 
 #: a: scheduler; b: a prefill and a decode instance; c: a decode instance; d: gateway, and the clients.
 HOSTS = ("a", "b", "c", "d")
+NUM_INSTANCES = 3
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,9 @@ async def test_streams_outlive_a_scheduler_that_comes_back_on_another_host(hosts
     await load.run(lambda: None, max_tokens=10)
     hosts["b"].services.pop().kill()
     hosts.name_scheduler("a")
-    hosts["a"].start("scheduler", "scheduler")
+    with log_of(hosts, "a", "scheduler") as said:
+        hosts["a"].start("scheduler", "scheduler")
+        until(lambda: said().count("instance joined") == NUM_INSTANCES)  # they come back one by one
     await load.run(lambda: None, max_tokens=10)
 
 
