@@ -220,6 +220,24 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(imports).prepare()  # CycleError names the modules of a circle, in order
 
 
+def test_no_module_reads_a_clock_or_its_process_when_imported() -> None:
+    """Workers are forked from a process that has imported all: its time was theirs, and new weights looked old."""
+    own = {("time", "time"), ("time", "monotonic"), ("os", "getpid"), ("os", "urandom"), ("uuid", "uuid4")}
+    found: list[str] = []
+    for source in PACKAGES.values():
+        for file in source.rglob("*.py"):
+            if "testing" in file.parts:
+                continue
+            statements = [
+                node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign | ast.AnnAssign)
+            ]
+            for call in (node for each in statements for node in ast.walk(each) if isinstance(node, ast.Call)):
+                match call.func:
+                    case ast.Attribute(value=ast.Name(id=module), attr=name) if (module, name) in own:
+                        found.append(f"{file.relative_to(ROOT)}:{call.lineno}")
+    assert found == []
+
+
 def test_no_two_classes_have_one_name() -> None:
     """Two layers that say one word and mean two things are read wrong; private classes, and the messages that the
     public gRPC protocol prescribes (generated, in a namespace of their own), do not meet any others."""

@@ -64,9 +64,6 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
 log = structlog.get_logger()
 
-_STARTED_AT = time.time()
-_BEGAN_AT = int(_STARTED_AT) % (1 << 31)
-
 
 async def run_worker(
     config: MeshConfig, context: ServiceContext, role: Role, preloaded: PreloadedModel | None = None
@@ -75,6 +72,7 @@ async def run_worker(
 
     Raises InstanceUnavailable if the engine breaks.
     """
+    started_at = time.time()
     if not config.scheduler_address:
         raise ConfigError("no scheduler is set: set scheduler_address (PDMESH_SCHEDULER_ADDRESS) to its host:port")
     if config.transfer.transport == "ucx":
@@ -110,6 +108,7 @@ async def run_worker(
                         facts=facts,
                         ranks=ranks,
                         cores=cores,
+                        started_at=started_at,
                     )
 
 
@@ -124,8 +123,12 @@ async def serve_instance(
     facts: EngineFacts = EngineFacts(),  # noqa: B008  # frozen
     ranks: RankProcesses | None = None,
     cores: LentCores | None = None,
+    started_at: float = 0.0,
 ) -> None:
-    """Do what `run_worker` does, given an engine, the processes that compute with it, and a transport."""
+    """Do what `run_worker` does, given an engine, the processes that compute with it, and a transport.
+
+    ``started_at`` is the Unix time at which this process began, before it read its weights.
+    """
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
     device = device_name(config)
     drafter = prompt_lookup(config.worker, device)
@@ -157,7 +160,7 @@ async def serve_instance(
             num_transfer_backends=config.transfer.num_backends,
             data_address=transport.address,
             device=device,
-            pid=_process_number(),
+            pid=_process_number(started_at),
             rank_pids=() if ranks is None else ranks.pids,
             device_name=facts.device_name,
             num_parameters=facts.num_parameters,
@@ -168,7 +171,7 @@ async def serve_instance(
             compute=engine.compute_path,
             arithmetic=engine.arithmetic,
             weights=engine.weights,
-            started_at=_STARTED_AT,
+            started_at=started_at,
             deterministic=config.worker.deterministic,
             host=host_label(),
             drafts=drafter is not None,
@@ -281,10 +284,10 @@ async def serve_instance(
         raise InstanceUnavailable(f"the engine failed: {failure}") from failure
 
 
-def _process_number() -> int:
+def _process_number(started_at: float) -> int:
     """Return a number that no process had under this instance's name: in a container of its own each is the first."""
     pid = os.getpid()
-    return pid if pid != 1 else _BEGAN_AT
+    return pid if pid != 1 else int(started_at) % (1 << 31)
 
 
 async def _announce(context: ServiceContext, scheduler: WorkerSession, facts: dict[str, object]) -> None:
