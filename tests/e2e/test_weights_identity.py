@@ -84,6 +84,7 @@ async def test_streams_end_on_the_weights_that_began_them(
     async with running_load(mesh.base_url, mesh.model, asked, at_once=AT_ONCE) as load:
         await load.ended(AT_ONCE)
         await load.all_draw(AT_ONCE)
+        (before,) = (await mesh.state()).revisions
         os.replace(revisions[1] / "model.safetensors", tmp_path / "model" / "model.safetensors")
         restart = asyncio.ensure_future(
             asyncio.to_thread(mesh.pdmesh, "restart", "--rolling", "--timeout", "200", "-o", "json")
@@ -100,7 +101,7 @@ async def test_streams_end_on_the_weights_that_began_them(
     assert revision_of(load.streams[-1]) == "new"
     assert max(map(len, seen)) == 2, "the mesh told of both while they were there"
     (revision,) = (await mesh.state()).revisions
-    assert {revision.weights} != seen[0]
+    assert revision.weights != before.weights
     assert mesh.total("prefix_cache_hits") > 0
     assert 'reason="weights"' not in "\n".join(mesh.metrics().values())
     mesh.wait_until_idle(30.0)
