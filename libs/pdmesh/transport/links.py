@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from math import inf
 from typing import Protocol
 
 import anyio
@@ -62,16 +63,16 @@ class Link(Protocol):
 class _Busy:
     """A link, and what is under way on it."""
 
-    __slots__ = ("last_progress_s", "link", "sends")
+    __slots__ = ("last_taken_s", "link", "sends")
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.last_progress_s = time.monotonic()
+        self.last_taken_s = time.monotonic()
         self.sends: dict[int, Send] = {}  # by number, the oldest first
 
     def patient_until_s(self) -> float:
-        """When the link is given up, unless one of its sends has ended."""
-        return max(self.last_progress_s, next(iter(self.sends.values())).started_s) + self.link.no_progress_s
+        """Time at which the link is closed, unless the peer takes a piece before."""
+        return max(self.last_taken_s, next(iter(self.sends.values())).started_s) + self.link.no_progress_s
 
 
 class Links:
@@ -84,7 +85,8 @@ class Links:
         """``open_link`` makes a link to an address, or raises KvTransferError."""
         self._pool = pool
         self._open_link = open_link
-        self._sending = anyio.Event()
+        self._watch_sooner = anyio.Event()
+        self._watched_until_s = inf  # when `watch` looks next by itself
         self._links: OrderedDict[bytes, _Busy] = OrderedDict()
         self._next_number = 1
 
@@ -103,7 +105,7 @@ class Links:
             busy.sends.pop(send.number, None)
             self.close(address, str(error))
             raise
-        self._sending.set()
+        self._let_watch(busy)
         try:
             await send.done.wait()
         except anyio.get_cancelled_exc_class():
@@ -115,19 +117,21 @@ class Links:
             raise KvTransferError(f"the piece was not sent: {send.error}")
 
     async def watch(self) -> None:
-        """Give up a link when none of its sends has ended for its ``no_progress_s``. Run beside `send`."""
+        """Close a link when its peer has taken no piece for its ``no_progress_s``. Run beside `send`.
+
+        A notice ends when the local kernel has it, so its end says nothing about the peer.
+        """
         while True:
+            self._watch_sooner = anyio.Event()
             working = [busy for busy in self._links.values() if busy.sends]
-            if not working:
-                self._sending = anyio.Event()
-                await self._sending.wait()
+            busy = min(working, key=_Busy.patient_until_s, default=None)
+            self._watched_until_s = inf if busy is None else busy.patient_until_s()
+            left_s = self._watched_until_s - time.monotonic()
+            if busy is not None and left_s <= 0:
+                self.close(busy.link.peer.address, f"the peer took nothing for {busy.link.no_progress_s:g} s")
                 continue
-            busy = min(working, key=_Busy.patient_until_s)
-            left_s = busy.patient_until_s() - time.monotonic()
-            if left_s > 0:
-                await anyio.sleep(left_s)
-                continue
-            self.close(busy.link.peer.address, f"the peer took nothing for {busy.link.no_progress_s:g} s")
+            with anyio.move_on_after(left_s):
+                await self._watch_sooner.wait()
 
     def ended(self, link: Link, number: int, error: str | None) -> None:
         """Note that a send has ended. Ignored if the send was given up, or belongs to another link."""
@@ -136,7 +140,8 @@ class Links:
             return
         send = busy.sends.pop(number, None)
         if send is not None:
-            busy.last_progress_s = time.monotonic()
+            if not send.is_notice:
+                busy.last_taken_s = time.monotonic()
             self._end(send, error)
 
     def reroute(self, link: Link) -> None:
@@ -154,7 +159,8 @@ class Links:
             reason = str(error)
         else:
             while busy.sends:
-                number, send = busy.sends.popitem()
+                number = next(iter(busy.sends))  # the oldest first, as in each link
+                send = busy.sends.pop(number)
                 other.sends[number] = send
                 try:
                     other.link.begin(send)
@@ -162,6 +168,7 @@ class Links:
                     reason = str(error)
                     self.close(address, reason)
                     break
+            self._let_watch(other)
         for send in busy.sends.values():
             self._end(send, reason)
 
@@ -191,6 +198,11 @@ class Links:
             self.close(idle, "unused")
         busy = self._links[address] = _Busy(self._open_link(address))
         return busy
+
+    def _let_watch(self, busy: _Busy) -> None:
+        """Wake `watch` if this link is closed before the ones that it waits for. Links differ in ``no_progress_s``."""
+        if busy.sends and busy.patient_until_s() < self._watched_until_s:
+            self._watch_sooner.set()
 
     def _end(self, send: Send, error: str | None) -> None:
         send.error = error
