@@ -200,7 +200,7 @@ class Links:
         return busy
 
     def _let_watch(self, busy: _Busy) -> None:
-        """Wake `watch` if this link is closed before the ones that it waits for. Links differ in ``no_progress_s``."""
+        """Wake `watch` if this link is due before its next look. Links differ in ``no_progress_s``."""
         if busy.sends and busy.patient_until_s() < self._watched_until_s:
             self._watch_sooner.set()
 
