@@ -5,19 +5,16 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import pytest
 
-from pdmesh.cli.processes import ending_with_us
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.testing.host_load import LIMIT_S, MOST_TOKENS, NUM_STREAMS, STAND_IN, HostLoad, log_of
-from pdmesh.testing.hosts import SCHEDULER_PORT, HostedService, Hosts, running_hosts, until, why_no_hosts
-from pdmesh.testing.standby import etcd_command, etcd_data_folder, why_no_etcd
+from pdmesh.testing.host_standby import FOLLOWS, HAS_LED, LEADS, running_two_schedulers
+from pdmesh.testing.hosts import HostedService, Hosts, until, why_no_hosts
+from pdmesh.testing.standby import why_no_etcd
 
 WHY_NOT = why_no_hosts() or why_no_etcd()
 
@@ -29,14 +26,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
-
-#: a, b: a scheduler each; c: a prefill and a decode instance; d: gateway, and the clients; e: etcd.
-HOSTS = ("a", "b", "c", "d", "e")
-ETCD_PORT, ETCD_PEER_PORT = 2379, 2380
-
-
-#: What a scheduler says of its own part: the last of these holds.
-LEADS, FOLLOWS, HAS_LED = '"leading"', '"standing by"', "must not lead any more"
 
 
 @dataclass
@@ -84,42 +73,10 @@ class Schedulers:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Generator[Hosts]:
     """A mesh that is whole when a test begins, whichever scheduler leads; each leaves it so."""
-    folder = tmp_path_factory.mktemp("hosts")
-    settings = {
-        "MODEL": str(write_checkpoint(folder / "model", seed=3)),
-        "SCHEDULER_ADDRESS": f"10.77.0.1:{SCHEDULER_PORT},10.77.0.2:{SCHEDULER_PORT}",
-        "STANDBY_STORE": "etcd",
-        "STANDBY_ETCD_ENDPOINTS": f"https://10.77.0.5:{ETCD_PORT}",
-        # On a busy machine instances take longer than 3 s to register with another scheduler.
-        "SCHEDULER_ORPHAN_GRACE_S": "20",
-        **STAND_IN,
-    }
-    with running_hosts(folder / "hosts", HOSTS, settings) as hosts:
-        for name in HOSTS:
-            own = hosts[name].folder
-            shown = {"CA": own / "ca.pem", "CERT": own / "mesh.pem", "KEY": own / "mesh.key"}
-            hosts[name].settings = {
-                **hosts[name].settings,
-                **{f"STANDBY_ETCD_{what}": str(file) for what, file in shown.items()},
-            }
-        data = etcd_data_folder(folder)
-        etcd = hosts["e"].command(etcd_command(hosts["e"].address, ETCD_PORT, ETCD_PEER_PORT, data, hosts["e"].folder))
-        with (
-            (folder / "etcd.log").open("wb") as log,
-            subprocess.Popen(ending_with_us(etcd), stdout=log, stderr=log) as process,
-        ):
-            try:
-                with log_of(hosts, "a", "scheduler") as said:
-                    hosts["a"].start("scheduler", "scheduler")
-                    until(lambda: LEADS in said(), LIMIT_S)
-                hosts["b"].start("scheduler", "scheduler")
-                for kind in ("prefill", "decode"):
-                    hosts["c"].start(kind, kind)
-                hosts["d"].start("gateway", "gateway")
-                yield hosts
-            finally:
-                process.kill()
-        shutil.rmtree(data)
+    # On a busy machine instances take longer than 3 s to register with another scheduler.
+    settings = {"SCHEDULER_ORPHAN_GRACE_S": "20", **STAND_IN}
+    with running_two_schedulers(tmp_path_factory.mktemp("hosts"), settings) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="module")
@@ -179,4 +136,18 @@ async def test_the_leader_stands_still_past_its_lease_and_goes_on(
         assert HAS_LED in old_said()
         assert "instance lost" not in said()
     schedulers.start(old)
+    await load.run(lambda: None, max_tokens=10)
+
+
+async def test_the_gateway_is_cut_off_from_the_leader_alone(
+    hosts: Hosts, schedulers: Schedulers, load: HostLoad
+) -> None:
+    """Half of the requests come after the cut. They waited until it was healed, beside a standby that could serve."""
+    cut = schedulers.leading
+    with log_of(hosts, schedulers.standby, "scheduler") as said, log_of(hosts, cut, "scheduler") as old_said:
+        await load.run(lambda: hosts.cut(cut, "d"), max_tokens=MOST_TOKENS, num_before=NUM_STREAMS // 2)
+        assert "giving the lead" in old_said()
+        schedulers.until_the_other_leads(said)
+        assert "instance lost" not in said()
+    hosts.heal(cut, "d")
     await load.run(lambda: None, max_tokens=10)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh_scheduler.standby.leadership import MARGIN, Candidate, LeaseRecord, LeaseWrite
+from pdmesh_scheduler.standby.leadership import ASK_EVERY_S, MARGIN, Candidate, LeaseRecord, LeaseWrite
 
 T = TypeVar("T")
 
@@ -108,11 +108,27 @@ class Scheduler:
         if candidate.until_s > -inf and not self.leads:  # it has led, and ends
             self.begin()
             return
+        if not self._world.is_calm and rng.random() < 0.05:
+            candidate.ask("gateway", self.clock_s)
+        if self.leads and (request := candidate.request) is not None:
+            if rng.random() < 0.5:
+                self._give(request.asked_by)
+                return
+            candidate.refuse()
         attempt = candidate.attempt(self.clock_s, 1)
         if attempt is None:
             self._call(lambda: (self._world.record, self._world.version), self._has_read)
         else:
             self._write(attempt)
+
+    def _give(self, address: str) -> None:
+        """Stop leading, and end as a process."""
+        candidate, given_back = self.candidate, self.candidate.release(address)
+        assert not self.leads
+        if given_back is not None:
+            candidate.sent(given_back, self.clock_s)
+            self._call(lambda: self._world.swap(given_back), lambda _: None)
+        self._later(2 * LIMIT_S, self.begin)
 
     def _has_read(self, answer: tuple[LeaseRecord | None, str | None]) -> None:
         self.candidate.observed(*answer, self.clock_s)
@@ -261,6 +277,68 @@ def test_a_lease_that_was_given_back_is_taken_at_once_with_what_operators_asked_
     other.sent(taken, 0.3)
     other.written(taken, "4", 0.3)
     assert (other.leads(0.4), other.state) == (True, "drains")
+
+
+def leads_at(leader: Candidate, attempt: LeaseWrite | None, version: str, now_s: float) -> LeaseRecord:
+    """Let the store take what the candidate wants to write."""
+    assert attempt is not None
+    leader.sent(attempt, now_s)
+    leader.written(attempt, version, now_s)
+    return attempt.record
+
+
+def test_a_lease_that_is_asked_for_goes_to_whom_it_was_asked_by() -> None:
+    leader, record = alone()
+    other, third = Candidate("b", "b:1", LEASE_S), Candidate("c", "c:1", LEASE_S)
+    other.observed(record, "1", 0.1)
+    other.ask("gateway", 0.2)
+    asked = leads_at(other, other.attempt(0.2, 0), "2", 0.2)
+    assert (asked.holder_id, asked.beat) == ("a", record.beat), "the leader's renewals count alone"
+    assert other.attempt(0.3, 0) is None
+    assert leader.request is None
+    leader.observed(asked, "2", 0.5)
+    assert leader.request == asked
+    given = leader.release("b:1")
+    assert given is not None
+    for candidate in (other, third):
+        candidate.observed(given.record, "3", 0.6)
+    assert third.attempt(0.7, 0) is None
+    assert third.attempt(0.6 + LEASE_S, 0) is not None, "the other one may have died"
+    leads_at(other, other.attempt(0.7, 0), "4", 0.7)
+    assert other.leads(0.8)
+
+
+def test_a_lease_that_is_refused_can_be_asked_for_again_later() -> None:
+    leader, record = alone()
+    other = Candidate("b", "b:1", LEASE_S)
+    other.observed(record, "1", 0.0)
+    other.ask("gateway", 0.0)
+    leader.observed(leads_at(other, other.attempt(0.0, 0), "2", 0.0), "2", 0.1)
+    leader.refuse()
+    assert leader.request is None
+    kept = leads_at(leader, leader.attempt(1.0, 0), "3", 1.0)
+    assert (kept.asked_by, kept.asked_for) == ("", "")
+    other.observed(kept, "3", 1.1)
+    other.ask("gateway", 1.1)
+    assert other.attempt(1.1, 0) is None, "so soon"
+    kept = leads_at(leader, leader.attempt(3.0, 0), "4", 3.0)
+    leads_at(leader, leader.attempt(5.0, 0), "5", 5.0)
+    other.observed(kept, "5", ASK_EVERY_S)
+    other.ask("gateway", ASK_EVERY_S)
+    leader.observed(leads_at(other, other.attempt(ASK_EVERY_S, 0), "6", ASK_EVERY_S), "6", ASK_EVERY_S)
+    assert leader.request is not None
+
+
+def test_a_request_does_not_keep_the_lease_of_a_dead_leader() -> None:
+    _, record = alone()
+    other, third = Candidate("b", "b:1", LEASE_S), Candidate("c", "c:1", LEASE_S)
+    for candidate in (other, third):
+        candidate.observed(record, "1", 0.0)
+    other.ask("gateway", 1.0)
+    asked = leads_at(other, other.attempt(1.0, 0), "2", 1.0)
+    third.observed(asked, "2", 1.1)
+    assert third.attempt(LEASE_S - 0.1, 0) is None
+    assert third.attempt(LEASE_S, 0) is not None
 
 
 def test_a_store_that_was_emptied_does_not_begin_with_an_old_term() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from pdmesh.config import GatewayConfig, MeshConfig, SchedulerConfig, SecurityConfig, StandbyConfig
@@ -20,9 +21,13 @@ from pdmesh.testing.standby import free_port
 from pdmesh.wire.admin import ask_one, ask_scheduler
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import (
+    CheckPeers,
     GatewayDown,
+    GatewayHeartbeat,
     GetStatus,
     MeshStatus,
+    PeerProblem,
+    PeersChecked,
     RegisterWorker,
     SchedulerHeartbeat,
     SetPolicy,
@@ -35,7 +40,9 @@ from pdmesh.wire.scheduler_channel import SchedulerChannel, open_scheduler_chann
 from pdmesh_gateway.main import token_host_of
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_scheduler.main import serve
+from pdmesh_scheduler.standby.file_store import FileStore
 from pdmesh_scheduler.standby.keeper import LeaseLost
+from pdmesh_scheduler.standby.leadership import LeaseRecord
 from pdmesh_scheduler.testing import (
     CONFIG,
     GATEWAY_METHOD,
@@ -121,10 +128,7 @@ async def running(folder: Path, number: int = 2, **more: Any) -> AsyncGenerator[
 
 async def test_who_stands_by_says_who_leads(tmp_path: Path) -> None:
     async with running(tmp_path) as (leader, other), other.bench() as mesh:
-        with anyio.fail_after(LIMIT_S):
-            while (said := await other.says()) != StandingBy(leader=leader.address):
-                assert said == StandingBy(leader="")  # it has not looked yet
-                await anyio.sleep(0.02)
+        await names(other, leader)
         registration = RegisterWorker(profile=PREFILL, residents=())
         async with mesh.connect(WORKER_METHOD, WorkerDown, registration) as peer:
             assert await peer.expect(StandingBy) == StandingBy(leader=leader.address)
@@ -197,6 +201,76 @@ async def test_a_leader_whose_lease_was_taken_ends(tmp_path: Path) -> None:
             await leader.ended.wait()
             assert leader.error is not None
             await other.leads()
+
+
+async def test_the_lead_goes_to_the_only_scheduler_that_a_gateway_reaches(tmp_path: Path) -> None:
+    """New requests waited until the gateway and the leader reached each other again."""
+    async with running(tmp_path) as (leader, other), leader.bench() as old_mesh, other.bench() as mesh:
+        await names(other, leader)
+        async with old_mesh.connect(WORKER_METHOD, WorkerDown, RegisterWorker(profile=PREFILL, residents=())) as worker:
+            await worker.expect(WelcomeWorker)
+            cut_off = msgspec.structs.replace(REGISTRATION, unreached_leader=leader.address)
+            async with mesh.connect(GATEWAY_METHOD, GatewayDown, cut_off) as peer:
+                await peer.expect(StandingBy)
+            check = await worker.expect(CheckPeers)
+            assert [address for _, address in check.gateways] == [other.address]
+            worker.post(PeersChecked(check_id=check.check_id, problems=(), wall_time_s=0.0, version=""))
+            await other.leads()
+        await leader.ended.wait()
+        assert leader.error is not None
+        (error,) = leaves(leader.error)
+        assert isinstance(error, LeaseLost)
+        assert other.address in str(error)
+
+
+@pytest.mark.parametrize("who", ["the gateway itself", "another gateway", "an instance that does not reach the other"])
+async def test_the_lead_is_kept_where_more_would_be_lost(tmp_path: Path, who: str) -> None:
+    async with running(tmp_path) as (leader, other), leader.bench() as old_mesh, other.bench() as mesh:
+        await names(other, leader)
+        cut_off = msgspec.structs.replace(REGISTRATION, unreached_leader=leader.address)
+        async with AsyncExitStack() as stack:
+            worker = None
+            if who.startswith("an instance"):
+                worker = await stack.enter_async_context(old_mesh.worker(PREFILL))
+            else:
+                gateway_id = GatewayId("g" if who == "the gateway itself" else "another")
+                registration = msgspec.structs.replace(REGISTRATION, gateway_id=gateway_id)
+                heard = await stack.enter_async_context(old_mesh.connect(GATEWAY_METHOD, GatewayDown, registration))
+                await heard.expect(WelcomeGateway)
+                tasks = await stack.enter_async_context(anyio.create_task_group())
+                stack.callback(tasks.cancel_scope.cancel)
+
+                async def speak() -> None:
+                    while True:
+                        heard.post(GatewayHeartbeat())
+                        await anyio.sleep(0.1)
+
+                tasks.start_soon(speak)
+            async with mesh.connect(GATEWAY_METHOD, GatewayDown, cut_off) as peer:
+                await peer.expect(StandingBy)
+            await record_where(tmp_path, lambda record: record.asked_by == other.address)
+            if worker is not None:
+                check = await worker.expect(CheckPeers)
+                problem = PeerProblem(kind="tokens to", peer="other", reason="no answer")
+                worker.post(PeersChecked(check_id=check.check_id, problems=(problem,), wall_time_s=0.0, version=""))
+            kept = await record_where(tmp_path, lambda record: not record.asked_by)
+            assert kept.address == leader.address
+
+
+async def names(standby: OneOfSeveral, leader: OneOfSeveral) -> None:
+    """Wait until the standby knows the leader."""
+    with anyio.fail_after(LIMIT_S):
+        while await standby.says() != StandingBy(leader=leader.address):  # noqa: ASYNC110  # nothing tells
+            await anyio.sleep(0.02)
+
+
+async def record_where(folder: Path, holds: Callable[[LeaseRecord], bool]) -> LeaseRecord:
+    """Wait until this holds of the lease record."""
+    store = FileStore(folder / "lease.json")
+    with anyio.fail_after(LIMIT_S):
+        while (record := (await store.read()).record) is None or not holds(record):  # noqa: ASYNC110  # a file
+            await anyio.sleep(0.02)
+    return record
 
 
 async def test_a_scheduler_alone_is_as_before(tmp_path: Path) -> None:

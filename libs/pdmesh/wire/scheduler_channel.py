@@ -50,7 +50,11 @@ class SchedulerChannel:
         self._channels: dict[str, MeshChannel] = {}
         self._num_tried = 0  # of the addresses, over and over
         self._next: str | None = None  # to be tried before the others
+        self._is_silent = False  # whether the connection to that leader should be opened again
+        self._named_by: str | None = None  # standby that named the address in use, or the next
         self._address = ""  # in use
+        #: Leader that cannot be reached, since it was named, or was silent.
+        self.unreached_leader = ""
         self._term = 0  # the highest that was heard of
 
     @property
@@ -70,7 +74,10 @@ class SchedulerChannel:
             with anyio.move_on_after(CONNECT_LIMIT_S):
                 if await self._channel(self._address).connect():
                     return
-            if self._num_tried % len(self._addresses) == 0:
+            if self._named_by:
+                self.unreached_leader = self._address
+                self._next, self._named_by = self._named_by, None  # the standby may lead soon
+            elif self._num_tried % len(self._addresses) == 0:
                 await anyio.sleep(ROUND_PAUSE_S)
 
     def stream_stream(self, method: str) -> Callable[..., Any]:
@@ -84,6 +91,7 @@ class SchedulerChannel:
         """
         if isinstance(first, StandingBy):
             self._next = first.leader or self._address
+            self._named_by = self._address if first.leader else None
             raise InstanceUnavailable(f"{self._address} stands by, and {first.leader or 'nobody yet'} leads")
         if not isinstance(first, kind):
             raise ProtocolError(f"the scheduler's first message must be {kind.__name__}")
@@ -94,7 +102,13 @@ class SchedulerChannel:
                 f"{self._address} led before another scheduler did (term {welcome.term}, and {self._term} was heard of)"
             )
         self._term = max(self._term, welcome.term)
+        self.unreached_leader = ""
         return welcome
+
+    def fell_silent(self) -> None:
+        """Note that the leader in use has said nothing for too long."""
+        self.unreached_leader = self._address
+        self._is_silent = True
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -106,6 +120,7 @@ class SchedulerChannel:
         named, self._next = self._next, None
         if named is not None:
             return named
+        self._named_by = None
         self._num_tried += 1
         return self._addresses[(self._num_tried - 1) % len(self._addresses)]
 
@@ -115,8 +130,12 @@ class SchedulerChannel:
         return self._channels[address]
 
     async def _close_others(self) -> None:
-        """Close channels to leaders that were named and are not in use: of these there may be any number in time."""
-        for address in [each for each in self._channels if each not in (*self._addresses, self._address)]:
+        """Close the channel to a silent leader, and those to all leaders that were named and are not in use."""
+        kept = {*self._addresses, self._address}
+        if self._is_silent:
+            kept.discard(self.unreached_leader)
+            self._is_silent = False
+        for address in self._channels.keys() - kept:
             await self._channels.pop(address).__aexit__(None, None, None)
 
 

@@ -183,13 +183,14 @@ class GatewaySession:
 
     # For `_Talk`.
 
-    def registration(self, waiting: Waiting) -> RegisterGateway:
+    def registration(self, waiting: Waiting, unreached_leader: str) -> RegisterGateway:
         return RegisterGateway(
             gateway_id=self._gateway_id,
             waiting=waiting.waiting(),
             scheduler_id=self.scheduler_id or "",
             unbegun=() if self.scheduler_id is None else waiting.unbegun(self.scheduler_id),
             token_address=self._token_address,
+            unreached_leader=unreached_leader,
         )
 
     def connected(self, welcome: WelcomeGateway) -> None:
@@ -208,6 +209,11 @@ class GatewaySession:
         self._num_reports += 1
         self._is_asked = False
         self._change()
+
+    @property
+    def was_silent(self) -> bool:
+        """Whether this gateway ended the last stream because the scheduler was silent."""
+        return self._session is not None and self._session.was_silent
 
     def lost(self) -> None:
         self.state = None
@@ -232,7 +238,7 @@ class _Talk:
         pass
 
     def opening(self) -> Sequence[GatewayUp]:
-        return [self.link.registration(self.waiting)]
+        return [self.link.registration(self.waiting, self.channel.unreached_leader)]
 
     def welcomed(self, welcome: Any) -> Terms:
         welcome = self.channel.check(welcome, WelcomeGateway)
@@ -272,4 +278,6 @@ class _Talk:
         pass  # registering again tells it what is waited for
 
     def lost(self) -> None:
+        if self.link.was_silent:
+            self.channel.fell_silent()
         self.link.lost()

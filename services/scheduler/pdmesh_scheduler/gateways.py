@@ -36,9 +36,13 @@ from pdmesh.wire.session import converse, registration
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.mesh_check import MeshCheck
 from pdmesh_scheduler.peers import Connection, Leases, Peers
+from pdmesh_scheduler.standby.keeper import LeaseRequest
 from pdmesh_scheduler.standby.mandate import ALONE, Mandate
 
 log = structlog.get_logger()
+
+#: Heartbeats in the silence after which a gateway is taken to be cut off.
+QUIET_BEATS = 2
 
 #: Far below what can be kept, far above where dividing by a target overflows.
 MIN_TARGET_S = 1e-9
@@ -107,6 +111,17 @@ class GatewayStreams:
         with anyio.CancelScope(shield=True):  # the handler of a stream that broke is being cancelled
             if await self.is_refused(token_address) and self.peers.get(gateway_id) is None:
                 self.leases.stream_broke(gateway_id)
+
+    async def why_keep_lead(self, request: LeaseRequest) -> str:
+        """Return why the lead should not go to a scheduler that a gateway reaches alone; empty if it should."""
+        gateway_id = GatewayId(request.gateway_id)
+        quiet_s = QUIET_BEATS * self.mandate.beat_s(self.config.heartbeat_s)
+        await anyio.sleep(max(0.0, quiet_s - self.leases.silent_s(gateway_id)))
+        if self.leases.silent_s(gateway_id) < quiet_s:
+            return "this scheduler hears the gateway"
+        if heard := sorted(other for other in self.peers if self.leases.silent_s(other) < quiet_s):
+            return f"this scheduler hears other gateways: {', '.join(heard)}"
+        return await self.check.why_unreached(request.address)
 
     def expired(self, gateway_id: GatewayId) -> None:
         log.error("gateway lost: its lease ran out", gateway_id=gateway_id)

@@ -213,6 +213,8 @@ async def _lead(
             tasks.start_soon(actuators.run)
             tasks.start_soon(worker_streams.watch)
             tasks.start_soon(gateway_leases.run, gateway_streams.expired)
+            if mandate.answer is not None:
+                tasks.start_soon(mandate.answer, gateway_streams.why_keep_lead)
             async with serving(
                 SERVICE,
                 methods,

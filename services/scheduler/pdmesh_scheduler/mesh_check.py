@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import anyio
@@ -19,6 +19,11 @@ from pdmesh_scheduler.peers import Peers
 
 #: For the instances to answer: longer than they try each other, shorter than who asks waits.
 LIMIT_S = 4.0
+
+BUSY = "the mesh is being checked already: ask again in a few seconds"
+
+#: Ids and data addresses of the instances that one exchanges KV with.
+KvPeers = tuple[tuple[InstanceId, bytes], ...]
 
 
 @dataclass(slots=True)
@@ -41,30 +46,49 @@ class MeshCheck:
     async def run(self) -> MeshChecked | AdminError:
         """Ask all that are there, and wait for their answers, for `LIMIT_S` at most."""
         if self._check_id:
-            return AdminError(message="the mesh is being checked already: ask again in a few seconds")
+            return AdminError(message=BUSY)
+        asked_at = self.wall_clock()
+        profiles = self._connected()
+        gateways = tuple([(name, address) for name, address in self.token_addresses.items() if address])
+        kv_peers = {
+            instance_id: tuple(
+                (peer_id, peer.data_address)
+                for peer_id, peer in profiles.items()
+                if peer_id != instance_id and peer.kv_layout == profile.kv_layout
+            )
+            for instance_id, profile in profiles.items()
+        }
+        await self._ask(kv_peers, gateways)
+        return MeshChecked(
+            version=version(),
+            certificate_expires_at=await anyio.to_thread.run_sync(expires_at, self.security.tls_cert),
+            instances=tuple(self._checked(profile, asked_at) for profile in profiles.values()),
+            gateways=gateways,
+        )
+
+    async def why_unreached(self, scheduler: str) -> str:
+        """Return which connected instances do not reach the scheduler at this address; empty if all do."""
+        if self._check_id:
+            return BUSY
+        instance_ids = self._connected()
+        await self._ask(dict.fromkeys(instance_ids, ()), ((GatewayId(scheduler), scheduler),))
+        reached = {instance_id for instance_id, (answer, _) in self._answers.items() if not answer.problems}
+        away = sorted(instance_ids.keys() - reached)
+        return f"{', '.join(away)} do not reach it" if away else ""
+
+    def _connected(self) -> dict[InstanceId, InstanceProfile]:
+        return {name: profile for name, profile in self.profiles.items() if self.workers.get(name) is not None}
+
+    async def _ask(self, kv_peers: Mapping[InstanceId, KvPeers], gateways: tuple[tuple[GatewayId, str], ...]) -> None:
+        """Have each instance try its KV peers and all gateways, and wait for the answers."""
         self._check_id = next(self._ids)
         self._answers.clear()
-        asked_at = self.wall_clock()
         try:
-            profiles = {name: profile for name, profile in self.profiles.items() if self.workers.get(name) is not None}
-            gateways = tuple([(name, address) for name, address in self.token_addresses.items() if address])
-            for instance_id in profiles:
-                kv_peers = tuple(
-                    (peer_id, peer.data_address)
-                    for peer_id, peer in profiles.items()
-                    if peer_id != instance_id and peer.kv_layout == profiles[instance_id].kv_layout
-                )
-                question = CheckPeers(check_id=self._check_id, kv_peers=kv_peers, gateways=gateways)
-                self.workers.post(instance_id, question)
+            for instance_id, peers in kv_peers.items():
+                self.workers.post(instance_id, CheckPeers(check_id=self._check_id, kv_peers=peers, gateways=gateways))
             with anyio.move_on_after(LIMIT_S):
-                while not profiles.keys() <= self._answers.keys():
+                while not kv_peers.keys() <= self._answers.keys():
                     await self._changed.wait()
-            return MeshChecked(
-                version=version(),
-                certificate_expires_at=await anyio.to_thread.run_sync(expires_at, self.security.tls_cert),
-                instances=tuple(self._checked(profile, asked_at) for profile in profiles.values()),
-                gateways=gateways,
-            )
         finally:
             self._check_id = 0
 

@@ -109,6 +109,10 @@ class Leases(Generic[IdT]):
             self._changed.set()
         self._deadlines[peer_id] = anyio.current_time() + self._lease_s
 
+    def silent_s(self, peer_id: IdT) -> float:
+        """Return for how long the peer has not been heard, at least; infinity for one that has no lease."""
+        return anyio.current_time() + self._lease_s - self._deadlines.get(peer_id, -math.inf)
+
     def stream_broke(self, peer_id: IdT) -> None:
         """Give the peer up soon, unless it comes back."""
         now_s = anyio.current_time()

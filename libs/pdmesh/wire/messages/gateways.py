@@ -26,6 +26,7 @@ class RegisterGateway(Message, frozen=True, kw_only=True):
     scheduler_id: str = ""  # whom it was registered with last, if it was
     unbegun: tuple[RequestId, ...] = ()  # of those waited for: sent to that scheduler, and not heard of since
     token_address: str = ""  # where it takes tokens; empty: it does not say
+    unreached_leader: str = ""  # address of the leading scheduler, if the gateway cannot reach it
     version: int = PROTOCOL_VERSION
 
 

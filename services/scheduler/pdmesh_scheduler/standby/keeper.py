@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import anyio
 import structlog
@@ -28,6 +29,13 @@ def clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+class LeaseRequest(NamedTuple):
+    """Another scheduler's request for the lease."""
+
+    address: str  # where that scheduler serves
+    gateway_id: str  # reaches that scheduler, and not the leader
+
+
 class LeaseKeeper:
     """Acts for a `Candidate` on a store. `acquire`, `keep` and `release` are called once, in this order."""
 
@@ -49,6 +57,7 @@ class LeaseKeeper:
         self._kept = anyio.Event()  # set, and replaced, after each try
         self._complaint = ""
         self._is_asking = False
+        self._given_to = ""
 
     @property
     def leads(self) -> bool:
@@ -70,6 +79,26 @@ class LeaseKeeper:
         """What operators asked for, as it is to be kept."""
         return self._candidate.state
 
+    def ask(self, leader: str, gateway_id: str) -> None:
+        """Ask for the lease, because this gateway does not reach the ``leader``; ignored if another one leads."""
+        if leader and leader == self.leader:
+            self._candidate.ask(gateway_id, self._clock())
+
+    async def asked(self) -> LeaseRequest:
+        """Wait until another scheduler asks for the lease."""
+        while (record := self._candidate.request) is None:
+            await self._kept.wait()
+        return LeaseRequest(record.asked_by, record.asked_for)
+
+    def refuse(self) -> None:
+        """Keep the lease that another scheduler asks for."""
+        self._candidate.refuse()
+
+    def give(self, address: str) -> None:
+        """Stop leading, and let the scheduler at this address lead. `keep` ends then."""
+        self._given_to = address
+        self._wanted.set()
+
     async def acquire(self) -> None:
         """Wait until this scheduler leads."""
         said = None
@@ -85,10 +114,17 @@ class LeaseKeeper:
     async def keep(self) -> None:
         """Renew the lease until that fails. Raises LeaseLost as soon as this scheduler must not lead any more."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._renew)
+
+            async def renew() -> None:
+                await self._renew()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(renew)
             while (left_s := self._candidate.until_s - self._clock()) > 0:  # noqa: ASYNC110  # renewed meanwhile
                 await anyio.sleep(left_s)
             tasks.cancel_scope.cancel()
+        if self._given_to:
+            raise LeaseLost(f"a gateway reaches {self._given_to} alone, which leads now")
         if self._candidate.successor:
             raise LeaseLost(f"{self._candidate.successor} leads now")
         why = "the store has not answered yet" if self._is_asking else "this process stood still"
@@ -105,18 +141,20 @@ class LeaseKeeper:
 
     async def release(self) -> None:
         """Let another scheduler lead at once. This one must have stopped giving commands."""
-        if (attempt := self._candidate.release()) is not None:
+        if (attempt := self._candidate.release(self._given_to)) is not None:
             with anyio.move_on_after(RELEASE_LIMIT_S, shield=True), suppress(StoreUnavailable, TimeoutError):
                 await self._write(attempt)
 
     async def _renew(self) -> None:
-        while True:
+        """Renew the lease until it is given to another scheduler."""
+        while not self._given_to:
             self._wanted = wanted = anyio.Event()
             await self._look()
             self._kept.set()
             self._kept = anyio.Event()
             with anyio.move_on_after(max(0.0, self._candidate.next_s(self._clock()) - self._clock())):
                 await wanted.wait()
+        await self.release()
 
     async def _look(self) -> None:
         """Do what is to be done now: write, after having read if need be."""

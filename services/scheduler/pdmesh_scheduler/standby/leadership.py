@@ -1,10 +1,14 @@
 """Who leads among several schedulers, and until when: pure, and without a clock that two of them would have to share.
 
 A *lease record* in a store says who leads. Whoever writes it has read what was there (compare and swap), and each
-write raises its ``beat``. A leader may lead for a *hold* after it **sent** its last successful write. Another one may
-take the lease when it has **seen** the record unchanged for ``lease_s``. It saw each beat after that was sent, and a
-hold is shorter than a lease. So the leader has stopped before the other begins, as long as their clocks do not differ
-in *rate* by more than the margin, a quarter of the lease.
+write of a leader raises its ``beat``. A leader may lead for a *hold* after it **sent** its last successful write.
+Another one may take the lease when it has **seen** the same beat for ``lease_s``. It saw each beat after that was sent,
+and a hold is shorter than a lease. So the leader has stopped before the other begins, as long as their clocks do not
+differ in *rate* by more than the margin, a quarter of the lease.
+
+A candidate may also *ask* a leader for the lease, on behalf of a gateway that reaches the candidate and not the leader.
+It writes its address into the record. The leader reads this at its next renewal. It gives the lease back for that
+address, or removes the request.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ MARGIN = 0.25
 #: Renewals in a lease, and looks at it, by those who wait for it and by a holder whose renewal failed.
 RENEWALS, LOOKS = 4, 12
 
+#: Between two requests for a lease by one candidate. Each one is judged anew.
+ASK_EVERY_S = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
@@ -26,8 +33,10 @@ class LeaseRecord:
     holder_id: str = ""  # of a process; empty: nobody leads
     address: str = ""  # where the holder serves
     term: int = 0  # each holder's is higher than all before
-    beat: int = 0  # higher with each write
+    beat: int = 0  # higher with each write of a leader
     state: str = ""  # what operators asked for, for the next holder
+    asked_by: str = ""  # address of a candidate that asks for the lease, or that a lease was given back for
+    asked_for: str = ""  # gateway that reaches that candidate, and not the holder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +61,15 @@ class Candidate:
         self._record: LeaseRecord | None = None  # that was seen last
         self._version: str | None = None
         self._is_known = False  # whether the store is known to have that
-        self._changed_s = inf  # when it was first seen
+        self._changed_s = inf  # when its beat was first seen
         self._tried: LeaseRecord | None = None  # written, perhaps in vain
         self._tried_s = -inf
         self._until_s = -inf  # it leads so long
         self._sent_s = -inf  # its last successful write
         self.state = ""  # to be kept, while it leads
+        self._asks_for = ""  # gateway on whose behalf it is to ask for the lease
+        self._next_ask_s = -inf
+        self._refuses = False  # whether to remove a request for the lease from the record
 
     # --- what it knows ---
 
@@ -85,6 +97,13 @@ class Candidate:
         """Whether the store has its present ``state``."""
         return self._is_ours and self._record is not None and self._record.state == self.state
 
+    @property
+    def request(self) -> LeaseRecord | None:
+        """The record, if another candidate asks this leader for the lease and was not refused."""
+        record = self._record
+        is_asked = record is not None and self._is_ours and record.asked_by and not self._refuses
+        return record if is_asked else None
+
     def leader(self, now_s: float) -> str:
         """Return the address of whoever leads by now; empty if that is nobody, or late with its renewal."""
         record = self._record
@@ -103,12 +122,21 @@ class Candidate:
 
     # --- what happens ---
 
+    def ask(self, gateway_id: str, now_s: float) -> None:
+        """Ask the present leader for the lease, because this gateway reaches this candidate alone."""
+        if now_s >= self._next_ask_s:
+            self._asks_for, self._next_ask_s = gateway_id, now_s + ASK_EVERY_S
+
+    def refuse(self) -> None:
+        """Remove the request for the lease with the next write."""
+        self._refuses = True
+
     def observed(self, record: LeaseRecord | None, version: str | None, now_s: float) -> None:
         """Take note of what the store had, some time before now."""
         if version != self._version or self._changed_s == inf:
-            self._record, self._version, self._changed_s = record, version, now_s
+            self._take(record, version, now_s)
         self._is_known = True
-        if record is not None and record == self._tried:
+        if record is not None and self._is_ours and self._tried is not None and record.beat == self._tried.beat:
             self._has_written(now_s)  # though nobody answered
         elif not self._is_ours:
             self._until_s = min(self._until_s, now_s)  # somebody took it
@@ -124,7 +152,12 @@ class Candidate:
         before = self._record or LeaseRecord()
         if self.leads(now_s):
             record = replace(before, beat=before.beat + 1, state=self.state)
+            if self._refuses:
+                record = replace(record, asked_by="", asked_for="")
             is_due = now_s >= self.next_s(now_s) or before.state != self.state
+        elif self._asks_for and self.leader(now_s):
+            record = replace(before, asked_by=self._address, asked_for=self._asks_for)
+            is_due = not before.asked_by
         else:
             record = LeaseRecord(
                 holder_id=self._holder_id,
@@ -134,16 +167,20 @@ class Candidate:
                 state=before.state,
             )
             # Who has led once does not lead again: it does not know what happened meanwhile.
-            is_free = not before.holder_id or now_s - self._changed_s >= self._lease_s
+            is_given = not before.holder_id and before.asked_by in ("", self._address)
+            is_free = is_given or now_s - self._changed_s >= self._lease_s
             is_due = is_free and self._until_s == -inf
         return LeaseWrite(record=record, version=self._version) if is_due else None
 
-    def release(self) -> LeaseWrite | None:
-        """Return the write by which a leader that has stopped commanding lets others lead at once."""
+    def release(self, to: str = "") -> LeaseWrite | None:
+        """Return the write by which a leader that has stopped commanding lets others lead at once.
+
+        ``to`` is the address of the only one that may; the others wait for ``lease_s`` as for a silent leader.
+        """
         self._until_s = min(self._until_s, self._sent_s)
         if not self._is_known or not self._is_ours or self._record is None:
             return None
-        record = replace(self._record, holder_id="", address="", beat=self._record.beat + 1, state=self.state)
+        record = LeaseRecord(term=self._record.term, beat=self._record.beat + 1, state=self.state, asked_by=to)
         return LeaseWrite(record=record, version=self._version)
 
     def sent(self, attempt: LeaseWrite, now_s: float) -> None:
@@ -153,10 +190,18 @@ class Candidate:
 
     def written(self, attempt: LeaseWrite, version: str, now_s: float) -> None:
         """Take note that the store has what was sent last."""
-        self._record, self._version, self._changed_s = attempt.record, version, now_s
+        self._take(attempt.record, version, now_s)
         self._is_known = True
-        if attempt.record.holder_id == self._holder_id:
+        if self._is_ours:
+            self._refuses = self._refuses and bool(attempt.record.asked_by)
             self._has_written(now_s)
+        elif attempt.record.asked_by == self._address:
+            self._asks_for = ""
+
+    def _take(self, record: LeaseRecord | None, version: str | None, now_s: float) -> None:
+        if self._changed_s == inf or record is None or self._record is None or record.beat != self._record.beat:
+            self._changed_s = now_s
+        self._record, self._version = record, version
 
     def _has_written(self, now_s: float) -> None:
         if self._until_s == -inf:

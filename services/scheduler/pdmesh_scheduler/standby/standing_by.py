@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -22,7 +23,7 @@ from pdmesh.wire.admin import ADMIN_METHOD
 from pdmesh.wire.dialing import is_wildcard
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import FrameLink, serve_link
-from pdmesh.wire.messages import GatewayUp, StandingBy, WorkerUp
+from pdmesh.wire.messages import GatewayUp, RegisterGateway, StandingBy, WorkerUp
 from pdmesh.wire.strangers import Strangers
 from pdmesh_scheduler.metrics import leads_gauge
 from pdmesh_scheduler.operators import Operators
@@ -31,7 +32,7 @@ from pdmesh_scheduler.standby.file_store import FileStore
 from pdmesh_scheduler.standby.keeper import LeaseKeeper, LeaseLost
 from pdmesh_scheduler.standby.kubernetes_store import KubernetesStore
 from pdmesh_scheduler.standby.leadership import Candidate
-from pdmesh_scheduler.standby.mandate import Mandate
+from pdmesh_scheduler.standby.mandate import Judge, Mandate
 from pdmesh_scheduler.standby.store import LeaseStore
 
 log = structlog.get_logger()
@@ -77,6 +78,7 @@ async def lead_in_turn(
             is_valid=lambda: keeper.leads,
             desired=keeper.state.encode(),
             keep=lambda content: keeper.save(content.decode()),
+            answer=partial(_answer, keeper),
         )
         lost: LeaseLost | None = None
 
@@ -96,6 +98,19 @@ async def lead_in_turn(
         await keeper.release()
         if lost is not None:
             raise LeaseLost(f"{lost}: start it again, to stand by") from lost
+
+
+async def _answer(keeper: LeaseKeeper, judge: Judge) -> None:
+    """Judge each request for the lead, until one is granted."""
+    while True:
+        request = await keeper.asked()
+        why_not = await judge(request)
+        if not why_not:
+            log.warning("giving the lead to a scheduler that a gateway reaches alone", **request._asdict())
+            keeper.give(request.address)
+            return
+        log.warning("keeping the lead that another scheduler asks for", **request._asdict(), reason=why_not)
+        keeper.refuse()
 
 
 async def _acquired(keeper: LeaseKeeper, stopping: anyio.Event) -> bool:
@@ -124,7 +139,12 @@ async def _refusing(
 
     async def refuse(link: FrameLink[Any, Any], _peer: str) -> None:
         with anyio.move_on_after(REFUSAL_LIMIT_S):
-            await anext(link.frames(), None)  # gRPC tells a peer whose write fails of that error, and not of our answer
+            # Read first: gRPC tells a peer whose write fails of that error, and not of our answer.
+            match await anext(link.frames(), None):
+                case [RegisterGateway(unreached_leader=leader, gateway_id=gateway_id), *_] if keepers:
+                    keepers[0].ask(leader, gateway_id)
+                case _:
+                    pass
             link.post(answer())
             link.close()
             await link.pump()
