@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pdmesh.core.operator_events import OperatorEvent
-from pdmesh.core.record_line import RecordLine, ms
+from pdmesh.core.record_line import RecordLine, ms, over
 from pdmesh.model import (
     NO_TRANSFER,
     Epoch,
@@ -256,12 +256,13 @@ class TransferSent(RequestReport):
     exposed_s: Annotated[float, FINITE]
     sent_s: Annotated[float, SECONDS] = 0.0  # while pieces of it were under way; 0: they were read where they lay
     destination_id: InstanceId | None = None  # if it went to one alone
+    carrier: str = ""  # see `SentTransfer.carrier`
 
     @property
     def record_line(self) -> RecordLine | None:
         figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s, "exposed_s": self.exposed_s}
         exposed = f"{ms(self.exposed_s)} after the prompt was computed"
-        detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, {exposed}"
+        detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, {exposed}{over(self.carrier)}"
         return RecordLine("sent", detail, self.instance_id, figures)
 
 
@@ -293,11 +294,13 @@ class MoveSent(RequestReport):
     frozen_s: Annotated[float, FINITE]
     sent_s: Annotated[float, SECONDS] = 0.0  # while pieces of it were under way; 0: they were read where they lay
     destination_id: InstanceId | None = None  # if it went to one alone
+    carrier: str = ""  # see `SentTransfer.carrier`
 
     @property
     def record_line(self) -> RecordLine | None:
         figures = {"num_bytes": float(self.num_bytes), "duration_s": self.duration_s, "frozen_s": self.frozen_s}
-        detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, stood still for {ms(self.frozen_s)}"
+        stood = f"stood still for {ms(self.frozen_s)}"
+        detail = f"{self.num_bytes} bytes in {ms(self.duration_s)}, {stood}{over(self.carrier)}"
         return RecordLine("moved away", detail, self.instance_id, figures)
 
 

@@ -19,3 +19,8 @@ class RecordLine(NamedTuple):
 def ms(seconds: float) -> str:
     """A time in words."""
     return f"{seconds * 1e3:.1f} ms"
+
+
+def over(carrier: str) -> str:
+    """Return the end of a line on moved KV: what carried the KV, if this is known."""
+    return f", over {carrier}" if carrier else ""

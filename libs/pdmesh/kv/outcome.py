@@ -15,7 +15,7 @@ class SentTransfer:
     ``duration_s`` runs from the transfer's first grant, and ``exposed_s`` from the moment the prompt was computed and
     its first token sampled (when decode could have started), both to the acknowledgement. For a move, ``duration_s`` is
     the time of the whole move, and ``exposed_s`` how long the request paused. In ``sent_s`` of that time pieces with KV
-    were under way; 0 if the receiver read it where it lay.
+    were under way; 0 if the receiver read it where it lay. ``carrier`` is `KvTransport.carrier_to` of the receiver.
     """
 
     request_id: RequestId
@@ -24,6 +24,7 @@ class SentTransfer:
     duration_s: float
     exposed_s: float
     sent_s: float = 0.0
+    carrier: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

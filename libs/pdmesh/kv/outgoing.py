@@ -62,6 +62,13 @@ class PieceWriter:
         except KvTransferError:
             return self.max_pages
 
+    def carrier_to(self, address: bytes) -> str:
+        """Return what carries pieces to this address; empty if the peer has become unreachable."""
+        try:
+            return self._transport.carrier_to(address)
+        except KvTransferError:
+            return ""
+
     def pages_a_message(self, address: bytes) -> int:
         """Return the number of pages up to which pieces to this address travel together."""
         try:

@@ -137,6 +137,7 @@ class GrantedTransfer(ABC):
             duration_s=landed_s - began_s,
             exposed_s=landed_s - self._exposed_since_s(),
             sent_s=self._sent_s,
+            carrier=self._writer.carrier_to(self.destinations[0].address),
         )
 
     @property

@@ -11,6 +11,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+#: The carrier of pieces that a peer on the same host reads in the sender's memory. See `KvTransport.carrier_to`.
+MEMORY = "memory"
+
 
 class SendBuffer(Protocol):
     """A registered buffer lent by the transport: room for a header and a payload, one after the other.
@@ -74,6 +77,13 @@ class KvTransport(Protocol):
 
     def process_of(self, address: bytes) -> int | None:
         """Return the id of the peer's process if its memory can be read from here, on the same host; else None.
+
+        Raises KvTransferError if ``address`` is no data address.
+        """
+        ...
+
+    def carrier_to(self, address: bytes) -> str:
+        """Return what carries pieces to a peer, as `pdmesh requests show` prints it: "memory", or "ucx, tcp".
 
         Raises KvTransferError if ``address`` is no data address.
         """

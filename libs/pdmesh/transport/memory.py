@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
-from pdmesh.transport.base import SendBuffer
+from pdmesh.transport.base import MEMORY, SendBuffer
 from pdmesh.transport.buffers import HEADER_BYTES, MESSAGE_BYTES, PieceBuffer, SendPool, allocate_buffers
 
 #: Chooses pieces by their header.
@@ -123,6 +123,9 @@ class MemoryTransport:
 
     def process_of(self, address: bytes) -> int | None:
         return os.getpid()
+
+    def carrier_to(self, address: bytes) -> str:
+        return MEMORY
 
     @property
     def num_refused(self) -> int:

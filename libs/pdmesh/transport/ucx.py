@@ -35,7 +35,7 @@ import structlog
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.address import WorkerAddress, host_id, pack_address
-from pdmesh.transport.base import SendBuffer
+from pdmesh.transport.base import MEMORY, SendBuffer
 from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES, PieceBuffer, SendPool, allocate_buffers
 from pdmesh.transport.links import Link, Links
 from pdmesh.transport.local import LocalLink, LocalPort, answers_here
@@ -159,6 +159,11 @@ class UcxTransport:
     def process_of(self, address: bytes) -> int | None:
         peer = self._peers.admit(address)
         return peer.facts.pid if self._reads(peer) else None
+
+    def carrier_to(self, address: bytes) -> str:
+        if self._api is None or self._reads(self._peers.admit(address)):
+            return MEMORY
+        return f"ucx, {self._api.transports}"
 
     @property
     def num_refused(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, NamedTuple
 
 from pdmesh.config import TransferConfig
@@ -26,6 +27,7 @@ class UcxApi(NamedTuple):
     worker: Any
     tag: Any
     any_tag: Any
+    transports: str  # network transports that UCX may use, such as "tcp" or "rc_mlx5/tcp"
 
     def error_of(self, request: Any) -> str | None:
         """Return how a completed request failed; None if it did not."""
@@ -86,7 +88,14 @@ def open_ucx(config: TransferConfig) -> UcxApi:
         worker=worker,
         tag=ucx.UCXXTag(TAG),
         any_tag=ucx.UCXXTagMask(0),
+        transports=_transports_in(context.info),
     )
+
+
+def _transports_in(info: str) -> str:
+    """Return the names of the network transports in UCX's description of a context."""
+    names = re.findall(r"^#\s+resource .* (\w+)/", info, re.MULTILINE)
+    return "/".join(dict.fromkeys(name for name in names if name != "self"))
 
 
 def names_shared_memory(tls: str) -> bool:

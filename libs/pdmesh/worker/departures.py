@@ -106,6 +106,7 @@ class Departures:
                 outcome.exposed_s,
                 outcome.sent_s,
                 destinations[0] if len(destinations) == 1 else None,
+                outcome.carrier,
             )
         )
         self._context.sequences.release(request)

@@ -112,8 +112,9 @@ class KeptCopies:
                 metrics.transfer_bytes.labels("out").inc(outcome.num_bytes)
                 # All of it was there from the start, so its time tells of the link, also where it is read.
                 sent_s, destination_id = outcome.duration_s, request.transfer.destination_ids[0]
+                carrier = outcome.carrier
                 self._context.report(
-                    TransferSent(*about, outcome.num_bytes, outcome.duration_s, 0.0, sent_s, destination_id)
+                    TransferSent(*about, outcome.num_bytes, outcome.duration_s, 0.0, sent_s, destination_id, carrier)
                 )
             case FailedTransfer():
                 metrics.failed_transfers.labels("out" if outcome.sending else "in").inc()

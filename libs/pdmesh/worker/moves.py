@@ -153,6 +153,7 @@ class MovingDecodes:
                 outcome.exposed_s,
                 outcome.sent_s,
                 request.leaving.transfer.destination_ids[0],
+                outcome.carrier,
             )
         )
         request.end_trace(DONE)

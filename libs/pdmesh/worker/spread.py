@@ -180,6 +180,7 @@ class SpreadContexts:
                 0.0,  # nobody waited for it
                 outcome.sent_s,
                 transfer.destination_ids[0],
+                outcome.carrier,
             )
         )
 
