@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -63,6 +64,9 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from pdmesh.engine.preloaded import PreloadedModel
 
 log = structlog.get_logger()
+
+#: Names of programs that are the first process of a container, and start one other.
+CONTAINER_INITS = frozenset({"catatonit", "docker-init", "dumb-init", "tini"})
 
 
 async def run_worker(
@@ -130,7 +134,7 @@ async def serve_instance(
     ``started_at`` is the Unix time at which this process began, before it read its weights.
     """
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
-    device = device_name(config)
+    number, device = _process_number(started_at), device_name(config)
     drafter = prompt_lookup(config.worker, device)
     failure: Exception | None = None
     metrics = WorkerMetrics()
@@ -160,7 +164,7 @@ async def serve_instance(
             num_transfer_backends=config.transfer.num_backends,
             data_address=transport.address,
             device=device,
-            pid=_process_number(started_at),
+            pid=number,
             rank_pids=() if ranks is None else ranks.pids,
             device_name=facts.device_name,
             num_parameters=facts.num_parameters,
@@ -266,6 +270,7 @@ async def serve_instance(
                 "transport": config.transfer.transport,
                 "compute": str(engine.compute_path),
                 "metrics_port": metrics_port,
+                "pid": number,
             }
             links.start_soon(scheduler.run)
             async with anyio.create_task_group() as work:
@@ -285,9 +290,13 @@ async def serve_instance(
 
 
 def _process_number(started_at: float) -> int:
-    """Return a number that no process had under this instance's name: in a container of its own each is the first."""
+    """Return a number that no earlier process of this instance's name had.
+
+    In a container each process has the same pid, as the first process or an init's child: the start time is used.
+    """
     pid = os.getpid()
-    return pid if pid != 1 else int(started_at) % (1 << 31)
+    is_first = pid == 1 or (os.getppid() == 1 and Path("/proc/1/comm").read_text().strip() in CONTAINER_INITS)
+    return int(started_at) % (1 << 31) if is_first else pid
 
 
 async def _announce(context: ServiceContext, scheduler: WorkerSession, facts: dict[str, object]) -> None:
