@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -290,7 +289,7 @@ class MeshRun:
 
 def resolved(config: MeshConfig, say: Callable[[str], None] | None = None) -> MeshConfig:
     """Return the configuration with the model as a directory, its served name, and absolute paths of certificates."""
-    from pdmesh.engine.files import resolve_model, with_adapter
+    from pdmesh.engine.files import resolve_model, served_name, with_adapter
 
     if config.model is None:
         from pdmesh.demo.checkpoint import DEMO_MODEL_NAME, demo_checkpoint
@@ -299,11 +298,7 @@ def resolved(config: MeshConfig, say: Callable[[str], None] | None = None) -> Me
         directory = demo_checkpoint()
     else:
         directory = resolve_model(config.model, say or _say)
-        # A directory or file goes by its name, a hub id as it is (its snapshot's directory is a hash).
-        given_path = Path(config.model).expanduser()
-        name = given_path.resolve().name if given_path.is_dir() else config.model
-        if given_path.is_file():
-            name = re.sub(r"-\d{5}-of-\d{5}$", "", given_path.stem)
+        name = served_name(config.model)  # a hub model's directory is a hash
     served = config.worker.served_model_name or with_adapter(name, config.worker.lora)
     lora = None if config.worker.lora is None else config.worker.lora.absolute()
     given = {name: getattr(config.security, name) for name in ("tls_cert", "tls_key", "tls_ca")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,14 @@ def _no_model(model: str) -> ConfigError:
 def with_adapter(name: str, lora: Path | None) -> str:
     """A model's name with that of the adapter that is merged into it: other weights need another name."""
     return name if lora is None else f"{name}+{lora.absolute().name}"
+
+
+def served_name(model: str) -> str:
+    """Return the default name of ``model`` for clients: of a directory or file its name, else ``model`` as it is."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
+    return path.resolve().name if path.is_dir() else model
 
 
 def load_model_config(directory: Path) -> ModelConfig | UndescribedModel:

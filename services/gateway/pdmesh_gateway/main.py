@@ -7,14 +7,13 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import structlog
 
 from pdmesh.config import LOOPBACK, MeshConfig
-from pdmesh.engine.files import load_model_info, resolve_model, with_adapter
+from pdmesh.engine.files import load_model_info, resolve_model, served_name, with_adapter
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
@@ -73,7 +72,7 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
             tool_format=answer_format.tools.name,
         )
     pooling = await anyio.to_thread.run_sync(load_pooling, directory, gateway.embeddings)
-    model = config.worker.served_model_name or with_adapter(_served_name(config.model), config.worker.lora)
+    model = config.worker.served_model_name or with_adapter(served_name(config.model), config.worker.lora)
 
     transcripts = Transcripts()
     gateway_id = GatewayId(f"gateway-{secrets.token_hex(4)}")
@@ -176,12 +175,6 @@ def token_host_of(config: MeshConfig) -> str:
             f"workers on other hosts cannot be told to send tokens to {gateway.token_host}: set gateway.token_address "
             f"to the host:port by which they reach this gateway ({error})"
         ) from error
-
-
-def _served_name(model: str) -> str:
-    """A hub id as it is, a directory by its name."""
-    path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
 
 
 def _address(host: str, port: int) -> str:
