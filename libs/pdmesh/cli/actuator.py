@@ -12,10 +12,16 @@ from typing import Protocol
 
 import anyio
 import anyio.abc
+import structlog
 
+from pdmesh.config import MeshConfig
 from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import ActuatorReported
+from pdmesh.errors import PdmeshError
+from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import MAX_WAIT_S, FollowPools, PoolsDesired
+
+log = structlog.get_logger()
 
 #: Between two questions to a scheduler that does not answer.
 AWAY_PAUSE_S = 1.0
@@ -48,6 +54,20 @@ class Actuator(Protocol):
 
 #: Asks the scheduler; None if it does not answer.
 Ask = Callable[[FollowPools], Awaitable[PoolsDesired | None]]
+
+
+def ask_of(config: MeshConfig) -> Ask:
+    """Return what asks the scheduler of a configuration, and logs that it does not answer."""
+
+    async def ask(question: FollowPools) -> PoolsDesired | None:
+        try:
+            answer = await ask_scheduler(config.scheduler_address, config.security, question)
+        except PdmeshError as error:
+            log.warning("the scheduler does not answer", reason=str(error))
+            return None
+        return answer if isinstance(answer, PoolsDesired) else None
+
+    return ask
 
 
 async def follow(actuator: Actuator, ask: Ask) -> None:

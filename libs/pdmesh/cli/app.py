@@ -400,9 +400,17 @@ def decode(given: Given) -> None:
 @configured(
     Flag("--release", "kubernetes.release", "Name of the chart's release. [default: mesh]", metavar="NAME"), DIAL
 )
-def actuator(given: Given) -> None:
-    """Start, stop and replace instances in Kubernetes for `pool resize` and `restart --rolling`, from a pod there."""
-    from pdmesh.cli.kubernetes_actuator import run_actuator
+def actuator(
+    given: Given,
+    compose: Annotated[
+        bool, Option("--compose", help="Make and remove containers with `docker compose`, which COMPOSE_FILE is for.")
+    ] = False,
+) -> None:
+    """Start and stop instances for `pool resize` and `restart --rolling`: from a pod in Kubernetes, or in Compose."""
+    if compose:
+        from pdmesh.cli.compose_actuator import run_actuator
+    else:
+        from pdmesh.cli.kubernetes_actuator import run_actuator
 
     raise Exit(run_actuator(given.config()))
 

@@ -14,7 +14,6 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -22,19 +21,17 @@ import anyio.abc
 import structlog
 from prometheus_client import CollectorRegistry
 
-from pdmesh.cli.actuator import Ask, follow
+from pdmesh.cli.actuator import ask_of, follow
 from pdmesh.config import MeshConfig
 from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import MAX_ENDED, UNKNOWN_PID, ActuatorReported, EndedProcess, FailedStart
 from pdmesh.core.operators.actuators import number_of
-from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.errors import ConfigError
 from pdmesh.failures import describe_exit
 from pdmesh.kubernetes import Forbidden, KubernetesApi, KubernetesError, open_kubernetes
 from pdmesh.model import InstanceId, ManagedProcess, Role
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
-from pdmesh.wire.admin import ask_scheduler
-from pdmesh.wire.messages import FollowPools, PoolsDesired
 
 log = structlog.get_logger()
 
@@ -311,22 +308,12 @@ async def serve(config: MeshConfig, context: ServiceContext) -> None:
     watch_event_loop(registry)
     async with open_kubernetes(kubernetes.api, kubernetes.account, limit_s=API_LIMIT_S) as api:
         actuator = KubernetesActuator(api, kubernetes.release)
-        ask: Ask = partial(_ask, config)
         with serve_metrics(
             registry, host=config.telemetry.metrics_host, port=kubernetes.metrics_port, security=config.security
         ) as metrics_port:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(actuator.watch)
-                tasks.start_soon(follow, actuator, ask)
+                tasks.start_soon(follow, actuator, ask_of(config))
                 context.announce(release=kubernetes.release, metrics_port=metrics_port)
                 await context.stopping.wait()
                 tasks.cancel_scope.cancel()
-
-
-async def _ask(config: MeshConfig, question: FollowPools) -> PoolsDesired | None:
-    try:
-        answer = await ask_scheduler(config.scheduler_address, config.security, question)
-    except PdmeshError as error:
-        log.warning("the scheduler does not answer", reason=str(error))
-        return None
-    return answer if isinstance(answer, PoolsDesired) else None

@@ -1,0 +1,242 @@
+"""Docker Compose as an actuator: each container of the services `prefill`, `decode` and `mixed` is an instance.
+
+`docker compose` finds the project by its own variables, such as COMPOSE_FILE. A container names its instance in its
+ready file (``deploy/compose/compose.yaml``). Containers of other services are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.abc
+import structlog
+
+from pdmesh.cli.actuator import ask_of, follow
+from pdmesh.config import MeshConfig
+from pdmesh.core.commands import DesiredProcesses
+from pdmesh.core.operator_events import ActuatorReported, FailedStart
+from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.host import free_host_bytes
+from pdmesh.model import InstanceId, ManagedProcess, PoolMember, Role
+from pdmesh.service import ServiceContext, run_service
+
+log = structlog.get_logger()
+
+#: Between two looks at the project.
+LOOK_S = 1.0
+
+#: For a command of Docker's, beside the time that it gives a process to end.
+COMMAND_LIMIT_S = 60.0
+
+#: The time between SIGTERM and SIGKILL, as in ``deploy/compose/compose.yaml``.
+GRACE_S = 40.0
+
+#: The file of a container in which the instance says that it has registered.
+READY_FILE = "/tmp/ready.json"
+
+#: Runs `docker` with arguments and returns the standard output. Raises DockerError.
+Docker = Callable[..., Awaitable[str]]
+
+
+class DockerError(PdmeshError):
+    """A command of Docker's failed."""
+
+
+async def run_docker(*arguments: str) -> str:
+    """Run `docker` with ``arguments`` and return its standard output. Raises DockerError."""
+    what = f"docker {' '.join(arguments[:2])}"
+    try:
+        with anyio.fail_after(COMMAND_LIMIT_S + GRACE_S):
+            done = await anyio.run_process(["docker", *arguments], check=False)
+    except TimeoutError as error:
+        raise DockerError(f"{what} did not end within {COMMAND_LIMIT_S + GRACE_S:g} s") from error
+    except OSError as error:
+        raise DockerError(f"{what} cannot be run: {error.strerror}") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise DockerError(f"{what} failed: {lines[-1] if lines else f'exit code {done.returncode}'}")
+    return done.stdout.decode(errors="replace")
+
+
+class Container(NamedTuple):
+    """A container of an instance."""
+
+    service: str
+    started: str  # time at which its process was started
+    is_running: bool
+    instance_id: InstanceId | None = None  # None until the instance registers for the first time
+    pid: int = 0  # the number under which its process registered; 0 before that
+
+
+class ComposeActuator:
+    """Does what the scheduler wants with containers of a project. Implements `pdmesh.cli.actuator.Actuator`.
+
+    `look` has to be called again and again.
+    """
+
+    def __init__(self, docker: Docker = run_docker) -> None:
+        self._docker = docker
+        self._id = secrets.token_hex(8)
+        self._containers: Mapping[str, Container] = {}  # ids are the keys
+        self._starting: set[InstanceId] = set()
+        self._leaving: set[str] = set()  # ids of containers
+        self._refused: set[InstanceId] = set()  # still wanted although their start failed
+        self._failed: list[FailedStart] = []  # failed starts that are not reported yet
+        self._lock = anyio.Lock()  # guards `_containers`
+        self.changed = anyio.Event()
+
+    # --- `pdmesh.cli.actuator.Actuator` ---
+
+    def report(self) -> ActuatorReported:
+        """Return which instances have containers."""
+        processes, unsettled = list[ManagedProcess](), list(self._starting)
+        for container_id, each in self._containers.items():
+            if each.instance_id is None:
+                continue
+            if each.pid and each.is_running and container_id not in self._leaving:
+                processes.append(ManagedProcess(name=each.instance_id, pid=each.pid))
+            else:
+                unsettled.append(each.instance_id)
+        return ActuatorReported(
+            actuator_id=self._id,
+            processes=tuple(processes),
+            unsettled=tuple(unsettled),
+            available_bytes=free_host_bytes() or 0,
+            failed=tuple(self._failed),
+            grace_s=GRACE_S,
+        )
+
+    def heard(self, report: ActuatorReported) -> None:
+        """Forget the failed starts that the scheduler has heard of."""
+        del self._failed[: len(report.failed)]
+
+    def pursue(self, desired: DesiredProcesses, tasks: anyio.abc.TaskGroup) -> None:
+        """Begin to make containers for missing instances, and to remove the containers of leaving instances."""
+        wanted = {member.instance_id for member in desired.start}
+        self._refused &= wanted
+        there = {each.instance_id for each in self._containers.values()} | self._starting | self._refused
+        for role in Role:
+            members = [each for each in desired.start if each.role is role and each.instance_id not in there]
+            if members:
+                self._starting.update(each.instance_id for each in members)
+                tasks.start_soon(self._make, role, members)
+        for container_id, each in self._containers.items():
+            if each.instance_id in desired.stop and container_id not in self._leaving:
+                self._leaving.add(container_id)
+                tasks.start_soon(self._remove, container_id, each)
+
+    # --- the project ---
+
+    async def watch(self) -> None:
+        """Look at the project until cancelled."""
+        complaint = ""
+        while True:
+            try:
+                await self.look()
+                complaint = ""
+            except DockerError as error:
+                if str(error) != complaint:
+                    log.error("cannot look at the containers; trying again", reason=str(error))
+                complaint = str(error)
+            await anyio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Take note of containers and their instances. Raises DockerError."""
+        async with self._lock:
+            await self._look()
+
+    async def _look(self) -> None:
+        ids = (await self._docker("compose", "ps", "--all", "--quiet", *Role)).split()
+        listed: list[Any] = json.loads(await self._docker("inspect", *ids)) if ids else []
+        containers = {str(each["Id"]): await self._seen(each) for each in listed}
+        self._leaving &= containers.keys()
+        if containers != self._containers:
+            self._containers = containers
+            self._note_change()
+
+    async def _seen(self, found: Mapping[str, Any]) -> Container:
+        """Return a container as Docker describes it, with its instance once it has registered."""
+        before = self._containers.get(str(found["Id"]))
+        state = found["State"]
+        now = Container(
+            service=str(found["Config"]["Labels"]["com.docker.compose.service"]),
+            started=str(state["StartedAt"]),
+            is_running=state["Status"] == "running",
+            instance_id=None if before is None else before.instance_id,
+        )
+        if before is not None and before.started == now.started and before.pid:
+            return now._replace(pid=before.pid)
+        if not now.is_running:
+            return now
+        try:
+            facts = json.loads(await self._docker("exec", str(found["Id"]), "cat", READY_FILE))
+            name, pid = InstanceId(str(facts["instance_id"])), int(facts["pid"])
+        except (DockerError, ValueError, KeyError):
+            return now  # not registered yet
+        if before is not None and pid == before.pid:
+            return now  # the file of the process before
+        return now._replace(instance_id=name, pid=pid)
+
+    async def _make(self, role: Role, members: Sequence[PoolMember]) -> None:
+        names = [member.instance_id for member in members]
+        try:
+            async with self._lock:
+                await self._look()
+                number = sum(each.service == role for each in self._containers.values()) + len(members)
+                log.info("making containers", service=str(role), instances=names)
+                flags = ("--detach", "--no-recreate", "--no-deps", "--scale", f"{role}={number}")
+                before = set(self._containers)
+                await self._docker("compose", "up", *flags, role)
+                await self._look()
+                # Until they register, under whatever name, they are the instances that were asked for.
+                made = [each for each in self._containers if each not in before]
+                named = dict(self._containers)
+                for container_id, name in zip(made, names, strict=False):
+                    if named[container_id].instance_id is None:
+                        named[container_id] = named[container_id]._replace(instance_id=name)
+                self._containers = named
+        except DockerError as error:
+            log.error("cannot make containers", service=str(role), reason=str(error))
+            self._refused.update(names)
+            self._failed += [FailedStart(instance_id=name, reason=str(error)) for name in names]
+        finally:
+            self._starting.difference_update(names)
+            self._note_change()
+
+    async def _remove(self, container_id: str, container: Container) -> None:
+        log.info("removing a container", instance=container.instance_id, container=container_id[:12])
+        try:
+            await self._docker("stop", "--time", f"{GRACE_S:.0f}", container_id)
+            await self._docker("rm", container_id)
+            await self.look()
+        except DockerError as error:
+            log.error("cannot remove a container; trying again", reason=str(error))
+            self._leaving.discard(container_id)
+
+    def _note_change(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
+
+
+def run_actuator(config: MeshConfig) -> int:
+    """Run the actuator until it is told to stop; the exit code."""
+    return run_service("actuator", config, serve)
+
+
+async def serve(config: MeshConfig, context: ServiceContext) -> None:
+    """Follow the scheduler until told to stop. Raises ConfigError, and DockerError if there is no project."""
+    if not config.scheduler_address:
+        raise ConfigError("no scheduler is set: give --scheduler, such as 127.0.0.1:8002 of deploy/compose")
+    actuator = ComposeActuator()
+    await actuator.look()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(actuator.watch)
+        tasks.start_soon(partial(follow, actuator, ask_of(config)))
+        context.announce()
+        await context.stopping.wait()
+        tasks.cancel_scope.cancel()
