@@ -29,7 +29,17 @@ CONFIG_FILE_VARIABLE = "PDMESH_CONFIG"
 
 #: No settings either: what the compose files take, which may stand in the same environment or ``.env``.
 COMPOSE_VARIABLES = frozenset(
-    {"PDMESH_PORT", "PDMESH_MODELS", "PDMESH_TORCH", "PDMESH_GPU_IMAGE", "PDMESH_PREFILL_GPU", "PDMESH_DECODE_GPU"}
+    {
+        "PDMESH_PORT",
+        "PDMESH_GRPC_PORT",
+        "PDMESH_OPERATOR_PORT",
+        "PDMESH_MODELS",
+        "PDMESH_TORCH",
+        "PDMESH_GPU_IMAGE",
+        "PDMESH_PREFILL_GPU",
+        "PDMESH_DECODE_GPU",
+        "PDMESH_MIXED_GPU",
+    }
 )
 
 _NO_SETTINGS = frozenset({CONFIG_FILE_VARIABLE, CLIENT_KEY_VARIABLE, *COMPOSE_VARIABLES})

@@ -33,7 +33,11 @@ STACK = DEPLOY / "swarm/stack.yaml"
 STACK_GPU = DEPLOY / "swarm/stack.gpu.yaml"
 COMPOSE = DEPLOY / "compose/compose.yaml"
 COMPOSE_GPU = DEPLOY / "compose/compose.gpu.yaml"
+COMPOSE_HOST = DEPLOY / "compose/compose.host.yaml"
 ETCD_IMAGE = "pdmesh-etcd"  # of Dockerfile.etcd beside it
+
+#: Services of compose whose containers are instances.
+WORKERS = ["prefill", "decode", "mixed"]
 
 
 def variables_in(text: str) -> set[str]:
@@ -43,7 +47,11 @@ def variables_in(text: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "file",
-    [*sorted(CHART.rglob("*.*")), STACK, STACK_GPU, COMPOSE, COMPOSE_GPU, *sorted(DEPLOY.glob("s[yl]*/pdmesh*"))],
+    [
+        *sorted(CHART.rglob("*.*")),
+        *(STACK, STACK_GPU, COMPOSE, COMPOSE_GPU, COMPOSE_HOST),
+        *sorted(DEPLOY.glob("s[yl]*/pdmesh*")),
+    ],
     ids=lambda f: f.name,
 )
 def test_every_variable_is_a_setting(file: Path) -> None:
@@ -87,16 +95,18 @@ def test_swarm_gives_each_worker_a_gpu_of_its_own() -> None:
 class Container:
     """The start of a worker's container: its entrypoint with a Python that prints what it was given, and waits."""
 
-    def __init__(self, folder: Path, gpus: str) -> None:
+    def __init__(self, folder: Path, gpus: str = "", devices: str = "") -> None:
         worker = services_of(COMPOSE)["decode"]
         shell, option, script = worker["entrypoint"]
-        script = script.replace("$$", "$").replace("/dev/shm", str(folder)).replace("/tmp/ready.json", "/dev/null")
+        script = script.replace("$$", "$").replace("/numbers", str(folder)).replace("/tmp/ready.json", "/dev/null")
+        script = script.replace("/proc/net/route", str(folder / "route"))
         python = folder / "bin/python"
         python.parent.mkdir(exist_ok=True)
-        python.write_text('#!/bin/sh\necho "$* $PDMESH_WORKER_METRICS_PORT $CUDA_VISIBLE_DEVICES"\nexec cat\n')
+        given = "$PDMESH_WORKER_INSTANCE_ID $CUDA_VISIBLE_DEVICES$PDMESH_TRANSFER_UCX_NET_DEVICES"
+        python.write_text(f'#!/bin/sh\necho "$* {given}"\nexec cat\n')
         python.chmod(0o755)
         environ = {"PATH": f"{python.parent}:{os.environ['PATH']}", "GPUS": gpus}
-        environ["FIRST_PORT"] = worker["environment"]["FIRST_PORT"]
+        environ["PDMESH_TRANSFER_UCX_NET_DEVICES"] = devices
         pipe = subprocess.PIPE
         command = [shell, option, script, *worker["command"]]
         self._process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -109,27 +119,37 @@ class Container:
         return self._process.returncode, complaint
 
 
-def test_each_container_of_a_service_has_a_gpu_and_a_port_of_its_own(tmp_path: Path) -> None:
+def test_each_container_of_a_service_has_a_name_and_a_gpu_of_its_own(tmp_path: Path) -> None:
     first, second = Container(tmp_path, "3 4,5"), Container(tmp_path, "3 4,5")
-    assert first.printed == "-m pdmesh_decode 9200 3"
-    assert second.printed == "-m pdmesh_decode 9201 4,5"
+    assert first.printed == "-m pdmesh_decode decode-0 3"
+    assert second.printed == "-m pdmesh_decode decode-1 4,5"
     code, complaint = Container(tmp_path, "3 4,5").end()
     assert code == 1
-    assert "pdmesh_decode 3 has no GPU: name one for each container" in complaint
-    assert json.loads((tmp_path / "pdmesh_decode-1.json").read_text()) == [{"targets": ["host:9201"]}]
+    assert "decode-2 has no GPU: name one for each container" in complaint
     assert first.end() == (0, "")
     again = Container(tmp_path, "3 4,5")
-    assert again.printed == "-m pdmesh_decode 9200 3", "the number of the one that ended"
+    assert again.printed == "-m pdmesh_decode decode-0 3", "the number of the one that ended"
     assert (again.end()[0], second.end()[0]) == (0, 0)
-    without = Container(tmp_path, "")
-    assert without.printed == "-m pdmesh_decode 9200"
+    without = Container(tmp_path)
+    assert without.printed == "-m pdmesh_decode decode-0"
     assert without.end() == (0, "")
+
+
+@pytest.mark.parametrize("own", ["eth0", "eth1"])
+def test_a_container_moves_kv_over_the_network_that_leads_nowhere_else(own: str, tmp_path: Path) -> None:
+    other = {"eth0": "eth1", "eth1": "eth0"}[own]
+    routes = [("Iface", "Destination"), (other, "00000000"), (other, "00021EAC"), (own, "00011EAC")]
+    (tmp_path / "route").write_text("".join(f"{device}\t{destination}\t0\n" for device, destination in routes))
+    for devices, found in (("kv", own), ("mlx5_0:1", "mlx5_0:1")):
+        container = Container(tmp_path, devices=devices)
+        assert container.printed == f"-m pdmesh_decode decode-0 {found}"
+        assert container.end() == (0, "")
 
 
 def test_compose_gives_workers_their_gpus_by_name() -> None:
     services = services_of(COMPOSE_GPU)
-    for name, variable in (("prefill", "PDMESH_PREFILL_GPU"), ("decode", "PDMESH_DECODE_GPU")):
-        assert variable in services[name]["environment"]["GPUS"]
+    for name in WORKERS:
+        assert f"PDMESH_{name.upper()}_GPU" in services[name]["environment"]["GPUS"]
         (device,) = services[name]["deploy"]["resources"]["reservations"]["devices"]
         assert device["count"] == "all"
         assert "entrypoint" not in services[name], "that of compose.yaml chooses"
@@ -141,9 +161,12 @@ def test_prometheus_of_compose_scrapes_each_service_where_it_listens() -> None:
     jobs = {each["job_name"]: each for each in msgspec.yaml.decode(configs["prometheus"]["content"])["scrape_configs"]}
     for name, setting in (("gateway", "PDMESH_GATEWAY_PORT"), ("scheduler", "PDMESH_SCHEDULER_METRICS_PORT")):
         assert jobs[name]["static_configs"] == [{"targets": [f"{name}:{services[name]['environment'][setting]}"]}]
-    assert jobs["workers"]["file_sd_configs"] == [{"files": ["/dev/shm/pdmesh_*.json"]}]
-    assert services["prometheus"]["ipc"] == services["decode"]["ipc"] == services["prefill"]["ipc"]
-    for name in ("scheduler", "prefill", "decode"):
+    (found,) = jobs["workers"]["dns_sd_configs"]
+    assert found["names"] == WORKERS
+    for name in WORKERS:
+        assert services[name]["environment"]["PDMESH_WORKER_METRICS_PORT"] == str(found["port"])
+        assert "default" in services[name]["networks"], "the one that Prometheus is on"
+    for name in ("scheduler", *WORKERS):
         assert services[name]["environment"]["PDMESH_TELEMETRY_METRICS_HOST"] == "0.0.0.0"
     for name in ("prometheus", "grafana"):
         assert services[name]["profiles"] == ["monitoring"]
@@ -152,6 +175,58 @@ def test_prometheus_of_compose_scrapes_each_service_where_it_listens() -> None:
     assert (COMPOSE.parent / folder.split(":")[0] / "pdmesh.json").is_file()
     provider = msgspec.yaml.decode(configs["grafana-dashboards"]["content"])["providers"][0]
     assert provider["options"]["path"] == folder.split(":")[1]
+
+
+def settings_in(service: dict[str, Any]) -> MeshConfig:
+    """The settings of a compose service, where nothing is set in the environment of compose."""
+    environ = {name: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", value) for name, value in service["environment"].items()}
+    return load_config(None, environ, {})
+
+
+def test_workers_of_compose_share_nothing_but_two_networks_and_move_kv_over_ucx() -> None:
+    services = services_of(COMPOSE)
+    for name in WORKERS:
+        worker = services[name]
+        assert not {"network_mode", "ipc", "pid"} & worker.keys()
+        assert worker["networks"] == {"kv": None, "default": None}
+        transfer = settings_in(worker).transfer
+        assert transfer.ucx_net_devices == "kv", "the entrypoint finds the device"
+        assert (transfer.ucx_tls, transfer.trusted_network) == (None, True)
+    assert services["mixed"]["scale"] == 0
+    assert settings_in(services["mixed"]).worker.role == "mixed"
+    on_kv = {name for name, service in services.items() if "kv" in service.get("networks", {})}
+    assert on_kv == set(WORKERS), "UCX trusts all that reach it"
+    networks = msgspec.yaml.decode(COMPOSE.read_text())["networks"]
+    assert networks["kv"]["internal"]
+
+
+def test_compose_keeps_what_operators_set_in_a_volume_that_the_scheduler_may_write() -> None:
+    scheduler = services_of(COMPOSE)["scheduler"]
+    file = settings_in(scheduler).scheduler.operations_file
+    assert file is not None
+    assert scheduler["volumes"] == [f"state:{file.parent}"]
+    for image in ("Dockerfile", "Dockerfile.gpu"):
+        text = (COMPOSE.parent / image).read_text()
+        assert "WORKDIR /home/pdmesh\n" in text
+        assert re.search(rf"^RUN mkdir .*\b{file.parent.name}\b", text, re.MULTILINE), "a volume takes its owner"
+
+
+def test_compose_publishes_http_grpc_and_the_scheduler_on_loopback_alone() -> None:
+    services = services_of(COMPOSE)
+    published = [port for name in services for port in services[name].get("ports", ())]
+    assert len(published) == 4
+    assert all(port.startswith("127.0.0.1:") for port in published)
+    gateway = services["gateway"]
+    grpc_port = settings_in(gateway).gateway.grpc_port
+    assert any(port.endswith(f":{grpc_port}") for port in gateway["ports"])
+
+
+def test_compose_of_one_host_has_workers_in_the_namespaces_of_one_container() -> None:
+    services = services_of(COMPOSE_HOST)
+    for name in WORKERS:
+        worker = services[name]
+        assert {worker[key] for key in ("network_mode", "ipc", "pid")} == {"service:host"}
+        assert settings_in(worker).transfer.ucx_net_devices == ""
 
 
 def test_the_stack_has_a_standby_and_an_etcd_that_outlives_a_node() -> None:
@@ -201,7 +276,8 @@ def test_no_engine_ends_a_gateway_because_others_are_away() -> None:
 
 def services_of(file: Path) -> dict[str, Any]:
     """The services of a file of Docker's."""
-    services: dict[str, Any] = msgspec.yaml.decode(file.read_text())["services"]
+    text = file.read_text().replace("!reset ", "")
+    services: dict[str, Any] = msgspec.yaml.decode(text)["services"]
     return services
 
 
