@@ -44,7 +44,8 @@ class Limits:
 
     def at_most(self, what: str, value: float, limit: float) -> str:
         """How ``value`` stands to the most it may be, in words."""
-        return self._judged(what, value <= limit, f"{value / limit:.2f} x the limit")
+        words = f"{value / limit:.2f} x the limit" if limit else f"the limit is {limit:g}"
+        return self._judged(what, value <= limit, words)
 
     def at_least(self, what: str, value: float, limit: float) -> str:
         """How ``value`` stands to the least it must be, in words."""
