@@ -431,10 +431,12 @@ async def test_a_host_that_only_seems_to_be_this_one_is_none(claim: dict[str, An
     config = replace(CONFIG, ucx_net_devices="lo")
     async with open_peer(devices="lo") as peer, UcxTransport(config) as transport:
         assert transport.process_of(peer.address) == peer.process.pid
+        assert transport.carrier_to(peer.address) == "memory"
         here = pack_address(unpack_address(transport.address)._replace(host_id=bytes(8)))
         copied = pack_address(unpack_address(peer.address)._replace(**claim))
         peer.echo(transport, here)
         assert transport.process_of(copied) is None
+        assert transport.carrier_to(copied) == "ucx, tcp"
         await send(transport, copied, b"there", bytes(4096))
         assert await take(aiter(transport.receive())) == (b"there", bytes(4096))
 

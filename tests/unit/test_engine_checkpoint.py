@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from pdmesh.demo.checkpoint import demo_checkpoint
-from pdmesh.engine.files import load_model_config, load_model_info, resolve_model
+from pdmesh.engine.files import load_model_config, load_model_info, resolve_model, served_name
 from pdmesh.engine.model_config import ModelConfig, QkNorm, RopeConfig
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
@@ -131,6 +131,15 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds no weight_map"):
         TorchEngine(sharded, num_blocks=1)
+
+
+def test_a_model_goes_by_the_name_of_its_file_or_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("one.gguf", "two-00001-of-00003.gguf"):
+        (tmp_path / name).touch()
+    given = ["folder", "one.gguf", "two-00001-of-00003.gguf"]
+    assert [served_name(str(tmp_path / each)) for each in given] == ["folder", "one", "two"]
+    assert served_name("org/model") == "org/model"
 
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:

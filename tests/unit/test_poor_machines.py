@@ -31,7 +31,7 @@ from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import bind_socket, open_channel, serving
 from pdmesh.worker.engines import check_memory
-from pdmesh.worker.runtime import transfer_for
+from pdmesh.worker.runtime import process_number, transfer_for
 
 
 @pytest.fixture
@@ -248,3 +248,22 @@ def test_a_proxy_is_not_asked_for_this_machine(
     with target.client(read_timeout_s=1.0) as client:
         proxied = client._transport_for_url(httpx.URL(url)) is not client._transport
     assert proxied == bool(num_proxies)
+
+
+@pytest.mark.parametrize(
+    ("pid", "parent", "first", "number"),
+    [
+        (1, 0, "python", 1_700_000_000),
+        (7, 1, "docker-init", 1_700_000_000),
+        (7, 1, "systemd", 7),
+        (7, 1, "pdmesh", 7),
+        (77, 5, "docker-init", 77),
+    ],
+)
+def test_a_process_that_follows_another_in_a_container_has_another_number(
+    pid: int, parent: int, first: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: pid)
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setattr(Path, "read_text", lambda _path: f"{first}\n")
+    assert process_number(1_700_000_000.5) == number

@@ -19,10 +19,11 @@ from pdmesh.core.events import (
     RequestFinished,
     StepDone,
     Tick,
+    TransferSent,
 )
 from pdmesh.core.lives import Lives
 from pdmesh.metrics import NO_SLO, Slo
-from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams
+from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams, TransferId
 from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
 from pdmesh.testing.worker import a_shard
 from pdmesh.wire.messages import Generation, pack_token_ids
@@ -32,6 +33,13 @@ from pdmesh_scheduler.records import RequestRecords
 G = GatewayId("g")
 I = InstanceId("i")  # noqa: E741
 NUM_PROMPT_TOKENS = 8
+
+
+@pytest.mark.parametrize(("carrier", "end"), [("ucx, tcp", ", over ucx, tcp"), ("", "")])
+def test_a_transfer_ends_with_what_carried_it(carrier: str, end: str) -> None:
+    line = TransferSent(I, RequestId("r"), Epoch(0), TransferId(1), 1000, 0.5, 0.25, carrier=carrier).record_line
+    assert line is not None
+    assert line.detail == f"1000 bytes in 500.0 ms, 250.0 ms after the prompt was computed{end}"
 
 
 class Told:

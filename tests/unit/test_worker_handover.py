@@ -95,6 +95,7 @@ async def check_whole_way(pair: Pair, name: str, prompt: list[int], params: Samp
     (sent,) = prefill.reports_of(TransferSent, name)
     assert landed.num_bytes == sent.num_bytes
     assert sent.destination_id == decode.instance.instance_id
+    assert sent.carrier == "memory"
     assert 0 <= sent.sent_s <= sent.duration_s
     assert landed.num_bytes == num_blocks * layout.num_layers * layout.block_bytes
     assert len(decode.reports_of(RequestFinished, name)) == 1

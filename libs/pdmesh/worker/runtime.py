@@ -134,7 +134,7 @@ async def serve_instance(
     ``started_at`` is the Unix time at which this process began, before it read its weights.
     """
     instance_id = InstanceId(config.worker.instance_id or f"{role}-{secrets.token_hex(4)}")
-    number, device = _process_number(started_at), device_name(config)
+    number, device = process_number(started_at), device_name(config)
     drafter = prompt_lookup(config.worker, device)
     failure: Exception | None = None
     metrics = WorkerMetrics()
@@ -289,7 +289,7 @@ async def serve_instance(
         raise InstanceUnavailable(f"the engine failed: {failure}") from failure
 
 
-def _process_number(started_at: float) -> int:
+def process_number(started_at: float) -> int:
     """Return a number that no earlier process of this instance's name had.
 
     In a container each process has the same pid, as the first process or an init's child: the start time is used.
