@@ -51,7 +51,7 @@ OPERATOR_TOKEN = secrets.token_hex(16)
 WORKERS = ("prefill", "decode")
 
 #: Of what is asked for bytes, and for times.
-NUM_LONG, LONG_TOKENS = 10, 2000
+NUM_LONG, LONG_TOKENS = 5, 2000
 NUM_TIMED, TIMED_AT_ONCE, TIMED_TOKENS, TIMED_OUTPUT = 24, 8, 500, 64
 
 
@@ -186,7 +186,7 @@ async def ask_all(
 
 def measure(mesh: ComposeMesh, limits: Limits, *, over_ucx: bool) -> None:
     """Print what the KV devices carried, and the times of some requests."""
-    asyncio.run(ask_all(mesh, 2, LONG_TOKENS, 4, 1))
+    asyncio.run(ask_all(mesh, 1, LONG_TOKENS, 4, 1))
     if over_ucx:
         on_device, moved = mesh.device_bytes(), mesh.kv_bytes()
         asyncio.run(ask_all(mesh, NUM_LONG, LONG_TOKENS, 4, 1))
