@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import secrets
+import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import structlog
 
 from pdmesh.cli.actuator import ask_of, follow
@@ -48,19 +50,31 @@ class DockerError(PdmeshError):
 
 
 async def run_docker(*arguments: str) -> str:
-    """Run `docker` with ``arguments`` and return its standard output. Raises DockerError."""
-    what = f"docker {' '.join(arguments[:2])}"
+    """Run `docker` with ``arguments`` and return its standard output. Raises DockerError.
+
+    A thread runs it: a fork by the event loop runs gRPC's fork handlers, and some children crash in them.
+    """
+    what, limit_s = f"docker {' '.join(arguments[:2])}", COMMAND_LIMIT_S + GRACE_S
+    run = partial(
+        subprocess.run,
+        ["docker", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=limit_s,
+        check=False,
+    )
     try:
-        with anyio.fail_after(COMMAND_LIMIT_S + GRACE_S):
-            done = await anyio.run_process(["docker", *arguments], check=False)
-    except TimeoutError as error:
-        raise DockerError(f"{what} did not end within {COMMAND_LIMIT_S + GRACE_S:g} s") from error
+        done: subprocess.CompletedProcess[str] = await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+    except subprocess.TimeoutExpired as error:
+        raise DockerError(f"{what} did not end within {limit_s:g} s") from error
     except OSError as error:
         raise DockerError(f"{what} cannot be run: {error.strerror}") from error
     if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        lines = done.stderr.strip().splitlines()
         raise DockerError(f"{what} failed: {lines[-1] if lines else f'exit code {done.returncode}'}")
-    return done.stdout.decode(errors="replace")
+    return done.stdout
 
 
 class Container(NamedTuple):
