@@ -180,6 +180,7 @@ class Simulator:
             priority=arrival.priority,
             slo_ttft_s=arrival.slo_ttft_s,
             slo_tpot_s=arrival.slo_tpot_s,
+            tenant=arrival.tenant,
             prefix=granules[: arrival.num_prompt_tokens // GRANULE_TOKENS],
         )
         run = self._runs[request.request_id, request.epoch] = RequestRun(request, arrival.num_output_tokens, granules)

@@ -21,6 +21,7 @@ class Arrival:
     priority: int = 0
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    tenant: str = ""
     #: Of its prompt, and perhaps of its output behind it: equal numbers name equal beginnings. None: it shares nothing.
     granules: Sequence[int] | None = None
 
