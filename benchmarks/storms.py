@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
+import re
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
@@ -46,6 +48,7 @@ MAX_SLOWDOWN = 1.2  # of CPU time for a token, the last quarter over the second
 
 LONG_PROMPT_TOKENS, LONG_EVERY_S, TENANT_S = 600_000, 90.0, 900.0
 SHORT_PER_S, NUM_TENANTS = 4.0, 4
+SEED = 7
 MAX_TTFT_RATIO = 1.5
 
 
@@ -57,7 +60,7 @@ def request(mesh: RunningMesh, num_tokens: int) -> bytes:
             "max_tokens": num_tokens,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
     ).encode()
     head = f"Host: {mesh.record.http_address}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -146,16 +149,18 @@ async def stream(mesh: RunningMesh, num_tokens: int, limits: Limits) -> None:
     while piece := await reader.read(1 << 16):
         num_events += piece.count(b"data: ")
         end = (end + piece)[-2000:]
-        if num_events >= len(cpu_s) * num_tokens // 4:
+        counts = re.findall(rb'"completion_tokens":(\d+)', end)
+        if counts and int(counts[-1]) >= len(cpu_s) * num_tokens // 4 and len(memory) < 4:
             memory.append({name: float(psutil.Process(pid).memory_info().rss) for name, pid in mesh.pids().items()})
             cpu_s.append(mesh.cpu_s())
     writer.close()
     took_s = time.monotonic() - began_s
     is_whole = f'"completion_tokens":{num_tokens},'.encode() in end and b"[DONE]" in end
+    if not is_whole:
+        print(end.decode(errors="replace")[-400:])
     print(f"{num_events:,} events for {num_tokens:,} tokens in {took_s:.0f} s, whole: {is_whole}")
     limits.at_least("whole", is_whole, 1)
     if len(memory) < 4:
-        print("memory and CPU time not compared: several tokens came in one event")
         return
     for name in memory[0]:
         growth = memory[3][name] / memory[0][name]
@@ -167,20 +172,16 @@ async def stream(mesh: RunningMesh, num_tokens: int, limits: Limits) -> None:
         )
 
 
-def tenant_ttfts_s(*, has_long: bool) -> tuple[list[float], int]:
-    """Return the first-token times of the short requests, and how many requests did not end."""
+def tenant_ttfts_s(*, has_long: bool) -> tuple[list[float], list[float], int]:
+    """Return the first-token times of the short and of the long requests, and how many requests did not end."""
     latency = LinearLatencyModel(a_s=4e-3, b_s=2e-5, c_s=1e-10, d_s=5e-11, decode_a_s=1e-2, decode_s=1e-4)
     layout = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
-    shape = MeshShape(num_prefill=2, num_decode=1, num_mixed=0, kv_layout=layout, num_kv_tokens=1 << 21)
-    arrivals = [
-        Arrival(
-            arrival_s=number / SHORT_PER_S,
-            num_prompt_tokens=500,
-            num_output_tokens=64,
-            tenant=f"interactive-{number % NUM_TENANTS}",
-        )
-        for number in range(int(SHORT_PER_S * TENANT_S))
-    ]
+    shape = MeshShape(num_prefill=1, num_decode=1, num_mixed=0, kv_layout=layout, num_kv_tokens=1 << 21)
+    rng, now_s = random.Random(SEED), 0.0
+    arrivals: list[Arrival] = []
+    while (now_s := now_s + rng.expovariate(SHORT_PER_S)) < TENANT_S:
+        name = f"interactive-{rng.randrange(NUM_TENANTS)}"
+        arrivals.append(Arrival(arrival_s=now_s, num_prompt_tokens=500, num_output_tokens=64, tenant=name))
     if has_long:
         arrivals += [
             Arrival(
@@ -194,13 +195,15 @@ def tenant_ttfts_s(*, has_long: bool) -> tuple[list[float], int]:
     arrivals.sort(key=lambda each: each.arrival_s)
     core = study_core("pdmesh", PolicyConfig(latency=latency), 0)
     runs = Simulator(core, shape.instances(latency), arrivals).run().requests
-    ttfts_s = [run.ttft_s for run in runs if run.request.num_prompt_tokens < LONG_PROMPT_TOKENS]
-    num_left = sum(len(run.token_times_s) < run.num_output_tokens for run in runs)
-    return [ttft_s for ttft_s in ttfts_s if ttft_s is not None], num_left
+    short, long = [
+        [run.ttft_s for run in runs if (run.request.tenant == "long") is is_long and run.ttft_s is not None]
+        for is_long in (False, True)
+    ]
+    return short, long, sum(len(run.token_times_s) < run.num_output_tokens for run in runs)
 
 
 def tenant(limits: Limits) -> None:
-    (alone, left), (beside, left_beside) = tenant_ttfts_s(has_long=False), tenant_ttfts_s(has_long=True)
+    (alone, _, left), (beside, long, left_beside) = tenant_ttfts_s(has_long=False), tenant_ttfts_s(has_long=True)
     p99s = [percentile(each, 99) for each in (alone, beside)]
     assert p99s[0] is not None
     assert p99s[1] is not None
@@ -208,6 +211,7 @@ def tenant(limits: Limits) -> None:
         f"short requests, TTFT p99: {p99s[0]:.3f} s alone, {p99s[1]:.3f} s beside {LONG_PROMPT_TOKENS:,} tokens every "
         f"{LONG_EVERY_S:g} s: {p99s[1] / p99s[0]:.2f} x ({limits.at_most('TTFT', p99s[1] / p99s[0], MAX_TTFT_RATIO)})"
     )
+    print(f"first token of a long prompt: {min(long):.1f} to {max(long):.1f} s")
     print(f"requests that did not end: {left} alone, {left_beside} beside")
     limits.at_most("starved", left + left_beside, 0.5)
 
@@ -226,7 +230,11 @@ def main() -> None:
                 asyncio.run(storm(mesh, options.clients, limits))
         if "stream" in parts:
             shape = replace(TINY, max_position_embeddings=1 << 20)
-            settings = {"WORKER_ENGINE": "fake", "WORKER_KV_CACHE_BYTES": str(4 << 30)}
+            settings = {
+                "WORKER_ENGINE": "fake",
+                "WORKER_KV_CACHE_BYTES": str(4 << 30),
+                "WORKER_MAX_MODEL_LEN": str(1 << 20),
+            }
             model = write_checkpoint(Path(name) / "model", shape=shape)
             with running_mesh(Path(name) / "stream", model=model, settings=settings) as mesh:
                 asyncio.run(stream(mesh, options.tokens, limits))
