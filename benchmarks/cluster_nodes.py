@@ -1,4 +1,4 @@
-"""Machines of a cluster that are not there: privileged containers on a network, each with a Docker engine of its own.
+"""Machines of a cluster that are not there: privileged containers on a network, each with an engine for containers.
 
 They take a Docker engine on this machine, an image of pdmesh in it (``deploy/compose/Dockerfile``), and
 python:3.11-slim of Debian 12, from whose packages the nodes are made. What a node loses with its power it loses here:
@@ -29,7 +29,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates
     && rm -rf /var/lib/apt/lists/*
 COPY runc.py node.sh /
 RUN mv "$(readlink -f "$(command -v runc)")" /usr/bin/runc.real && install -m 755 /runc.py /usr/sbin/runc
-VOLUME /var/lib/docker /var/lib/kubelet
+VOLUME /var/lib/containerd /var/lib/docker /var/lib/kubelet
 ENTRYPOINT ["bash", "/node.sh"]
 """
 
@@ -50,9 +50,30 @@ os.execv("/usr/bin/runc.real", ["runc", *sys.argv[1:]])
 _ENTRYPOINT = r"""
 mount --make-rshared /
 rm -rf /run/docker* /run/containerd
-exec dockerd --storage-driver overlay2 --exec-opt native.cgroupdriver=cgroupfs \
-    --default-address-pool base=10.90.0.0/16,size=24
+exec "$@"
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The program that runs the containers of a node."""
+
+    command: tuple[str, ...]
+    is_up: tuple[str, ...]  # command that fails until the engine answers
+    load: tuple[str, ...]  # command that takes the file of `docker save`
+
+
+_POOL = "base=10.90.0.0/16,size=24"
+DOCKER = Engine(
+    (
+        "dockerd",
+        "--storage-driver=overlay2",
+        "--exec-opt=native.cgroupdriver=cgroupfs",
+        f"--default-address-pool={_POOL}",
+    ),
+    ("docker", "version", "--format", "{{.Server.Version}}"),
+    ("docker", "load", "-i"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +89,7 @@ class Cluster:
     """A mesh on an engine."""
 
     base_url: str  # of a gateway that no event takes away
+    ca_file: Path | None  # of the gateway's certificate
     api_key: str
     events: list[Event]
     logs: Callable[[], str]  # what its services have logged, as far as the engine has kept it
@@ -107,6 +129,7 @@ class Node:
 
     name: str
     number: int  # from 1
+    engine: Engine
 
     @property
     def address(self) -> str:
@@ -123,8 +146,8 @@ class Node:
         run("docker", "exec", "-d", self.name, "bash", "-c", f"exec {quoted} >{log} 2>&1")
 
     def is_up(self) -> bool:
-        """Whether its Docker engine answers."""
-        return bool(self.run("docker", "version", "--format", "{{.Server.Version}}", limit_s=20))
+        """Whether its engine answers."""
+        return bool(self.run(*self.engine.is_up, limit_s=20))
 
     def lose_power(self) -> None:
         """Take it off the network, and then kill everything on it."""
@@ -153,7 +176,7 @@ def why_no_nodes(image: str) -> str | None:
 
 @contextmanager
 def running_nodes(
-    folder: Path, number: int, images: Sequence[str], mounts: Sequence[Path] = ()
+    folder: Path, number: int, images: Sequence[str], engine: Engine, mounts: Sequence[Path] = ()
 ) -> Generator[list[Node]]:
     """Start so many nodes, each with the images; they are gone after the block.
 
@@ -166,7 +189,7 @@ def running_nodes(
     (context / "runc.py").write_text(_RUNC)
     run("docker", "build", "-t", IMAGE, str(context), limit_s=900)
     run("docker", "save", "-o", str(folder / "images.tar"), *images)
-    nodes = [Node(f"pdmesh-node-{index}", index) for index in range(1, number + 1)]
+    nodes = [Node(f"pdmesh-node-{index}", index, engine) for index in range(1, number + 1)]
     try:
         run("docker", "network", "create", "--subnet", f"{SUBNET}.0/24", NETWORK)
         for node in nodes:
@@ -175,11 +198,11 @@ def running_nodes(
                 *("--network", NETWORK, "--ip", node.address, "--tmpfs", "/run", "--tmpfs", "/tmp"),
                 *("-v", f"{folder}:/files", "-v", "/dev/kmsg:/dev/kmsg"),
                 *(each for path in mounts for each in ("-v", f"{path.absolute()}:{path.absolute()}:ro")),
-                IMAGE,
+                *(IMAGE, *engine.command),
             )
         for node in nodes:
             until(f"{node.name} is up", node.is_up)
-            node.run("docker", "load", "-i", "/files/images.tar")
+            node.run(*engine.load, "/files/images.tar")
         yield nodes
     finally:
         for node in nodes:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import secrets
 import sys
@@ -26,15 +27,16 @@ from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 
-from cluster_nodes import Cluster, ClusterError, Event, Node, running_nodes, why_no_nodes
+import httpx
+from cluster_nodes import DOCKER, Cluster, ClusterError, Event, Node, running_nodes, why_no_nodes
 from kubernetes_cluster import running_kubernetes
+from kubernetes_nodes import PAUSE_IMAGE, containerd
 from report import heading, unavailable
 from swarm import etcd_image, running_swarm
 
 from pdmesh.testing.load import Stream, StreamLoad, requests_of, running_load
 
 NUM_NODES = 3
-MODEL = "pdmesh-demo"
 
 #: Of undisturbed load before each event, seconds.
 PAUSE_S = 5.0
@@ -44,13 +46,21 @@ async def run(cluster: Cluster, events: Sequence[Event], num_streams: int, num_t
     """Print a line for each event; return how many streams were lost or differ."""
     requests = requests_of(7, [24 + 11 * index for index in range(16)], num_tokens)
     num_bad = 0
-    async with running_load(cluster.base_url, MODEL, requests, at_once=num_streams, api_key=cluster.api_key) as load:
+    model = model_of(cluster)
+    async with running_load(cluster.base_url, model, requests, at_once=num_streams, api_key=cluster.api_key) as load:
         await load.all_draw(num_streams)
         print(f"{'event':44} {'took':>8} {'streams':>8} {'lost':>5} {'differ':>7} {'longest wait':>13}", flush=True)
         for event in [Event("nothing", lambda: time.sleep(PAUSE_S)), *events]:
             await asyncio.sleep(PAUSE_S)
             num_bad += await disturb(load, event)
     return num_bad
+
+
+def model_of(cluster: Cluster) -> str:
+    """The name of the model that the gateway serves."""
+    headers = {"authorization": f"Bearer {cluster.api_key}"}
+    answer = httpx.get(f"{cluster.base_url}/v1/models", headers=headers, timeout=30).raise_for_status()
+    return str(answer.json()["data"][0]["id"])
 
 
 async def disturb(load: StreamLoad, event: Event) -> int:
@@ -88,6 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("swarm", "kubernetes"))
     parser.add_argument("--image", default="pdmesh")
+    parser.add_argument("--model", default="", help="for the chart's Job to download; default: the demo model")
     parser.add_argument("--binaries", type=Path, help="folder of Kubernetes' programs")
     parser.add_argument(
         "--plain-overlay", action="store_true", help="where the kernel lacks ESP: Swarm's network as it is"
@@ -106,11 +117,17 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        images = [options.image, *([etcd_image()] if options.engine == "swarm" else [])]
+        if options.engine == "swarm":
+            images, engine, mounts = [options.image, etcd_image()], DOCKER, []
+        else:
+            engine = containerd(folder, options.image, str(options.binaries.absolute()))
+            images, mounts = [options.image, PAUSE_IMAGE], [options.binaries]
         with (
-            running_nodes(folder, NUM_NODES, images, mounts=[options.binaries] if options.binaries else []) as nodes,
+            running_nodes(folder, NUM_NODES, images, engine, mounts) as nodes,
             deployed(options, nodes, folder) as cluster,
         ):
+            if cluster.ca_file is not None:
+                os.environ["SSL_CERT_FILE"] = str(cluster.ca_file)
             events = [each for each in cluster.events if re.search(options.only, each.name)]
             try:
                 num_bad = asyncio.run(run(cluster, events, options.streams, options.tokens))
@@ -128,7 +145,8 @@ def deployed(options: argparse.Namespace, nodes: list[Node], folder: Path) -> Ab
     settings = "\n".join(("[security]", *lines, "[worker]", 'dtype = "float32"', ""))
     if options.engine == "swarm":
         return running_swarm(nodes, settings, keys["api_key"], encrypted=not options.plain_overlay)
-    return running_kubernetes(nodes, folder, options.image, str(options.binaries), settings, keys["api_key"])
+    binaries = str(options.binaries.absolute())
+    return running_kubernetes(nodes, folder, options.image, options.model, binaries, settings, keys["api_key"])
 
 
 if __name__ == "__main__":

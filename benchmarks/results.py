@@ -25,6 +25,7 @@ PAGE = FOLDER.parent / "docs" / "results" / "printed.md"
 NOT_BENCHMARKS = {
     "cluster_nodes",
     "kubernetes_cluster",
+    "kubernetes_nodes",
     "parallelism_claims",
     "report",
     "results",

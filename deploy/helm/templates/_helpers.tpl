@@ -176,6 +176,9 @@ env:
   {{- if .model }}
   {{- $onVolume := .root.Values.modelDownload.enabled }}
   - {name: HF_HOME, value: {{ $onVolume | ternary "/models/huggingface" "/tmp/huggingface" }}}
+  {{- if $onVolume }}
+  - {name: XDG_CACHE_HOME, value: /models/cache} # for models of the package index
+  {{- end }}
   {{- if and $onVolume (not .download) }}
   - {name: HF_HUB_OFFLINE, value: "1"} # the volume has all of it
   {{- else if .root.Values.hfToken.secretName }}
