@@ -5,7 +5,7 @@
 
 Nodes are privileged containers with an engine of their own each (`cluster_nodes.py`), so this takes a Docker engine
 that may run such, and the image of ``deploy/compose/Dockerfile``. What is deployed is the stack of ``deploy/swarm`` or
-the chart of ``deploy/helm``, with the demo model in float32, one prefill and two decode instances.
+the chart of ``deploy/helm``, with the demo model in float32 or ``--model``, one prefill and two decode instances.
 
 So many streams are open all the time, greedy and seeded ones in turn. One line for each event: how long it took, how
 many streams ended from its beginning until those that ran at its end had ended, how many of them were lost or differ
@@ -142,7 +142,8 @@ def deployed(options: argparse.Namespace, nodes: list[Node], folder: Path) -> Ab
     """The mesh on the engine that was chosen."""
     keys = {name: secrets.token_hex(16) for name in ("mesh_token", "api_key", "operator_token")}
     lines = [f'{name} = "{key}"' for name, key in keys.items()]
-    settings = "\n".join(("[security]", *lines, "[worker]", 'dtype = "float32"', ""))
+    worker = [] if options.model else ["[worker]", 'dtype = "float32"']  # another model in its own
+    settings = "\n".join(("[security]", *lines, *worker, ""))
     if options.engine == "swarm":
         return running_swarm(nodes, settings, keys["api_key"], encrypted=not options.plain_overlay)
     binaries = str(options.binaries.absolute())
