@@ -48,7 +48,7 @@ async def run(cluster: Cluster, events: Sequence[Event], num_streams: int, num_t
     num_bad = 0
     model = model_of(cluster)
     async with running_load(cluster.base_url, model, requests, at_once=num_streams, api_key=cluster.api_key) as load:
-        await load.all_draw(num_streams)
+        await load.ended(num_streams)
         print(f"{'event':44} {'took':>8} {'streams':>8} {'lost':>5} {'differ':>7} {'longest wait':>13}", flush=True)
         for event in [Event("nothing", lambda: time.sleep(PAUSE_S)), *events]:
             await asyncio.sleep(PAUSE_S)
