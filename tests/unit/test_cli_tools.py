@@ -145,6 +145,7 @@ def test_a_table_cuts_what_may_be_cut_and_wraps_its_last_column() -> None:
     table = Table([Column("id", min_width=4), Column("number", right=True), Column("detail")])
     table.add("abcdefghij", "1", "one two three")
     assert list(table.lines(80)) == ["id         number detail", "abcdefghij      1 one two three"]
+    assert list(table.lines(5)) == list(table.lines(20)), "the last column is wide enough for words"
     assert list(table.lines(20)) == ["id   number detail", "abc…      1 one two", "            three"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.cli.mesh_doctor import findings
+from pdmesh.cli.mesh_doctor import findings, print_findings
 from pdmesh.cli.tls import make_certificates
 from pdmesh.model import InstanceId
 from pdmesh.wire.certificates import expires_at
@@ -51,6 +51,29 @@ def test_each_problem_has_a_sentence_of_what_to_do(answer: MeshChecked, problem:
     (found,) = findings(answer, NOW)
     assert problem in found.problem
     assert advice in found.advice
+
+
+def test_problems_with_one_remedy_stand_above_it_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    problems = [
+        PeerProblem(kind=f"kv {way}", peer="decode-1", reason="nothing came for 2.5 s") for way in ("to", "from")
+    ]
+    answer = mesh(checked(*problems, version="2"))
+    print_findings(answer, list(findings(answer, NOW)))
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "1 instances, 0 ways of KV, 0 of tokens: 3 problems"
+    assert max(map(len, lines)) <= 60
+    assert lines[:3] == [
+        "decode-0 on h1: kv to decode-1: nothing came for 2.5 s",
+        "decode-0 on h1: kv from decode-1: nothing came for 2.5 s",
+        "  → let the two hosts reach each other on UCX's ports",
+    ]
+    assert lines[-2:] == [
+        "decode-0 on h1: version 2, the scheduler has 1",
+        "  → install the same version of pdmesh everywhere",
+    ]
 
 
 @pytest.mark.parametrize("days", [1, 300, 20_000])

@@ -33,6 +33,9 @@ PANELS = (
     "Options",
 )
 
+#: Other tools' words for commands of ours.
+OTHER_WORDS = {"pull": "up", "start": "up", "kill": "down", "rm": "down", "bench": "profile", "benchmark": "profile"}
+
 _WANTED = {int: "a whole number", float: "a number", parse_seconds: "a duration such as 30s or 5m"}
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", parse_seconds: "DURATION"}
 
@@ -123,9 +126,10 @@ class _Group(TyperGroup):
         """Find the named command, or suggest a similar name."""
         name = args[0]
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing and not name.startswith("-"):
-            close = difflib.get_close_matches(name, [*self.app.infos, *self.commands], n=1)
-            hint = f"did you mean {close[0]}?" if close else f"`{ctx.command_path} --help` lists all commands"
-            ctx.fail(f"no command is called {name!r}: {hint}")
+            known = [*self.app.infos, *self.commands]
+            meant = next(iter(difflib.get_close_matches(name, known, n=1)), OTHER_WORDS.get(name))
+            hint = f": did you mean {meant}?" if meant in known else ""
+            ctx.fail(f"no command is called {name!r}{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:

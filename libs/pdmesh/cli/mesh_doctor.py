@@ -12,7 +12,7 @@ import typer
 from pdmesh.cli.admin import target
 from pdmesh.cli.options import Output
 from pdmesh.cli.state import StateFolder
-from pdmesh.cli.tables import Column, Table
+from pdmesh.cli.tables import terminal_width, wrapped
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ProtocolError
 from pdmesh.wire import messages
@@ -50,7 +50,7 @@ def run_mesh_doctor(config: MeshConfig, state: StateFolder, output: Output) -> i
     if output is Output.JSON:
         typer.echo(msgspec.json.encode({"checked": answer, "findings": found}).decode())
     else:
-        _print(answer, found)
+        print_findings(answer, found)
     return 1 if found else 0
 
 
@@ -92,15 +92,17 @@ def _certificate(where: str, expires_at: float | None, now: float) -> Iterator[F
     yield Finding(where=where, problem=problem, advice=advice)
 
 
-def _print(answer: messages.MeshChecked, found: list[Finding]) -> None:
+def print_findings(answer: messages.MeshChecked, found: list[Finding]) -> None:
+    """Print a line for each finding, and what to do below those that it mends."""
     num_pairs = len(answer.instances) * (len(answer.instances) - 1)
     typer.echo(
         f"{len(answer.instances)} instances, {num_pairs} ways of KV, "
         f"{len(answer.instances) * len(answer.gateways)} of tokens: {f'{len(found)} problems' if found else 'all well'}"
     )
-    if not found:
-        return
-    table = Table([Column("where"), Column("what is wrong"), Column("what to do")])
+    width = terminal_width()
+    by_advice: dict[str, list[Finding]] = {}
     for each in found:
-        table.add(each.where, each.problem, each.advice)
-    table.show()
+        by_advice.setdefault(each.advice, []).append(each)
+    for advice, alike in by_advice.items():
+        for text, indent in [*((f"{each.where}: {each.problem}", "") for each in alike), (f"→ {advice}", "  ")]:
+            typer.echo(indent + f"\n{indent}  ".join(wrapped(text, width - len(indent) - 2)))

@@ -11,6 +11,9 @@ import typer
 #: Width where standard output is no terminal.
 DEFAULT_WIDTH = 80
 
+#: Width that the last column has even where a terminal has no room for it.
+MIN_LAST_WIDTH = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -40,7 +43,7 @@ class Table:
             if column.min_width is not None:
                 widths[index] = max(min(column.min_width, widths[index]), widths[index] - max(0, sum(widths) - room))
         *fixed, last = widths
-        last_width = max(min(last, room - sum(fixed)), 1)
+        last_width = min(last, max(room - sum(fixed), MIN_LAST_WIDTH))
         for cells in self._cells():
             shown = [
                 self._padded(cell, column, width)

@@ -124,7 +124,7 @@ def view(frame: Frame, timelines: Timelines | None, width: int) -> RenderableTyp
         ("serving" if reason is None else reason, "green" if reason is None else "bold red"),
         f"  {frame['model']}  policy {frame['bundle']}  running {frame['num_running']}  waiting {frame['num_waiting']}",
         f"\nTTFT p50 / p99  {_percentiles(frame['ttft_s'])}   ITL p50 / p99  {_percentiles(frame['itl_s'])}",
-        ("   of the latest 4,096", "dim"),
+        ("  (latest 4,096)", "dim"),
     )
     links = [Text(line, "dim") for line in link_lines(msgspec.convert(frame.get("links", ()), tuple[LinkStatus, ...]))]
     parts: list[RenderableType] = [
