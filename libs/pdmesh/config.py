@@ -122,7 +122,9 @@ class GatewayConfig:
         512 * 1024 * 1024
     )
     body_timeout_s: Annotated[float, "longest time that a request's body may take to arrive"] = 30.0
-    request_timeout_s: Annotated[float, "longest time that a request may take"] = 3600.0
+    request_timeout_s: Annotated[
+        float, "longest time that a request may take, its stream included; then it ends with a 504, or that event"
+    ] = 3600.0
     sse_keep_alive_s: Annotated[
         float, Range(0, 3600), "interval of keep-alive comments on a stream that waits for a token; 0: none"
     ] = 10.0

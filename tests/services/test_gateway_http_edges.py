@@ -8,6 +8,7 @@ import socket
 import zlib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,22 @@ async def test_a_slow_answer_to_a_half_closed_client_comes_behind_interim_respon
         assert head.startswith(b"http/1.1 200")
         assert json.loads(body)["choices"][0]["text"] == "hello, "
         assert mesh.cancelled == []
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize("num_tokens", [0, 2])
+async def test_a_request_that_takes_too_long_ends_with_the_cause(model: Path, path: str, num_tokens: int) -> None:
+    limit = GatewayConfig(request_timeout_s=0.2)
+    cause = "longer than 0.2 s, this server's limit (`gateway.request_timeout_s`)"
+    begun = partial(first_tokens, count=num_tokens)
+    async with ready_gateway(model, begun, gateway=limit) as (client, mesh, _running):
+        whole = await client.post(path, json=BODIES[path])
+        assert (whole.status_code, cause in message_of(whole)) == (504, True)
+        streamed = await client.post(path, json={**BODIES[path], "stream": True})
+        if num_tokens:
+            assert streamed.status_code == 200
+            assert cause in streamed.text.split("data: ")[-1] + streamed.text.split("data: ")[-2]
+        await mesh.until(lambda: len(mesh.cancelled) == 2)
 
 
 @pytest.mark.parametrize("path", GENERATING)

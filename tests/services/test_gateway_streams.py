@@ -510,18 +510,6 @@ async def test_a_choice_without_room_does_not_end_the_answer_of_another(model: P
         assert texts == [WHOLE, WHOLE]
 
 
-async def test_a_deadline_ends_a_request(model: Path) -> None:
-    config = GatewayConfig(request_timeout_s=0.05)
-    async with (
-        scripted_mesh(silence) as mesh,
-        served(model, mesh, gateway=config) as running,
-        httpx.AsyncClient(base_url=running.url, timeout=30) as client,
-    ):
-        response = await client.post("/v1/completions", json=BODY)
-        assert response.status_code == 504
-        await mesh.until(lambda: len(mesh.cancelled) == 1)
-
-
 async def test_a_worker_of_whom_nothing_is_heard_is_done_without(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The network loses what it sends without a word: its stream is as whole as ever."""
     monkeypatch.setattr(token_server, "HEARTBEAT_S", 0.02)

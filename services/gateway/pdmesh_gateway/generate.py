@@ -113,8 +113,9 @@ class Generator:
             with anyio.move_on_after(job.deadline_s) as scope:
                 yield TextStream(self, job, choices, mailbox, span)
             if scope.cancelled_caught:
+                limit = f"{job.deadline_s:g} s, this server's limit (`gateway.request_timeout_s`)"
                 raise RequestRejected(
-                    f"The request took longer than {job.deadline_s:g} s.",
+                    f"The request took longer than {limit}.",
                     status=504,
                     type="server_error",
                     code="deadline_exceeded",
