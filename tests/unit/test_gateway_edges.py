@@ -1,5 +1,6 @@
 """Small parts of the gateway's edges: keys, limits, bodies, templates, ranges."""
 
+import gzip
 import math
 import random
 from collections.abc import Awaitable, Callable, Generator
@@ -83,6 +84,12 @@ async def test_a_client_that_leaves_while_sending_is_gone() -> None:
         (b"", None, "could not parse the JSON"),
         (b"{", None, "could not parse the JSON"),
         (b"\xff\xfe", None, "could not parse the JSON"),
+        (b"", None, "it is empty"),
+        (b" \r\n", None, "it is empty"),
+        (b'{"prompt": "\xe9"}', None, "it is not UTF-8"),
+        (b'{"prompt": "a"}\xe9', None, "trailing characters"),
+        (gzip.compress(b"{}"), None, "it is compressed by gzip, and no `Content-Encoding` says so"),
+        (b"\x28\xb5\x2f\xfd\x00", None, "it is compressed by zstd, and no `Content-Encoding` says so"),
         (b"[" * 100_000, None, "got `array`"),
         (b"[]", None, "got `array`"),
         (b'{"prompt": 5}', "prompt", "Invalid value for `prompt`"),

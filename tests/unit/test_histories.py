@@ -352,6 +352,13 @@ def test_tools_are_told_to_a_template_that_shows_none() -> None:
     assert render(GEMMA, HISTORIES["turns"], [LOOK]).startswith("<bos><start_of_turn>user\nBe kind.\n\nYou may call")
 
 
+def test_a_tool_without_a_description_gets_one_only_where_a_template_needs_it() -> None:
+    bare = {**LOOK, "function": {key: value for key, value in LOOK["function"].items() if key != "description"}}
+    joins = "{% for tool in tools or [] %}[{{ tool.function.name + ': ' + tool.function.description }}]{% endfor %}"
+    assert json.dumps(bare) in render(TOOL_TEMPLATE, [user("Hi.")], [bare])
+    assert render(joins, [user("Hi.")], [bare, LOOK]) == "[look: ][look: Look something up.]"
+
+
 @pytest.mark.parametrize(
     ("tool_format", "call"),
     [

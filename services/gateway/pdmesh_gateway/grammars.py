@@ -119,6 +119,9 @@ class GrammarChecker:
         if asked.schema is None:
             return asked.grammar, []
         found = await self.obeyed(asked.schema, asked.param)
+        malformed = [str(each) for each in found.dropped if each.is_malformed]
+        if malformed:
+            raise invalid(asked.param, f"`{asked.param}` is no JSON schema: {'; '.join(malformed[:4])}")
         broken = [str(each) for each in found.dropped if not each.is_annotation]
         if asked.strict and broken:
             raise invalid(asked.param, f"The strict `{asked.param}` cannot be obeyed: {'; '.join(broken[:4])}")

@@ -71,6 +71,8 @@ class ChatTemplate:
             messages = _with_instructions(messages, instructions(tool_format, tools))
             variables = {**variables, "tools": None}
             refused = frozenset({"calls"})
+        elif isinstance(tools, list) and tools and not self.bare_tools:
+            variables = {**variables, "tools": list(map(_described, tools))}
         given: list[Message] | None = None
         failure: TemplateFailed | None = None
         for more in ((), *_PLAINER):
@@ -93,6 +95,12 @@ class ChatTemplate:
     def tools(self) -> bool:
         """Whether tools are shown."""
         return self._shows([_user(_A)], _TOOL, tools=[_SOME_TOOL])
+
+    @cached_property
+    def bare_tools(self) -> bool:
+        """Whether a tool without a description is shown."""
+        bare = {key: value for key, value in _SOME_TOOL["function"].items() if key != "description"}
+        return self._shows([_user(_A)], _TOOL, tools=[{**_SOME_TOOL, "function": bare}])
 
     @cached_property
     def calls(self) -> bool:
@@ -338,6 +346,11 @@ def _arguments(call: Mapping[str, Any]) -> Any:
     return _function(call).get("arguments", {})
 
 
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with an empty description if it has none."""
+    return {**tool, "function": {"name": "", "description": "", **tool["function"]}}
+
+
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
@@ -368,7 +381,7 @@ def _result(number: int, content: str) -> Message:
     return {"role": "tool", "tool_call_id": _IDS[number], "name": name, "content": content}
 
 
-_SOME_TOOL = {
+_SOME_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": _TOOL,

@@ -64,6 +64,7 @@ class Dropped:
     path: str
     why: str
     is_annotation: bool = False  # JSON Schema lets a validator ignore it
+    is_malformed: bool = False  # JSON Schema gives it no meaning
 
     def __str__(self) -> str:
         path = self.path if len(self.path) <= MAX_PATH_CHARS else f"{self.path[:MAX_PATH_CHARS]}…"
@@ -336,7 +337,7 @@ class _Repair:
         if not _is_refused(problem) or self._num_left <= 0:
             return node
         if not isinstance(node, Mapping):
-            self._drop(path, "it is no schema")
+            self._drop(path, "it is no schema", is_malformed=True)
             return True
         node = {key: self._child(key, value, path) for key, value in node.items()}
         if isinstance(node.get("oneOf"), list) and "anyOf" not in node and _is_refused(self._problem(node)):
@@ -353,7 +354,7 @@ class _Repair:
                     _is_refused(self._problem({key: node[key]})) if alone else not _is_refused(self._problem(rest))
                 )
                 if refused:
-                    self._drop(f"{path}/{_escaped(key)}", problem)
+                    self._drop(f"{path}/{_escaped(key)}", problem, is_malformed=_is_malformed(key, node[key]))
                     node = rest
         if _is_refused(problem := self._problem(node)) and self._num_left > 0:
             self._drop(path, problem)
@@ -400,11 +401,12 @@ class _Repair:
             node = {**node, "$defs": self._definitions}
         return self._objection(node)
 
-    def _drop(self, path: str, problem: str | None) -> None:
+    def _drop(self, path: str, problem: str | None, *, is_malformed: bool = False) -> None:
         lines = [line.strip() for line in (problem or "").splitlines()]
         why = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
         is_annotation = path.endswith("/format")
-        self.dropped.append(Dropped(path=path, why=why[:160], is_annotation=is_annotation))
+        dropped = Dropped(path=path, why=why[:160], is_annotation=is_annotation, is_malformed=is_malformed)
+        self.dropped.append(dropped)
 
 
 class _Missing:
@@ -420,6 +422,13 @@ def _is_inexact(value: Any) -> bool:
 
 def _is_refused(problem: str | None) -> bool:
     return problem is not None and not problem.startswith(_UNSATISFIABLE)
+
+
+def _is_malformed(key: str, value: Any) -> bool:
+    """Whether JSON Schema gives a keyword with this value no meaning."""
+    if key == "type":
+        return not (value in _TYPES or (isinstance(value, list) and all(each in _TYPES for each in value)))
+    return (key in _OF_SCHEMAS and not isinstance(value, Mapping)) or (key in _PARTS and not isinstance(value, list))
 
 
 def _is_merged(schema: Mapping[str, Any]) -> bool:

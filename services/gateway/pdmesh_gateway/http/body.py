@@ -39,6 +39,9 @@ _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
+#: First bytes of compressed data.
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+
 _PATH = re.compile(r" - at `\$\.?(?P<field>[^`.\[]*)(?P<rest>[^`]*)`$")
 
 
@@ -111,8 +114,8 @@ async def decode_body(
         try:
             fields = _mended(read_in_pieces, body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _not_json(error) from None
-        return _known(decoder, fields, strict)
+            raise _not_json(error, body) from None
+        return _known(decoder, fields, strict, body)
 
     return await anyio.to_thread.run_sync(decode)
 
@@ -177,15 +180,15 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes, strict: bool) -> tupl
             raise invalid_body(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if b"NaN" not in body and b"Infinity" not in body:
-            raise _not_json(error) from None
+            raise _not_json(error, body) from None
     try:
         fields = _fields(body)
     except (ValueError, RecursionError) as error:
-        raise _not_json(error) from None
-    return _known(decoder, fields, strict)
+        raise _not_json(error, body) from None
+    return _known(decoder, fields, strict, body)
 
 
-def _known(decoder: msgspec.json.Decoder[T], fields: Any, strict: bool) -> tuple[T, tuple[str, ...]]:
+def _known(decoder: msgspec.json.Decoder[T], fields: Any, strict: bool, body: bytes) -> tuple[T, tuple[str, ...]]:
     """The struct of an object's fields, and the names of the ignored ones."""
     try:
         if not isinstance(fields, dict):
@@ -196,7 +199,7 @@ def _known(decoder: msgspec.json.Decoder[T], fields: Any, strict: bool) -> tuple
     except msgspec.ValidationError as error:
         raise invalid_body(error) from None
     except (ValueError, RecursionError) as error:
-        raise _not_json(error) from None
+        raise _not_json(error, body) from None
 
 
 def _fields(body: bytes) -> Any:
@@ -210,8 +213,17 @@ def _fields(body: bytes) -> Any:
         return value
 
 
-def _not_json(error: Exception) -> RequestRejected:
-    return RequestRejected(f"We could not parse the JSON body of your request: {error}", code="invalid_json")
+def _not_json(error: Exception, body: bytes) -> RequestRejected:
+    compressed = next((name for magic, name in _MAGIC.items() if body.startswith(magic)), None)
+    if not body.strip():
+        why = "it is empty"
+    elif compressed is not None:
+        why = f"it is compressed by {compressed}, and no `Content-Encoding` says so"
+    elif isinstance(error, UnicodeDecodeError):
+        why = "it is not UTF-8"
+    else:
+        why = str(error)
+    return RequestRejected(f"We could not parse the JSON body of your request: {why}", code="invalid_json")
 
 
 def invalid_body(error: msgspec.ValidationError) -> RequestRejected:

@@ -22,6 +22,8 @@ from pdmesh_gateway.tools.reader import MAX_NAME_CHARS, NAME_CHARS
 #: Tools of one request.
 MAX_TOOLS = 256
 
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
 _NAME = re.compile(f"[{NAME_CHARS}]{{1,{MAX_NAME_CHARS}}}")
 
 
@@ -38,9 +40,11 @@ class Tool:
     strict: bool = False  # a schema that cannot be obeyed is an error, not a warning
 
     def for_template(self) -> dict[str, Any]:
-        """Return it as chat templates know it: some need what may be missing."""
-        parameters = {"type": "object", "properties": {}, **(self.parameters or {})}
-        function = {"name": self.name, "description": self.description or "", "parameters": parameters}
+        """Return the tool as chat templates know it, with the parameters' type and properties, which most need."""
+        given = self.parameters or {}
+        missing = {key: value for key, value in _NO_PARAMETERS.items() if key not in given}
+        described = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **described, "parameters": {**given, **missing}}
         return {"type": "function", "function": function}
 
 
