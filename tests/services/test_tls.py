@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import ssl
 import stat
 import subprocess
@@ -18,6 +19,7 @@ import anyio.to_thread
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Scope, Send
 
 from pdmesh import watched_file
 from pdmesh.cli.tls import LOCAL_HOSTS, make_certificates
@@ -37,6 +39,7 @@ from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import CommandMessage, EventMessage, WorkerDown, WorkerUp
 from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh.wire.strangers import HANDSHAKE_S, MAX_REMEMBERED, StrangerKind, Strangers
+from pdmesh_gateway.http.server import serve_http
 
 pytestmark = [
     pytest.mark.anyio,
@@ -366,3 +369,31 @@ def test_what_openssl_says_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(os.environ, "PATH", "")
     with pytest.raises(ConfigError, match="not installed"):
         make_certificates(tmp_path / "elsewhere", hosts=["localhost"], days=2)
+
+
+async def test_a_client_that_closes_its_half_of_a_tls_connection_is_gone(certificates: Path) -> None:
+    """asyncio closes the other half then, so that an answer could not be sent: the request must not go on."""
+    security = security_of(certificates / "right")
+    told: list[str] = []
+    stopping, left = anyio.Event(), anyio.Event()
+
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        while told[-1:] != ["http.disconnect"]:
+            told.append((await receive())["type"])
+        left.set()
+
+    def ask(address: tuple[str, int]) -> None:
+        context = ssl.create_default_context(cafile=certificates / "right/ca.pem")
+        with socket.create_connection(address) as plain, context.wrap_socket(plain, server_hostname="localhost") as tls:
+            tls.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            with suppress(OSError):
+                tls.unwrap()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(serve_http, app, listener, security, stopping)
+        with anyio.fail_after(20):
+            await anyio.to_thread.run_sync(ask, listener.getsockname())
+            await left.wait()
+        stopping.set()
+    assert told == ["http.request", "http.disconnect"]

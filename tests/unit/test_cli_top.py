@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 from typer.testing import CliRunner
 
 from pdmesh.cli.app import app
@@ -85,6 +86,16 @@ def test_at_80_columns_progress_and_age_are_whole_and_what_is_not_shown_is_count
     assert all(row.split()[-4:] == ["25", "%", "0.5", "s"] for row in rows)
     assert "and 18 more" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_request_that_waits_for_long_is_coloured() -> None:
+    (request,) = FRAME["requests"]
+    ages = {"new": 1.0, "slow": 6.0, "late": 61.0}
+    waiting = [{**request, "label": name, "where": [], "age_s": age} for name, age in ages.items()]
+    drawn = view({**FRAME, "requests": [*waiting, {**request, "label": "placed", "age_s": 90.0}]}, None, 80)
+    assert isinstance(drawn, Group)
+    styles = {text.plain.split(" ")[0]: text.style for text in drawn.renderables if isinstance(text, Text)}
+    assert [styles[name] for name in (*ages, "placed")] == ["", "yellow", "red", ""]
 
 
 def test_who_helps_stands_beside_the_leader() -> None:

@@ -170,6 +170,21 @@ def test_ends_are_tokens_of_their_own_whatever_their_type(tmp_path: Path, types:
     assert tokenizer.decode([0, 2, 1]) == "ab"
 
 
+#: Ends of published models that are in files as ordinary tokens.
+ENDS = [
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+    *("</s>", "<eos>", "<EOT>", "[EOS]", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_end_of_another_type_and_name_still_ends_answers(tmp_path: Path, end: str) -> None:
+    fields = fields_of(tokens=["a", "b", end, "<x>"], token_type=[1, 1, 1, 3], eos_token_id=3)
+    write_tokenizer(tmp_path, fields, "model.gguf")
+    assert end_tokens(fields, "model.gguf") == [3, 2]
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(f"a{end}b<x>").ids == [0, 2, 1, 3]
+
+
 @pytest.mark.parametrize(("flags", "ids"), [((None, None), [1]), ((True, False), [0, 1]), ((False, True), [1, 2])])
 def test_a_text_begins_and_ends_with_the_tokens_that_a_file_wants(
     tmp_path: Path, flags: tuple[bool | None, bool | None], ids: list[int]

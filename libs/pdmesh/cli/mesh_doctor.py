@@ -93,11 +93,12 @@ def _certificate(where: str, expires_at: float | None, now: float) -> Iterator[F
 
 
 def print_findings(answer: messages.MeshChecked, found: list[Finding]) -> None:
-    """Print a line for each finding, and what to do below those that it mends."""
+    """Print a line for each finding. Findings with one remedy stand above it."""
     num_pairs = len(answer.instances) * (len(answer.instances) - 1)
+    verdict = f"{len(found)} problem{'s' if len(found) > 1 else ''}" if found else "all well"
     typer.echo(
         f"{len(answer.instances)} instances, {num_pairs} ways of KV, "
-        f"{len(answer.instances) * len(answer.gateways)} of tokens: {f'{len(found)} problems' if found else 'all well'}"
+        f"{len(answer.instances) * len(answer.gateways)} of tokens: {verdict}"
     )
     width = terminal_width()
     by_advice: dict[str, list[Finding]] = {}

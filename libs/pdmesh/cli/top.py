@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import httpx
@@ -32,6 +33,9 @@ NUM_CELLS = 20
 MAX_REQUESTS = 12
 #: Events shown.
 MAX_EVENTS = 5
+
+#: Styles of waiting requests, from these ages on.
+_WAITING_STYLES = ((30.0, "red"), (5.0, "yellow"))
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _STYLES = {"prefill": "blue", "decode": "green", "mixed": "magenta"}
@@ -204,10 +208,16 @@ def _requests(frame: Frame, width: int) -> Iterator[Text]:
         )
     header, *lines = table.lines(width)
     yield Text(header, "dim")
-    yield from map(Text, lines)
+    styles = ["" if item["where"] else _waiting_style(item["age_s"]) for item in requests]
+    for line, style in zip_longest(lines, styles, fillvalue=""):
+        yield Text(line, style)
     num_hidden = max(frame["num_running"] + frame["num_waiting"], len(frame["requests"])) - len(requests)
     if num_hidden > 0:
         yield Text(f"and {num_hidden} more; `pdmesh requests list` lists them", "dim")
+
+
+def _waiting_style(age_s: float) -> str:
+    return next((style for least_s, style in _WAITING_STYLES if age_s >= least_s), "")
 
 
 def _where(item: Mapping[str, Any]) -> str:
