@@ -11,7 +11,9 @@ watches requests under way (`ENDLESS`).
 Many tests need what no such mesh has, or ask for what vLLM alone does: `WHY` says which fail for that.
 
     VLLM_VERSION_OVERRIDE=0.32.0 VLLM_TARGET_DEVICE=empty pip download --no-deps --no-binary vllm vllm==0.32.0
-    python benchmarks/vllm_api_tests.py UNPACKED_SDIST VENV/bin/python [--json RESULTS] [-- PYTEST_OPTIONS]
+    python benchmarks/vllm_api_tests.py UNPACKED_SDIST VENV/bin/python [--json RESULTS] [--only REGEX]
+
+The venv needs pytest, pytest-asyncio, pytest-timeout and schemathesis, too.
 """
 
 from __future__ import annotations
@@ -64,30 +66,36 @@ LONGEST_ANSWER = 800
 
 #: An answer that is drawn greedily is these many rare words and its end, with the end of reasoning in the middle; a
 #: sampled one leaves them and comes back. Logits of other tokens have a deviation of 1.
-CHAIN_TOKENS, CHAIN_LOGIT = 40, 15.0
-
-#: The logits of a chain's first word anywhere, and of what goes on where a grammar forbids the chain's next token.
-FIRST_LOGIT, DETOUR_LOGIT = 11.0, 13.0
+CHAIN_TOKENS = 40
 
 #: The logits of what ends an answer, or its reasoning, anywhere: about one token of eighty, where it is sampled.
 END_LOGIT = 5.0
 
 #: The same of what ends texts, numbers, objects and lists in JSON, and of the mark that ends a call.
-JSON_LOGITS = {'"': 8.0, ",": 8.0, "}": 8.5, "]": 8.5}
+JSON_LOGITS = {",": 8.0, "}": 8.5, "]": 8.5}
 CALL_OPEN, CALL_CLOSE, CALL_END_LOGIT = "<tool_call>", "</tool_call>", 6.0
 
 #: Modules of tests whose model is to call a tool if it may, and those whose model is not to end its answers.
 CALLING = r"function_calling|test_return_token_ids|responses\.test_(harmony|parsable)|test_serving_chat|anthropic"
 ENDLESS = r"serve\.instrumentator"
 
+#: Modules of tests whose model's samples are to differ.
+VARIED = r"openai\.completion\."
+
 #: What is the same in every hidden state: about as much as all that differs.
 CONSTANT = 20.0
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
-#: A template whose prompts end within reasoning, unless that is turned off.
+#: A template that lists tools in the system message, as Qwen's does.
+_SYSTEM_FIRST = "messages[0]['role'] == 'system'"
+_WITH_SYSTEM = "{% if " + _SYSTEM_FIRST + " %}{{ messages[0]['content'] + '\n\n' }}{% endif %}# Tools"
+_REST = "(messages[1:] if tools and " + _SYSTEM_FIRST + " else messages)"
+TEMPLATE = TOOL_TEMPLATE.replace("# Tools", _WITH_SYSTEM).replace("message in messages", f"message in {_REST}")
+
+#: The same, whose prompts end within reasoning unless that is turned off.
 _ANSWER = "<|im_start|>assistant\n"
-THINKING_TEMPLATE = TOOL_TEMPLATE.replace(
+THINKING_TEMPLATE = TEMPLATE.replace(
     _ANSWER, _ANSWER + THINK_OPEN + "\n{% if enable_thinking is false %}\n" + THINK_CLOSE + "\n\n{% endif %}"
 )
 
@@ -153,7 +161,8 @@ class RemoteOpenAIServer:
         return "/".join([self.url_root, *parts])
 
     def _options(self, kwargs, suffix):
-        return {"base_url": self.url_root + suffix, "api_key": self.DUMMY_API_KEY, "max_retries": 0, **kwargs}
+        fixed = {"base_url": self.url_root + suffix, "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 600}
+        return {**fixed, **kwargs}
 
     def get_client(self, **kwargs):
         return openai.OpenAI(**self._options(kwargs, "/v1"))
@@ -241,11 +250,13 @@ def main() -> None:
     parser.add_argument("python", type=Path)
     parser.add_argument("--json", type=Path, help="write each test's outcome")
     parser.add_argument("--folders", nargs="*", default=FOLDERS)
+    parser.add_argument("--only", default="", help="run only files whose path matches this regular expression")
     parser.add_argument("--options", nargs="*", default=[], help="for pytest, without their leading dashes")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tests = lay_out(arguments.sdist / "tests", folder / "tests", arguments.folders)
+        tests = [file for file in tests if re.search(arguments.only, str(file.relative_to(folder)))]
         with meshes(folder) as url:
             variables = {
                 "PDMESH_MESHES": url,
@@ -264,9 +275,13 @@ def main() -> None:
         print(f"{number:4} failed for {reason}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(outcomes, indent=1))
+    passed = f"{by_outcome['passed']} of {len(outcomes)} passed"
+    if arguments.only:
+        print(f"{passed}: {dict(by_outcome)}")
+        return
     limits = Limits()
     verdict = limits.at_least("tests passed", by_outcome["passed"], LEAST_PASSED)
-    print(f"{by_outcome['passed']} of {len(outcomes)} passed ({verdict}): {dict(by_outcome)}")
+    print(f"{passed} ({verdict}): {dict(by_outcome)}")
     limits.end()
 
 
@@ -276,12 +291,23 @@ def reason_of(failure: str) -> str:
 
 
 @dataclass(frozen=True)
+class Logits:
+    """Logits of a chain's next word, of its first word anywhere, of the way around a forbidden word, and of ``"``."""
+
+    chain: float = 15.0
+    first: float = 11.0
+    detour: float = 13.0
+    quote: float = 8.0
+
+
+@dataclass(frozen=True)
 class Model:
     """What a model does beside ending its answers."""
 
     thinks: bool = False
     calls: bool = False
     is_endless: bool = False
+    logits: Logits = Logits()
 
 
 @dataclass(frozen=True)
@@ -304,12 +330,12 @@ def server_of(asked: Mapping[str, Any]) -> Server:
     def value(*names: str) -> str:
         return next((flags[i + 1] for i, flag in enumerate(flags[:-1]) if flag in names), "")
 
-    is_endless = re.search(ENDLESS, module) is not None
-    model = Model(
-        thinks="--reasoning-parser" in flags,
-        calls=not is_endless and re.search(CALLING, module) is not None,
-        is_endless=is_endless,
-    )
+    is_endless, thinks = re.search(ENDLESS, module) is not None, "--reasoning-parser" in flags
+    calls = not is_endless and re.search(CALLING, module) is not None
+    logits = Logits(quote=9.0) if calls and not thinks else Logits()
+    if re.search(VARIED, module):
+        logits = Logits(chain=13.0, first=10.0, detour=11.5)
+    model = Model(thinks=thinks, calls=calls, is_endless=is_endless, logits=logits)
     return Server(
         model,
         max_model_len=value("--max-model-len") if "tokenize" in module else "",
@@ -375,14 +401,14 @@ def random_model(directory: Path, template: str) -> None:
 
 def tests_model(directory: Path) -> Path:
     """Write the model that the tests themselves see: its tokenizer has the markers of all that are served."""
-    random_model(directory, TOOL_TEMPLATE)
+    random_model(directory, TEMPLATE)
     with_markers(directory / "tokenizer.json", [THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE])
     return directory
 
 
 def drawn_model(directory: Path, model: Model) -> Path:
     """Write a model of random weights that does what it is to do."""
-    random_model(directory, THINKING_TEMPLATE if model.thinks else TOOL_TEMPLATE)
+    random_model(directory, THINKING_TEMPLATE if model.thinks else TEMPLATE)
     markers = [*((THINK_OPEN, THINK_CLOSE) if model.thinks else ()), CALL_OPEN, CALL_CLOSE]
     vocabulary = with_markers(directory / "tokenizer.json", markers)
     if not model.is_endless:
@@ -433,13 +459,14 @@ def write_ends(directory: Path, model: Model, vocabulary: Mapping[str, int]) -> 
     head[chain] = 0
     constant = float(elsewhere[:, 0].mean())
     logits = {**{vocabulary[text]: logit for text, logit in JSON_LOGITS.items()}, end: END_LOGIT}
+    logits[vocabulary['"']] = model.logits.quote
     logits |= dict.fromkeys(middle, END_LOGIT) | {vocabulary[CALL_CLOSE]: CALL_END_LOGIT}
-    for token_id, logit in (*logits.items(), (chain[0], FIRST_LOGIT)):  # whatever comes before
+    for token_id, logit in (*logits.items(), (chain[0], model.logits.first)):  # whatever comes before
         head[token_id, 0] = logit / constant
-    links = [(chain[:number], token_id, CHAIN_LOGIT) for number, token_id in enumerate(chain[1:], start=1)]
+    links = [(chain[:number], token_id, model.logits.chain) for number, token_id in enumerate(chain[1:], start=1)]
     if model.thinks:
-        links.append((thoughts, chain[len(thoughts) + 1], DETOUR_LOGIT))
-    links += [(chain[:-1], vocabulary['"'], DETOUR_LOGIT), ([vocabulary[CALL_CLOSE]], end, CHAIN_LOGIT)]
+        links.append((thoughts, chain[len(thoughts) + 1], model.logits.detour))
+    links += [(chain[:-1], vocabulary['"'], model.logits.detour), ([vocabulary[CALL_CLOSE]], end, model.logits.chain)]
     for before, token_id, logit in links:
         behind = np.mean([reference.embedding([*prompt, *before]) for prompt in prompts[:4]], axis=0)
         own = behind - elsewhere.mean(axis=0)
