@@ -8,7 +8,8 @@ import anyio
 import pytest
 
 from pdmesh.config import SecurityConfig
-from pdmesh.kv.probes import probe_key
+from pdmesh.errors import KvTransferError
+from pdmesh.kv.probes import KvProbes, probe_key
 from pdmesh.model import GatewayId, InstanceId
 from pdmesh.testing.core import named_profile
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, TransportMaker
@@ -83,6 +84,32 @@ async def test_an_instance_says_which_peers_it_does_not_reach(monkeypatch: pytes
         ("tokens to", "gone"),
         ("tokens to", "wrong"),
     ]
+
+
+async def test_a_peer_that_hears_of_the_check_later_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_checks, "LIMIT_S", 0.5)
+    monkeypatch.setattr(peer_checks, "RETRY_S", 0.01)
+    send, tried = KvProbes.send, list[bytes]()
+
+    async def hang_up_once(self: KvProbes, address: bytes, key: bytes) -> None:
+        tried.append(address)
+        if len(tried) == 1:
+            raise KvTransferError("the piece was not sent: the peer is gone")
+        await send(self, address, key)
+
+    monkeypatch.setattr(KvProbes, "send", hang_up_once)
+    said: list[PeersChecked] = []
+    async with (
+        open_pair(TransportMaker("memory"), SMALL_LAYOUT, SMALL_TRANSFER) as pair,
+        anyio.create_task_group() as tasks,
+    ):
+        address = pair.b.transport.address
+        checks = PeerChecks(tasks, A, pair.a.mover.probes, SecurityConfig(), said.append)
+        checks.begin(CheckPeers(check_id=7, kv_peers=((B, address),), gateways=()))
+        assert await pair.b.mover.probes.wait([probe_key(7, A, B)], limit_s=5.0) == set()
+        pair.free_all()
+    assert tried == [address, address]
+    assert [problem.kind for problem in said[0].problems] == ["kv from"]
 
 
 async def test_the_scheduler_asks_all_at_once_and_says_who_did_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

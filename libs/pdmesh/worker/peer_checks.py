@@ -21,6 +21,10 @@ from pdmesh.wire.messages import CheckPeers, PeerProblem, PeersChecked
 #: For a peer to take a probe, and for its own to come; more than a connection takes, less than the asker waits.
 LIMIT_S = 2.5
 
+#: Pause before a peer is tried again. A peer hangs up on unknown processes, and may hear of the check, which names this
+#: one, later.
+RETRY_S = 0.5
+
 #: Peers that are tried at once.
 MAX_AT_ONCE = 64
 
@@ -78,10 +82,15 @@ class PeerChecks:
         problems: list[PeerProblem],
         limit: anyio.CapacityLimiter,
     ) -> None:
+        key = probe_key(check_id, self._instance_id, peer_id)
         async with limit:
             try:
                 with anyio.fail_after(LIMIT_S):
-                    await self._probes.send(address, probe_key(check_id, self._instance_id, peer_id))
+                    try:
+                        await self._probes.send(address, key)
+                    except KvTransferError:
+                        await anyio.sleep(RETRY_S)
+                        await self._probes.send(address, key)
             except (KvTransferError, TimeoutError) as error:
                 reason = str(error) or f"it took nothing for {LIMIT_S:g} s"
                 problems.append(PeerProblem(kind="kv to", peer=peer_id, reason=reason))
