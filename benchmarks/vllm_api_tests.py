@@ -55,8 +55,8 @@ FOLDERS = (
     "entrypoints/serve/instrumentator",
 )
 
-#: Of 261 (vLLM on a CPU passes 174 of its own).
-LEAST_PASSED = 200
+#: Of 271 (vLLM on a CPU passes 174 of 261 with its own models).
+LEAST_PASSED = 205
 
 #: What the tests take for granted: ids up to 5,000, and room for 10,000 tokens.
 VOCAB_SIZE, CONTEXT = 8192, 32_768
