@@ -84,7 +84,7 @@ class HeldHere:
     def num_tokens(self) -> int:
         return len(self.tables) * self.attention.range_tokens
 
-    def ask(self, question: PartQuestion) -> None:
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
         self.question = question
         self.asked = list(range(question.first_range, len(self.tables)))
 

@@ -16,8 +16,8 @@ from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
-from pdmesh.kv.parts import JoinedPieces, PartHolder, SpreadKv
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
+from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv
 from pdmesh.model import Epoch, IndexRange, RequestId
 from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 from pdmesh.transport.base import KvTransport

@@ -111,7 +111,7 @@ class Divided:
         self.asked: list[PartQuestion] = []
         self.wrong: Callable[[Divided, PartQuestion], list[bytes]] = Divided.to
 
-    def ask(self, question: PartQuestion) -> None:
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
         self.asked.append(question)
 
     def answers(self) -> list[bytes]:

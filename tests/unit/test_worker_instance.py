@@ -746,7 +746,7 @@ class LostBesideChunks:
     has_others: bool = False
     is_lost: bool = False
 
-    def ask(self, question: PartQuestion) -> None:
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
         self.layer = question.layer
 
     def answers(self) -> list[bytes]:

@@ -105,14 +105,17 @@ class _RangedPlan:
     ) -> AttentionOutput:
         """Called once for each layer, in their order. The instances elsewhere attend meanwhile."""
         asked: list[tuple[slice, KvElsewhere]] = []
+        questions: list[PartQuestion] = []
         for span, elsewhere in self._asking:
             first = self._ranged.first_range(span.start, window)
             if first * self._ranged.range_tokens >= elsewhere.num_tokens:
                 continue  # all of it is behind the window
             rows = slice(span.row, span.row + span.num_tokens)
             values = query[rows].contiguous().view(torch.uint8).numpy().tobytes()
-            elsewhere.ask(PartQuestion(self._layer, span.start, values, first))
+            questions.append(PartQuestion(self._layer, span.start, values, first))
             asked.append((rows, elsewhere))
+        for number, (question, (_, elsewhere)) in enumerate(zip(questions, asked, strict=True), 1):
+            elsewhere.ask(question, more=number < len(asked))
         self._layer += 1
         if window not in self._here:
             self._here[window] = self._ranged.by_range(self._spans, window)

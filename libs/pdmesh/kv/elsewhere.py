@@ -21,8 +21,11 @@ class KvElsewhere(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
-    def ask(self, question: PartQuestion) -> None:
-        """Send a question to who holds the first range that it asks, or one behind that."""
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+        """Send a question to who holds the first range that it asks, or one behind that.
+
+        With ``more``, the next context of the step is asked at once, and questions to one instance may go together.
+        """
         ...
 
     def answers(self) -> Sequence[bytes]:

@@ -167,6 +167,8 @@ class KvMover:
         if self._attend_part is not None:
             threads = await self._stack.enter_async_context(CallThreads("kv-parts", 1))
         self.parts = KvParts(context, self._pool, threads, self._attend_part, self._wakeup)
+        if self.parts.port is not None:
+            await self._stack.enter_async_context(self.parts.port)
         self._tasks.start_soon(self.parts.run)
         self._tasks.start_soon(self._receive)
         return self

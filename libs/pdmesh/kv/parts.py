@@ -4,11 +4,14 @@ In each layer the home sends its query rows to all members at once, and attends 
 layer with a window it asks only those whose range its rows see any of. A member answers what it makes of its range, on
 a thread of its own, beside its steps: a range never changes. A query that comes before the range has landed waits for
 that. A member that gives no answer in time, gives up, or is gone ends the request's step at its home, and nothing else.
+
+Inside a host questions and answers take a line (`pdmesh.kv.part_lines`), which no event loop is part of. Between hosts,
+and where a line cannot be had or has ended, they are pieces.
 """
 
 from __future__ import annotations
 
-import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +22,15 @@ import anyio
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.context import KvContext, TransferSide, mismatch
-from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
+from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.kv.gate import Wakeup
+from pdmesh.kv.part_lines import PartLines, PartPort, Said
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
-from pdmesh.model import Epoch, IndexRange, RequestId
+from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv, pack_question, question_header, unpack_question
+from pdmesh.model import Epoch, RequestId
 from pdmesh.threads import CallThreads
-from pdmesh.transport.base import ReceivedPiece
+from pdmesh.transport.address import unpack_address
+from pdmesh.transport.base import KvTransport, ReceivedPiece
 
 #: What an engine makes of a question, given a range's number and blocks (`pdmesh.engine.base.Engine.attend_part`);
 #: ValueError: it is none.
@@ -32,137 +38,6 @@ AttendPart = Callable[[int, Sequence[int], PartQuestion], bytes]
 
 #: That wait to be sent, of all contexts of an instance: each has one.
 MAX_QUESTIONS = 4096
-
-
-#: Before the home's address and the rows of a question: its first row's position, and the address's length.
-_START_AND_LENGTH = struct.Struct("<IH")
-
-#: Of a question, or an answer, in all its pieces: rows of a chunk come to a few MiB.
-MAX_JOINED_BYTES = 1 << 28
-
-
-@dataclass(slots=True)
-class JoinedPieces:
-    """What comes in several pieces, in their order; each says how many bytes there are in all."""
-
-    number: int = 0  # of the question
-    came: bytearray = field(default_factory=bytearray)
-
-    def take(self, header: PieceHeader, data: bytes) -> bytes | None:
-        """Add a piece, of which the first begins anew; return all once the last one is here."""
-        (begin, end), num_bytes = header.part.blocks, header.num_context_tokens
-        if (begin, end) == (0, num_bytes) and num_bytes == len(data):
-            return data
-        if begin == 0:
-            self.number, self.came = header.chunk, bytearray()
-        is_next = begin == len(self.came) and end == begin + len(data) <= num_bytes <= MAX_JOINED_BYTES
-        if not is_next or header.chunk != self.number:
-            return None
-        self.came += data
-        return bytes(self.came) if end == num_bytes else None
-
-
-class PartHolder(NamedTuple):
-    """An instance that holds a range."""
-
-    address: bytes
-    capability: int  # for questions about it
-
-
-class SpreadKv:
-    """A home's side of one context. Implements `pdmesh.kv.elsewhere.KvElsewhere`."""
-
-    def __init__(
-        self,
-        request_id: RequestId,
-        epoch: Epoch,
-        *,
-        members: Sequence[PartHolder],
-        num_tokens: int,
-        limit_s: float,
-        wakeup: Wakeup,
-        send: Callable[[SpreadKv, int, PartQuestion], object],
-    ) -> None:
-        """``send`` takes a question and its number; on the engine's thread."""
-        self.request_id = request_id
-        self.epoch = epoch
-        self.key = request_key(request_id)
-        self.members = tuple(members)
-        self._num_tokens = num_tokens
-        self._limit_s = limit_s
-        self._wakeup = wakeup
-        self._send = send
-        self._number = 0  # of the last question
-        self._asked = range(0)  # members, of whom it was asked
-        self._answers: dict[int, bytes] = {}  # to it, by member
-        self._coming: dict[int, JoinedPieces] = {}  # of the same
-        self._failure: str | None = None
-        self.lost_members: tuple[int, ...] = ()  # that gave no answer, or cannot
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
-    def question(self) -> int:
-        """Number of the last question."""
-        return self._number
-
-    def ask(self, question: PartQuestion) -> None:
-        self._number += 1
-        self._asked = range(question.first_range, len(self.members))
-        self._answers, self._coming = {}, {}
-        self._send(self, self._number, question)
-
-    def answers(self) -> list[bytes]:
-        def is_over() -> bool:
-            return self._failure is not None or len(self._answers) == len(self._asked)
-
-        if not self._wakeup.wait_for(is_over, self._limit_s):
-            missing = tuple([number for number in self._asked if number not in self._answers])
-            names = ", ".join(map(str, missing))
-            self._failure = f"no answer within {self._limit_s:g} s from members {names} of {len(self.members)}"
-            self.lost_members = missing
-        if self._failure is not None:
-            raise KvElsewhereLost(self, self._failure)
-        return [self._answers[number] for number in self._asked]
-
-    def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
-        """Ask these from now on, who hold so many tokens. Between two steps."""
-        self.members, self._num_tokens = tuple(members), num_tokens
-        self._failure, self.lost_members = None, ()
-
-    # --- on the event loop --------------------------------------------------------------------------------------------
-
-    def take(self, header: PieceHeader, data: bytes) -> bool:
-        """Take a piece of an answer. False if it is to no question that waits."""
-        member = header.source
-        if header.chunk != self._number or member not in self._asked:
-            return False
-        answer = self._coming.setdefault(member, JoinedPieces()).take(header, data)
-        if answer is not None:
-            self._answers[member] = answer
-            self._wakeup.ring()
-        return True
-
-    def fail(self, reason: str, *members: int) -> None:
-        """End what waits for answers, now and until it has other members; because of these, if it is."""
-        if self._failure is None:
-            self._failure, self.lost_members = reason, members
-        self._wakeup.ring()
-
-    def side_of(self, member: int) -> TransferSide | None:
-        """What an answer of this member is to fit; None if there is no such member."""
-        if not 0 <= member < len(self.members):
-            return None
-        return _Side(self.request_id, self.epoch, self.key, self.members[member].capability)
-
-
-class _Side(NamedTuple):
-    request_id: RequestId
-    epoch: Epoch
-    key: bytes
-    capability: int
 
 
 class _Question(NamedTuple):
@@ -208,6 +83,8 @@ class HeldPart:
     question: JoinedPieces = field(default_factory=JoinedPieces)  # that is coming
     waiting: list[tuple[PieceHeader, bytes]] = field(default_factory=list[tuple[PieceHeader, bytes]])
     lost: LostTokens | None = None  # set until these have come
+    num_attending: int = 0  # threads of lines that read its blocks
+    unpin: Callable[[], object] | None = None  # to be called by the last of these, on the event loop
     key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -235,7 +112,15 @@ class KvParts:
         self._homes: dict[bytes, SpreadKv] = {}
         self._held: dict[bytes, HeldPart] = {}
         self._put, self._questions = anyio.create_memory_object_stream[_Question](MAX_QUESTIONS)
+        self._lock = threading.Lock()  # of what threads of lines change
+        self._attending = threading.Lock()  # held by the one thread that attends
         self.num_answers = 0  # that were given
+        address = context.transport.address
+        self._lines = self.port = None
+        if attend is not None and _process_of(context.transport, address) is not None:
+            self._lines = PartLines(address, context.key, context.weights)
+            #: Where homes on this host ask; to be entered.
+            self.port = PartPort(address, context.key, context.weights, self._answer_on_line)
 
     def __len__(self) -> int:
         return len(self._homes) + len(self._held)
@@ -249,6 +134,9 @@ class KvParts:
         """
         for member in members:
             self._context.admit(member.address)
+            process = _process_of(self._context.transport, member.address)
+            if self._lines is not None and process is not None:
+                self._lines.connect(process, member.address)
         before = self._homes.get(request_key(request_id))
         if before is not None and before.epoch == epoch:
             before.set_members(members, num_tokens)
@@ -262,6 +150,8 @@ class KvParts:
             limit_s=self._context.config.group_no_progress_s,
             wakeup=self._wakeup,
             send=lambda *question: call_soon(partial(self._put.send_nowait, _Question(*question))),
+            lines=self._lines,
+            take=self._take_from_line,
         )
         self._homes[spread.key] = spread
         return spread
@@ -354,7 +244,12 @@ class KvParts:
             del self._homes[key]
             spread.fail("the request was freed")
         if part is not None and part.epoch <= epoch:
-            del self._held[key]
+            with self._lock:
+                del self._held[key]
+                if part.num_attending:
+                    pin = self._pool.pinned(part.block_ids)
+                    pin.__enter__()
+                    part.unpin = partial(pin.__exit__, None, None, None)
 
     def forget(self, address: bytes) -> None:
         """Note that a peer is gone: nobody waits for its answers."""
@@ -362,6 +257,8 @@ class KvParts:
             for number, member in enumerate(spread.members):
                 if member.address == address:
                     spread.fail(f"member {number} of its KV is gone", number)
+        if self._lines is not None:
+            self._lines.forget(address)
 
     def abort(self, reason: str) -> None:
         """End what the engine's thread waits for."""
@@ -395,12 +292,20 @@ class KvParts:
                     self._context.dropped["late answer"] += 1
             elif header.kind is PieceKind.TOKENS:
                 self._take_tokens(side, header, data)
-            elif (question := side.question.take(header, data)) is None:
-                pass  # more of it comes, or the home's limit ends the step
-            elif side.has_landed:
-                self._context.tasks.start_soon(self._answer, side, header, question)
-            else:
-                side.waiting = [(header, question)]  # a home has one question under way
+            elif (question := side.question.take(header, data)) is not None:
+                self._asked(header, question)  # else more of it comes, or the home's limit ends the step
+
+    def _asked(self, header: PieceHeader, question: bytes) -> None:
+        """Answer a question by pieces, as soon as its range has landed."""
+        part = self._held.get(header.request_key)
+        if part is None:
+            self._context.dropped["unknown"] += 1
+        elif reason := mismatch(part, header):
+            self._context.dropped[reason] += 1
+        elif part.has_landed:
+            self._context.tasks.start_soon(self._answer, part, header, question)
+        else:
+            part.waiting = [(header, question)]  # a home has one question under way
 
     def _take_tokens(self, part: HeldPart, header: PieceHeader, data: bytes) -> None:
         lost = part.lost
@@ -418,26 +323,23 @@ class KvParts:
         self._put.close()
         self._homes.clear()
         self._held.clear()
+        if self._lines is not None:
+            self._lines.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Send what the engine's thread asks."""
         async with self._questions:
-            async for spread, number, (layer, start, query, first_range) in self._questions:
-                about = PieceHeader(
-                    kind=PieceKind.QUERY,
-                    request_key=spread.key,
-                    epoch=spread.epoch,
-                    capability=0,
-                    chunk=number,
-                    part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
-                )
+            async for spread, number, asked in self._questions:
+                if number != spread.question:
+                    continue  # it has been asked something else since
                 home = self._context.transport.address  # it moves: each question says where it is
-                asked = _START_AND_LENGTH.pack(start, len(home)) + home + query
-                for index, (address, capability) in [*enumerate(spread.members)][first_range:]:
-                    header = about._replace(destination=index, capability=capability)
-                    self._context.tasks.start_soon(self._send_query, spread, address, asked, header)
+                question = pack_question(home, asked)
+                while spread.unsent:
+                    header = question_header(spread, number, asked.layer, spread.unsent.popleft())
+                    address = spread.members[header.destination].address
+                    self._context.tasks.start_soon(self._send_query, spread, address, question, header)
 
     async def _send_query(self, spread: SpreadKv, address: bytes, query: bytes, about: PieceHeader) -> None:
         try:
@@ -457,9 +359,9 @@ class KvParts:
         if part is not self._held.get(part.key) or not 0 <= layer < self._context.store.layout.num_layers:
             return
         try:
-            home_address, question = _question_of(query, layer)
+            home_address, question = unpack_question(query, layer)
             with self._pool.pinned(part.block_ids):
-                answer = await self._threads.run(partial(self._attend, part.member, part.block_ids, question))
+                answer = await self._threads.run(partial(self._attend_to, part, question))
         except ValueError:
             self._context.dropped["malformed question"] += 1
             return
@@ -471,11 +373,60 @@ class KvParts:
         except KvTransferError as error:
             self._context.failed(part, str(error), sending=False)
 
+    # --- on threads of lines, and of the engine -----------------------------------------------------------------------
 
-def _question_of(sent: bytes, layer: int) -> tuple[bytes, PartQuestion]:
-    """Return the home's address, and its question. Raises ValueError for what is too short to be one."""
-    if len(sent) < _START_AND_LENGTH.size:
-        raise ValueError(f"a question of {len(sent)} bytes")
-    start, length = _START_AND_LENGTH.unpack_from(sent)
-    end = _START_AND_LENGTH.size + length
-    return sent[_START_AND_LENGTH.size : end], PartQuestion(layer, start, sent[end:])
+    def _attend_to(self, part: HeldPart, question: PartQuestion) -> bytes:
+        assert self._attend is not None, "a part is held where nothing attends to it"
+        with self._attending:
+            return self._attend(part.member, part.block_ids, question)
+
+    def _answer_on_line(self, header: PieceHeader, query: bytes) -> Said | None:
+        """Answer a question at once if it is about a range that is here, else leave it to the event loop."""
+        layer = header.part.layers.start
+        if (part := self._begin(header)) is not None:
+            try:
+                answer = self._attend_to(part, unpack_question(query, layer)[1])
+            except ValueError:
+                pass
+            else:
+                self.num_answers += 1
+                return header._replace(kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART), answer
+            finally:
+                self._end(part)
+        self._context.call_soon(partial(self._asked, header, query))
+        return None
+
+    def _begin(self, header: PieceHeader) -> HeldPart | None:
+        """Return the range that a question is about, if it is here; its blocks stay until `_end`."""
+        with self._lock:
+            part = self._held.get(header.request_key)
+            if part is None or mismatch(part, header) or not part.has_landed:
+                return None
+            if header.part.layers.start >= self._context.store.layout.num_layers:
+                return None
+            part.num_attending += 1
+            return part
+
+    def _end(self, part: HeldPart) -> None:
+        with self._lock:
+            part.num_attending -= 1
+            unpin = None if part.num_attending else part.unpin
+        if unpin is not None:
+            self._context.call_soon(unpin)
+
+    def _take_from_line(self, waiting: SpreadKv, header: PieceHeader, answer: bytes) -> None:
+        """Take an answer to any home, on the thread that waits for one of them."""
+        spread = self._homes.get(header.request_key)
+        if spread is None or spread.epoch != header.epoch or not spread.take_from_line(header, answer):
+            self._context.dropped["late answer"] += 1
+        elif spread is not waiting and spread.bell is not None:
+            spread.bell.ring()
+
+
+def _process_of(transport: KvTransport, address: bytes) -> int | None:
+    """Return the process at a data address on this host; None if it is elsewhere, or that is no data address."""
+    try:
+        unpack_address(address)
+        return transport.process_of(address)
+    except KvTransferError:
+        return None

@@ -23,7 +23,7 @@ class HeldByEngines:
     def num_tokens(self) -> int:
         return len(self.members) * RANGE_TOKENS
 
-    def ask(self, question: PartQuestion) -> None:
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
         self.asked.append(question)
 
     def answers(self) -> list[bytes]:

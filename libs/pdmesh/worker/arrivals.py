@@ -7,7 +7,7 @@ import array
 from pdmesh.core.events import DecodeReserved, TransferLanded
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import LandedTransfer
-from pdmesh.kv.parts import PartHolder
+from pdmesh.kv.spread import PartHolder
 from pdmesh.model import GRANULE_TOKENS, PartMember, TransferId
 from pdmesh.wire.messages import ExpectKv, unpack_token_ids
 from pdmesh.worker.context import InstanceContext

@@ -15,7 +15,8 @@ import structlog
 from pdmesh.core.events import DecodeReserved, TransferLanded
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError
-from pdmesh.kv.parts import LostTokens, PartHolder
+from pdmesh.kv.parts import LostTokens
+from pdmesh.kv.spread import PartHolder
 from pdmesh.plans import ChunkPlan
 from pdmesh.wire.messages import ExpectPart, unpack_token_ids
 from pdmesh.worker.batch import BatchChunk

@@ -16,8 +16,8 @@ from pdmesh.core.events import DecodeReserved, MembersSet, PartLost, TransferFai
 from pdmesh.errors import PdmeshError
 from pdmesh.kv.blocks import OutOfBlocks
 from pdmesh.kv.outcome import SentTransfer
-from pdmesh.kv.parts import PartHolder, SpreadKv
 from pdmesh.kv.receiver import NO_BLOCK
+from pdmesh.kv.spread import PartHolder, SpreadKv
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import IndexRange, PartMember, TransferId, TransferPurpose
 from pdmesh.plans import TransferPlan

@@ -272,7 +272,7 @@ class ToldElsewhere:
 
     num_tokens: int
 
-    def ask(self, question: PartQuestion) -> None:
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
         raise NotImplementedError("the leader asks")
 
     def answers(self) -> Sequence[bytes]:

@@ -81,20 +81,20 @@ class _OfRanks(ABC):
     def num_tokens(self) -> int:
         return self._elsewhere.num_tokens
 
-    def ask(self, question: PartQuestion) -> None:
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
         share = self._group.share
         rows = self._asked.query_rows(question.query, share.num_ranks)
         self._num_rows, self._first_range = len(rows), question.first_range
         if not share.is_whole:
             rows = self._group.gather(rows, [rows.shape[1]] * share.num_ranks, to_all=False)
         if share.rank == 0:
-            self._ask(question._replace(query=rows.view(torch.uint8).numpy().tobytes()))
+            self._ask(question._replace(query=rows.view(torch.uint8).numpy().tobytes()), more=more)
 
     def answers(self) -> Sequence[bytes]:
         return self._asked.own_answers(self._answer_rows(), self._num_rows, self._group.share)
 
     @abstractmethod
-    def _ask(self, question: PartQuestion) -> None:
+    def _ask(self, question: PartQuestion, *, more: bool) -> None:
         """Ask, on the first rank, with rows of all heads."""
 
     @abstractmethod
@@ -105,8 +105,8 @@ class _OfRanks(ABC):
 class ElsewhereOfRanks(_OfRanks):
     """`KvElsewhere` on each rank of an instance of one stage: the leader asks, and tells the others what it hears."""
 
-    def _ask(self, question: PartQuestion) -> None:
-        self._elsewhere.ask(question)
+    def _ask(self, question: PartQuestion, *, more: bool) -> None:
+        self._elsewhere.ask(question, more=more)
 
     def _answer_rows(self) -> Tensor:
         share, num_values = self._group.share, self._asked.answer_values
@@ -150,7 +150,8 @@ class ElsewhereOfStage(_OfRanks):
         self._ask_leader = ask
         self._answer = answer
 
-    def _ask(self, question: PartQuestion) -> None:
+    def _ask(self, question: PartQuestion, *, more: bool) -> None:
+        del more  # the leader asks about one after the other
         self._ask_leader(question)
 
     def _answer_rows(self) -> Tensor:

@@ -1,0 +1,314 @@
+"""Decodes of a context over two instances of one host, on the clock: a layer's exchange, and a token over one's.
+
+Two processes, each with an engine of one thread, a data plane and nothing else: a home, which decodes, and a member,
+which holds the first half of the context. Weights and KV are random; no prompt is computed.
+
+*Exchange*: from the question to its answer, about a range of one block, so that attention takes next to nothing.
+*Token*: a decode step at a context's length, on one instance, and over two that hold half of the context each.
+
+    python benchmarks/spread_exchange.py [--shape demo|0.5b] [--contexts 2048 8192 32768]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import anyio
+import anyio.to_thread
+import torch
+from report import Limits, heading
+
+from pdmesh.config import TransferConfig
+from pdmesh.engine.base import SequenceSlice
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.kv.blocks import BlockPool
+from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
+from pdmesh.kv.mover import KvMover
+from pdmesh.kv.spread import PartHolder
+from pdmesh.model import Epoch, RequestId
+from pdmesh.testing.checkpoints import CheckpointShape, write_config
+from pdmesh.testing.stepping import new_sequence
+from pdmesh.transport.ucx import UcxTransport
+from pdmesh.worker.threads import EngineThread
+
+#: The shape of Qwen2.5 0.5B, and of the model of `pdmesh up --demo`.
+SHAPES = {
+    "0.5b": CheckpointShape(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=True,
+    ),
+    "demo": CheckpointShape(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=True,
+    ),
+}
+BLOCK_SIZE = 16
+EPOCH, CAPABILITY = Epoch(1), 0x5EED
+NUM_EXCHANGES = 2000
+EXCHANGE_LIMIT_S, TOKEN_LIMIT = 0.3e-3, 0.85
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--tokens", type=int, default=48, help="decode steps for each context")
+    parser.add_argument("--member", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--range", type=int, default=BLOCK_SIZE, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.member is not None:
+        anyio.run(be_member, arguments.member, arguments.range)
+        return
+    limits = Limits()
+    print(heading(f"A context over two instances of one host, shape {arguments.shape}, one thread each"), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_config(Path(folder), shape=SHAPES[arguments.shape], dtype="bfloat16")
+        anyio.run(exchanges, model, limits)
+        for num_tokens in arguments.contexts:
+            anyio.run(tokens, model, num_tokens, arguments.tokens, limits)
+    limits.end()
+
+
+@asynccontextmanager
+async def instance(engine: TorchEngine) -> AsyncIterator[tuple[UcxTransport, KvMover, EngineThread]]:
+    """Open an instance's data plane over an engine whose cache is full of random numbers."""
+    for cache in engine.kv.layers:
+        cache.normal_(std=0.5)
+    config, pool = TransferConfig(transport="ucx"), BlockPool(engine.kv.num_blocks)
+    async with EngineThread() as thread, UcxTransport(config) as transport:
+        mover = KvMover(
+            transport=transport,
+            store=engine.kv,
+            pool=pool,
+            config=config,
+            on_outcome=print,
+            attend_part=engine.attend_part,
+            wakeup=thread.wakeup,
+        )
+        async with mover:
+            yield transport, mover, thread
+
+
+def load(model: Path, num_tokens: int, range_tokens: int, *, ordered: bool = False) -> TorchEngine:
+    return TorchEngine(
+        model,
+        num_blocks=num_tokens // BLOCK_SIZE + 8,
+        block_size=BLOCK_SIZE,
+        num_threads=1,
+        has_random_weights=True,
+        ordered=ordered or range_tokens > 0,  # as `pdmesh.worker.engines.build_engine` does
+        range_tokens=range_tokens,
+    )
+
+
+# --- the member's process ---------------------------------------------------------------------------------------------
+
+
+async def be_member(model: Path, range_tokens: int) -> None:
+    """Hold a range for each line of standard input, ``{"request": …, "home": …}``, until it ends."""
+    engine = load(model, range_tokens, range_tokens)
+    async with instance(engine) as (transport, mover, _):
+        print(json.dumps({"address": transport.address.hex()}), flush=True)
+        while line := await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
+            said = json.loads(line)
+            request_id = RequestId(said["request"])
+            mover.parts.hold(
+                request_id,
+                EPOCH,
+                capability=CAPABILITY,
+                block_ids=range(range_tokens // BLOCK_SIZE),
+                home_address=bytes.fromhex(said["home"]),
+                member=0,
+            )
+            mover.parts.landed(request_id, EPOCH)
+            print(json.dumps({}), flush=True)
+
+
+@dataclass(slots=True)
+class Member:
+    """The other process."""
+
+    process: subprocess.Popen[str]
+    address: bytes = b""
+
+    def hold(self, request: str, home: bytes) -> None:
+        self.say({"request": request, "home": home.hex()})
+
+    def say(self, said: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(said) + "\n")
+        self.process.stdin.flush()
+        self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        stdout: IO[str] | None = self.process.stdout
+        assert stdout is not None
+        for line in stdout:
+            if line.startswith("{"):
+                return json.loads(line)  # type: ignore[no-any-return]
+        raise RuntimeError("the member has ended")
+
+
+@contextmanager
+def started_member(model: Path, range_tokens: int) -> Iterator[Member]:
+    command = [sys.executable, __file__, "--member", str(model), "--range", str(range_tokens)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        member = Member(process)
+        try:
+            member.address = bytes.fromhex(member.hear()["address"])
+            yield member
+        finally:
+            process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
+            process.wait(30)
+
+
+# --- the home ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Timed:
+    """`KvElsewhere` that notes when a layer's question was asked, when answers were waited for, and when all came."""
+
+    asked: KvElsewhere
+    asks_s: list[float] = field(default_factory=list[float])
+    waits_s: list[float] = field(default_factory=list[float])
+    layers_s: list[float] = field(default_factory=list[float])
+    began_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.asked.num_tokens
+
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+        self.began_s = time.perf_counter()
+        self.asked.ask(question, more=more)
+        self.asks_s.append(time.perf_counter() - self.began_s)
+
+    def answers(self) -> Sequence[bytes]:
+        before_s = time.perf_counter()
+        answers = self.asked.answers()
+        now_s = time.perf_counter()
+        self.waits_s.append(now_s - before_s)
+        self.layers_s.append(now_s - self.began_s)
+        return answers
+
+
+async def exchanges(model: Path, limits: Limits) -> None:
+    """Print how long a question and its answer take."""
+    engine = load(model, 4 * BLOCK_SIZE, BLOCK_SIZE)
+    layout = engine.kv.layout
+    shape = json.loads((model / "config.json").read_text())
+    row = torch.randn(shape["num_attention_heads"] * layout.head_dim).bfloat16().view(torch.uint8).numpy().tobytes()
+    with started_member(model, BLOCK_SIZE) as member:
+        async with instance(engine) as (transport, mover, thread):
+            timed: list[Timed] = []
+            for number in range(8):
+                await anyio.to_thread.run_sync(member.hold, f"exchange-{number}", transport.address)
+                kv = mover.parts.open(
+                    RequestId(f"exchange-{number}"),
+                    EPOCH,
+                    members=[PartHolder(member.address, CAPABILITY)],
+                    num_tokens=BLOCK_SIZE,
+                )
+                timed.append(Timed(kv))
+            for num_contexts in (1, 2, 8):
+                taken_s = await thread.run(partial(exchange, timed[:num_contexts], row, layout.num_layers))
+                what = f"a layer's exchange, {num_contexts} contexts"
+                verdict = ""
+                if num_contexts == 1:
+                    verdict = ", " + limits.at_most(what, statistics.median(taken_s), EXCHANGE_LIMIT_S)
+                print(f"{what}, {len(row)} bytes each: {percentiles(taken_s, 1e6, 'us')}{verdict}", flush=True)
+
+
+def exchange(timed: Sequence[Timed], row: bytes, num_layers: int) -> list[float]:
+    """Ask about all contexts and wait for all answers, many times."""
+    taken_s: list[float] = []
+    for number in range(NUM_EXCHANGES):
+        began_s = time.perf_counter()
+        question = PartQuestion(number % num_layers, 2 * BLOCK_SIZE, row)
+        for each in timed:
+            each.ask(question, more=each is not timed[-1])
+        for each in timed:
+            each.answers()
+        taken_s.append(time.perf_counter() - began_s)
+    return taken_s[NUM_EXCHANGES // 10 :]
+
+
+async def tokens(model: Path, num_tokens: int, num_steps: int, limits: Limits) -> None:
+    """Print a token's time at a context's length on one instance, and over two."""
+    half, one_s = num_tokens // 2, list[float]()
+    for ordered in (False, True):
+        alone = load(model, num_tokens + num_steps + BLOCK_SIZE, 0, ordered=ordered)
+        async with EngineThread() as thread:
+            for cache in alone.kv.layers:
+                cache.normal_(std=0.5)
+            one_s = await thread.run(partial(decode, alone, num_tokens, num_steps, 0, None))
+        kernels = f"the kernels that spread contexts have, {alone.arithmetic}" if ordered else alone.arithmetic
+        print(f"{num_tokens} tokens, one instance, {kernels}: a token {percentiles(one_s, 1e3, 'ms')}", flush=True)
+    engine = load(model, half + num_steps + BLOCK_SIZE, half)
+    with started_member(model, half) as member:
+        async with instance(engine) as (transport, mover, thread):
+            await anyio.to_thread.run_sync(member.hold, "token", transport.address)
+            members = [PartHolder(member.address, CAPABILITY)]
+            timed = Timed(mover.parts.open(RequestId("token"), EPOCH, members=members, num_tokens=half))
+            two_s = await thread.run(partial(decode, engine, num_tokens, num_steps, half, timed))
+    ratio = statistics.median(two_s) / statistics.median(one_s)
+    what = f"{num_tokens} tokens, over two"
+    verdict = f", {limits.at_most(what, ratio, TOKEN_LIMIT)}" if num_tokens >= 32768 else ""
+    print(f"{what}: a token {percentiles(two_s, 1e3, 'ms')}; {ratio:.3f} of one{verdict}")
+    print(f"  a layer: from question to answers {percentiles(timed.layers_s, 1e6, 'us')}", end="")
+    print(f", of this asking {percentiles(timed.asks_s, 1e6, 'us')}", end="")
+    print(f", waiting {percentiles(timed.waits_s, 1e6, 'us')}", flush=True)
+
+
+def decode(
+    engine: TorchEngine, num_tokens: int, num_steps: int, num_elsewhere: int, elsewhere: KvElsewhere | None
+) -> list[float]:
+    """Decode behind so many tokens, of which others hold the first; return what each step takes, but the first ones."""
+    num_blocks = (num_tokens + num_steps - num_elsewhere) // BLOCK_SIZE + 1
+    sequence = new_sequence([7] * num_tokens, range(num_blocks))
+    sequence.elsewhere = elsewhere
+    taken_s: list[float] = []
+    for number in range(num_steps):
+        part = SequenceSlice(sequence=sequence, start=num_tokens - 1 + number, num_tokens=1, sample=True)
+        began_s = time.perf_counter()
+        (result,) = engine.execute([part])
+        taken_s.append(time.perf_counter() - began_s)
+        sequence.token_ids.append(result.drawn[0].token_id)
+    return taken_s[4:]
+
+
+def percentiles(taken_s: Sequence[float], scale: float, unit: str) -> str:
+    ordered = sorted(taken_s)
+    at: Callable[[float], float] = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))] * scale  # noqa: E731
+    return f"p50 {at(0.5):.1f}, p99 {at(0.99):.1f} {unit}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""Blocking connections inside a host, from the engine's thread of a home to a thread of each member.
+
+A piece of a layer's exchange would pass two event loops and two threads on its way there, and as many on its way back.
+A line is a Unix stream socket. Its home writes the questions of all contexts of a step as one frame, and its member
+answers them as one frame, on the thread that read them. A question that cannot be answered at once goes to the member's
+event loop, and its answer comes as pieces. A line that breaks is closed, and the same questions go as pieces.
+
+The kernel says that both ends belong to one user. A home proves by its first frame that it has the mesh's key, and each
+question names the capability of its range, as a piece does.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import structlog
+from anyio import CancelScope, to_thread
+
+from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
+from pdmesh.model import Epoch, IndexRange
+from pdmesh.transport.address import peer_id
+from pdmesh.transport.seal import SEAL_BYTES, MeshKey
+
+log = structlog.get_logger()
+
+_FRAME = struct.Struct("<4sII")  # magic, bytes behind this, how many questions or answers these are
+_ABOUT = struct.Struct("<16sIQIHHI")  # request's key, epoch, capability, question, layer, member, bytes
+_MAGIC = b"pdL1"
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+
+#: Of a frame: a home that has more to ask sends pieces.
+MAX_FRAME_BYTES = 4 << 20
+#: Of questions in a frame. Answers are in fp32, and so have twice as many bytes or as many.
+MAX_ASKED_BYTES = MAX_FRAME_BYTES // 4
+MAX_LINES = 1024
+#: How long a home has to say its first word, and either end to take what the other sends.
+PATIENCE_S = 1.0
+_READ_BYTES = 1 << 16
+
+#: Something that a line carries: what it is about, and its bytes.
+Said = tuple[PieceHeader, bytes]
+
+
+def _name(process: int, address: bytes) -> bytes:
+    """Return the abstract name that the instance at a data address listens under."""
+    return b"\0pdmesh-parts-%d-" % process + peer_id(address).hex().encode()
+
+
+def _hello(address: bytes, weights: int) -> bytes:
+    """Return the first words of a line to the member at an address, between instances of the same weights."""
+    return _MAGIC + peer_id(address) + weights.to_bytes(4, "little")
+
+
+def _pack(said: Sequence[Said]) -> bytes:
+    about = [
+        _ABOUT.pack(
+            header.request_key,
+            header.epoch,
+            header.capability,
+            header.chunk,
+            header.part.layers.start,
+            header.destination if header.kind is PieceKind.QUERY else header.source,
+            len(data),
+        )
+        for header, data in said
+    ]
+    parts = [*about, *[data for _, data in said]]
+    return b"".join([_FRAME.pack(_MAGIC, sum(map(len, parts)), len(said)), *parts])
+
+
+def _unpack(kind: PieceKind, num_said: int, frame: memoryview) -> Iterator[Said]:
+    """Yield what a frame says. Raises ValueError for anything that `_pack` does not make."""
+    data_start = num_said * _ABOUT.size
+    if data_start > len(frame):
+        raise ValueError(f"{num_said} questions or answers do not fit into {len(frame)} bytes")
+    for fields in _ABOUT.iter_unpack(frame[:data_start]):
+        key, epoch, capability, number, layer, member, num_bytes = fields
+        data = bytes(frame[data_start : data_start + num_bytes])
+        if len(data) != num_bytes:
+            raise ValueError("a frame ends before its last answer")
+        data_start += num_bytes
+        is_question = kind is PieceKind.QUERY
+        yield (
+            PieceHeader(
+                kind=kind,
+                request_key=key,
+                epoch=Epoch(epoch),
+                capability=capability,
+                source=0 if is_question else member,
+                destination=member if is_question else 0,
+                chunk=number,
+                part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
+            ),
+            data,
+        )
+
+
+class _Frames:
+    """Frames that come on a stream socket."""
+
+    def __init__(self, kind: PieceKind, connection: socket.socket) -> None:
+        self._kind = kind
+        self._socket = connection
+        self._came = bytearray()
+
+    def receive(self) -> list[Said]:
+        """Read once, and return what complete frames say. Raises OSError or ValueError."""
+        came = self._came
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:  # another thread has read what was there
+            return []
+        if not data:
+            raise ConnectionResetError("the other end of the line is closed")
+        came += data
+        said: list[Said] = []
+        while len(came) >= _FRAME.size:
+            magic, num_bytes, num_said = _FRAME.unpack_from(came)
+            if magic != _MAGIC or num_bytes > MAX_FRAME_BYTES:
+                raise ValueError("not a frame")
+            end = _FRAME.size + num_bytes
+            if len(came) < end:
+                break
+            said += _unpack(self._kind, num_said, memoryview(bytes(came[_FRAME.size : end])))
+            del came[:end]
+        return said
+
+
+class Bell:
+    """Wakes the thread that waits for a context's answers. Any thread may ring."""
+
+    def __init__(self) -> None:
+        self.fileno = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def ring(self) -> None:
+        with suppress(BlockingIOError):  # rung so often that the number overflows
+            os.eventfd_write(self.fileno, 1)
+
+    def silence(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fileno)
+
+    def __del__(self) -> None:
+        os.close(self.fileno)
+
+
+class Line:
+    """A home's end. Used by the threads of the engine; any thread may close it."""
+
+    def __init__(self, process: int, address: bytes, hello: bytes) -> None:
+        """Connect to the member in a process, and send it the sealed ``hello``. Raises OSError."""
+        self._socket = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            connection.connect(_name(process, address))
+            if _process_and_user(connection) != (process, os.getuid()):
+                raise PermissionError("the member's port belongs to another process")
+            connection.sendall(hello)
+        except OSError:
+            connection.close()
+            raise
+        self.fileno = connection.fileno()
+        self.is_open = True
+        self._frames = _Frames(PieceKind.ANSWER, connection)
+        self._lock = threading.Lock()  # no thread closes a socket that another one uses
+        self._pending: list[Said] = []
+
+    def put(self, header: PieceHeader, question: bytes) -> bool:
+        """Add a question to the next frame. False if the line is closed, or the question too long for a frame."""
+        if not self.is_open or len(question) > MAX_ASKED_BYTES:
+            return False
+        with self._lock:
+            if sum([len(data) for _, data in self._pending]) + len(question) > MAX_ASKED_BYTES:
+                self._send()
+            self._pending.append((header, question))
+        return self.is_open
+
+    def flush(self) -> None:
+        """Send the questions that were put."""
+        if self._pending:
+            with self._lock:
+                self._send()
+
+    def receive(self) -> list[Said]:
+        """Return the answers that have come."""
+        with self._lock:
+            try:
+                return self._frames.receive()
+            except (OSError, ValueError) as error:
+                self._end(error)
+                return []
+
+    def close(self) -> None:
+        """End the line, and wake the threads that wait for its answers."""
+        if self.is_open:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self.is_open = False
+            self._socket.close()
+
+    def _send(self) -> None:
+        if not self.is_open:
+            return
+        asked, self._pending = self._pending, []
+        left, until_s = memoryview(_pack(asked)), time.monotonic() + PATIENCE_S
+        try:
+            while left:
+                try:
+                    left = left[self._socket.send(left) :]
+                except BlockingIOError:
+                    self._wait_for_room(until_s)
+        except OSError as error:
+            self._end(error)
+
+    def _wait_for_room(self, until_s: float) -> None:
+        room = select.poll()
+        room.register(self.fileno, select.POLLOUT)
+        if not room.poll(max(0.0, until_s - time.monotonic()) * 1e3):
+            raise TimeoutError(f"the member took nothing for {PATIENCE_S:g} s")
+
+    def _end(self, error: Exception) -> None:
+        log.info("a member of a spread context is asked by pieces from now on", reason=str(error))
+        self.is_open = False
+        self._socket.close()
+
+
+def wait_for_lines(lines: Iterable[Line], bell: Bell, until_s: float) -> list[Said]:
+    """Return the answers that come next on some lines; none if the bell rings, a line ends, or at ``until_s``."""
+    by_fileno = {line.fileno: line for line in lines}
+    if not all(line.is_open for line in by_fileno.values()):
+        return []
+    poll = select.poll()
+    for fileno in (bell.fileno, *by_fileno):
+        poll.register(fileno, select.POLLIN)
+    said: list[Said] = []
+    for fileno, _ in poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
+        if fileno == bell.fileno:
+            bell.silence()
+        else:
+            said += by_fileno[fileno].receive()
+    return said
+
+
+class PartLines:
+    """A home's lines, by the addresses of the members."""
+
+    def __init__(self, address: bytes, key: MeshKey, weights: int) -> None:
+        self.address = address  # of the home
+        self._key = key
+        self._weights = weights
+        self._lines: dict[bytes, Line] = {}
+
+    def connect(self, process: int, address: bytes) -> None:
+        """Open a line to a member on this host, unless there is one. Without one, questions go as pieces."""
+        if self.line_to(address) is None:
+            try:
+                self._lines[address] = Line(process, address, self._key.seal(_hello(address, self._weights)))
+            except OSError as error:
+                log.info("a member of a spread context is asked by pieces", reason=str(error))
+
+    def line_to(self, address: bytes) -> Line | None:
+        line = self._lines.get(address)
+        return line if line is not None and line.is_open else None
+
+    def flush(self) -> None:
+        """Send the questions that were put on any line."""
+        for line in list(self._lines.values()):
+            line.flush()
+
+    def forget(self, address: bytes) -> None:
+        """Close the line to a peer that is gone."""
+        if (line := self._lines.pop(address, None)) is not None:
+            line.close()
+
+    def close(self) -> None:
+        for address in list(self._lines):
+            self.forget(address)
+
+
+class PartPort:
+    """A member's end: a thread for each home, which answers what it asks."""
+
+    def __init__(
+        self, address: bytes, key: MeshKey, weights: int, answer: Callable[[PieceHeader, bytes], Said | None]
+    ) -> None:
+        """``answer`` is called on the threads of several homes at once; None: the event loop has the question."""
+        self._name = _name(os.getpid(), address)
+        self._hello = _hello(address, weights)
+        self._key = key
+        self._answer = answer
+        self._threads: dict[threading.Thread, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._is_closing = False
+
+    async def __aenter__(self) -> Self:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(self._name)
+            self._socket.listen(MAX_LINES)
+        except OSError as error:
+            log.warning("homes of spread contexts ask by pieces alone", reason=str(error))
+            return self
+        self._start(self._accept, self._socket)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._is_closing = True
+            threads = dict(self._threads)
+        for connection in (self._socket, *threads.values()):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        with CancelScope(shield=True):
+            for thread in threads:
+                await to_thread.run_sync(thread.join)
+        self._socket.close()
+
+    def _start(self, run: Callable[[socket.socket], object], connection: socket.socket) -> bool:
+        def serve() -> None:
+            try:
+                run(connection)
+            finally:
+                connection.close()
+                with self._lock:
+                    del self._threads[thread]
+
+        thread = threading.Thread(target=serve, name="kv-part-line", daemon=True)
+        with self._lock:
+            if self._is_closing or len(self._threads) > MAX_LINES:
+                return False
+            self._threads[thread] = connection
+        thread.start()
+        return True
+
+    def _accept(self, port: socket.socket) -> None:
+        while not self._is_closing:
+            try:
+                connection, _ = port.accept()
+            except OSError as error:
+                if self._is_closing:
+                    return
+                log.warning("a connection of a home was not accepted", reason=str(error))
+                time.sleep(PATIENCE_S)  # out of descriptors: the next one may find some
+                continue
+            if _process_and_user(connection)[1] != os.getuid() or not self._start(self._serve, connection):
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer a home, until either end is closed."""
+        try:
+            connection.settimeout(PATIENCE_S)
+            hello = connection.recv(len(self._hello) + SEAL_BYTES)
+            if self._key.open(hello) != self._hello:
+                return
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(PATIENCE_S), 0))
+            frames = _Frames(PieceKind.QUERY, connection)
+            while True:
+                answers = [answer for said in frames.receive() if (answer := self._answer(*said)) is not None]
+                if answers:
+                    connection.sendall(_pack(answers))
+        except (OSError, ValueError) as error:
+            if not self._is_closing:
+                log.debug("a home's line ended", reason=str(error))
+
+
+def _process_and_user(connection: socket.socket) -> tuple[int, int]:
+    """Return what is at the other end, as the kernel saw it connect or begin to listen."""
+    process, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return process, user

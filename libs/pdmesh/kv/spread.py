@@ -1,0 +1,236 @@
+"""A home's side of a context that is spread over several instances: what it asks of the members, and their answers."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pdmesh.kv.context import TransferSide
+from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
+from pdmesh.kv.gate import Wakeup
+from pdmesh.kv.part_lines import Bell, Line, PartLines, wait_for_lines
+from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
+from pdmesh.model import Epoch, IndexRange, RequestId
+
+#: Before the home's address and the rows of a question: its first row's position, and the address's length.
+_START_AND_LENGTH = struct.Struct("<IH")
+
+#: Of a question, or an answer, in all its pieces: rows of a chunk come to a few MiB.
+MAX_JOINED_BYTES = 1 << 28
+
+
+def pack_question(home: bytes, question: PartQuestion) -> bytes:
+    """Return a question as it is sent. ``home`` is the address that the answer goes to: a home moves."""
+    return _START_AND_LENGTH.pack(question.start, len(home)) + home + question.query
+
+
+def unpack_question(sent: bytes, layer: int) -> tuple[bytes, PartQuestion]:
+    """Return the home's address, and its question. Raises ValueError for what is too short to be one."""
+    if len(sent) < _START_AND_LENGTH.size:
+        raise ValueError(f"a question of {len(sent)} bytes")
+    start, length = _START_AND_LENGTH.unpack_from(sent)
+    end = _START_AND_LENGTH.size + length
+    return sent[_START_AND_LENGTH.size : end], PartQuestion(layer, start, sent[end:])
+
+
+def question_header(spread: SpreadKv, number: int, layer: int, member: int) -> PieceHeader:
+    """Return what a question says about itself."""
+    return PieceHeader(
+        kind=PieceKind.QUERY,
+        request_key=spread.key,
+        epoch=spread.epoch,
+        capability=spread.members[member].capability,
+        destination=member,
+        chunk=number,
+        part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
+    )
+
+
+@dataclass(slots=True)
+class JoinedPieces:
+    """What comes in several pieces, in their order; each says how many bytes there are in all."""
+
+    number: int = 0  # of the question
+    came: bytearray = field(default_factory=bytearray)
+
+    def take(self, header: PieceHeader, data: bytes) -> bytes | None:
+        """Add a piece, of which the first begins anew; return all once the last one is here."""
+        (begin, end), num_bytes = header.part.blocks, header.num_context_tokens
+        if (begin, end) == (0, num_bytes) and num_bytes == len(data):
+            return data
+        if begin == 0:
+            self.number, self.came = header.chunk, bytearray()
+        is_next = begin == len(self.came) and end == begin + len(data) <= num_bytes <= MAX_JOINED_BYTES
+        if not is_next or header.chunk != self.number:
+            return None
+        self.came += data
+        return bytes(self.came) if end == num_bytes else None
+
+
+class PartHolder(NamedTuple):
+    """An instance that holds a range."""
+
+    address: bytes
+    capability: int  # for questions about it
+
+
+class SpreadKv:
+    """A home's side of one context. Implements `pdmesh.kv.elsewhere.KvElsewhere`."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        epoch: Epoch,
+        *,
+        members: Sequence[PartHolder],
+        num_tokens: int,
+        limit_s: float,
+        wakeup: Wakeup,
+        send: Callable[[SpreadKv, int, PartQuestion], object],
+        lines: PartLines | None = None,
+        take: Callable[[SpreadKv, PieceHeader, bytes], object] | None = None,
+    ) -> None:
+        """``send`` takes a question and its number, for members that no line of ``lines`` leads to (see `unsent`).
+
+        ``take`` is given what comes on lines, about any context of the instance, and ``self``. Both are called on the
+        engine's thread.
+        """
+        self.request_id = request_id
+        self.epoch = epoch
+        self.key = request_key(request_id)
+        self.members = tuple(members)
+        self._num_tokens = num_tokens
+        self._limit_s = limit_s
+        self._wakeup = wakeup
+        self._send = send
+        self._lines = lines
+        self._take = take
+        self.bell = None if lines is None else Bell()
+        self.unsent = deque[int]()  # members that are asked by pieces, and were not yet
+        self._number = 0  # of the last question
+        self._question: PartQuestion | None = None
+        self._asked = range(0)  # members, of whom it was asked
+        self._answers: dict[int, bytes] = {}  # to it, by member
+        self._coming: dict[int, JoinedPieces] = {}  # of the same
+        self._on_lines: dict[int, Line] = {}  # members that were asked there, and gave no answer yet
+        self._failure: str | None = None
+        self.lost_members: tuple[int, ...] = ()  # that gave no answer, or cannot
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def question(self) -> int:
+        """Number of the last question."""
+        return self._number
+
+    def ask(self, question: PartQuestion, *, more: bool = False) -> None:
+        self._number += 1
+        self._question = question
+        self._asked = range(question.first_range, len(self.members))
+        self._answers, self._coming, self._on_lines = {}, {}, {}
+        self.unsent.clear()
+        if self._lines is not None:
+            self._ask_on_lines(self._lines, question)
+            if not more:
+                self._lines.flush()
+        self._ask_by_pieces([member for member in self._asked if member not in self._on_lines])
+
+    def _ask_on_lines(self, lines: PartLines, question: PartQuestion) -> None:
+        asked = pack_question(lines.address, question)
+        for member in self._asked:
+            line = lines.line_to(self.members[member].address)
+            if line is not None and line.put(question_header(self, self._number, question.layer, member), asked):
+                self._on_lines[member] = line
+
+    def _ask_by_pieces(self, members: Sequence[int]) -> None:
+        if members:
+            assert self._question is not None
+            self.unsent.extend(members)
+            self._send(self, self._number, self._question)
+
+    def answers(self) -> list[bytes]:
+        limit_s = self._limit_s
+        if self._on_lines:
+            until_s = time.monotonic() + limit_s
+            self._wait_on_lines(until_s)
+            limit_s = until_s - time.monotonic()
+        if not self._wakeup.wait_for(self._is_over, limit_s):
+            missing = tuple([number for number in self._asked if number not in self._answers])
+            names = ", ".join(map(str, missing))
+            self._failure = f"no answer within {self._limit_s:g} s from members {names} of {len(self.members)}"
+            self.lost_members = missing
+        if self._failure is not None:
+            raise KvElsewhereLost(self, self._failure)
+        return [self._answers[number] for number in self._asked]
+
+    def _is_over(self) -> bool:
+        return self._failure is not None or len(self._answers) == len(self._asked)
+
+    def _wait_on_lines(self, until_s: float) -> None:
+        """Wait until all is here that comes on lines. Members whose line ends are asked by pieces."""
+        assert self.bell is not None
+        assert self._take is not None
+        while self._on_lines and not self._is_over() and time.monotonic() < until_s:
+            for header, answer in wait_for_lines(self._on_lines.values(), self.bell, until_s):
+                self._take(self, header, answer)
+            ended = [member for member, line in self._on_lines.items() if not line.is_open]
+            for member in ended:
+                del self._on_lines[member]
+            self._ask_by_pieces(ended)
+
+    def take_from_line(self, header: PieceHeader, answer: bytes) -> bool:
+        """Take an answer. False if it is to no question that waits."""
+        member = header.source
+        if header.chunk != self._number or member not in self._asked:
+            return False
+        self._answers[member] = answer
+        self._on_lines.pop(member, None)
+        return True
+
+    def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
+        """Ask these from now on, who hold so many tokens. Between two steps."""
+        self.members, self._num_tokens = tuple(members), num_tokens
+        self._failure, self.lost_members = None, ()
+
+    # --- on the event loop --------------------------------------------------------------------------------------------
+
+    def take(self, header: PieceHeader, data: bytes) -> bool:
+        """Take a piece of an answer. False if it is to no question that waits."""
+        member = header.source
+        if header.chunk != self._number or member not in self._asked:
+            return False
+        answer = self._coming.setdefault(member, JoinedPieces()).take(header, data)
+        if answer is not None:
+            self._answers[member] = answer
+            self._ring()
+        return True
+
+    def _ring(self) -> None:
+        self._wakeup.ring()
+        if self.bell is not None:
+            self.bell.ring()
+
+    def fail(self, reason: str, *members: int) -> None:
+        """End what waits for answers, now and until it has other members; because of these, if it is."""
+        if self._failure is None:
+            self._failure, self.lost_members = reason, members
+        self._ring()
+
+    def side_of(self, member: int) -> TransferSide | None:
+        """What an answer of this member is to fit; None if there is no such member."""
+        if not 0 <= member < len(self.members):
+            return None
+        return _Side(self.request_id, self.epoch, self.key, self.members[member].capability)
+
+
+class _Side(NamedTuple):
+    request_id: RequestId
+    epoch: Epoch
+    key: bytes
+    capability: int
