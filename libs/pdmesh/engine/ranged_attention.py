@@ -51,12 +51,15 @@ class RangedAttention:
         log-sum-exp of -inf.
         """
         num_seeing = self._end_of_sight(window, start + len(query)) - start
+        if num_seeing == len(query):
+            plan = self.whole.plan([self._behind(0, num_seeing, start, block_ids)])
+            return _as_bytes(*plan.attend_partly(query, cache, window))
         output = query.new_zeros(query.shape, dtype=torch.float32)
         lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
         if num_seeing > 0:
             plan = self.whole.plan([self._behind(0, num_seeing, start, block_ids)])
             output[:num_seeing], lse[:num_seeing] = plan.attend_partly(query[:num_seeing], cache, window)
-        return output.numpy().tobytes() + lse.numpy().tobytes()
+        return _as_bytes(output, lse)
 
     def by_range(self, spans: Sequence[QuerySpan], window: int | None) -> list[tuple[Tensor, PartialPlan]]:
         """Return a plan for each range of which some is here, in their order, and the rows that see any of it."""
@@ -126,6 +129,10 @@ class _RangedPlan:
         # Ranges elsewhere are the first ones of their rows.
         there = [_part(rows, answer, query, each) for rows, each in asked for answer in each.answers()]
         return _merged([*there, *here], query, with_lse=with_lse)
+
+
+def _as_bytes(output: Tensor, lse: Tensor) -> bytes:
+    return output.numpy().tobytes() + lse.numpy().tobytes()
 
 
 def _rows(spans: Iterable[QuerySpan]) -> Tensor:

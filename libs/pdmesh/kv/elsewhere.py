@@ -22,9 +22,9 @@ class KvElsewhere(Protocol):
     def num_tokens(self) -> int: ...
 
     def ask(self, question: PartQuestion, *, more: bool = False) -> None:
-        """Send a question to who holds the first range that it asks, or one behind that.
+        """Send a question to the instances that hold ``question.first_range`` and the ranges behind that.
 
-        With ``more``, the next context of the step is asked at once, and questions to one instance may go together.
+        With ``more``, another context of the step is asked next, and the questions to one instance may go together.
         """
         ...
 

@@ -35,18 +35,18 @@ log = structlog.get_logger()
 _FRAME = struct.Struct("<4sII")  # magic, bytes behind this, how many questions or answers these are
 _ABOUT = struct.Struct("<16sIQIHHI")  # request's key, epoch, capability, question, layer, member, bytes
 _MAGIC = b"pdL1"
-_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+_CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
-#: Of a frame: a home that has more to ask sends pieces.
+#: Maximum size of a frame. Answers are in fp32, so a frame of them has up to 2.2 times the bytes of the questions.
 MAX_FRAME_BYTES = 4 << 20
-#: Of questions in a frame. Answers are in fp32, and so have twice as many bytes or as many.
+#: Maximum size of a frame's questions. A longer question goes as pieces.
 MAX_ASKED_BYTES = MAX_FRAME_BYTES // 4
 MAX_LINES = 1024
-#: How long a home has to say its first word, and either end to take what the other sends.
+#: Time limit of a home's first words, and of each frame's way into the socket.
 PATIENCE_S = 1.0
 _READ_BYTES = 1 << 16
 
-#: Something that a line carries: what it is about, and its bytes.
+#: A question or an answer: its header, and its bytes.
 Said = tuple[PieceHeader, bytes]
 
 
@@ -117,7 +117,7 @@ class _Frames:
         came = self._came
         try:
             data = self._socket.recv(_READ_BYTES)
-        except BlockingIOError:  # another thread has read what was there
+        except BlockingIOError:  # another thread was first
             return []
         if not data:
             raise ConnectionResetError("the other end of the line is closed")
@@ -224,8 +224,9 @@ class Line:
     def _wait_for_room(self, until_s: float) -> None:
         room = select.poll()
         room.register(self.fileno, select.POLLOUT)
-        if not room.poll(max(0.0, until_s - time.monotonic()) * 1e3):
-            raise TimeoutError(f"the member took nothing for {PATIENCE_S:g} s")
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 or not room.poll(left_s * 1e3):
+            raise TimeoutError(f"the member did not take its questions within {PATIENCE_S:g} s")
 
     def _end(self, error: Exception) -> None:
         log.info("a member of a spread context is asked by pieces from now on", reason=str(error))
@@ -254,7 +255,7 @@ class PartLines:
     """A home's lines, by the addresses of the members."""
 
     def __init__(self, address: bytes, key: MeshKey, weights: int) -> None:
-        self.address = address  # of the home
+        self.address = address  # the home's
         self._key = key
         self._weights = weights
         self._lines: dict[bytes, Line] = {}
@@ -287,7 +288,7 @@ class PartLines:
 
 
 class PartPort:
-    """A member's end: a thread for each home, which answers what it asks."""
+    """A member's end: a thread for each home, which answers the home's questions."""
 
     def __init__(
         self, address: bytes, key: MeshKey, weights: int, answer: Callable[[PieceHeader, bytes], Said | None]
@@ -376,7 +377,7 @@ class PartPort:
 
 
 def _process_and_user(connection: socket.socket) -> tuple[int, int]:
-    """Return what is at the other end, as the kernel saw it connect or begin to listen."""
+    """Return the process and the user at the other end, as the kernel saw them connect or begin to listen."""
     process, user, _ = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )

@@ -12,6 +12,7 @@ and where a line cannot be had or has ended, they are pieces.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,14 +78,14 @@ class HeldPart:
     request_id: RequestId
     epoch: Epoch
     capability: int
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
     member: int  # its place among them
     has_landed: bool = False
     question: JoinedPieces = field(default_factory=JoinedPieces)  # that is coming
     waiting: list[tuple[PieceHeader, bytes]] = field(default_factory=list[tuple[PieceHeader, bytes]])
     lost: LostTokens | None = None  # set until these have come
-    num_attending: int = 0  # threads of lines that read its blocks
-    unpin: Callable[[], object] | None = None  # to be called by the last of these, on the event loop
+    num_attending: int = 0  # threads of lines that read the blocks
+    unpin: Callable[[], object] | None = None  # called on the event loop once the last thread has ended
     key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,14 +113,14 @@ class KvParts:
         self._homes: dict[bytes, SpreadKv] = {}
         self._held: dict[bytes, HeldPart] = {}
         self._put, self._questions = anyio.create_memory_object_stream[_Question](MAX_QUESTIONS)
-        self._lock = threading.Lock()  # of what threads of lines change
+        self._lock = threading.Lock()  # guards `HeldPart.num_attending`, and removals of ranges
         self._attending = threading.Lock()  # held by the one thread that attends
         self.num_answers = 0  # that were given
         address = context.transport.address
-        self._lines = self.port = None
+        self._lines: PartLines | None = None
+        self.port: PartPort | None = None  # the owner enters this port
         if attend is not None and _process_of(context.transport, address) is not None:
             self._lines = PartLines(address, context.key, context.weights)
-            #: Where homes on this host ask; to be entered.
             self.port = PartPort(address, context.key, context.weights, self._answer_on_line)
 
     def __len__(self) -> int:
@@ -169,7 +170,7 @@ class KvParts:
     ) -> None:
         """Begin to be a member. Questions wait until `landed`. ``lost`` are tokens to come, if it is to be computed."""
         self._context.admit(home_address)
-        part = HeldPart(request_id, epoch, capability, tuple(block_ids), member, lost=lost)
+        part = HeldPart(request_id, epoch, capability, array("q", block_ids), member, lost=lost)
         self._held[part.key] = part
         if lost is not None:
             self._context.tasks.start_soon(self._limit, part, lost)
@@ -293,7 +294,7 @@ class KvParts:
             elif header.kind is PieceKind.TOKENS:
                 self._take_tokens(side, header, data)
             elif (question := side.question.take(header, data)) is not None:
-                self._asked(header, question)  # else more of it comes, or the home's limit ends the step
+                self._asked(header, question)
 
     def _asked(self, header: PieceHeader, question: bytes) -> None:
         """Answer a question by pieces, as soon as its range has landed."""
@@ -333,7 +334,7 @@ class KvParts:
         async with self._questions:
             async for spread, number, asked in self._questions:
                 if number != spread.question:
-                    continue  # it has been asked something else since
+                    continue  # the home asks another question now
                 home = self._context.transport.address  # it moves: each question says where it is
                 question = pack_question(home, asked)
                 while spread.unsent:

@@ -29,7 +29,7 @@ def pack_question(home: bytes, question: PartQuestion) -> bytes:
 
 
 def unpack_question(sent: bytes, layer: int) -> tuple[bytes, PartQuestion]:
-    """Return the home's address, and its question. Raises ValueError for what is too short to be one."""
+    """Return the home's address, and the question. Raises ValueError if the bytes are too few."""
     if len(sent) < _START_AND_LENGTH.size:
         raise ValueError(f"a question of {len(sent)} bytes")
     start, length = _START_AND_LENGTH.unpack_from(sent)
@@ -94,10 +94,9 @@ class SpreadKv:
         lines: PartLines | None = None,
         take: Callable[[SpreadKv, PieceHeader, bytes], object] | None = None,
     ) -> None:
-        """``send`` takes a question and its number, for members that no line of ``lines`` leads to (see `unsent`).
+        """``send`` sends a question with this number as pieces to the members in `unsent`.
 
-        ``take`` is given what comes on lines, about any context of the instance, and ``self``. Both are called on the
-        engine's thread.
+        ``take`` receives each answer from ``lines``, also answers about other contexts. The engine's thread calls both.
         """
         self.request_id = request_id
         self.epoch = epoch
@@ -110,13 +109,13 @@ class SpreadKv:
         self._lines = lines
         self._take = take
         self.bell = None if lines is None else Bell()
-        self.unsent = deque[int]()  # members that are asked by pieces, and were not yet
+        self.unsent = deque[int]()  # members to send pieces to
         self._number = 0  # of the last question
         self._question: PartQuestion | None = None
         self._asked = range(0)  # members, of whom it was asked
         self._answers: dict[int, bytes] = {}  # to it, by member
         self._coming: dict[int, JoinedPieces] = {}  # of the same
-        self._on_lines: dict[int, Line] = {}  # members that were asked there, and gave no answer yet
+        self._on_lines: dict[int, Line] = {}  # members that owe an answer on a line
         self._failure: str | None = None
         self.lost_members: tuple[int, ...] = ()  # that gave no answer, or cannot
 
@@ -173,7 +172,7 @@ class SpreadKv:
         return self._failure is not None or len(self._answers) == len(self._asked)
 
     def _wait_on_lines(self, until_s: float) -> None:
-        """Wait until all is here that comes on lines. Members whose line ends are asked by pieces."""
+        """Wait for the answers on lines. Members whose line ends are asked by pieces."""
         assert self.bell is not None
         assert self._take is not None
         while self._on_lines and not self._is_over() and time.monotonic() < until_s:
