@@ -3,6 +3,9 @@
 Two processes, each with an engine of one thread, a data plane and nothing else: a home, which decodes, and a member,
 which holds the first half of the context. Weights and KV are random; no prompt is computed.
 
+With ``--live``, a mesh of one prefill and two decode instances serves a random model of that shape instead. A client
+measures tokens of contexts within one range, and of those spread over both decode instances.
+
 *Exchange*: from the question to its answer, about a range of one block, so that attention takes next to nothing.
 *Token*: a decode step at a context's length, on one instance, and over two that hold half of the context each.
 
@@ -18,15 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
 import anyio
 import anyio.to_thread
+import openai
 import torch
 from report import Limits, heading
 
@@ -37,8 +42,16 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.spread import PartHolder
-from pdmesh.model import Epoch, RequestId
-from pdmesh.testing.checkpoints import CheckpointShape, write_config
+from pdmesh.model import Epoch, KvLayout, RequestId
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.sim.mesh import MeshShape, study_core
+from pdmesh.sim.simulator import SimConfig, Simulator
+from pdmesh.sim.workload import Arrival
+from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint, write_config
+from pdmesh.testing.exactness import random_prompts
+from pdmesh.testing.load import LoadRequest, Stream, follow
+from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.testing.stepping import new_sequence
 from pdmesh.transport.ucx import UcxTransport
 from pdmesh.worker.threads import EngineThread
@@ -79,6 +92,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--tokens", type=int, default=48, help="decode steps for each context")
+    parser.add_argument("--live", action="store_true", help="measure a mesh, with contexts of --contexts tokens")
     parser.add_argument("--member", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--range", type=int, default=BLOCK_SIZE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -88,11 +102,40 @@ def main() -> None:
     limits = Limits()
     print(heading(f"A context over two instances of one host, shape {arguments.shape}, one thread each"), flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.live:
+            live(Path(folder), SHAPES[arguments.shape], arguments.contexts)
+            limits.end()
         model = write_config(Path(folder), shape=SHAPES[arguments.shape], dtype="bfloat16")
-        anyio.run(exchanges, model, limits)
+        exchange_s = anyio.run(exchanges, model, limits)
         for num_tokens in arguments.contexts:
-            anyio.run(tokens, model, num_tokens, arguments.tokens, limits)
+            anyio.run(tokens, model, num_tokens, arguments.tokens, exchange_s, limits)
     limits.end()
+
+
+def live(folder: Path, shape: CheckpointShape, lengths: Sequence[int]) -> None:
+    """Print a token's time at a client, with and without a limit that spreads the longest context over two instances."""
+    model = write_checkpoint(folder / "model", shape=shape, dtype="bfloat16")
+    for limit in (0, max(lengths) * 3 // 4 // BLOCK_SIZE * BLOCK_SIZE):
+        settings = {"WORKER_NUM_THREADS": "1", "WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(limit)}
+        with running_mesh(folder / str(limit), model=model, decode=2, settings=settings) as mesh:
+            for length in lengths:
+                gaps_s = anyio.run(live_gaps_s, mesh, shape, length)
+                parts = 1 if limit == 0 else -(-length // limit)
+                print(f"live, {length} tokens in {parts} ranges: a token {percentiles(gaps_s, 1e3, 'ms')}", flush=True)
+
+
+async def live_gaps_s(mesh: RunningMesh, shape: CheckpointShape, length: int) -> list[float]:
+    """Return the times between the tokens of three answers, one after the other."""
+    gaps_s: list[float] = []
+    for seed in range(3):
+        (prompt,) = random_prompts([length], shape.vocab_size, seed=seed)
+        stream = Stream(LoadRequest(tuple(prompt), max_tokens=100, temperature=0.0, seed=seed), time.monotonic())
+        async with openai.AsyncOpenAI(base_url=f"{mesh.base_url}/v1", api_key="none") as client:
+            await follow(client, mesh.model, stream)
+        if stream.error is not None:
+            raise RuntimeError(stream.error)
+        gaps_s += [after - before for before, after in pairwise(stream.token_times_s[10:])]
+    return gaps_s
 
 
 @asynccontextmanager
@@ -219,8 +262,8 @@ class Timed:
         return answers
 
 
-async def exchanges(model: Path, limits: Limits) -> None:
-    """Print how long a question and its answer take."""
+async def exchanges(model: Path, limits: Limits) -> float:
+    """Print how long questions and their answers take, and return the median for one context."""
     engine = load(model, 4 * BLOCK_SIZE, BLOCK_SIZE)
     layout = engine.kv.layout
     shape = json.loads((model / "config.json").read_text())
@@ -237,13 +280,15 @@ async def exchanges(model: Path, limits: Limits) -> None:
                     num_tokens=BLOCK_SIZE,
                 )
                 timed.append(Timed(kv))
+            medians_s: list[float] = []
             for num_contexts in (1, 2, 8):
                 taken_s = await thread.run(partial(exchange, timed[:num_contexts], row, layout.num_layers))
-                what = f"a layer's exchange, {num_contexts} contexts"
-                verdict = ""
+                what, verdict = f"a layer's exchange, contexts: {num_contexts}", ""
+                medians_s.append(statistics.median(taken_s))
                 if num_contexts == 1:
-                    verdict = ", " + limits.at_most(what, statistics.median(taken_s), EXCHANGE_LIMIT_S)
+                    verdict = ", " + limits.at_most(what, medians_s[0], EXCHANGE_LIMIT_S)
                 print(f"{what}, {len(row)} bytes each: {percentiles(taken_s, 1e6, 'us')}{verdict}", flush=True)
+            return medians_s[0]
 
 
 def exchange(timed: Sequence[Timed], row: bytes, num_layers: int) -> list[float]:
@@ -260,17 +305,25 @@ def exchange(timed: Sequence[Timed], row: bytes, num_layers: int) -> list[float]
     return taken_s[NUM_EXCHANGES // 10 :]
 
 
-async def tokens(model: Path, num_tokens: int, num_steps: int, limits: Limits) -> None:
-    """Print a token's time at a context's length on one instance, and over two."""
-    half, one_s = num_tokens // 2, list[float]()
+async def tokens(model: Path, num_tokens: int, num_steps: int, exchange_s: float, limits: Limits) -> None:
+    """Print a token's time at a context's length on one instance, over two, and simulated over two."""
+    half, fastest_s, alone_s = num_tokens // 2, 0.0, dict[int, float]()
     for ordered in (False, True):
         alone = load(model, num_tokens + num_steps + BLOCK_SIZE, 0, ordered=ordered)
+        arithmetic = alone.arithmetic
         async with EngineThread() as thread:
             for cache in alone.kv.layers:
                 cache.normal_(std=0.5)
-            one_s = await thread.run(partial(decode, alone, num_tokens, num_steps, 0, None))
-        kernels = f"the kernels that spread contexts have, {alone.arithmetic}" if ordered else alone.arithmetic
-        print(f"{num_tokens} tokens, one instance, {kernels}: a token {percentiles(one_s, 1e3, 'ms')}", flush=True)
+            for length in (num_tokens // 8, num_tokens):
+                taken_s = await thread.run(partial(decode, alone, length, num_steps, 0, None))
+                alone_s[length] = statistics.median(taken_s)
+                print(
+                    f"{length} tokens, one instance, {arithmetic}: a token {percentiles(taken_s, 1e3, 'ms')}",
+                    flush=True,
+                )
+        if not ordered:
+            fastest_s = alone_s[num_tokens]
+        del alone
     engine = load(model, half + num_steps + BLOCK_SIZE, half)
     with started_member(model, half) as member:
         async with instance(engine) as (transport, mover, thread):
@@ -278,13 +331,34 @@ async def tokens(model: Path, num_tokens: int, num_steps: int, limits: Limits) -
             members = [PartHolder(member.address, CAPABILITY)]
             timed = Timed(mover.parts.open(RequestId("token"), EPOCH, members=members, num_tokens=half))
             two_s = await thread.run(partial(decode, engine, num_tokens, num_steps, half, timed))
-    ratio = statistics.median(two_s) / statistics.median(one_s)
-    what = f"{num_tokens} tokens, over two"
+    token_s = statistics.median(two_s)
+    simulated_s = simulated_token_s(num_tokens, alone_s, engine.kv.layout, exchange_s)
+    what = f"{num_tokens} tokens, over two instances"
+    print(f"{what}, {engine.arithmetic}: a token {percentiles(two_s, 1e3, 'ms')}")
+    ratio = token_s / alone_s[num_tokens]
     verdict = f", {limits.at_most(what, ratio, TOKEN_LIMIT)}" if num_tokens >= 32768 else ""
-    print(f"{what}: a token {percentiles(two_s, 1e3, 'ms')}; {ratio:.3f} of one{verdict}")
+    print(f"  {ratio:.3f} of one with the same kernels{verdict}; {token_s / fastest_s:.3f} of one with the fastest")
+    print(f"  simulated {simulated_s * 1e3:.1f} ms; measured {token_s / simulated_s:.3f} of this")
     print(f"  a layer: from question to answers {percentiles(timed.layers_s, 1e6, 'us')}", end="")
     print(f", of this asking {percentiles(timed.asks_s, 1e6, 'us')}", end="")
     print(f", waiting {percentiles(timed.waits_s, 1e6, 'us')}", flush=True)
+
+
+def simulated_token_s(num_tokens: int, alone_s: Mapping[int, float], layout: KvLayout, exchange_s: float) -> float:
+    """Return a token's time over two instances that take ``alone_s`` for a decode alone, by the context's length."""
+    (short, short_s), (length, length_s) = sorted(alone_s.items())
+    context_s = (length_s - short_s) / (length - short)
+    costs = LinearLatencyModel(
+        a_s=1e-3, b_s=1e-5, c_s=0, d_s=0, decode_a_s=length_s - length * context_s, decode_context_s=context_s
+    )
+    mesh = MeshShape(num_prefill=1, num_decode=2, num_mixed=0, kv_layout=layout, num_kv_tokens=2 * num_tokens)
+    instances = [(replace(profile, max_kv_tokens=num_tokens // 2), each) for profile, each in mesh.instances(costs)]
+    arrival = Arrival(arrival_s=0.0, num_prompt_tokens=num_tokens - 64, num_output_tokens=40)
+    config = SimConfig(part_exchange_s=exchange_s)
+    core = study_core("pdmesh", PolicyConfig(latency=costs), 0)
+    (run,) = Simulator(core, instances, [arrival], config).run().requests
+    times_s = run.token_times_s
+    return (times_s[-1] - times_s[1]) / (len(times_s) - 2)
 
 
 def decode(
