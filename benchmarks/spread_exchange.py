@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def live(folder: Path, shape: CheckpointShape, lengths: Sequence[int]) -> None:
-    """Print a token's time at a client, with and without a limit that spreads the longest context over two instances."""
+    """Print a token's time at a client: without a limit, and with one that spreads the longest context over both."""
     model = write_checkpoint(folder / "model", shape=shape, dtype="bfloat16")
     for limit in (0, max(lengths) * 3 // 4 // BLOCK_SIZE * BLOCK_SIZE):
         settings = {"WORKER_NUM_THREADS": "1", "WORKER_MAX_KV_TOKENS_PER_INSTANCE": str(limit)}
