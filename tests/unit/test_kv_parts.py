@@ -160,7 +160,7 @@ def test_an_answer_that_was_not_asked_for_is_none() -> None:
         num_tokens=16,
         limit_s=LIMIT_S,
         wakeup=Wakeup(),
-        send=lambda _spread, _number, question: asked.append(question),
+        send=lambda _spread, _number, question, _members: asked.append(question),
     )
     kv.ask(PartQuestion(0, START, b"12345678", first_range=1))
     whole = NO_PART._replace(blocks=IndexRange(0, 1))

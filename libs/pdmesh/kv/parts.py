@@ -27,7 +27,7 @@ from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.part_lines import PartLines, PartPort, Said
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
-from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv, pack_question, question_header, unpack_question
+from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv, pack_question, unpack_question
 from pdmesh.model import Epoch, RequestId
 from pdmesh.threads import CallThreads
 from pdmesh.transport.address import unpack_address
@@ -42,11 +42,12 @@ MAX_QUESTIONS = 4096
 
 
 class _Question(NamedTuple):
-    """A question about a context, by its number."""
+    """A question about a context, by its number, for some members."""
 
     spread: SpreadKv
     number: int
     asked: PartQuestion
+    members: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -332,14 +333,14 @@ class KvParts:
     async def run(self) -> None:
         """Send what the engine's thread asks."""
         async with self._questions:
-            async for spread, number, asked in self._questions:
+            async for spread, number, asked, members in self._questions:
                 if number != spread.question:
                     continue  # the home asks another question now
                 home = self._context.transport.address  # it moves: each question says where it is
                 question = pack_question(home, asked)
-                while spread.unsent:
-                    header = question_header(spread, number, asked.layer, spread.unsent.popleft())
-                    address = spread.members[header.destination].address
+                for member in [each for each in members if each < len(spread.members)]:
+                    header = spread.question_header(number, asked.layer, member)
+                    address = spread.members[member].address
                     self._context.tasks.start_soon(self._send_query, spread, address, question, header)
 
     async def _send_query(self, spread: SpreadKv, address: bytes, query: bytes, about: PieceHeader) -> None:
@@ -390,7 +391,8 @@ class KvParts:
             except ValueError:
                 pass
             else:
-                self.num_answers += 1
+                with self._lock:
+                    self.num_answers += 1
                 return header._replace(kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART), answer
             finally:
                 self._end(part)

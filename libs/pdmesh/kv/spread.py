@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,19 +34,6 @@ def unpack_question(sent: bytes, layer: int) -> tuple[bytes, PartQuestion]:
     start, length = _START_AND_LENGTH.unpack_from(sent)
     end = _START_AND_LENGTH.size + length
     return sent[_START_AND_LENGTH.size : end], PartQuestion(layer, start, sent[end:])
-
-
-def question_header(spread: SpreadKv, number: int, layer: int, member: int) -> PieceHeader:
-    """Return what a question says about itself."""
-    return PieceHeader(
-        kind=PieceKind.QUERY,
-        request_key=spread.key,
-        epoch=spread.epoch,
-        capability=spread.members[member].capability,
-        destination=member,
-        chunk=number,
-        part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
-    )
 
 
 @dataclass(slots=True)
@@ -90,11 +76,11 @@ class SpreadKv:
         num_tokens: int,
         limit_s: float,
         wakeup: Wakeup,
-        send: Callable[[SpreadKv, int, PartQuestion], object],
+        send: Callable[[SpreadKv, int, PartQuestion, Sequence[int]], object],
         lines: PartLines | None = None,
         take: Callable[[SpreadKv, PieceHeader, bytes], object] | None = None,
     ) -> None:
-        """``send`` sends a question with this number as pieces to the members in `unsent`.
+        """``send`` sends a question with this number as pieces to some members.
 
         ``take`` receives each answer from ``lines``, also answers about other contexts. The engine's thread calls both.
         """
@@ -109,7 +95,6 @@ class SpreadKv:
         self._lines = lines
         self._take = take
         self.bell = None if lines is None else Bell()
-        self.unsent = deque[int]()  # members to send pieces to
         self._number = 0  # of the last question
         self._question: PartQuestion | None = None
         self._asked = range(0)  # members, of whom it was asked
@@ -128,12 +113,23 @@ class SpreadKv:
         """Number of the last question."""
         return self._number
 
+    def question_header(self, number: int, layer: int, member: int) -> PieceHeader:
+        """Return what a question to a member says about itself."""
+        return PieceHeader(
+            kind=PieceKind.QUERY,
+            request_key=self.key,
+            epoch=self.epoch,
+            capability=self.members[member].capability,
+            destination=member,
+            chunk=number,
+            part=NO_PART._replace(layers=IndexRange(layer, layer + 1)),
+        )
+
     def ask(self, question: PartQuestion, *, more: bool = False) -> None:
         self._number += 1
         self._question = question
         self._asked = range(question.first_range, len(self.members))
         self._answers, self._coming, self._on_lines = {}, {}, {}
-        self.unsent.clear()
         if self._lines is not None:
             self._ask_on_lines(self._lines, question)
             if not more:
@@ -144,14 +140,13 @@ class SpreadKv:
         asked = pack_question(lines.address, question)
         for member in self._asked:
             line = lines.line_to(self.members[member].address)
-            if line is not None and line.put(question_header(self, self._number, question.layer, member), asked):
+            if line is not None and line.put(self.question_header(self._number, question.layer, member), asked):
                 self._on_lines[member] = line
 
     def _ask_by_pieces(self, members: Sequence[int]) -> None:
         if members:
             assert self._question is not None
-            self.unsent.extend(members)
-            self._send(self, self._number, self._question)
+            self._send(self, self._number, self._question, members)
 
     def answers(self) -> list[bytes]:
         limit_s = self._limit_s
@@ -176,17 +171,19 @@ class SpreadKv:
         assert self.bell is not None
         assert self._take is not None
         while self._on_lines and not self._is_over() and time.monotonic() < until_s:
-            for header, answer in wait_for_lines(self._on_lines.values(), self.bell, until_s):
+            for header, answer in wait_for_lines(list(self._on_lines.values()), self.bell, until_s):
                 self._take(self, header, answer)
-            ended = [member for member, line in self._on_lines.items() if not line.is_open]
+            ended = [member for member, line in list(self._on_lines.items()) if not line.is_open]
             for member in ended:
-                del self._on_lines[member]
+                self._on_lines.pop(member, None)
             self._ask_by_pieces(ended)
 
     def take_from_line(self, header: PieceHeader, answer: bytes) -> bool:
         """Take an answer. False if it is to no question that waits."""
         member = header.source
         if header.chunk != self._number or member not in self._asked:
+            return False
+        if header.capability != self.members[member].capability:
             return False
         self._answers[member] = answer
         self._on_lines.pop(member, None)
