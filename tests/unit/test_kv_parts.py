@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -16,6 +17,7 @@ from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.outcome import TransferOutcome
+from pdmesh.kv.parts import AttendPart
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
 from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv
 from pdmesh.model import Epoch, IndexRange, RequestId
@@ -84,28 +86,46 @@ async def open_side(stack: AsyncExitStack, maker: TransportMaker) -> Side:
     return Side(transport, pool, await stack.enter_async_context(mover), outcomes)
 
 
-@pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
-async def spread(request: pytest.FixtureRequest) -> AsyncIterator[Spread]:
-    maker = TransportMaker(request.param)
+@asynccontextmanager
+async def opened(maker: TransportMaker) -> AsyncIterator[Spread]:
     async with AsyncExitStack() as stack:
         home, *members = [await open_side(stack, maker) for _ in range(1 + NUM_MEMBERS)]
         blocks = [member.pool.allocate(2) for member in members]
-        for number, member in enumerate(members):
-            member.mover.parts.hold(
-                REQUEST,
-                EPOCH,
-                capability=CAPABILITY,
-                block_ids=blocks[number],
-                home_address=home.transport.address,
-                member=number,
-            )
-        kv = home.mover.parts.open(
-            REQUEST,
+        yield Spread(home, members, spread_over(REQUEST, home, members, blocks), blocks)
+
+
+def spread_over(request_id: RequestId, home: Side, members: Sequence[Side], blocks: Sequence[list[int]]) -> SpreadKv:
+    """Let members hold a context's ranges, and a home ask them."""
+    for number, member in enumerate(members):
+        member.mover.parts.hold(
+            request_id,
             EPOCH,
-            members=[PartHolder(member.transport.address, CAPABILITY) for member in members],
-            num_tokens=16,
+            capability=CAPABILITY,
+            block_ids=blocks[number],
+            home_address=home.transport.address,
+            member=number,
         )
-        yield Spread(home, members, kv, blocks)
+    return home.mover.parts.open(
+        request_id,
+        EPOCH,
+        members=[PartHolder(member.transport.address, CAPABILITY) for member in members],
+        num_tokens=16,
+    )
+
+
+@pytest.fixture(params=["memory", pytest.param("ucx", marks=pytest.mark.ucx)])
+async def spread(request: pytest.FixtureRequest) -> AsyncIterator[Spread]:
+    async with opened(TransportMaker(request.param)) as spread:
+        yield spread
+
+
+@pytest.fixture
+async def on_one_host() -> AsyncIterator[Spread]:
+    """A context whose ranges have landed, with lines to both members."""
+    async with opened(TransportMaker("ucx")) as spread:
+        for number in range(NUM_MEMBERS):
+            spread.land(number)
+        yield spread
 
 
 def expected(spread: Spread, layer: int, query: bytes) -> list[bytes]:
@@ -261,3 +281,81 @@ async def test_a_question_of_an_older_epoch_or_another_capability_is_dropped(spr
     for member in spread.members:
         assert member.mover.parts.num_answers == 0
         assert sum(member.mover.counters().dropped.values()) == 2
+
+
+@pytest.mark.ucx
+async def test_inside_a_host_no_event_loop_is_part_of_an_exchange(on_one_host: Spread) -> None:
+    """Home and members share this loop, which stands still until all answers are here."""
+    other = spread_over(RequestId("other"), on_one_host.home, on_one_host.members, on_one_host.blocks)
+    for member in on_one_host.members:
+        member.mover.parts.landed(RequestId("other"), EPOCH)
+    for layer in range(SMALL_LAYOUT.num_layers):
+        question = PartQuestion(layer, START, b"12345678")
+        on_one_host.kv.ask(question, more=True)
+        other.ask(question._replace(query=b"87654321"))
+        assert on_one_host.kv.answers() == expected(on_one_host, layer, b"12345678")
+        assert other.answers() == expected(on_one_host, layer, b"87654321")
+    assert [member.mover.parts.num_answers for member in on_one_host.members] == [2 * SMALL_LAYOUT.num_layers] * 2
+
+
+@pytest.mark.ucx
+async def test_where_a_line_ends_the_same_question_goes_by_pieces(on_one_host: Spread) -> None:
+    lines, address = on_one_host.home.mover.parts._lines, on_one_host.members[1].transport.address
+    assert lines is not None
+    line = lines.line_to(address)
+    assert line is not None
+    query = b"12345678" * 3
+    line.close()
+    assert await on_one_host.ask(0, query) == expected(on_one_host, 0, query)
+
+    async def end_meanwhile() -> None:
+        with anyio.fail_after(20):
+            while not is_waiting.is_set():  # noqa: ASYNC110  # of a thread
+                await anyio.sleep(0.001)
+        lines.forget(address)
+        goes_on.set()
+
+    is_waiting, goes_on = threading.Event(), threading.Event()
+    member = on_one_host.members[1].mover.parts
+    member._attend = held_up(is_waiting, goes_on)
+    members = [PartHolder(each.transport.address, CAPABILITY) for each in on_one_host.members]
+    assert on_one_host.home.mover.parts.open(REQUEST, EPOCH, members=members, num_tokens=16) is on_one_host.kv
+    assert lines.line_to(address) is not None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(end_meanwhile)
+        assert await on_one_host.ask(1, query) == expected(on_one_host, 1, query)
+
+
+@pytest.mark.ucx
+async def test_blocks_that_a_line_reads_are_not_free_before_it_has_ended(on_one_host: Spread) -> None:
+    is_waiting, goes_on = threading.Event(), threading.Event()
+    member, released = on_one_host.members[0], list[int]()
+    member.mover.parts._attend = held_up(is_waiting, goes_on)
+    async with anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            with pytest.raises(KvElsewhereLost):
+                await on_one_host.ask(0, b"12345678")
+
+        tasks.start_soon(ask)
+        with anyio.fail_after(20):
+            await anyio.to_thread.run_sync(is_waiting.wait, 20)
+        member.mover.cancel(REQUEST, EPOCH)
+        member.pool.free(on_one_host.blocks[0], on_released=lambda: released.append(0))
+        assert member.pool.num_quarantined == len(on_one_host.blocks[0])
+        assert not released
+        on_one_host.home.mover.cancel(REQUEST, EPOCH)
+        goes_on.set()
+    with anyio.fail_after(20):
+        while not released:  # noqa: ASYNC110  # by a thread
+            await anyio.sleep(0.001)
+    member.mover.check_integrity()
+
+
+def held_up(is_waiting: threading.Event, goes_on: threading.Event) -> AttendPart:
+    def held(number: int, block_ids: Sequence[int], question: PartQuestion) -> bytes:
+        is_waiting.set()
+        assert goes_on.wait(20)
+        return attend(number, block_ids, question)
+
+    return held
