@@ -165,7 +165,7 @@ def test_memory_by_credit_has_many_more_at_once_where_answers_are_shorter_than_a
 
 def test_long_contexts_that_are_spread_are_read_faster() -> None:
     arguments = ("simulate", "--decode", "4", "--bundle", "pdmesh", "--limit", "12", "--rate", "0.02", "-o", "json")
-    load = ("--long-share", "1", "--long-range", "400000,500000", "--kv-tokens", "1000000")
+    load = ("--long-share", "1", "--long-range", "400000,500000", "--kv-tokens", "1000000", "--part-exchange-us", "7")
     runs = [pdmesh_here(*arguments, *load, "--max-kv-tokens", limit) for limit in ("0", "128000")]
     whole, spread = (json.loads(done.stdout)["bundles"]["pdmesh"]["all"] for done in runs)
     assert whole["num_finished"] == spread["num_finished"] == 12

@@ -106,7 +106,7 @@ def run_plan(options: PlanOptions, output: Output) -> None:
 
 def _exchange_s(options: PlanOptions, profile: Profile) -> float:
     """Return what a decode step takes longer where the context is spread."""
-    return options.part_exchange_us / 1e6 * profile.subject.num_layers
+    return options.part_exchange_s * profile.subject.num_layers
 
 
 def _longest_alone(options: PlanOptions, profile: Profile) -> int:

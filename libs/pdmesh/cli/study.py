@@ -17,7 +17,7 @@ from pdmesh.policy.profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh.sim.links import HostLink
 from pdmesh.sim.mesh import MeshShape, host_name
-from pdmesh.sim.simulator import SimConfig
+from pdmesh.sim.simulator import PART_EXCHANGE_S, SimConfig
 from pdmesh.sim.workload import Arrival, Synthetic, synthetic, with_long_inputs, with_rate_scaled
 from pdmesh.traces import read_trace
 
@@ -42,7 +42,7 @@ class StudyOptions:
     chunk_tokens: int | None
     kv_tokens: int
     max_kv_tokens: int = 0
-    part_exchange_us: float = 0.0
+    part_exchange_us: float | None = None  # None: measured
     offload_tokens: int = 0
     load_gbytes_per_s: float = 10.0
     transfer_backends: int
@@ -53,6 +53,11 @@ class StudyOptions:
     slo_ttft_s: float | None
     slo_tpot_s: float | None
     seed: int
+
+    @property
+    def part_exchange_s(self) -> float:
+        """Time of a layer's exchange where a context is spread."""
+        return PART_EXCHANGE_S if self.part_exchange_us is None else self.part_exchange_us / 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +108,7 @@ def make_study(options: StudyOptions, bundles: Sequence[str]) -> Study:
             port_bytes_per_s=options.port_gbytes_per_s * 1e9,
             host_link_bytes_per_s=_host_links(options),
             control_delay_s=options.control_delay_ms / 1e3,
-            part_exchange_s=options.part_exchange_us / 1e6,
+            part_exchange_s=options.part_exchange_s,
         ),
         instances=MeshShape(
             num_prefill=0,

@@ -54,7 +54,11 @@ MaxKvTokens = Annotated[
     int, _instances(min=0, help="Most tokens of a context on an instance: longer ones are spread over several. 0: all.")
 ]
 PartExchange = Annotated[
-    float, _instances(min=0, help="What a layer takes longer where a context is spread, in microseconds.")
+    float | None,
+    _instances(
+        min=0,
+        help="What a layer takes longer where a context is spread, in microseconds. [default: as measured in a host]",
+    ),
 ]
 OffloadTokens = Annotated[
     int, _instances(min=0, help="Size of the offload tier behind an instance's KV cache, in tokens. 0: none.")
@@ -129,7 +133,7 @@ def simulate(
     chunk_tokens: ChunkTokens = None,
     kv_tokens: KvTokens = 1 << 20,
     max_kv_tokens: MaxKvTokens = 0,
-    part_exchange_us: PartExchange = 0.0,
+    part_exchange_us: PartExchange = None,
     offload_tokens: OffloadTokens = 0,
     load_gbytes_per_s: LoadSpeed = 10.0,
     transfer_backends: TransferBackends = 4,
@@ -228,7 +232,7 @@ def plan(
         bool, Option("--spread", help="Spread contexts over instances whose decode would miss --slo-tpot on one.")
     ] = False,
     max_kv_tokens: MaxKvTokens = 0,
-    part_exchange_us: PartExchange = 0.0,
+    part_exchange_us: PartExchange = None,
     transfer_backends: TransferBackends = 4,
     port_gbytes_per_s: PortSpeed = 25.0,
     hosts: Hosts = 0,

@@ -43,6 +43,10 @@ class Core(Protocol):
     def check_integrity(self) -> None: ...
 
 
+#: Measured median of a layer's exchange between two instances of one host (`benchmarks/spread_exchange.py`).
+PART_EXCHANGE_S = 300e-6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimConfig:
     """The modelled mesh beside its instances."""
@@ -56,7 +60,7 @@ class SimConfig:
     )
     #: A layer of a step takes so much longer, beside what is read, if it decodes a context that is spread over several
     #: instances: the query's way to the others, and their answers'.
-    part_exchange_s: float = 0.0
+    part_exchange_s: float = PART_EXCHANGE_S
     max_decode_steps: int = 128  # in one appointment; less changes only the cost, and the last bits of what is reported
     events_between_checks: int = 10_000  # of the core's state
     deaths: Sequence[Death] = ()  # of any instances
