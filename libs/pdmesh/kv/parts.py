@@ -94,7 +94,7 @@ class HeldPart:
 
 
 class KvParts:
-    """Both sides of the contexts that one instance has a part in. Event loop only, except for the methods at the end."""
+    """Both sides of the contexts that one instance has a part in. Event loop only, but for the last methods."""
 
     def __init__(
         self,
