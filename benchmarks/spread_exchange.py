@@ -105,8 +105,11 @@ def main() -> None:
         if arguments.live:
             live(Path(folder), SHAPES[arguments.shape], arguments.contexts)
             limits.end()
-        model = write_config(Path(folder), shape=SHAPES[arguments.shape], dtype="bfloat16")
-        exchange_s = anyio.run(exchanges, model, limits)
+        shape = SHAPES[arguments.shape]
+        few_weights = replace(shape, num_layers=2, vocab_size=8192)
+        small = write_config(Path(folder) / "small", shape=few_weights, dtype="bfloat16")
+        exchange_s = anyio.run(exchanges, small, limits)
+        model = write_config(Path(folder) / "model", shape=shape, dtype="bfloat16")
         for num_tokens in arguments.contexts:
             anyio.run(tokens, model, num_tokens, arguments.tokens, exchange_s, limits)
     limits.end()
