@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import anyio
 
@@ -37,17 +36,8 @@ from pdmesh.transport.base import KvTransport, ReceivedPiece
 #: ValueError: it is none.
 AttendPart = Callable[[int, Sequence[int], PartQuestion], bytes]
 
-#: That wait to be sent, of all contexts of an instance: each has one.
+#: Questions that wait for the event loop, of all contexts of an instance. Each home has one under way.
 MAX_QUESTIONS = 4096
-
-
-class _Question(NamedTuple):
-    """A question about a context, by its number, for some members."""
-
-    spread: SpreadKv
-    number: int
-    asked: PartQuestion
-    members: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +103,7 @@ class KvParts:
         self._writer = context.writer()
         self._homes: dict[bytes, SpreadKv] = {}
         self._held: dict[bytes, HeldPart] = {}
-        self._put, self._questions = anyio.create_memory_object_stream[_Question](MAX_QUESTIONS)
+        self._put, self._calls = anyio.create_memory_object_stream[Callable[[], object]](MAX_QUESTIONS)
         self._lock = threading.Lock()  # guards `HeldPart.num_attending`, and removals of ranges
         self._attending = threading.Lock()  # held by the one thread that attends
         self.num_answers = 0  # that were given
@@ -143,7 +133,6 @@ class KvParts:
         if before is not None and before.epoch == epoch:
             before.set_members(members, num_tokens)
             return before
-        call_soon = self._context.call_soon
         spread = SpreadKv(
             request_id,
             epoch,
@@ -151,7 +140,7 @@ class KvParts:
             num_tokens=num_tokens,
             limit_s=self._context.config.group_no_progress_s,
             wakeup=self._wakeup,
-            send=lambda *question: call_soon(partial(self._put.send_nowait, _Question(*question))),
+            send=lambda *question: self._call_soon(partial(self._send_queries, *question)),
             lines=self._lines,
             take=self._take_from_line,
         )
@@ -331,17 +320,30 @@ class KvParts:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Send what the engine's thread asks."""
-        async with self._questions:
-            async for spread, number, asked, members in self._questions:
-                if number != spread.question:
-                    continue  # the home asks another question now
-                home = self._context.transport.address  # it moves: each question says where it is
-                question = pack_question(home, asked)
-                for member in [each for each in members if each < len(spread.members)]:
-                    header = spread.question_header(number, asked.layer, member)
-                    address = spread.members[member].address
-                    self._context.tasks.start_soon(self._send_query, spread, address, question, header)
+        """Make the calls that other threads ask for. A task that they start has the context of this one."""
+        async with self._calls:
+            async for call in self._calls:
+                call()
+
+    def _call_soon(self, call: Callable[[], object]) -> None:
+        """Let `run` make a call. Any thread."""
+        self._context.call_soon(partial(self._add_call, call))
+
+    def _add_call(self, call: Callable[[], object]) -> None:
+        try:
+            self._put.send_nowait(call)
+        except anyio.WouldBlock:
+            self._context.dropped["too many questions"] += 1
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            pass  # the instance is stopping
+
+    def _send_queries(self, spread: SpreadKv, number: int, asked: PartQuestion, members: Sequence[int]) -> None:
+        if number != spread.question:
+            return  # the home asks another question now
+        question = pack_question(self._context.transport.address, asked)  # of this home: a request moves
+        for member in [each for each in members if each < len(spread.members)]:
+            header, address = spread.question_header(number, asked.layer, member), spread.members[member].address
+            self._context.tasks.start_soon(self._send_query, spread, address, question, header)
 
     async def _send_query(self, spread: SpreadKv, address: bytes, query: bytes, about: PieceHeader) -> None:
         try:
@@ -396,7 +398,7 @@ class KvParts:
                 return header._replace(kind=PieceKind.ANSWER, source=part.member, destination=0, part=NO_PART), answer
             finally:
                 self._end(part)
-        self._context.call_soon(partial(self._asked, header, query))
+        self._call_soon(partial(self._asked, header, query))
         return None
 
     def _begin(self, header: PieceHeader) -> HeldPart | None:
@@ -415,7 +417,7 @@ class KvParts:
             part.num_attending -= 1
             unpin = None if part.num_attending else part.unpin
         if unpin is not None:
-            self._context.call_soon(unpin)
+            self._call_soon(unpin)
 
     def _take_from_line(self, waiting: SpreadKv, header: PieceHeader, answer: bytes) -> None:
         """Take an answer to any home, on the thread that waits for one of them."""
