@@ -44,7 +44,7 @@ class Core(Protocol):
 
 
 #: Measured median of a layer's exchange between two instances of one host (`benchmarks/spread_exchange.py`).
-PART_EXCHANGE_S = 300e-6
+PART_EXCHANGE_S = 250e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
