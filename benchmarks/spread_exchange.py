@@ -161,14 +161,13 @@ async def instance(engine: TorchEngine) -> AsyncIterator[tuple[UcxTransport, KvM
             yield transport, mover, thread
 
 
-def load(model: Path, num_tokens: int, range_tokens: int, *, ordered: bool = False) -> TorchEngine:
+def load(model: Path, num_tokens: int, range_tokens: int) -> TorchEngine:
     return TorchEngine(
         model,
         num_blocks=num_tokens // BLOCK_SIZE + 8,
         block_size=BLOCK_SIZE,
         num_threads=1,
         has_random_weights=True,
-        ordered=ordered or range_tokens > 0,  # as `pdmesh.worker.engines.build_engine` does
         range_tokens=range_tokens,
     )
 
@@ -311,8 +310,8 @@ def exchange(timed: Sequence[Timed], row: bytes, num_layers: int) -> list[float]
 async def tokens(model: Path, num_tokens: int, num_steps: int, exchange_s: float, limits: Limits) -> None:
     """Print a token's time at a context's length on one instance, over two, and simulated over two."""
     half, fastest_s, alone_s = num_tokens // 2, 0.0, dict[int, float]()
-    for ordered in (False, True):
-        alone = load(model, num_tokens + num_steps + BLOCK_SIZE, 0, ordered=ordered)
+    for range_tokens in (0, 2 * num_tokens):  # the second: the kernels of spread contexts, over one range
+        alone = load(model, num_tokens + num_steps + BLOCK_SIZE, range_tokens)
         arithmetic = alone.arithmetic
         async with EngineThread() as thread:
             for cache in alone.kv.layers:
@@ -324,7 +323,7 @@ async def tokens(model: Path, num_tokens: int, num_steps: int, exchange_s: float
                     f"{length} tokens, one instance, {arithmetic}: a token {percentiles(taken_s, 1e3, 'ms')}",
                     flush=True,
                 )
-        if not ordered:
+        if not range_tokens:
             fastest_s = alone_s[num_tokens]
         del alone
     engine = load(model, half + num_steps + BLOCK_SIZE, half)

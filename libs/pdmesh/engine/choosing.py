@@ -34,9 +34,11 @@ def choose_library(
     return KernelChoice(slower.library, f"{choice.library.level} does not compute this model's shape")
 
 
-def _masking_library(config: ModelConfig, layout: KvLayout, library: KernelLibrary) -> KernelLibrary | None:
-    """What attends: the model's library, or an ordered one if there are windows or caps, which only these know."""
-    if not config.masks_more or library.level.is_ordered:
+def _masking_library(
+    config: ModelConfig, layout: KvLayout, library: KernelLibrary, *, in_ranges: bool
+) -> KernelLibrary | None:
+    """Return the library that attends: the model's, or an ordered one for windows, caps and ranges."""
+    if library.level.is_ordered or not (config.masks_more or in_ranges):
         return library
     ordered = choose_kernels(layout.dtype, ordered=True).library
     return ordered if ordered is not None and suits(ordered.level, config, layout) else None
@@ -56,14 +58,15 @@ def choose_attention(
     *,
     num_cache_heads: int = 0,
     deterministic: bool,
+    in_ranges: bool = False,
 ) -> AttentionChoice:
     """The fastest attention for a model whose other layers ``library`` computes, over a cache of this layout.
 
-    ``num_cache_heads`` as in `TorchAttention`.
+    ``num_cache_heads`` as in `TorchAttention`. ``in_ranges`` asks for a backend of `RangedAttention`.
     """
     masking = None
     if library is not None and suits(library.level, config, layout):
-        masking = _masking_library(config, layout, library)
+        masking = _masking_library(config, layout, library, in_ranges=in_ranges)
     if masking is not None:
         return AttentionChoice(NativeAttention(masking, layout, config.scale, config.score_cap), masking)
     if deterministic:
@@ -85,6 +88,7 @@ def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Com
         loaded.kernels.library,
         num_cache_heads=loaded.layout.num_kv_heads,
         deterministic=loaded.deterministic,
+        in_ranges=loaded.range_tokens > 0,
     )
     kernels: Kernels = TorchKernels(Elementwise.of(config), loaded.deterministic, TORCH_DTYPES[layout.dtype])
     name, library = "torch", loaded.kernels.library

@@ -212,7 +212,7 @@ def _compute_options(worker: WorkerConfig) -> dict[str, Any]:
         "deterministic": worker.deterministic,
         "has_random_weights": worker.load_format == "dummy",
         "cpu_level": worker.cpu_level,
-        "ordered": worker.deterministic or worker.max_kv_tokens_per_instance > 0,
+        "ordered": worker.deterministic,
         "range_tokens": worker.max_kv_tokens_per_instance,
     }
 
