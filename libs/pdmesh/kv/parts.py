@@ -84,7 +84,7 @@ class HeldPart:
 
 
 class KvParts:
-    """Both sides of the contexts that one instance has a part in. Event loop only, but for the last methods."""
+    """An instance's spread contexts, as their home and as a member. Event loop only, but for the last methods."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class KvParts:
     def _send_queries(self, spread: SpreadKv, number: int, asked: PartQuestion, members: Sequence[int]) -> None:
         if number != spread.question:
             return  # the home asks another question now
-        question = pack_question(self._context.transport.address, asked)  # of this home: a request moves
+        question = pack_question(self._context.transport.address, asked)
         for member in [each for each in members if each < len(spread.members)]:
             header, address = spread.question_header(number, asked.layer, member), spread.members[member].address
             self._context.tasks.start_soon(self._send_query, spread, address, question, header)

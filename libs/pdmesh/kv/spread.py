@@ -1,4 +1,4 @@
-"""A home's side of a context that is spread over several instances: what it asks of the members, and their answers."""
+"""A home's side of a context that is spread over several instances: questions to the members, and their answers."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def unpack_question(sent: bytes, layer: int) -> tuple[bytes, PartQuestion]:
 
 @dataclass(slots=True)
 class JoinedPieces:
-    """What comes in several pieces, in their order; each says how many bytes there are in all."""
+    """A question or an answer in several pieces, which come in order and each give the number of all bytes."""
 
-    number: int = 0  # of the question
+    number: int = 0  # the question's
     came: bytearray = field(default_factory=bytearray)
 
     def take(self, header: PieceHeader, data: bytes) -> bytes | None:
-        """Add a piece, of which the first begins anew; return all once the last one is here."""
+        """Add a piece, and return all bytes with the last one. The first piece of a message drops what came before."""
         (begin, end), num_bytes = header.part.blocks, header.num_context_tokens
         if (begin, end) == (0, num_bytes) and num_bytes == len(data):
             return data
@@ -95,14 +95,14 @@ class SpreadKv:
         self._lines = lines
         self._take = take
         self.bell = None if lines is None else Bell()
-        self._number = 0  # of the last question
+        self._number = 0  # the last question's
         self._question: PartQuestion | None = None
-        self._asked = range(0)  # members, of whom it was asked
-        self._answers: dict[int, bytes] = {}  # to it, by member
-        self._coming: dict[int, JoinedPieces] = {}  # of the same
+        self._asked = range(0)  # members that the last question went to
+        self._answers: dict[int, bytes] = {}  # complete ones, by member
+        self._coming: dict[int, JoinedPieces] = {}  # incomplete ones, by member
         self._on_lines: dict[int, Line] = {}  # members that owe an answer on a line
         self._failure: str | None = None
-        self.lost_members: tuple[int, ...] = ()  # that gave no answer, or cannot
+        self.lost_members: tuple[int, ...] = ()  # members without an answer
 
     @property
     def num_tokens(self) -> int:
@@ -190,7 +190,7 @@ class SpreadKv:
         return True
 
     def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
-        """Ask these from now on, who hold so many tokens. Between two steps."""
+        """Ask ``members``, which hold ``num_tokens``, from now on. Between two steps."""
         self.members, self._num_tokens = tuple(members), num_tokens
         self._failure, self.lost_members = None, ()
 
@@ -213,7 +213,7 @@ class SpreadKv:
             self.bell.ring()
 
     def fail(self, reason: str, *members: int) -> None:
-        """End what waits for answers, now and until it has other members; because of these, if it is."""
+        """End every wait for answers until `set_members`. ``members`` are the ones that were lost, if any were."""
         if self._failure is None:
             self._failure, self.lost_members = reason, members
         self._ring()
