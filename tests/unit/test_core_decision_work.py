@@ -55,7 +55,9 @@ def ahead_of_room(num_awaiting_decode: int) -> CoreBench:
         modelled_profile(str(role), role, num_blocks=1 << 16, max_model_len=1 << 16, max_num_seqs=1)
         for role in (Role.PREFILL, Role.DECODE)
     ]
-    bench = CoreBench(*profiles, config=CoreConfig(policy=PolicyConfig(slo_ttft_s=0.0, slo_ttft_stretch=0.0)))
+    bench = CoreBench(
+        *profiles, config=CoreConfig(policy=PolicyConfig(slo_ttft_s=0.0, slo_ttft_stretch=0.0, decodes_locally=False))
+    )
     bench.feed(BundleChangeRequested("pdmesh"))
     for index in range(1 + num_awaiting_decode):
         (step,) = of(RunStep, bench.arrive(f"ahead{index}", 100, 3000))

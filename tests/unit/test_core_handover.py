@@ -275,7 +275,8 @@ def test_an_instance_that_cannot_be_reached_receives_nothing_that_has_not_begun_
 
 def test_who_waited_for_a_receiver_and_has_gone_keeps_room_from_nobody() -> None:
     """A long prompt that is promised room later, placed at the same moment, does not bring the old closure back."""
-    policy = PolicyConfig(latency=LinearLatencyModel(a_s=0.1, b_s=0.01, c_s=0.0, d_s=0.0), long_prompt_tokens=256)
+    latency = LinearLatencyModel(a_s=0.1, b_s=0.01, c_s=0.0, d_s=0.0)
+    policy = PolicyConfig(latency=latency, long_prompt_tokens=256, decodes_locally=False)
     config = CoreConfig(policy=policy, max_queue_s=1e6)
     prefills = [modelled_profile(name, Role.PREFILL, num_blocks=1024, max_model_len=4096) for name in ("p0", "p1")]
     decode = modelled_profile(D0, Role.DECODE, num_blocks=1024, max_model_len=4096)

@@ -75,6 +75,7 @@ from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.recovery.unheard import on_token_link
 from pdmesh.core.requests import RequestView
 from pdmesh.core.steps.batching import BatchingView, Modes
+from pdmesh.core.steps.local_decodes import LocalDecodes
 from pdmesh.core.steps.packing import Packer
 from pdmesh.core.steps.placing import unready_reason
 from pdmesh.core.steps.step_reports import StepReports
@@ -115,7 +116,16 @@ class SchedulerCore:
         self._operations = AllOperations(self._mesh, self._moves, self._judge)
         self._modes = Modes(self._mesh)
         self._handovers = HandOvers(self._mesh, config.max_queue_s)
-        self._packer = Packer(self._mesh, config.plans_in_flight, bundle, self._modes, self._handovers, self._fetches)
+        self._local_decodes = LocalDecodes(self._mesh, self._operations.on_instances.fixes_role)
+        self._packer = Packer(
+            self._mesh,
+            config.plans_in_flight,
+            bundle,
+            self._modes,
+            self._handovers,
+            self._fetches,
+            self._local_decodes,
+        )
         self._admission = Admission(self._mesh, config)
         self._new_requests = NewRequests(
             self._mesh,
@@ -313,7 +323,8 @@ class SchedulerCore:
         self._fetches.end_useless(now_s)
         bundle = self._choice.bundle
         if self._config.evacuates:
-            self._moves.evacuate(self._operations.on_instances.leaving, bundle.decode_placement)
+            leaving = [*self._operations.on_instances.leaving, *self._local_decodes.leaving()]
+            self._moves.evacuate(leaving, bundle.decode_placement)
             if bundle.rebalancing is not None:
                 self._rebalancer.speed_up(bundle.rebalancing, now_s)
         if self._mesh.spreads_contexts:

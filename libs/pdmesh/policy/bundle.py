@@ -9,6 +9,7 @@ from pdmesh.model import Request
 from pdmesh.policy.batching import Batching
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.interruption import Interruption
+from pdmesh.policy.local_decode import LocalDecode
 from pdmesh.policy.local_prefill import LocalPrefill
 from pdmesh.policy.prefill_groups import GroupPolicy
 from pdmesh.policy.rebalancing import Rebalancing
@@ -32,6 +33,7 @@ class Bundle:
     local_prefill: LocalPrefill | None = (
         None  # whether a prompt is computed on an instance that only decodes; None: none
     )
+    local_decode: LocalDecode | None = None  # None: no prefill instance decodes
     num_reserved: int = 0  # instances, the first that joined, which compute long prompts only; the others short ones
     run_ahead: RunAhead | None = None  # None: no prompt is computed ahead of room to decode
     waiting_kv_share: float = 1.0  # of a prefill instance's KV, that may wait to move away

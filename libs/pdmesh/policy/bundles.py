@@ -14,6 +14,7 @@ from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.interruption import ShortInterruptsLong
+from pdmesh.policy.local_decode import LocalDecode
 from pdmesh.policy.local_prefill import LocalPrefill
 from pdmesh.policy.order import ByPriority, EarliestDeadline, Fcfs, GuardedShortestFirst, ShortestFirst
 from pdmesh.policy.parts import adaptive, in_groups, links_of, make_group_policy, mixed, with_order
@@ -65,6 +66,9 @@ def _pdmesh(config: PolicyConfig) -> Bundle:
         interruption=ShortInterruptsLong(config.latency, long_tokens),
         local_prefill=LocalPrefill(remaining=prediction.remaining, packing=packing, links=links)
         if config.prefills_locally
+        else None,
+        local_decode=LocalDecode(latency=config.latency, latency_of_device_class=config.latency_of_device_class)
+        if config.decodes_locally
         else None,
         run_ahead=RunAhead(
             prediction=prediction,

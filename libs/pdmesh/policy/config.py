@@ -103,6 +103,11 @@ class PolicyConfig:
         "compute a short prompt on a decode instance if no prefill instance is free and it is faster (`pdmesh`)",
     ] = True
     local_step_share: Annotated[float, SHARE, "share of the TPOT target that a step with such a prompt may take"] = 0.6
+    decodes_locally: Annotated[
+        bool,
+        "decode on a prefill instance if no decode instance is there, or if waiting for room is predicted to cost more "
+        "(`pdmesh`)",
+    ] = True
     batching: Annotated[str, NO_SETTING] = ""  # of `scheduler.batching`; empty: the bundle's own
     eb_threshold: Annotated[
         float | None,

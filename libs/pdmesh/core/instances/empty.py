@@ -29,6 +29,7 @@ class EmptyInstance:
         # KV moves only inside a group: equal layouts, and equal weights.
         self.kv_group = f"{profile.model} {profile.kv_layout} {profile.weights}"
         self._growth = growth
+        self.decodes_locally = False  # a prefill instance that may decode what it computes
         self._take_role(profile.role)
 
     def _take_role(self, role: Role) -> None:
@@ -39,7 +40,7 @@ class EmptyInstance:
     @property
     def kind(self) -> tuple[object, ...]:
         """What decides what it could take if it were empty."""
-        return self.role, self.kv_group, self.num_blocks, self.max_model_len, self.max_kv_tokens
+        return self.role, self.decodes_locally, self.kv_group, self.num_blocks, self.max_model_len, self.max_kv_tokens
 
     def num_prefill_blocks(self, request: Request) -> int:
         return num_blocks_for(request.num_prompt_tokens, self.block_size)
@@ -106,10 +107,16 @@ class EmptyInstance:
         )
 
     def could_decode(self, request: Request) -> bool:
-        """Whether prompt and output fit this instance when it is empty."""
+        """Whether prompt and output fit this instance when it is empty, and it takes KV of others."""
+        return self.role_decodes and self._could_hold(request)
+
+    def could_finish(self, request: Request) -> bool:
+        """Whether prompt and output fit this instance when it is empty, and it may decode what it computes."""
+        return (self.role_decodes or self.decodes_locally) and self._could_hold(request)
+
+    def _could_hold(self, request: Request) -> bool:
         return (
-            self.role_decodes
-            and self.may_serve(request)
+            self.may_serve(request)
             and request.num_prompt_tokens + request.max_tokens <= self.max_model_len
             and self.num_decode_blocks(request) <= self.num_blocks
         )

@@ -327,10 +327,17 @@ class OccupiedInstance(EmptyInstance):
 
     def can_keep(self, request: Request) -> bool:
         """Whether the request, whose prompt is held here to move away, can decode here instead."""
+        return self.role_decodes and self._has_room_to_keep(request)
+
+    def can_keep_locally(self, request: Request) -> bool:
+        """Whether a prefill instance can decode the request, whose prompt it holds to move away."""
+        return self.decodes_locally and self._has_room_to_keep(request)
+
+    def _has_room_to_keep(self, request: Request) -> bool:
         allocation = self.allocations.get((request.request_id, request.epoch))
-        if allocation is None or allocation.freeing or not self.takes_decodes or not self.could_decode(request):
+        if allocation is None or allocation.freeing or not (self.takes_new and self.has_seat):
             return False
-        if self.num_parts(request):
+        if self.num_parts(request) or not self.could_finish(request):
             return False
         if not self._growth.on_demand:
             return self.num_decode_blocks(request) - allocation.num_blocks <= self.num_free_blocks
@@ -341,13 +348,18 @@ class OccupiedInstance(EmptyInstance):
 
         Also while an operator empties the instance, and whether or not it prefills: no other instance may be left.
         """
+        return self.is_open_to_begun and not self.suspected and self._has_room_to_finish(request)
+
+    def can_decode_locally(self, request: Request) -> bool:
+        """Whether a prefill instance can compute the request now, and decode it."""
+        return self.decodes_locally and self.takes_new and self._has_room_to_finish(request)
+
+    def _has_room_to_finish(self, request: Request) -> bool:
         return (
-            self.is_open_to_begun
-            and not self.suspected
-            and self.has_seat
+            self.has_seat
             and not self.num_parts(request)
             and (request.request_id, request.epoch) not in self.allocations
-            and self.could_decode(request)
+            and self.could_finish(request)
             and (self._has_room_for(request) if self._growth.on_demand else self._has_room_for_all(request))
         )
 
@@ -445,6 +457,10 @@ class OccupiedInstance(EmptyInstance):
 
     def set_role(self, role: Role) -> None:
         self._take_role(role)
+        self._change()
+
+    def set_decodes_locally(self, decodes_locally: bool) -> None:
+        self.decodes_locally = decodes_locally
         self._change()
 
     def check_occupied(self) -> None:

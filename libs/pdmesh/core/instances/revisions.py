@@ -52,12 +52,19 @@ def have_pair(instances: Collection[InstanceState]) -> bool:
     return any(instance.role_prefills and instance.kv_group in groups for instance in instances)
 
 
+def can_serve(instances: Collection[InstanceState]) -> bool:
+    """Return whether the instances have a pair, or a prefill instance that may decode."""
+    return any(instance.decodes_locally for instance in instances) or have_pair(instances)
+
+
 def weights_for_new(instances: Collection[InstanceState]) -> str | None:
-    """Return the newest identity whose usable instances can serve a request; None if there is none."""
-    for members in _newest_first(instances):
-        if have_pair([each for each in members if each.is_usable]):
-            return members[0].weights
-    return None
+    """Return the newest identity whose usable instances can serve a request; None if there is none.
+
+    Identities with a pair come before those whose prefill instances would decode everything.
+    """
+    members = [[each for each in members if each.is_usable] for members in _newest_first(instances)]
+    able = next(filter(have_pair, members), None) or next(filter(can_serve, members), None)
+    return None if able is None else able[0].weights
 
 
 def role_that_new_weights_lack(instances: Collection[InstanceState]) -> Role | None:

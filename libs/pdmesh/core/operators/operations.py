@@ -155,6 +155,11 @@ class Operations:
         """The operation that runs on an instance."""
         return self._running.get(instance_id)
 
+    def fixes_role(self, instance_id: InstanceId) -> bool:
+        """Whether an operator chose the role of an instance."""
+        running = self._running.get(instance_id)
+        return instance_id in self._roles or (running is not None and running.requested.role is not None)
+
     def replaced_by(self, report: ActuatorReported) -> tuple[ManagedProcess, ...]:
         """Return the processes that an actuator is to replace: of empty instances that are restarted."""
         return tuple(each for each in report.processes if self._is_replaced(InstanceId(each.name)))

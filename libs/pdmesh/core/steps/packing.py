@@ -18,6 +18,7 @@ from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.batching import Modes
+from pdmesh.core.steps.local_decodes import LocalDecodes
 from pdmesh.core.steps.placing import (
     Placement,
     Wait,
@@ -76,9 +77,11 @@ class Packer:
         modes: Modes,
         handovers: HandOvers,
         fetches: Fetches,
+        local_decodes: LocalDecodes,
     ) -> None:
         self._mesh = mesh
         self._modes = modes
+        self._local_decodes = local_decodes
         self._handovers = handovers
         self._fetches = fetches
         self._step_slots = StepSlots(mesh, plans_in_flight, bundle, modes)
@@ -87,6 +90,7 @@ class Packer:
     def pack(self, bundle: Bundle, now_s: float) -> None:
         """Give every instance with room for a plan something to do."""
         step_slots = self._step_slots
+        self._local_decodes.look_at(bundle)
         self._modes.look_at(bundle)
         if self._mesh.recovering:
             self.prefill_groups.recover(bundle, now_s)
@@ -340,7 +344,7 @@ class Round:
 
         An operator may be emptying that instance, until the operation's time is up.
         """
-        able = [each for each in self._mesh.instances.values() if each.could_decode(request)]
+        able = [each for each in self._mesh.instances.values() if each.could_finish(request)]
         unheard = self._mesh.cut.of(request.gateway_id)
         for instance in able:
             has_slot = instance.instance_id in self._step_slots or self._known.has_room(instance)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import NOTHING_KEPT, Decoders
-from pdmesh.core.instances.revisions import have_pair
+from pdmesh.core.instances.revisions import can_serve
 from pdmesh.core.recovery.cut_pairs import CutPairs
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Request
@@ -174,6 +174,8 @@ def _place(
             takes = bundle.prefill_placement.takes
             if may_be_ahead and not gives_back and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
                 num_asked += 1
+                if handovers.decodes_locally(request, prefill, decoders.sums, bundle):
+                    return Placement(prefill, prefill)
                 if handovers.begins_ahead(request, prefill, num_reused, decoders.sums, bundle, now_s):
                     return Placement(prefill, None)
             wait = Wait.FOR_ROOM if wait is Wait.FOR_STEP_SLOT else wait
@@ -261,14 +263,14 @@ def _able(request: Request, instances: Collection[InstanceState], *, by_number: 
             continue
         num_parts = instance.most_parts(request) if by_number else 0
         num_others = able[instance.kv_group] - (num_parts > 0 and instance.could_decode(request))
-        if num_others > num_parts:
+        if num_others > num_parts or (not num_parts and instance.could_finish(request)):
             yield instance
 
 
 def unready_reason(instances: Iterable[InstanceState]) -> str | None:
     """Why no request can be served now; None if one can."""
     takers = [instance for instance in instances if instance.is_usable]
-    if have_pair(takers):
+    if can_serve(takers):
         return None
     if not any(instance.role_prefills for instance in takers):
         return "no prefill instance is there"

@@ -12,6 +12,7 @@ KV that waits to move away is bounded on each instance, and that bound holds bac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from pdmesh.core.instances.decoding import DecodingSums
 from pdmesh.core.instances.instance import InstanceState
@@ -69,7 +70,9 @@ class HandOvers:
                 continue
             if receiver is not None:
                 receive(mesh, state, receiver, members)
-            elif source.can_keep(state.request):
+            elif source.can_keep(state.request) or self._keeps_locally(
+                state.request, source, step_slots.decoders.sums, bundle
+            ):
                 keep(mesh, state)
             else:
                 self._closed.add(kv_group)
@@ -129,6 +132,35 @@ class HandOvers:
         wanted = self._mesh.awaiting_decode.wanted(prefill.kv_group).plus(prefill.num_first_blocks(request))
         room_s = decoding.room_s(*wanted)
         return ahead.begins(request, prefill.view, num_reused_tokens, room_s=room_s, now_s=now_s)
+
+    def decodes_locally(self, request: Request, prefill: InstanceState, sums: DecodingSums, bundle: Bundle) -> bool:
+        """Whether a prefill instance computes a prompt for which no instance has room to decode, and decodes it.
+
+        It overtakes no computed prompt that will have room elsewhere.
+        """
+        if bundle.local_decode is None or not prefill.can_decode_locally(request):
+            return False
+        wanted = self._mesh.awaiting_decode.wanted(prefill.kv_group)
+        room_s = self._room_s(request, prefill.kv_group, wanted.plus(prefill.num_first_blocks(request)), sums)
+        if wanted.num_requests and room_s < inf:
+            return False
+        return bundle.local_decode.pays(prefill.view, request.num_prompt_tokens, self._mesh.growth.mean_tokens, room_s)
+
+    def _keeps_locally(self, request: Request, source: InstanceState, sums: DecodingSums, bundle: Bundle) -> bool:
+        """Whether the first computed prompt that waits for room decodes on its prefill instance.
+
+        That brings each of those that wait forward by one place, and all of them together by the time until the last
+        has room.
+        """
+        if bundle.local_decode is None or not source.can_keep_locally(request):
+            return False
+        room_s = self._room_s(request, source.kv_group, self._mesh.awaiting_decode.wanted(source.kv_group), sums)
+        return bundle.local_decode.pays(source.view, request.num_prompt_tokens, self._mesh.growth.mean_tokens, room_s)
+
+    def _room_s(self, request: Request, kv_group: str, wanted: Wanted, sums: DecodingSums) -> float:
+        """Return when all that is ``wanted`` has room on decode instances; infinite if none could take the request."""
+        decoding = sums.decoding(kv_group, self._mesh.growth.mean_tokens, request)
+        return inf if decoding is None else decoding.room_s(*wanted)
 
     def promises_later(self, request: Request, prefill: InstanceState, num_reused_tokens: int, bundle: Bundle) -> bool:
         """Whether a long prompt leaves the room that there is to requests behind it, until it needs it."""

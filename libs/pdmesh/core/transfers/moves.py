@@ -281,6 +281,7 @@ class Moves:
                 allocation.kind is not AllocationKind.RESIDENT
                 or state is None
                 or state.move is not None
+                or state.request.ends_with_prompt
                 or state.num_failed_moves >= MAX_FAILED
             ):
                 continue

@@ -135,7 +135,7 @@ class NewRequests:
         if not request.weights:
             return False
         return not any(
-            each.may_serve(request) and each.is_open_to_begun and each.could_decode(request)
+            each.may_serve(request) and each.is_open_to_begun and each.could_finish(request)
             for each in self._mesh.instances.values()
         )
 

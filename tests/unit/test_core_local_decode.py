@@ -1,0 +1,109 @@
+"""Local decode: a prefill instance decodes what it computes, while no decode instance has room or is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.commands import AdmitPrefill, KeepKv, PlaceDecode, RunStep
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, MoveSent
+from pdmesh.core.operator_events import BundleChangeRequested
+from pdmesh.model import InstanceId, Role
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import LinearLatencyModel
+from pdmesh.testing.core import CoreBench, a_role, of
+from pdmesh.testing.modelled import modelled_profile
+
+#: Each prompt token takes 1 ms, each decode 1 ms and a step 10 ms.
+MODEL = LinearLatencyModel(a_s=0.01, b_s=1e-3, c_s=0.0, d_s=0.0, decode_a_s=0.01, decode_s=1e-3)
+POLICY = PolicyConfig(latency=MODEL, slo_tpot_s=0.2, prefill_step_s=0.2, long_prompt_tokens=1000)
+P, D = InstanceId("p"), InstanceId("d")
+PREFILL = modelled_profile(P, Role.PREFILL, num_blocks=1000, block_size=16)
+DECODE = modelled_profile(D, Role.DECODE, num_blocks=1000, block_size=16)
+
+
+def a_bench(policy: PolicyConfig = POLICY, *, bundle: str = "pdmesh", max_num_seqs: int = 8) -> CoreBench:
+    decode = replace(DECODE, max_num_seqs=max_num_seqs)
+    bench = CoreBench(PREFILL, decode, config=CoreConfig(policy=policy, plans_in_flight=2))
+    bench.feed(BundleChangeRequested(bundle))
+    return bench
+
+
+def decoding_on(bench: CoreBench) -> dict[str, int]:
+    return {view.instance_id: view.num_decoding for view in bench.core.instances}
+
+
+def compute(bench: CoreBench, request_id: str, *, output: int = 100) -> list[str]:
+    """A request arrives and its prompt is computed; return where it was placed to decode, if it is to leave."""
+    commands = bench.arrive(request_id, 20, output)
+    for run in of(RunStep, commands):
+        commands += bench.done(run.instance_id, run.plan)
+    return [place.instance_id for place in of(PlaceDecode, commands)]
+
+
+def test_without_a_decode_instance_it_decodes_where_it_is_computed() -> None:
+    bench = a_bench()
+    assert compute(bench, "before") == ["d"]
+    bench.feed(InstanceLost(D))
+    assert bench.core.unready_reason is None
+    assert compute(bench, "after") == []
+    assert decoding_on(bench) == {"p": 2}, "also what had been computed for the lost one"
+    (kept,) = of(KeepKv, bench.commands)
+    assert kept.request_id == "before"
+
+
+def test_a_silent_decode_instance_is_as_good_as_none() -> None:
+    bench = a_bench()
+    bench.feed(InstanceSuspected(D))
+    assert compute(bench, "r") == []
+    assert decoding_on(bench) == {"p": 1, "d": 0}
+
+
+def test_its_decodes_move_to_a_decode_instance_that_comes() -> None:
+    bench = a_bench()
+    bench.feed(InstanceLost(D))
+    for name in ("r", "s"):
+        compute(bench, name)
+    commands = bench.feed(InstanceJoined(DECODE, ()))
+    assert [(place.instance_id, place.request_id) for place in of(PlaceDecode, commands)] == [("d", "r"), ("d", "s")]
+    for name in ("r", "s"):
+        bench.feed(MoveSent(*bench._transfer(P, name), num_bytes=1, duration_s=0.1, frozen_s=0.0))
+        bench.released(P, name)
+    assert decoding_on(bench) == {"p": 0, "d": 2}
+    assert compute(bench, "t") == ["d"]
+
+
+@pytest.mark.parametrize(("policy", "bundle"), [(POLICY, "fcfs"), (replace(POLICY, decodes_locally=False), "pdmesh")])
+def test_it_waits_where_the_policy_says_so(policy: PolicyConfig, bundle: str) -> None:
+    bench = a_bench(policy, bundle=bundle)
+    bench.feed(InstanceLost(D))
+    assert bench.core.unready_reason == "no decode instance is there"
+    assert not of(AdmitPrefill, bench.arrive("r"))
+
+
+def test_a_prefill_instance_whose_role_an_operator_chose_does_not_decode() -> None:
+    bench = CoreBench(PREFILL, replace(PREFILL, instance_id=InstanceId("q"), role=Role.MIXED), DECODE)
+    bench.feed(BundleChangeRequested("pdmesh"))
+    bench.feed(a_role("q", Role.PREFILL))
+    bench.feed(InstanceLost(P))
+    bench.feed(InstanceLost(D))
+    assert bench.core.unready_reason == "no decode instance is there"
+    assert not of(AdmitPrefill, bench.arrive("r"))
+    bench.feed(InstanceJoined(PREFILL, ()))
+    (admitted,) = of(AdmitPrefill, bench.commands)
+    assert admitted.instance_id == "p"
+
+
+def test_beside_a_full_decode_instance_it_decodes_once_waiting_costs_more() -> None:
+    """A step of two decodes takes 12 ms, so each costs 6 ms; one decode of the prefill instance costs 11 ms."""
+    bench = a_bench(max_num_seqs=2)
+    for name in ("r", "s"):
+        assert compute(bench, name) == ["d"]
+        bench.landed("d", name)
+    compute(bench, "first")
+    assert (list(bench.core.awaiting_decode), decoding_on(bench)) == ([("first", 0)], {"p": 0, "d": 2})
+    compute(bench, "second")
+    assert [kept.request_id for kept in of(KeepKv, bench.commands)] == ["first", "second"]
+    assert decoding_on(bench) == {"p": 2, "d": 2}, "a second decode there costs 1 ms, the wait 6 ms"
