@@ -15,7 +15,7 @@ from math import inf
 from pdmesh.core.commands import SetRole, StopInstance
 from pdmesh.core.instances.allocations import HAVE_SEATS, MOVES_AWAY, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.revisions import have_pair
+from pdmesh.core.instances.revisions import can_serve, have_pair
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import ActuatorReported, FailedStart, OperationRequested
 from pdmesh.core.operators.actuators import Actuators
@@ -334,9 +334,13 @@ class Operations:
             return None  # it goes on with all that it does
         if not have_pair(others) and (have_pair([instance, *others]) or requested.kind is OperationKind.ROLE):
             kind = "prefill and decode" if instance.role is Role.MIXED else str(instance.role)
+            if can_serve(others):
+                loss, then = "prefill instances would decode beside their prompts", ""
+            else:
+                loss, then = "no request can be served", ": then new requests wait, and are refused in the end"
             return (
-                f"without {requested.instance_id} no request can be served: it is the last that can {kind}. Start "
-                "another one first, or use --force: then new requests wait, and are refused in the end"
+                f"without {requested.instance_id} {loss}: it is the last that can {kind}. Start another one first, or "
+                f"use --force{then}"
             )
         return None
 

@@ -46,7 +46,7 @@ class HandOvers:
 
     def find_receivers(self, step_slots: StepSlots, bundle: Bundle, now_s: float) -> None:
         """Give those that need one now what room there is, strictly in the order of their first offers."""
-        mesh, awaiting_decode = self._mesh, self._mesh.awaiting_decode
+        mesh, awaiting_decode, sums = self._mesh, self._mesh.awaiting_decode, step_slots.decoders.sums
         self._closed.clear()
         awaiting_decode.set_limits(now_s + self._limit_s)
         before: dict[str, Wanted] = {}  # in each KV group, by those that go on without
@@ -64,18 +64,18 @@ class HandOvers:
                 receiver = self._receiver(state, source, step_slots.decoders)
             wanted = before.get(kv_group, Wanted()).plus(num_blocks)
             if self._may_yet_wait(state, bundle) and not self._needs_room(
-                state, source, wanted, None if receiver is not None else step_slots.decoders.sums, bundle
+                state, source, wanted, None if receiver is not None else sums, bundle
             ):
                 before[kv_group] = wanted
                 continue
             if receiver is not None:
                 receive(mesh, state, receiver, members)
-            elif source.can_keep(state.request) or self._keeps_locally(
-                state.request, source, step_slots.decoders.sums, bundle
-            ):
+            elif source.can_keep(state.request) or self._keeps_locally(state.request, source, sums, bundle):
                 keep(mesh, state)
             else:
-                self._closed.add(kv_group)
+                # Without decode instances there is no room to keep for it.
+                if bundle.local_decode is None or sums.decoding(kv_group, mesh.growth.mean_tokens, state.request):
+                    self._closed.add(kv_group)
                 continue
             state.find_room(now_s)
             step_slots.refresh([source] if receiver is None else [source, receiver, *members])
@@ -149,8 +149,7 @@ class HandOvers:
     def _keeps_locally(self, request: Request, source: InstanceState, sums: DecodingSums, bundle: Bundle) -> bool:
         """Whether the first computed prompt that waits for room decodes on its prefill instance.
 
-        That brings each of those that wait forward by one place, and all of them together by the time until the last
-        has room.
+        Each waiting request then has room one place earlier. Together they save the time until the last has room.
         """
         if bundle.local_decode is None or not source.can_keep_locally(request):
             return False
