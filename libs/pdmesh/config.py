@@ -170,8 +170,8 @@ class SchedulerConfig:
     batching: Annotated[
         str,
         one_of("", "mb", "eb", "ebplus"),
-        "batching mode of mixed instances: prompts beside decodes (`mb`), in phases of their own (`eb`), or "
-        "whichever is faster (`ebplus`); empty: the bundle's own",
+        "batching mode of instances that prefill and decode: prompts beside decodes (`mb`), in phases of their own "
+        "(`eb`), or whichever is faster (`ebplus`); empty: the bundle's own",
     ] = ""
     profile: Annotated[
         str | None,

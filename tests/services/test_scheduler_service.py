@@ -411,9 +411,16 @@ async def test_an_operator_switches_the_batching_mode_while_serving() -> None:
 async def test_a_mesh_without_instances_that_do_both_has_no_exclusive_mode() -> None:
     async with running() as mesh, mesh.gateway() as g, mesh.worker(prefill()), mesh.worker(decode()):
         await g.expect(MeshStatus)
+        assert isinstance(await mesh.ask(SetPolicy(bundle="fcfs")), Policies)
         refusal = await mesh.ask(SetBatching(batching="eb"))
         assert isinstance(refusal, AdminError)
-        assert refusal.message == "no instance prefills and decodes: there is nothing that could be exclusive"
+        assert refusal.message.startswith("no instance has a choice of modes")
+        assert await mesh.ask(SetPolicy(bundle="pdmesh"))  # under which decode instances prefill
+        assert isinstance(await mesh.ask(SetBatching(batching="eb")), Policies)
+        status = await mesh.ask(GetStatus())
+        assert isinstance(status, MeshStatus)
+        modes = {row.role: row.batching and row.batching.mode for row in status.instances}
+        assert modes == {Role.PREFILL: None, Role.DECODE: "eb"}
 
 
 async def test_an_operator_switches_the_policy_while_serving() -> None:

@@ -194,7 +194,7 @@ def test_words_of_other_tools_are_commands_that_help_shows() -> None:
         (["up", "--set", "worker.dtyp=float32"], {}, "unknown setting worker.dtyp: did you mean worker.dtype?"),
         (["up", "--set", "worker.dtype"], {}, "--set 'worker.dtype': must be NAME=VALUE"),
         (["up", "--prefill", "0"], {}, "no instance could prefill"),
-        (["up"], {"PDMESH_SCHEDULER_BATCHING": "eb"}, "scheduler.batching is eb: no instance prefills and decodes"),
+        (["up", "--set", "scheduler.bundle=fcfs"], {"PDMESH_SCHEDULER_BATCHING": "eb"}, "no instance has a choice of"),
         (["up"], {"PDMESH_POLICY_EB_THRESHOLD": "1"}, "PDMESH_POLICY_EB_THRESHOLD is 1.0: must be a number from 0.001"),
         (["policy", "set", "mb", "--threshold", "0.3"], {}, "--threshold applies to `eb` only"),
         (["up", "--name", "../x"], {}, "--name is '../x'"),

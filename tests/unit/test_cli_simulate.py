@@ -121,7 +121,7 @@ def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
         (["--batching", "eb", "--threshold", "1"], 2, "the threshold is 1.0: must be a share between 0 and 1"),
         (["--batching", "eb", "--threshold", "nan"], 2, "the threshold is nan: must be a share between 0 and 1"),
         (["--batching", "mb", "--threshold", "0.3"], 2, "--threshold needs --batching eb"),
-        (["--batching", "eb"], 2, "--batching eb: no instance prefills and decodes"),
+        (["--batching", "eb", "--bundle", "fcfs"], 2, "--batching eb: no instance has a choice of modes"),
         (["--limit", "5", "--deaths", "1000"], 2, "instances cannot die 1000 times in"),
         (["--clients", "4", "--deaths", "1"], 2, "--deaths cannot be combined with --clients"),
         (["--long-range", "many"], 2, "--long-range 'many': must be LOW,HIGH"),

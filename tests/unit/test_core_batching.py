@@ -10,6 +10,7 @@ from pdmesh.core.commands import Command, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, RequestArrived, RequestCancelled, RequestFinished, Tick
 from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
+from pdmesh.core.steps.batching import BatchingView
 from pdmesh.errors import ConfigError
 from pdmesh.model import Epoch, FinishReason, InstanceId, Request, RequestId, Role
 from pdmesh.plans import StepPlan
@@ -31,6 +32,12 @@ def a_bench(*names: str, batching: str = "eb", threshold: float | None = 0.5, ma
 
 def plans(commands: list[Command]) -> list[StepPlan]:
     return [command.plan for command in of(RunStep, commands)]
+
+
+def view_of(bench: CoreBench) -> BatchingView:
+    view = bench.core.batching_of(InstanceId("m"))
+    assert view is not None
+    return view
 
 
 def end(bench: CoreBench, request_id: str, instance_id: str = "m", num_tokens: int = 4) -> list[Command]:
@@ -181,9 +188,9 @@ def test_an_instance_that_comes_back_is_not_thought_to_hold_its_residents() -> N
     bench = a_bench(max_num_seqs=2)
     fill(bench, 1)
     bench.arrive("a", prompt=100)
-    assert bench.core.batching_of(InstanceId("m")).is_prefill_phase
+    assert view_of(bench).is_prefill_phase
     bench.feed(InstanceJoined(modelled_profile("m", Role.MIXED, max_num_seqs=2), ()))
-    assert not bench.core.batching_of(InstanceId("m")).is_prefill_phase
+    assert not view_of(bench).is_prefill_phase
 
 
 @pytest.mark.parametrize(("configured", "own"), [("", "ebplus"), ("mb", "mb")])
@@ -215,4 +222,4 @@ def test_a_mode_or_threshold_that_there_is_not_changes_nothing() -> None:
 def test_where_nothing_is_known_ebplus_is_mixed() -> None:
     bench = a_bench(batching="ebplus", threshold=None)
     fill(bench)
-    assert bench.core.batching_of(InstanceId("m")).mode is Mode.MIXED
+    assert view_of(bench).mode is Mode.MIXED

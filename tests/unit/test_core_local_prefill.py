@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
+from pdmesh.core.commands import AdmitPrefill, Command, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.model import Role
+from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
+from pdmesh.model import InstanceId, Role
 from pdmesh.plans import StepPlan
+from pdmesh.policy.batching import Mode
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.testing.core import CoreBench, of
@@ -18,6 +19,8 @@ from pdmesh.testing.modelled import modelled_profile
 
 #: A millisecond for each prompt token, 30 for each that decodes.
 MODEL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_s=0.03)
+#: A millisecond for each of both, and a constant for each kind of step.
+QUICK = LinearLatencyModel(a_s=0.01, b_s=1e-3, c_s=0.0, d_s=0.0, decode_a_s=0.01, decode_s=1e-3)
 POLICY = PolicyConfig(latency=MODEL, slo_tpot_s=0.2, prefill_step_s=0.2, long_prompt_tokens=1000)
 P = modelled_profile("p", Role.PREFILL, num_blocks=1000, block_size=16)
 D = modelled_profile("d", Role.DECODE, num_blocks=1000, block_size=16)
@@ -83,3 +86,56 @@ def test_it_waits_while_decodes_leave_their_steps_no_room() -> None:
         bench.landed("d", f"d{number}")
     occupy(bench)
     assert not of(AdmitPrefill, bench.arrive("local", 300))
+
+
+def decode_steps(bench: CoreBench, commands: list[Command]) -> list[StepPlan]:
+    """Return the plans that the decode instance was sent."""
+    return [run.plan for run in of(RunStep, commands) if run.instance_id == "d"]
+
+
+def with_decodes(batching: str, number: int = 4) -> CoreBench:
+    """A busy prefill instance, and a decode instance with ``number`` decodes and a promise on 8 seats."""
+    bench = a_bench(replace(POLICY, latency=QUICK, batching=batching, eb_threshold=0.3))
+    for index in range(number):
+        (run,) = of(RunStep, bench.arrive(f"d{index}", 20))
+        bench.done("p", run.plan)
+        bench.landed("d", f"d{index}")
+    assert len(of(RunStep, bench.arrive("busy", 900))) == 2, "both plans are of a prompt that is not interrupted"
+    return bench
+
+
+def test_prompts_are_computed_beside_decodes_or_in_a_phase_as_the_operator_says() -> None:
+    bench = with_decodes("mb")
+    (step,) = decode_steps(bench, bench.arrive("local", 40))
+    assert (step.with_decodes, step.holds_decodes) == (True, False)
+
+    bench = with_decodes("eb")
+    assert not decode_steps(bench, bench.arrive("a", 40)), "one waits, and 0.3 of the seats in use are wanted"
+    first, last = decode_steps(bench, bench.arrive("b", 40))
+    assert [chunk.request_id for chunk in first.chunks] == ["a", "b"]
+    assert (first.with_decodes, first.holds_decodes) == (False, True)
+    assert (last.chunks, last.with_decodes, last.holds_decodes) == ((), True, False), "the phase ends"
+
+
+def test_the_mode_of_a_running_decode_instance_changes() -> None:
+    bench = with_decodes("mb")
+    before = bench.core.batching_of(InstanceId("d"))
+    bench.feed(BatchingChangeRequested("eb", 0.1))
+    after = bench.core.batching_of(InstanceId("d"))
+    assert [view and view.mode for view in (before, after)] == [Mode.MIXED, Mode.EXCLUSIVE]
+    first, _ = decode_steps(bench, bench.arrive("local", 40))
+    assert first.holds_decodes
+
+
+@pytest.mark.parametrize(
+    ("policy", "bundle"), [(POLICY, "pecsched"), (replace(POLICY, prefills_locally=False), "pdmesh")]
+)
+def test_without_local_prefill_there_is_no_choice(policy: PolicyConfig, bundle: str) -> None:
+    bench = a_bench(policy, bundle=bundle)
+    assert [bench.core.batching_of(view.instance_id) for view in bench.core.instances] == [None, None]
+
+
+def test_a_prefill_instance_has_no_choice() -> None:
+    bench = a_bench()
+    assert bench.core.batching_of(InstanceId("p")) is None
+    assert bench.core.batching_of(InstanceId("d")) is not None

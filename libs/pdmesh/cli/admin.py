@@ -79,8 +79,7 @@ async def _ask_status(address: str, security: SecurityConfig) -> tuple[messages.
 
 def _lines(answer: messages.MeshStatus) -> Iterator[str]:
     for row in messages.in_order(answer.instances):
-        if row.batching is not None:
-            yield f"{row.instance_id}  {batching_line(row.batching)}"
+        yield f"{row.instance_id}  {batching_line(row.batching)}"
     yield from kv_lines(answer.instances)
     yield from compute_lines(answer.instances)
     yield from ranks_lines(answer.instances)
@@ -208,8 +207,10 @@ def processes_table(record: MeshRecord) -> Table:
     return table
 
 
-def batching_line(batching: messages.BatchingStatus) -> str:
+def batching_line(batching: messages.BatchingStatus | None) -> str:
     """Return a line that says how an instance batches, and what is known of the other mode."""
+    if batching is None:
+        return "batching no choice"
     phase = f", {batching.phase} phase" if batching.phase else ""
     parts = [f"batching {batching.mode}{phase}"]
     if batching.idle_share:

@@ -164,8 +164,10 @@ def up(
     pools = make_pools(prefill, decode, mixed)
     if tree.scheduler.batching == "eb" and not pools.mixed:
         from pdmesh.policy.batching import NOTHING_EXCLUSIVE
+        from pdmesh.policy.bundles import make_bundle
 
-        raise ConfigError(f"scheduler.batching is eb: {NOTHING_EXCLUSIVE}")
+        if not pools.decode or make_bundle(tree.scheduler.bundle, tree.policy).local_prefill is None:
+            raise ConfigError(f"scheduler.batching is eb: {NOTHING_EXCLUSIVE}")
     state = state_folder(os.environ, name)
     if detach:
         raise Exit(up_detached(tree, pools, state, os.environ, gateways))

@@ -24,6 +24,7 @@ from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.model import InstanceProfile, PoolCounts, Role
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
+from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.policy.prefill_groups import Schedule
@@ -108,7 +109,7 @@ def run_simulate(options: SimulateOptions, output: Output) -> None:
         )
         for bundle, batching in product(options.bundles, options.batchings or ("",))
     }
-    if "eb" in options.batchings and not any(_has_modes(profile) for profile, _ in instances):
+    if "eb" in options.batchings and not any(_has_modes(profile, options.bundles, policy) for profile, _ in instances):
         raise ConfigError(f"--batching eb: {NOTHING_EXCLUSIVE}")
     results: dict[str, SimResult] = {}
     with rare_collections(), progress_bar(output) as progress:
@@ -163,9 +164,11 @@ def _reserved(options: SimulateOptions) -> int:
     return options.reserved + (options.decode if options.reserved > options.prefill else 0)
 
 
-def _has_modes(profile: InstanceProfile) -> bool:
-    """Whether an instance prefills and decodes."""
-    return profile.role is Role.MIXED
+def _has_modes(profile: InstanceProfile, bundles: Sequence[str], policy: PolicyConfig) -> bool:
+    """Whether an instance prefills and decodes under one of the bundles."""
+    if profile.role is not Role.DECODE:
+        return profile.role is Role.MIXED
+    return any(make_bundle(bundle, policy).local_prefill is not None for bundle in bundles)
 
 
 def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Sequence[Arrival], ClosedLoop | None]:

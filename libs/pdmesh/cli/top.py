@@ -186,7 +186,7 @@ def _instances(frame: Frame, timelines: Timelines | None) -> Table:
 def _batching(batching: Mapping[str, Any] | None) -> str:
     """The mode, its phase, and what is predicted of `eb`."""
     if batching is None:
-        return ""
+        return "no choice"
     phase, gain = batching.get("phase"), batching.get("gain")
     words = [batching["mode"], phase or "", "" if gain is None else f" eb {100 * gain:+.1f} %"]
     return " ".join(filter(None, words))

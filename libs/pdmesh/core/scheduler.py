@@ -75,7 +75,7 @@ from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.recovery.unheard import on_token_link
 from pdmesh.core.requests import RequestView
 from pdmesh.core.steps.batching import BatchingView, Modes
-from pdmesh.core.steps.local_decodes import LocalDecodes
+from pdmesh.core.steps.local_work import LocalWork
 from pdmesh.core.steps.packing import Packer
 from pdmesh.core.steps.placing import unready_reason
 from pdmesh.core.steps.step_reports import StepReports
@@ -90,7 +90,7 @@ from pdmesh.core.transfers.reports import TransferReports
 from pdmesh.core.waiting.admission import Admission
 from pdmesh.core.waiting.fairness import TenantView
 from pdmesh.core.waiting.new_requests import NewRequests
-from pdmesh.model import InstanceId, PrefixHashes, RequestId, RequestKey
+from pdmesh.model import NO_TRANSFER, InstanceId, PrefixHashes, RequestId, RequestKey
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -116,7 +116,7 @@ class SchedulerCore:
         self._operations = AllOperations(self._mesh, self._moves, self._judge)
         self._modes = Modes(self._mesh)
         self._handovers = HandOvers(self._mesh, config.max_queue_s)
-        self._local_decodes = LocalDecodes(self._mesh, self._operations.on_instances.fixes_role)
+        self._local_work = LocalWork(self._mesh, self._operations.on_instances.fixes_role)
         self._packer = Packer(
             self._mesh,
             config.plans_in_flight,
@@ -124,7 +124,7 @@ class SchedulerCore:
             self._modes,
             self._handovers,
             self._fetches,
-            self._local_decodes,
+            self._local_work,
         )
         self._admission = Admission(self._mesh, config)
         self._new_requests = NewRequests(
@@ -199,8 +199,8 @@ class SchedulerCore:
         """The batching mode that is chosen for all instances: `mb`, `eb` or `ebplus`."""
         return self._choice.bundle.batching.name
 
-    def batching_of(self, instance_id: InstanceId) -> BatchingView:
-        """What an instance that is there does, and why."""
+    def batching_of(self, instance_id: InstanceId) -> BatchingView | None:
+        """Return what an instance that is there does, and why; None if it has no modes to choose from."""
         return self._modes.view(self._mesh.instances[instance_id])
 
     def requests(self, limit: int) -> list[RequestView]:
@@ -323,13 +323,13 @@ class SchedulerCore:
         self._fetches.end_useless(now_s)
         bundle = self._choice.bundle
         if self._config.evacuates:
-            leaving = [*self._operations.on_instances.leaving, *self._local_decodes.leaving()]
+            leaving = [*self._operations.on_instances.leaving, *self._local_work.leaving()]
             self._moves.evacuate(leaving, bundle.decode_placement)
             if bundle.rebalancing is not None:
                 self._rebalancer.speed_up(bundle.rebalancing, now_s)
         if self._mesh.spreads_contexts:
-            leaving = self._operations.on_instances.leaving if self._config.evacuates else ()
-            self._parts.serve(self._moves.leaving(leaving), bundle.decode_placement, now_s)
+            emptied = self._operations.on_instances.leaving if self._config.evacuates else ()
+            self._parts.serve(self._moves.leaving(emptied), bundle.decode_placement, now_s)
         self._on_demand.serve(bundle, self._choice.learner.model, now_s, moves=self._config.evacuates)
         self._packer.pack(bundle, now_s)
         self._admission.note(commands)
@@ -494,7 +494,12 @@ class SchedulerCore:
             self._mesh.ignore("KvReleased")
             return
         if allocation.kind in HAVE_SEATS:
-            self._modes.released(instance, self._choice.bundle, self._choice.learner.estimate(instance.device_class))
+            self._modes.released(
+                instance,
+                self._choice.bundle,
+                self._choice.learner.estimate(instance.device_class),
+                was_computed_here=allocation.transfer_id == NO_TRANSFER,
+            )
         self._reconciler.released(event.instance_id, key)
         self._moves.released(event.instance_id, key)
         if allocation.kind is AllocationKind.PART:

@@ -28,7 +28,10 @@ from pdmesh.policy.batching_theory import (
 from pdmesh.policy.probing import NO_CORRECTION, Correction
 
 #: Why `eb` is refused where there are only instances without a choice.
-NOTHING_EXCLUSIVE = "no instance prefills and decodes: there is nothing that could be exclusive"
+NOTHING_EXCLUSIVE = (
+    "no instance has a choice of modes. An instance of one stage has one if it prefills and decodes: a mixed instance "
+    "(`pdmesh role NAME mixed`), or a decode instance under the policy `pdmesh` with policy.prefills_locally"
+)
 
 
 class Mode(StrEnum):
@@ -69,6 +72,9 @@ class Load(NamedTuple):
     mixed_limit: StepLimit = NO_LIMIT
     correction: Correction = NO_CORRECTION
     together: float = 1.0  # requests that begin at once where it is mixed, as observed
+    held: LengthMoments | None = None  # lengths of single requests, if ``lengths`` are not
+    max_stall_s: float = inf  # longest prefill phase, whatever the mode allows
+    few_prompts: bool = False  # other instances compute nearly all prompts
 
 
 class ModeChoice(NamedTuple):
@@ -233,6 +239,8 @@ class SwitchingBatching:
         reason = ""
         if load.num_slots < self.min_slots:
             reason = "few requests"
+        elif load.few_prompts:
+            reason = "few prompts"
         elif share < least_share:
             reason = "stall"
         prediction = best if share >= best.threshold.idle_share else best.at(load, max(share, least_share))
@@ -254,7 +262,7 @@ class SwitchingBatching:
             prediction.cycle_s,
             self._tokens_within(load, self.slo_ttft_s),
             prediction.gain > 0 or load.costs.mixing_costs,
-            self.max_stall_s,
+            min(self.max_stall_s, load.max_stall_s),
             load.costs.switch_s + LEAST_TOKENS * load.costs.prompt_token_s,
             prediction.decodes_s(load),
         )
@@ -266,7 +274,7 @@ class SwitchingBatching:
     @staticmethod
     def _tokens_within(load: Load, limit_s: float) -> float:
         """Prompt tokens of a phase that stalls nobody for longer than that, or than its own target."""
-        stall_s = limit_s if load.tpot_s is None else load.tpot_s
+        stall_s = min(load.max_stall_s, limit_s if load.tpot_s is None else load.tpot_s)
         token_s = load.costs.prompt_token_s
         return (stall_s - load.costs.switch_s) / token_s if token_s > 0 else inf
 
@@ -331,7 +339,8 @@ class ModePrediction(NamedTuple):
 def safe_seats(load: Load, threshold: Threshold, risk: float) -> int:
     """N: as many as decode at once and, with the observed lengths, run out of KV in a phase with less than ``risk``."""
     most = load.max_num_seqs
-    return max(1, max_safe_slots(load.num_kv_tokens, risk, threshold, load.lengths, at_most=most))
+    lengths = load.held or load.lengths
+    return max(1, max_safe_slots(load.num_kv_tokens, risk, threshold, lengths, at_most=most))
 
 
 def _at(threshold: Threshold, idle_share: float) -> Threshold:

@@ -33,7 +33,7 @@ class Bundle:
     local_prefill: LocalPrefill | None = (
         None  # whether a prompt is computed on an instance that only decodes; None: none
     )
-    local_decode: LocalDecode | None = None  # None: no prefill instance decodes
+    local_decode: LocalDecode | None = None  # prefill instances decode by this rule, if there is one
     num_reserved: int = 0  # instances, the first that joined, which compute long prompts only; the others short ones
     run_ahead: RunAhead | None = None  # None: no prompt is computed ahead of room to decode
     waiting_kv_share: float = 1.0  # of a prefill instance's KV, that may wait to move away

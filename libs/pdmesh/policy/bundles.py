@@ -133,8 +133,8 @@ ABOUT: Mapping[str, str] = MappingProxyType(
 #: A sentence on each batching mode.
 ABOUT_BATCHING: Mapping[str, str] = MappingProxyType(
     {
-        "mb": "mixed instances compute prompts beside decodes",
-        "eb": "mixed instances compute prompts and decode in turn",
+        "mb": "instances that prefill and decode compute prompts beside decodes",
+        "eb": "they compute prompts and decode in turn",
         "ebplus": "whichever of the two is predicted to be faster",
     }
 )

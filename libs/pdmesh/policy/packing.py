@@ -145,7 +145,8 @@ class AdaptiveChunks:
         return num_tokens if num_tokens or step.chunks else min(num_left, CHUNK_UNIT_TOKENS)
 
     def step_limit(self, instance: InstanceView) -> StepLimit:
-        return StepLimit(self._tpot_s(instance), self.sizer.max_tokens)
+        is_decode = instance.role is Role.DECODE
+        return StepLimit(self._tpot_s(instance) * (self.local_step_share if is_decode else 1), self.sizer.max_tokens)
 
     def takes_local(self, instance: InstanceView) -> bool:
         budget_s = self.local_step_share * self._tpot_s(instance)

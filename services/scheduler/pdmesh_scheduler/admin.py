@@ -283,7 +283,7 @@ class Admin:
         except ConfigError as error:
             return AdminError(message=str(error))
         instances = self.driver.state().instances
-        if name == "eb" and instances and not any(instance.role is Role.MIXED for instance in instances):
+        if name == "eb" and instances and all(instance.batching is None for instance in instances):
             return AdminError(message=NOTHING_EXCLUSIVE)
         await self.driver.act(BatchingChangeRequested(name, threshold))
         return self._policies()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from pdmesh.core.events import LoadReported
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, InstanceProfile, Role
+from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.policy.batching import Mode
 from pdmesh.wire.messages import BatchingStatus, GroupStatus, InstanceStatus, LinkStatus, MeshStatus, RevisionStatus
 from pdmesh_scheduler.history import MeshHistory, safety
@@ -113,7 +113,7 @@ def _instance_statuses(
             num_decoding=view.num_decoding,
             num_queued_tokens=view.num_queued_tokens,
             num_taken_blocks=view.num_blocks - view.num_free_blocks,
-            batching=_batching_status(core, view.instance_id) if view.role is Role.MIXED else None,
+            batching=_batching_status(core, view.instance_id),
             compute=profile.compute,
             arithmetic=profile.arithmetic,
             weights=profile.weights,
@@ -127,8 +127,10 @@ def _instance_statuses(
         )
 
 
-def _batching_status(core: SchedulerCore, instance_id: InstanceId) -> BatchingStatus:
+def _batching_status(core: SchedulerCore, instance_id: InstanceId) -> BatchingStatus | None:
     view = core.batching_of(instance_id)
+    if view is None:
+        return None
     return BatchingStatus(
         mode=view.mode,
         phase="" if view.mode is Mode.MIXED else "prefill" if view.is_prefill_phase else "decode",

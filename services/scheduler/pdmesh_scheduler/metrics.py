@@ -22,7 +22,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.lives import Attempt, Chunk, CrossedClass
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import InstanceId, OwnDecodeSteps, Role, TransferPurpose
+from pdmesh.model import InstanceId, OwnDecodeSteps, TransferPurpose
 from pdmesh.policy.batching import Mode
 from pdmesh.telemetry.exposition import Aliases
 from pdmesh.telemetry.histograms import LoopHistogram
@@ -258,7 +258,7 @@ class _CoreCollector(Collector):
         )
         exclusive = GaugeMetricFamily(
             "pdmesh:batching_exclusive",
-            "1 while a mixed instance computes prompts in separate phases (eb), 0 while its steps mix them",
+            "1 while an instance computes prompts in separate phases (eb), 0 while its steps mix them",
             labels=["instance"],
         )
         gain = GaugeMetricFamily(
@@ -269,8 +269,8 @@ class _CoreCollector(Collector):
         for view in self._core.instances:
             usage.add_metric([view.instance_id], 1 - view.num_free_blocks / view.num_blocks)
             queued.add_metric([view.instance_id], view.num_queued_tokens)
-            if view.role is Role.MIXED:
-                batching = self._core.batching_of(view.instance_id)
+            batching = self._core.batching_of(view.instance_id)
+            if batching is not None:
                 exclusive.add_metric([view.instance_id], batching.mode is Mode.EXCLUSIVE)
                 gain.add_metric([view.instance_id], batching.gain or 0.0)
         ignored = CounterMetricFamily(

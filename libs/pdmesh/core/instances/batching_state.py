@@ -26,6 +26,8 @@ class BatchingState:
     gathers_s: float | None = None  # enough seats are idle for a prefill phase since then
     model: LinearLatencyModel | None = None  # that the choice was made with
     num_ended: int = 0  # requests, of this cycle
+    num_computed: int = 0  # ended requests whose prompts were computed here
+    share_computed: float | None = None  # mean share of such requests; 1 on a mixed instance
     num_slots: float | None = None  # requests that are there or could be, in the mean
     sum_taken: int = 0  # seats taken when each of this cycle's requests ended, itself included
     sum_waiting: int = 0  # in the queue, the same

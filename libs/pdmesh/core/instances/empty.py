@@ -29,6 +29,7 @@ class EmptyInstance:
         # KV moves only inside a group: equal layouts, and equal weights.
         self.kv_group = f"{profile.model} {profile.kv_layout} {profile.weights}"
         self._growth = growth
+        self.prefills_locally = False  # a decode instance that may compute what it will decode
         self.decodes_locally = False  # a prefill instance that may decode what it computes
         self._take_role(profile.role)
 

@@ -26,7 +26,7 @@ class LengthsSeen:
         self._computed = self._computed_squares = self._histories = 0  # of prompts
         self._prompts = self._prompt_squares = self._outputs = self._output_squares = 0
         self._num_seen = 0
-        self._thresholds: dict[int, Threshold] = {}  # the best by number of slots, and what they were computed for
+        self._thresholds: dict[tuple[int, float], Threshold] = {}  # the best by slots and rounds, and computed for what
         self._computed_at = 0
         self._ratio = 0.0
 
@@ -82,18 +82,22 @@ class LengthsSeen:
             interference_s=model.interference_s,
         )
 
-    def threshold(self, costs: StepCosts, num_slots: float) -> Threshold:
-        """The best for these outputs, whatever their law. Only the ratio of two costs matters to it."""
+    def threshold(self, costs: StepCosts, num_slots: float, rounds: float = 1.0) -> Threshold:
+        """Return the best threshold for these outputs, whatever their law. Only the ratio of two costs matters to it.
+
+        Each prompt that is computed makes room for ``rounds`` outputs, one after the other: where other instances
+        compute some prompts, these take seats without a prefill phase.
+        """
         ratio = costs.switch_s / costs.decode_step_s
         if self._num_seen - self._computed_at >= _PER_SEARCH or abs(ratio - self._ratio) > 0.1 * self._ratio:
             self._thresholds.clear()
             self._computed_at, self._ratio = self._num_seen, ratio
-        slots = _rounded(num_slots)
-        found = self._thresholds.get(slots)
+        slots, rounds = _rounded(num_slots), 1.08 ** round(math.log(rounds) / math.log(1.08))
+        found = self._thresholds.get((slots, rounds))
         if found is None:
-            outputs = [max(1, output) for _, _, output in self._lengths]
+            outputs = [max(1, round(rounds * output)) for _, _, output in self._lengths]
             found = tried_threshold(slots, costs, outputs, renewal_threshold(costs, outputs))
-            self._thresholds[slots] = found
+            self._thresholds[slots, rounds] = found
         return found
 
 

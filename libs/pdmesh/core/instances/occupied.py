@@ -459,8 +459,9 @@ class OccupiedInstance(EmptyInstance):
         self._take_role(role)
         self._change()
 
-    def set_decodes_locally(self, decodes_locally: bool) -> None:
-        self.decodes_locally = decodes_locally
+    def set_local_work(self, *, prefills: bool, decodes: bool) -> None:
+        """Say whether a decode instance may prefill, and a prefill instance decode, what stays there."""
+        self.prefills_locally, self.decodes_locally = prefills, decodes
         self._change()
 
     def check_occupied(self) -> None:

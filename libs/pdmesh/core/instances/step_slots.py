@@ -241,7 +241,7 @@ class StepSlots:
         if self._perhaps_spare:
             takes_local = self._bundle.packing.takes_local
             for instance in self._perhaps_spare.values():
-                if takes_local(instance.view):
+                if takes_local(self._modes.beside(instance)):
                     self._spare.put(instance)
             self._perhaps_spare.clear()
         return bool(self._spare.members)

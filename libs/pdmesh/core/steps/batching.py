@@ -30,6 +30,9 @@ _DWELL = 3
 #: Of the mean number of requests, at each cycle.
 _FORGETTING = 0.7
 
+#: Least share of a decode instance's requests that must be computed there before its modes are compared.
+_LEAST_SHARE = 0.05
+
 #: Of a predicted decode phase: then a prefill phase that was too short goes on. Less than 1, so that what has piled up
 #: is caught up with.
 _RESUMED_AFTER = 0.5
@@ -70,8 +73,10 @@ class Modes:
         if state.request.epoch == 0 and num_output_tokens > 0:
             self._lengths.add(state.num_reused_tokens, state.num_work_tokens, num_output_tokens - 1)
 
-    def released(self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel) -> None:
-        """A seat is idle now."""
+    def released(
+        self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel, *, was_computed_here: bool
+    ) -> None:
+        """Note that a request gave its seat back."""
         batching = instance.batching
         if not instance.allocated.num_seats_taken:
             batching.meter.forget()
@@ -80,15 +85,21 @@ class Modes:
         batching.sum_taken += instance.allocated.num_seats_taken + 1
         batching.sum_waiting += len(self._mesh.queue)
         batching.num_ended += 1
+        batching.num_computed += was_computed_here
         if batching.num_ended >= max(_MIN_CYCLE, batching.choice.idle_share * (batching.num_slots or 0)):
             self._end_cycle(instance, bundle, model)
 
     def _end_cycle(self, instance: InstanceState, bundle: Bundle, model: LinearLatencyModel) -> None:
         batching = instance.batching
-        mean = (batching.sum_taken + batching.sum_waiting / len(self._pool(instance))) / batching.num_ended
+        share = batching.num_computed / batching.num_ended
+        if not instance.role_prefills and batching.share_computed is not None:
+            share = _FORGETTING * batching.share_computed + (1 - _FORGETTING) * share
+        batching.share_computed = 1.0 if instance.role_prefills else share
+        num_waiting = batching.share_computed * batching.sum_waiting / len(self._pool(instance))
+        mean = (batching.sum_taken + num_waiting) / batching.num_ended
         known = batching.num_slots
         batching.num_slots = mean if known is None else _FORGETTING * known + (1 - _FORGETTING) * mean
-        batching.sum_taken = batching.sum_waiting = batching.num_ended = 0
+        batching.sum_taken = batching.sum_waiting = batching.num_ended = batching.num_computed = 0
         batching.num_dwelt += 1
         if self._lengths.is_enough:
             self._choose(instance, bundle, model)
@@ -104,18 +115,24 @@ class Modes:
             batching.together.note(tally)
         own_s = [slo_s for slo_s in instance.view.slo_tpots_s if slo_s is not None]
         assert batching.num_slots is not None
+        assert batching.share_computed is not None
         num_slots = min(batching.num_slots, instance.max_num_seqs)
+        rounds = 1 / max(_LEAST_SHARE, batching.share_computed)
+        held, limit = self._lengths.moments, bundle.packing.step_limit(instance.view)
         load = Load(
             num_slots=num_slots,
             max_num_seqs=instance.max_num_seqs,
             num_kv_tokens=instance.num_blocks * instance.block_size,
-            lengths=self._lengths.moments,
-            threshold=self._lengths.threshold(costs, num_slots),
+            lengths=replace(held, mean_output_tokens=rounds * held.mean_output_tokens),
+            threshold=self._lengths.threshold(costs, num_slots, rounds),
             costs=costs,
             tpot_s=min(own_s, default=None),
-            mixed_limit=bundle.packing.step_limit(instance.view),
+            mixed_limit=limit,
             correction=batching.probing.correction,
             together=batching.together.number,
+            held=held,
+            max_stall_s=inf if instance.role_prefills else limit.seconds,
+            few_prompts=batching.share_computed < _LEAST_SHARE,
         )
         if bundle.batching.probes:
             self._learn(batching, tally, load, model)
@@ -275,8 +292,10 @@ class Modes:
 
     # --- phases ---
 
-    def view(self, instance: InstanceState) -> BatchingView:
-        """What is shown of it."""
+    def view(self, instance: InstanceState) -> BatchingView | None:
+        """Return what is shown of an instance's batching; None if there are no modes to choose from."""
+        if not can_switch(instance):
+            return None
         choice = instance.batching.choice
         return BatchingView(
             mode=self.mode_of(instance),
@@ -291,7 +310,7 @@ class Modes:
         """The instance as a chunk on it finds it: alone, in a prefill phase."""
         if self.mode_of(instance) is Mode.MIXED:
             return instance.view
-        return replace(instance.view, num_decoding=0, num_resident_tokens=0, slo_tpots_s=frozenset())
+        return replace(instance.view, role=Role.MIXED, num_decoding=0, num_resident_tokens=0, slo_tpots_s=frozenset())
 
     def sent(self, instance: InstanceState, plan: StepPlan, now_s: float) -> None:
         """A plan was sent."""
@@ -337,7 +356,8 @@ def _max_stall_s(instance: InstanceState) -> float:
     most_s = instance.batching.choice.max_stall_s
     if most_s == inf:
         return inf
-    return min([most_s if slo_s is None else slo_s for slo_s in instance.view.slo_tpots_s], default=most_s)
+    least_s = min([most_s if slo_s is None else slo_s for slo_s in instance.view.slo_tpots_s], default=most_s)
+    return least_s if instance.role_prefills else min(most_s, least_s)
 
 
 def _least_chunk_s(instance: InstanceState) -> float:
@@ -367,11 +387,11 @@ def _phase_left_s(instance: InstanceState) -> float:
 
 
 def can_switch(instance: InstanceState) -> bool:
-    """Whether it prefills and decodes, by itself: there are modes to choose from.
+    """Whether an instance prefills and decodes, by its role or locally: there are modes to choose from.
 
     One of several stages has steps of both kinds under way at once.
     """
-    return instance.role is Role.MIXED and instance.num_stages == 1
+    return instance.num_stages == 1 and instance.role_decodes and (instance.role_prefills or instance.prefills_locally)
 
 
 def _latest_start_s(head: RequestState, now_s: float) -> float:

@@ -8,7 +8,7 @@ Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import chain
 
 from pdmesh.core.commands import RunStep
 from pdmesh.core.groups.prefill_groups import GroupPlanner
@@ -18,7 +18,8 @@ from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
 from pdmesh.core.steps.batching import Modes
-from pdmesh.core.steps.local_decodes import LocalDecodes
+from pdmesh.core.steps.local_work import LocalWork
+from pdmesh.core.steps.one_step import StepSlot, next_chunk
 from pdmesh.core.steps.placing import (
     Placement,
     Wait,
@@ -34,7 +35,7 @@ from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.waiting.queue import in_order
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, Role
-from pdmesh.plans import ChunkPlan, StepPlan
+from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.latency import ChunkShape
@@ -49,23 +50,6 @@ SPREAD_CHUNK_TOKENS = 128
 MAX_ASIDE = 64
 
 
-@dataclass(slots=True, eq=False)
-class StepSlot:
-    """An instance's next step while it is packed."""
-
-    instance: InstanceState
-    step: PartialStep
-    running: list[RequestState] = field(default_factory=list[RequestState])  # that have not had their turn at it
-    urgent: bool = False  # the instance has its plans; what may interrupt them can be added
-    is_late: bool = False  # the instance was idle, and takes its turn behind those that were not
-    fits: tuple[RequestState, int] | None = None  # what was last asked for, with the tokens of its first chunk
-
-    @property
-    def place(self) -> tuple[bool, int]:
-        """Late ones stay as they come."""
-        return self.is_late, 0 if self.is_late else self.instance.number
-
-
 class Packer:
     """Turns room into step plans, in rounds. A request is placed only when its first chunk is packed."""
 
@@ -77,11 +61,11 @@ class Packer:
         modes: Modes,
         handovers: HandOvers,
         fetches: Fetches,
-        local_decodes: LocalDecodes,
+        local_work: LocalWork,
     ) -> None:
         self._mesh = mesh
         self._modes = modes
-        self._local_decodes = local_decodes
+        self._local_work = local_work
         self._handovers = handovers
         self._fetches = fetches
         self._step_slots = StepSlots(mesh, plans_in_flight, bundle, modes)
@@ -90,7 +74,7 @@ class Packer:
     def pack(self, bundle: Bundle, now_s: float) -> None:
         """Give every instance with room for a plan something to do."""
         step_slots = self._step_slots
-        self._local_decodes.look_at(bundle)
+        self._local_work.look_at(bundle)
         self._modes.look_at(bundle)
         if self._mesh.recovering:
             self.prefill_groups.recover(bundle, now_s)
@@ -185,7 +169,7 @@ class Round:
 
     def _open(self, instance: InstanceState) -> None:
         """Open an instance for a plan, unless there is nothing that it could be given."""
-        may_take = self._mesh.queue.has_line and instance.role_prefills
+        may_take = self._mesh.queue.has_line and (instance.role_prefills or self._is_in_phase(instance))
         if not instance.reachable or not (instance.prefills or may_take):
             return
         urgent = not self._known.has_room(instance)
@@ -194,6 +178,10 @@ class Round:
         running = [state for state in instance.prefills if not urgent or self._may_interrupt(instance, state)]
         if running or may_take or not urgent:
             self._step_slots[instance.instance_id] = StepSlot(instance, PartialStep(self._now_s), running, urgent)
+
+    def _is_in_phase(self, instance: InstanceState) -> bool:
+        """Whether a decode instance is in a prefill phase of its own, in which it takes prompt after prompt."""
+        return instance.prefills_locally and instance.batching.holds_decodes
 
     # --- requests that wait ---
 
@@ -284,14 +272,16 @@ class Round:
         if placement is not Wait.FOR_STEP_SLOT:
             return placement
         is_long = bundle.is_long(request, head.num_reused_tokens)
-        if self._for_waiting and bundle.local_prefill is not None and not is_long:
-            no_use = self._step_slots.keys() | mesh.cut.of(request.gateway_id)
-            spare = (
-                instance
-                for instance in self._known.spare()
-                if instance.instance_id not in no_use and self._has_weights(instance)
+        if bundle.local_prefill is not None and not is_long:
+            local = place_locally(
+                request,
+                self._local_offers(head),
+                self._known.least_queued,
+                bundle,
+                self._handovers,
+                self._modes.beside,
+                depths,
             )
-            local = place_locally(request, spare, self._known.least_queued, bundle, self._handovers, depths)
             if local is not None:
                 return local
         in_group = bundle.group_policy is not None and bundle.group_policy.group_size > 1
@@ -312,12 +302,15 @@ class Round:
             if self._known.is_spare(holder)
             and self._has_weights(holder)
             and holder.instance_id not in self._step_slots
+            and self._fits(holder, head)
             and holder.kv_group not in self._handovers.closed_groups
             and holder.can_stay(head.request)
         ]
         if not spare:
             return None
-        found = self._reusing.cheapest_local(head, depths, spare, self._known.least_queued, self._bundle, reuse)
+        found = self._reusing.cheapest_local(
+            head, depths, spare, self._known.least_queued, self._bundle, reuse, self._modes.beside
+        )
         return None if found is None else Placement(found, found)
 
     def _offers(self, head: RequestState) -> Iterator[InstanceState]:
@@ -325,6 +318,20 @@ class Round:
         opened = [step_slot.instance for step_slot in self._step_slots.values()]
         for instance in self._known.for_prompts(opened, others=self._for_waiting):
             if instance.takes_prompts and self._has_weights(instance) and self._fits(instance, head):
+                yield instance
+
+    def _local_offers(self, head: RequestState) -> Iterator[InstanceState]:
+        """Yield decode instances whose next step takes a first chunk of the head. A phase takes several prompts."""
+        unheard = self._mesh.cut.of(head.request.gateway_id)
+        in_phase = [
+            each.instance
+            for each in self._step_slots.values()
+            if each.instance.prefills_locally and self._modes.mode_of(each.instance) is Mode.EXCLUSIVE
+        ]
+        spare = self._known.spare() if self._for_waiting else ()
+        others = (instance for instance in spare if instance.instance_id not in self._step_slots)
+        for instance in chain(in_phase, others):
+            if instance.instance_id not in unheard and self._has_weights(instance) and self._fits(instance, head):
                 yield instance
 
     def _may_begin(self, instance: InstanceState, head: RequestState) -> bool:
@@ -444,7 +451,7 @@ class Round:
         step_slot.fits = None
         if num_tokens <= 0:
             return
-        step_slot.step.add(_next_chunk(state, num_tokens), state.num_work_tokens)
+        step_slot.step.add(next_chunk(state, num_tokens), state.num_work_tokens)
         state.plan_chunk(instance.instance_id, instance.next_plan_id, num_tokens)
         if state.is_planned:
             instance.prefills.remove(state)
@@ -488,15 +495,3 @@ class Round:
 
     def _may_interrupt(self, instance: InstanceState, state: RequestState) -> bool:
         return self._known.may_interrupt(instance, state, self._now_s)
-
-
-def _next_chunk(state: RequestState, num_tokens: int) -> ChunkPlan:
-    """The next ``num_tokens`` of its prompt."""
-    start = state.num_planned_tokens
-    return ChunkPlan(
-        request_id=state.request.request_id,
-        epoch=state.request.epoch,
-        start=start,
-        num_tokens=num_tokens,
-        is_last=start + num_tokens >= state.request.num_prompt_tokens,
-    )

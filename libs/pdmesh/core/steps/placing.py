@@ -16,6 +16,7 @@ from pdmesh.core.recovery.cut_pairs import CutPairs
 from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Request
 from pdmesh.policy.bundle import Bundle
+from pdmesh.policy.views import InstanceView
 
 #: So many instances are asked whether a prompt had better begin there before its time, the first in the order of the
 #: policy: what one says no to, those behind it seldom do, and nobody pays for a look at all of a large mesh.
@@ -197,11 +198,13 @@ def place_locally(
     least_queued: Callable[[str], InstanceState | None],
     bundle: Bundle,
     handovers: HandOvers,
+    beside: Callable[[InstanceState], InstanceView],
     depths: Mapping[int, int] = NOTHING_KEPT,
 ) -> Placement | None:
     """Place a prompt on one of ``spare``, which only decode, if it has room and that pays; its KV stays there.
 
     Otherwise it waits for an instance that prefills: of a KV group the ``least_queued`` is the first to take it.
+    ``beside`` returns an instance as a chunk on it finds it.
     """
     local = bundle.local_prefill
     if local is None:
@@ -218,7 +221,7 @@ def place_locally(
         num_there = 0 if prefill is None else _num_kept_tokens(depths, prefill)
         there = None if prefill is None else prefill.view
         if local.pays(
-            request, instance.view, there, layer_bytes, num_here, num_there
+            request, beside(instance), there, layer_bytes, num_here, num_there
         ) and bundle.prefill_placement.takes(request, instance.view, num_here):
             return Placement(instance, instance)
     return None

@@ -22,6 +22,7 @@ from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.reuse import ReuseCost
+from pdmesh.policy.views import InstanceView
 
 
 class PrefillCandidate(NamedTuple):
@@ -200,10 +201,12 @@ class Reusing:
         least_queued: Callable[[str], InstanceState | None],
         bundle: Bundle,
         reuse: ReuseCost,
+        beside: Callable[[InstanceState], InstanceView],
     ) -> InstanceState | None:
         """Return which of ``spare``, which only decode, is cheaper than all that compute prompts; None: none is.
 
-        Beside decodes a prompt takes longer; but it need not move, and most of it may be there.
+        ``beside`` returns an instance as a chunk on it finds it. Beside decodes a prompt takes longer; but it need not
+        move, and most of it may be there.
         """
         request, local = head.request, bundle.local_prefill
         assert local is not None
@@ -218,7 +221,7 @@ class Reusing:
             kv_group = instance.kv_group
             if kv_group not in elsewhere:
                 elsewhere[kv_group] = self._least_s(head, depths, kv_group, least_queued(kv_group), reuse)
-            work_s = local.packing.local_s(instance.view, request.num_prompt_tokens - num_reused, num_reused)
+            work_s = local.packing.local_s(beside(instance), request.num_prompt_tokens - num_reused, num_reused)
             work_s += instance.load_s(self.num_loaded(instance))
             cost_s = work_s + reuse.price * reuse.work_s(request, num_reused)
             if cost_s < elsewhere[kv_group] and (best is None or cost_s < best[0]):

@@ -1,0 +1,49 @@
+"""Local work: decode instances that prefill and prefill instances that decode.
+
+A decode instance may compute the prompt of a request that it will decode. A prefill instance may decode a request whose
+prompt it has computed. The choice is made for each request. A decode on a prefill instance moves to a decode instance
+that has room, unless computed prompts wait for that room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.model import InstanceId, Role
+from pdmesh.policy.bundle import Bundle
+
+
+class LocalWork:
+    """Follows the instances that changed. A prefill instance whose role an operator fixed never decodes."""
+
+    def __init__(self, mesh: MeshState, is_fixed: Callable[[InstanceId], bool]) -> None:
+        self._mesh = mesh
+        self._is_fixed = is_fixed
+        self._allowed = False, False  # local prefill and local decode, by the bundle of the last packing
+        self._decoding: dict[InstanceId, None] = {}  # prefill instances
+
+    def look_at(self, bundle: Bundle) -> None:
+        """Look at instances that changed, or at all of them under a bundle with other rules; before packing."""
+        mesh, allowed = self._mesh, (bundle.local_prefill is not None, bundle.local_decode is not None)
+        changed = mesh.changed if allowed == self._allowed else mesh.instances
+        self._allowed = allowed
+        for instance_id in list(changed):
+            instance = mesh.instances.get(instance_id)
+            is_prefill = instance is not None and instance.role is Role.PREFILL
+            if instance is None or not (is_prefill and instance.allocated.num_decoding):
+                self._decoding.pop(instance_id, None)
+            else:
+                self._decoding[instance_id] = None
+            if instance is None:
+                continue
+            prefills = allowed[0] and instance.role is Role.DECODE
+            decodes = allowed[1] and is_prefill and not self._is_fixed(instance_id)
+            if (prefills, decodes) != (instance.prefills_locally, instance.decodes_locally):
+                instance.set_local_work(prefills=prefills, decodes=decodes)
+                mesh.regroup()
+                mesh.queue.unpark()
+
+    def leaving(self) -> Sequence[InstanceId]:
+        """Return the prefill instances whose decodes may move away now."""
+        return () if self._mesh.awaiting_decode else list(self._decoding)
