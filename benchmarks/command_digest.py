@@ -7,10 +7,10 @@ A digest is over every ``(now_s, event, commands)`` of a run, in the words of co
 `NEW_EVENTS` and `TRANSLATED` say what has had another name or shape since, and `DECIDED_ANEW` what is decided otherwise
 on purpose, for which digests were taken again; all are printed. The runs are simulations
 of two traces and random workloads over modelled instances,
-which lose transfers, instances, gateways and the scheduler, and are drained, given other roles and quarantined. What a
-receiver fails of is computed again, as it was then (`max_lost_receivers` 0), nobody remembers who
-could not reach whom (`cut_memory_s` 0), and nothing moves away from an instance
-that is drained (`evacuates` false). Each is run under every bundle. Without
+which lose transfers, instances, gateways and the scheduler, and are drained, given other roles and quarantined. As at
+the baseline, a prompt is computed again if its receiver fails (`max_lost_receivers` 0), no pair of processes is
+remembered as cut (`cut_memory_s` 0), no prefill instance decodes (`decodes_locally` false), and nothing moves away from
+an instance that is drained (`evacuates` false). Each is run under every bundle. Without
 ``--all`` it takes the first requests of each trace and the first random workloads.
 
 ``--compare`` (by default with ``benchmarks/command_digest.json``) exits 1 if a digest is another one.
@@ -295,7 +295,7 @@ SIM_CONFIG = SimConfig(port_bytes_per_s=1.5e9, control_delay_s=0.0005)
 
 def digest_of_trace(path: Path, mesh: MeshShape, bundle: str, limit: int | None) -> str:
     digest = hashlib.sha256()
-    policy = PolicyConfig(chunk_tokens=256)
+    policy = PolicyConfig(chunk_tokens=256, decodes_locally=False)
     arrivals = read_trace(path, limit=limit)
     core = DigestingCore(study_core(bundle, policy, 0), digest)
     Simulator(core, mesh.instances(policy.latency), arrivals, SIM_CONFIG).run()
@@ -312,6 +312,7 @@ POLICY = PolicyConfig(
     slo_tpot_s=4.0,
     long_prompt_tokens=20,
     local_step_share=2.0,
+    decodes_locally=False,
 )
 CONFIG = CoreConfig(
     max_queue_entries=6, max_queue_s=50.0, max_lost_receivers=0, evacuates=False, cut_memory_s=0.0, policy=POLICY

@@ -10,6 +10,7 @@ import anyio
 import httpx
 import pytest
 
+from pdmesh.model import Role
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import Reference, complete, random_prompts, reference
 from pdmesh.testing.mesh import RunningMesh, running_mesh
@@ -90,3 +91,37 @@ async def test_streams_survive_a_killed_process_token_for_token(served: Served, 
             assert answer.token_ids == short.token_ids[:8]
     await anyio.to_thread.run_sync(mesh.wait_until_idle, 30.0)
     await anyio.to_thread.run_sync(mesh.wait_until_replaced, victim, pid)
+
+
+async def test_streams_go_on_without_any_decode_instance_token_for_token(served: Served) -> None:
+    """The prefill instance decodes them. No successor starts, for the supervisor is stopped meanwhile."""
+    mesh, supervisor = served.mesh, served.mesh.record.supervisor.pid
+    victims = {name: pid for name, pid in mesh.pids().items() if name.startswith("decode")}
+    got: dict[int, list[int]] = {}
+    begun = [anyio.Event() for _ in served.references]
+
+    async def run(client: httpx.AsyncClient, index: int) -> None:
+        got[index] = await stream(client, mesh.model, served.references[index], begun[index])
+
+    async with mesh.client() as client:
+        with anyio.fail_after(120):
+            try:
+                async with anyio.create_task_group() as tasks:
+                    for index in range(NUM_STREAMS):
+                        tasks.start_soon(run, client, index)
+                    for event in begun[: NUM_STREAMS // 2]:
+                        await event.wait()
+                    os.kill(supervisor, signal.SIGSTOP)
+                    for pid in victims.values():
+                        os.kill(pid, signal.SIGKILL)
+                for index, expected in enumerate(served.references):
+                    assert got[index] == list(expected.token_ids), f"stream {index}"
+                new = served.references[0]
+                answer = await complete(client, mesh.model, new.prompt, 8)
+                assert answer.token_ids == new.token_ids[:8]
+                assert [row.role for row in (await mesh.state()).instances] == [Role.PREFILL]
+            finally:
+                os.kill(supervisor, signal.SIGCONT)
+    for name, pid in victims.items():
+        await anyio.to_thread.run_sync(mesh.wait_until_replaced, name, pid)
+    await anyio.to_thread.run_sync(mesh.wait_until_idle, 30.0)

@@ -105,6 +105,7 @@ from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.prefill_groups import Schedule
 from pdmesh.testing.core import FixedGrowth
 from pdmesh.testing.examples import examples
+from pdmesh.testing.local_decode import waiting_in_vain
 from pdmesh.testing.modelled import ModelledInstance, modelled_profile
 from pdmesh.testing.modelled_mesh import ModelledMesh
 
@@ -531,9 +532,15 @@ class MeshMachine(RuleBasedStateMachine):
         if command.group is not None:
             assert role.can_prefill, f"{command} on an instance that does not prefill"
         elif not command.moves_on and not self.awaited[command.request_id].ends_with_prompt:
-            assert role.can_decode, f"{command} on an instance that does not decode"
+            may_decode = role.can_decode or self.may_decode_locally(command.instance_id)
+            assert may_decode, f"{command} on an instance that does not decode"
         else:
             assert role.can_prefill, f"{command} on an instance that does not prefill"
+
+    def may_decode_locally(self, instance_id: InstanceId) -> bool:
+        """Whether a prefill instance may decode: by the policy, unless an operator chose its role."""
+        is_fixed = self.core._operations.on_instances.fixes_role(instance_id)
+        return self.chosen.local_decode is not None and self.roles[instance_id] is Role.PREFILL and not is_fixed
 
     def check_waits(self, command: AdmitPrefill) -> None:
         """Of what is computed ahead of room to decode no more is on an instance than may wait there, or one alone."""
@@ -586,10 +593,11 @@ class MeshMachine(RuleBasedStateMachine):
 
     def check_phase(self, instance_id: InstanceId, plan: StepPlan) -> None:
         """Where prompts have phases of their own, chunks hold the decodes, and a plan without chunks ends that."""
-        if self.core.batching_of(instance_id).mode is Mode.EXCLUSIVE and plan.chunks:
+        batching = self.core.batching_of(instance_id)
+        if batching is not None and batching.mode is Mode.EXCLUSIVE and plan.chunks:
             assert plan.holds_decodes, f"{plan} in a decode phase"
         if plan.holds_decodes:
-            assert self.roles[instance_id] is Role.MIXED
+            assert self.roles[instance_id] is not Role.PREFILL
             assert not plan.with_decodes, f"{plan} decodes in a prefill phase"
             assert not plan.urgent, f"{plan} may come late, into a decode phase"
             self.allocated.add(instance_id)
@@ -680,6 +688,7 @@ class MeshMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "core"):
             self.core.check_integrity()
+            assert not waiting_in_vain(self.core)
             self.mesh.transfers()
             assert set(self.waiting) == {key for key in self.waiting if self.core.is_active(key)}
             assert self.core.num_waiting == len(self.waiting)

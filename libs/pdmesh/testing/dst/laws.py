@@ -12,12 +12,14 @@ from pdmesh.model import Epoch, RequestId
 from pdmesh.testing.dst.process import Process
 from pdmesh.testing.dst.services import Gateway
 from pdmesh.testing.dst.timeline import Timeline
+from pdmesh.testing.local_decode import waiting_in_vain
 from pdmesh.worker.instance import Instance
 
 BLOCKS = "blocks balance"
 CAPABILITY = "no capability twice"
 ENDS_ONCE = "each request ends once"
 KEPT = "instances keep what the core thinks"
+LOCAL = "what an instance could decode waits for no other that is not there"
 FREE = "all is free when nothing runs"
 NO_FAILURE = "no service fails"
 PROGRESS = "something progresses once faults stop"
@@ -58,6 +60,8 @@ class Laws:
                 core.check_integrity()
             except AssertionError as error:
                 timeline.broke(BLOCKS, f"the core's state after {event}: {error}")
+            for waiting in waiting_in_vain(core):
+                timeline.broke(LOCAL, f"after {event}: {waiting}")
         if isinstance(event, CacheReported) and self._is_healthy:
             timeline.broke(KEPT, f"an instance keeps other KV than the core thought: {event}")
         for command in commands:
