@@ -166,7 +166,8 @@ async def ask_all(
     mesh: ComposeMesh, number: int, num_tokens: int, max_tokens: int, at_once: int
 ) -> tuple[list[Stream], float]:
     """Return the streams of ``number`` unlike greedy requests, and how long all of them took in seconds."""
-    requests = requests_of(num_tokens + number, [num_tokens + index % 7 for index in range(2 * number)], max_tokens)[::2]
+    lengths = [num_tokens + index % 7 for index in range(2 * number)]
+    requests = requests_of(num_tokens + number, lengths, max_tokens)[::2]
     waiting, streams = list(requests), list[Stream]()
     began_s = time.monotonic()
     async with openai.AsyncOpenAI(base_url=f"{mesh.base_url}/v1", api_key="none", timeout=600) as client:
