@@ -320,7 +320,7 @@ def main() -> None:
                 try_clients(mesh)
                 operator = Operator(mesh)
                 events = [each for each in operator.events() if re.search(options.only, each.name)]
-                cluster = Cluster(mesh.base_url, "none", events, lambda: mesh.compose("logs"))
+                cluster = Cluster(mesh.base_url, None, "none", events, lambda: mesh.compose("logs"))
                 with closing(operator):
                     num_bad = asyncio.run(run_events(cluster, events, options.streams, options.tokens))
                 print(f"lost, different or failed: {num_bad} ({limits.at_most('lost or different', num_bad, 0)})")

@@ -415,7 +415,7 @@ async def test_a_mesh_without_instances_that_do_both_has_no_exclusive_mode() -> 
         refusal = await mesh.ask(SetBatching(batching="eb"))
         assert isinstance(refusal, AdminError)
         assert refusal.message.startswith("no instance has a choice of modes")
-        assert await mesh.ask(SetPolicy(bundle="pdmesh"))  # under which decode instances prefill
+        assert isinstance(await mesh.ask(SetPolicy(bundle="pdmesh")), Policies)  # decode instances prefill under it
         assert isinstance(await mesh.ask(SetBatching(batching="eb")), Policies)
         status = await mesh.ask(GetStatus())
         assert isinstance(status, MeshStatus)
