@@ -101,7 +101,7 @@ def openapi_document(version: str, model: str, sampling: Mapping[str, float]) ->
             if request is not None:
                 content["schema"] = schemas[request]
             operation["requestBody"] = {"required": True, "content": {"application/json": content}}
-            operation["security"] = [{"apiKey": []}]
+            operation["security"] = [{}, {"apiKey": []}]  # a mesh may ask for none
         if names := re.findall(r"{(\w+)}", path):
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
