@@ -108,7 +108,7 @@ async def test_a_peer_that_hears_of_the_check_later_is_tried_again(monkeypatch: 
         checks.begin(CheckPeers(check_id=7, kv_peers=((B, address),), gateways=()))
         assert await pair.b.mover.probes.wait([probe_key(7, A, B)], limit_s=5.0) == set()
         pair.free_all()
-    assert tried == [address, address]
+        assert tried == [address, address]
     assert [problem.kind for problem in said[0].problems] == ["kv from"]
 
 
