@@ -82,6 +82,8 @@ ADDED: Sequence[str] = (
     "InstanceJoined.profile.weights",
     "InstanceJoined.profile.started_at",
     "StepDone.lent_share",
+    "TransferSent.carrier",
+    "MoveSent.carrier",
     "KvReleased.granules",
     "KvReleased.num_known",
     "AdmitPrefill.keeps_prefix",

@@ -181,13 +181,17 @@ class SpreadKv:
     def take_from_line(self, header: PieceHeader, answer: bytes) -> bool:
         """Take an answer. False if it is to no question that waits."""
         member = header.source
-        if header.chunk != self._number or member not in self._asked:
+        if not self._waits_for(header):
             return False
         if header.capability != self.members[member].capability:
             return False
         self._answers[member] = answer
         self._on_lines.pop(member, None)
         return True
+
+    def _waits_for(self, header: PieceHeader) -> bool:
+        """Return whether an answer is to the last question."""
+        return header.chunk == self._number and header.source in self._asked
 
     def set_members(self, members: Sequence[PartHolder], num_tokens: int) -> None:
         """Ask ``members``, which hold ``num_tokens``, from now on. Between two steps."""
@@ -199,7 +203,7 @@ class SpreadKv:
     def take(self, header: PieceHeader, data: bytes) -> bool:
         """Take a piece of an answer. False if it is to no question that waits."""
         member = header.source
-        if header.chunk != self._number or member not in self._asked:
+        if not self._waits_for(header):
             return False
         answer = self._coming.setdefault(member, JoinedPieces()).take(header, data)
         if answer is not None:
