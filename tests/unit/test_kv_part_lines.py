@@ -18,7 +18,7 @@ from pdmesh.kv.part_lines import (
     MAX_FRAME_BYTES,
     PATIENCE_S,
     Bell,
-    Line,
+    PartLine,
     PartLines,
     PartPort,
     Said,
@@ -75,14 +75,14 @@ def lines() -> PartLines:
     return PartLines(b"home", KEY, WEIGHTS)
 
 
-def line_to(lines: PartLines) -> Line:
+def line_to(lines: PartLines) -> PartLine:
     lines.connect(os.getpid(), ADDRESS)
     line = lines.line_to(ADDRESS)
     assert line is not None
     return line
 
 
-def answers(line: Line, num_answers: int) -> list[Said]:
+def answers(line: PartLine, num_answers: int) -> list[Said]:
     """Wait for answers, as the engine's thread does; fewer if the line ends."""
     bell, said, until_s = Bell(), list[Said](), time.monotonic() + LIMIT_S
     while len(said) < num_answers and line.is_open and time.monotonic() < until_s:
@@ -90,7 +90,7 @@ def answers(line: Line, num_answers: int) -> list[Said]:
     return said
 
 
-async def until_ended(line: Line) -> None:
+async def until_ended(line: PartLine) -> None:
     await anyio.to_thread.run_sync(answers, line, 1)
     assert not line.is_open
 

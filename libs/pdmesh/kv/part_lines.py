@@ -153,7 +153,7 @@ class Bell:
         os.close(self.fileno)
 
 
-class Line:
+class PartLine:
     """A home's end. Used by the threads of the engine; any thread may close it."""
 
     def __init__(self, process: int, address: bytes, hello: bytes) -> None:
@@ -234,7 +234,7 @@ class Line:
         self._socket.close()
 
 
-def wait_for_lines(lines: Iterable[Line], bell: Bell, until_s: float) -> list[Said]:
+def wait_for_lines(lines: Iterable[PartLine], bell: Bell, until_s: float) -> list[Said]:
     """Return the answers that come next on some lines; none if the bell rings, a line ends, or at ``until_s``."""
     by_fileno = {line.fileno: line for line in lines}
     if not all(line.is_open for line in by_fileno.values()):
@@ -258,17 +258,17 @@ class PartLines:
         self.address = address  # the home's
         self._key = key
         self._weights = weights
-        self._lines: dict[bytes, Line] = {}
+        self._lines: dict[bytes, PartLine] = {}
 
     def connect(self, process: int, address: bytes) -> None:
         """Open a line to a member on this host, unless there is one. Without one, questions go as pieces."""
         if self.line_to(address) is None:
             try:
-                self._lines[address] = Line(process, address, self._key.seal(_hello(address, self._weights)))
+                self._lines[address] = PartLine(process, address, self._key.seal(_hello(address, self._weights)))
             except OSError as error:
                 log.info("a member of a spread context is asked by pieces", reason=str(error))
 
-    def line_to(self, address: bytes) -> Line | None:
+    def line_to(self, address: bytes) -> PartLine | None:
         line = self._lines.get(address)
         return line if line is not None and line.is_open else None
 

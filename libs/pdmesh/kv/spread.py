@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pdmesh.kv.context import TransferSide
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.kv.gate import Wakeup
-from pdmesh.kv.part_lines import Bell, Line, PartLines, wait_for_lines
+from pdmesh.kv.part_lines import Bell, PartLine, PartLines, wait_for_lines
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind, request_key
 from pdmesh.model import Epoch, IndexRange, RequestId
 
@@ -100,7 +100,7 @@ class SpreadKv:
         self._asked = range(0)  # members that the last question went to
         self._answers: dict[int, bytes] = {}  # complete ones, by member
         self._coming: dict[int, JoinedPieces] = {}  # incomplete ones, by member
-        self._on_lines: dict[int, Line] = {}  # members that owe an answer on a line
+        self._on_lines: dict[int, PartLine] = {}  # members that owe an answer on a line
         self._failure: str | None = None
         self.lost_members: tuple[int, ...] = ()  # members without an answer
 
