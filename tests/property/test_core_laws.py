@@ -535,7 +535,8 @@ class MeshMachine(RuleBasedStateMachine):
             may_decode = role.can_decode or self.may_decode_locally(command.instance_id)
             assert may_decode, f"{command} on an instance that does not decode"
         else:
-            assert role.can_prefill, f"{command} on an instance that does not prefill"
+            may_prefill = role.can_prefill or (role is Role.DECODE and self.chosen.local_prefill is not None)
+            assert may_prefill, f"{command} on an instance that does not prefill"
 
     def may_decode_locally(self, instance_id: InstanceId) -> bool:
         """Whether a prefill instance may decode: by the policy, unless an operator chose its role."""

@@ -182,8 +182,9 @@ def test_laws(mesh: InstanceCounts, bundle: str) -> None:
         alone_s = BINARY_MODEL.a_s + BINARY_MODEL.b_s * arrival.num_prompt_tokens
         assert times_s[0] - run.started_s >= alone_s - 1e-9
 
-        # KV that moved did not land before it was computed.
-        assert (run.exposed_s is not None) == (run.decode_id not in (None, run.prefill_id))
+        # KV that was handed over did not land before it was computed. A decode can move later, too.
+        is_elsewhere = run.decode_id not in (None, run.prefill_id)
+        assert (run.exposed_s is not None) == is_elsewhere or run.num_moves
         assert run.exposed_s is None or run.exposed_s > 0
 
     # Tokens are conserved: each prompt token is computed once, each output token but the first decoded once.
@@ -209,7 +210,7 @@ def test_laws(mesh: InstanceCounts, bundle: str) -> None:
                 continue
             if step.start_s > idle_from_s:
                 for run in result.requests:
-                    if run.decode_id == instance.instance_id:
+                    if run.decode_id == instance.instance_id and not run.num_moves:
                         assert not (run.token_times_s[1] <= idle_from_s < run.token_times_s[-1])
             idle_from_s = step.end_s
         assert sum(step.duration_s for step in inside) == pytest.approx(sum(step.nested_s for step in instance.steps))

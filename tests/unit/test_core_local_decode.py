@@ -8,12 +8,12 @@ import pytest
 
 from pdmesh.core.commands import AdmitPrefill, KeepKv, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, MoveSent
+from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, MoveSent, RequestArrived
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import InstanceId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import CoreBench, a_role, of
+from pdmesh.testing.core import GATEWAY, CoreBench, a_request, a_role, of
 from pdmesh.testing.modelled import modelled_profile
 
 #: Each prompt token takes 1 ms, each decode 1 ms and a step 10 ms.
@@ -107,3 +107,58 @@ def test_beside_a_full_decode_instance_it_decodes_once_waiting_costs_more() -> N
     compute(bench, "second")
     assert [kept.request_id for kept in of(KeepKv, bench.commands)] == ["first", "second"]
     assert decoding_on(bench) == {"p": 2, "d": 2}, "a second decode there costs 1 ms, the wait 6 ms"
+
+
+def test_full_prefill_instances_do_not_hide_one_with_room() -> None:
+    """Ten full ones came first in the order of the policy, and eight are asked."""
+    names = [f"p{number}" for number in range(10)]
+    profiles = [replace(PREFILL, instance_id=InstanceId(name), max_num_seqs=2) for name in names]
+    bench = CoreBench(*profiles, config=CoreConfig(policy=POLICY, plans_in_flight=2))
+    bench.feed(BundleChangeRequested("pdmesh"))
+    for number in range(20):
+        compute(bench, f"r{number}")
+    assert decoding_on(bench) == dict.fromkeys(names, 2)
+
+
+def test_a_resumed_request_stays_in_the_class_of_its_tokens() -> None:
+    others = replace(PREFILL, instance_id=InstanceId("a"), arithmetic="A")
+    bench = CoreBench(replace(PREFILL, arithmetic="B"), others, config=CoreConfig(policy=POLICY, plans_in_flight=2))
+    bench.feed(BundleChangeRequested("pdmesh"))
+    for number in range(3):
+        request = replace(a_request(f"r{number}", 20, 100, epoch=1), arithmetic="A")
+        commands = bench.feed(RequestArrived(request))
+        assert [admitted.instance_id for admitted in of(AdmitPrefill, commands)] == ["a"]
+        for run in of(RunStep, commands):
+            bench.done(run.instance_id, run.plan)
+
+
+def test_it_decodes_where_its_gateway_hears_it() -> None:
+    bench = CoreBench(PREFILL, replace(PREFILL, instance_id=InstanceId("q")), config=CoreConfig(policy=POLICY))
+    bench.feed(BundleChangeRequested("pdmesh"))
+    bench.core._mesh.cut.note(GATEWAY, P, 0.0)
+    for number in range(3):
+        compute(bench, f"r{number}")
+    assert decoding_on(bench) == {"p": 0, "q": 3}
+
+
+def test_new_prompts_do_not_take_the_room_that_a_computed_one_waits_for() -> None:
+    prefill = modelled_profile(P, Role.PREFILL, num_blocks=40, block_size=16, max_model_len=4000)
+    decode = replace(prefill, instance_id=D, role=Role.DECODE, num_blocks=1000)
+    bench = CoreBench(prefill, decode, config=CoreConfig(policy=POLICY))
+    bench.feed(BundleChangeRequested("pdmesh"))
+    for name, prompt, output in (("big", 300, 300), ("small", 100, 100)):
+        for run in of(RunStep, bench.arrive(name, prompt, output)):
+            bench.done(run.instance_id, run.plan)
+    bench.feed(InstanceLost(D))
+    assert not of(KeepKv, bench.commands), "the one behind waits, too"
+    assert not of(AdmitPrefill, bench.arrive("new", 60, 60))
+    assert [key for key, _ in bench.core.awaiting_decode] == ["big", "small"]
+
+
+def test_an_operator_fixes_the_role_that_an_instance_has() -> None:
+    bench = a_bench()
+    bench.feed(InstanceLost(D))
+    assert bench.core.unready_reason is None
+    bench.feed(a_role("p", Role.PREFILL))
+    assert bench.core.unready_reason == "no decode instance is there"
+    assert not of(AdmitPrefill, bench.arrive("r"))

@@ -29,8 +29,8 @@ class EmptyInstance:
         # KV moves only inside a group: equal layouts, and equal weights.
         self.kv_group = f"{profile.model} {profile.kv_layout} {profile.weights}"
         self._growth = growth
-        self.prefills_locally = False  # a decode instance that may compute what it will decode
-        self.decodes_locally = False  # a prefill instance that may decode what it computes
+        self.prefills_locally = False  # a decode instance that may compute prompts of its own decodes
+        self.decodes_locally = False  # a prefill instance that may decode its own prompts
         self._take_role(profile.role)
 
     def _take_role(self, role: Role) -> None:
@@ -112,7 +112,7 @@ class EmptyInstance:
         return self.role_decodes and self._could_hold(request)
 
     def could_finish(self, request: Request) -> bool:
-        """Whether prompt and output fit this instance when it is empty, and it may decode what it computes."""
+        """Return whether an empty instance could hold prompt and output, and may decode its own prompts."""
         return (self.role_decodes or self.decodes_locally) and self._could_hold(request)
 
     def _could_hold(self, request: Request) -> bool:

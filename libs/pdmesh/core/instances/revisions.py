@@ -60,7 +60,7 @@ def can_serve(instances: Collection[InstanceState]) -> bool:
 def weights_for_new(instances: Collection[InstanceState]) -> str | None:
     """Return the newest identity whose usable instances can serve a request; None if there is none.
 
-    Identities with a pair come before those whose prefill instances would decode everything.
+    Identities with a pair come first, and then identities whose prefill instances would decode everything.
     """
     members = [[each for each in members if each.is_usable] for members in _newest_first(instances)]
     able = next(filter(have_pair, members), None) or next(filter(can_serve, members), None)

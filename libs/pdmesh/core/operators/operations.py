@@ -156,9 +156,10 @@ class Operations:
         return self._running.get(instance_id)
 
     def fixes_role(self, instance_id: InstanceId) -> bool:
-        """Whether an operator chose the role of an instance."""
+        """Whether an operator chose the role of an instance, and not a change that the mesh judges and may undo."""
         running = self._running.get(instance_id)
-        return instance_id in self._roles or (running is not None and running.requested.role is not None)
+        asked = self._roles.get(instance_id), None if running is None else running.requested
+        return any(each is not None and each.role is not None and not each.judged for each in asked)
 
     def replaced_by(self, report: ActuatorReported) -> tuple[ManagedProcess, ...]:
         """Return the processes that an actuator is to replace: of empty instances that are restarted."""
@@ -499,6 +500,7 @@ class Operations:
 
     def _set_role(self, instance: InstanceState, role: Role) -> None:
         if instance.role is role:
+            self._mesh.changed[instance.instance_id] = None  # the operator may have fixed the role that it has
             return
         instance.set_role(role)
         self._mesh.regroup()

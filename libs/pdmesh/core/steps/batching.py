@@ -117,7 +117,8 @@ class Modes:
         assert batching.num_slots is not None
         assert batching.share_computed is not None
         num_slots = min(batching.num_slots, instance.max_num_seqs)
-        rounds = 1 / max(_LEAST_SHARE, batching.share_computed)
+        few_prompts = batching.share_computed < _LEAST_SHARE
+        rounds = 1.0 if few_prompts else 1 / batching.share_computed  # a search takes up to so many times longer
         held, limit = self._lengths.moments, bundle.packing.step_limit(instance.view)
         load = Load(
             num_slots=num_slots,
@@ -132,7 +133,7 @@ class Modes:
             together=batching.together.number,
             held=held,
             max_stall_s=inf if instance.role_prefills else limit.seconds,
-            few_prompts=batching.share_computed < _LEAST_SHARE,
+            few_prompts=few_prompts,
         )
         if bundle.batching.probes:
             self._learn(batching, tally, load, model)
@@ -293,7 +294,7 @@ class Modes:
     # --- phases ---
 
     def view(self, instance: InstanceState) -> BatchingView | None:
-        """Return what is shown of an instance's batching; None if there are no modes to choose from."""
+        """Return the batching of an instance for people; None if it has no modes to choose from."""
         if not can_switch(instance):
             return None
         choice = instance.batching.choice

@@ -84,7 +84,8 @@ def place(
         offers = list(offers)
         same = [offer for offer in offers if offer.arithmetic == request.arithmetic]
         for within in (same, offers):
-            placement = _place(request, within, firsts, decoders, bundle, handovers, now_s, depths, may_be_ahead=False)
+            ahead = within is same and not firsts  # no decode instance has room: the class can still be kept
+            placement = _place(request, within, firsts, decoders, bundle, handovers, now_s, depths, may_be_ahead=ahead)
             if isinstance(placement, Placement):
                 return placement
         across = ((offer.exact_group, decoders.across(firsts, offer)) for offer in offers)
@@ -97,6 +98,8 @@ def have_way(request: Request, instances: Collection[InstanceState], cut: CutPai
     unheard = cut.of(request.gateway_id)
     heard = [each for each in instances if each.is_usable and each.instance_id not in unheard]
     decoders = [each for each in heard if each.role_decodes]
+    if not any(each.is_usable and each.role_decodes for each in instances):
+        return any(each.decodes_locally for each in heard)
     return any(
         each.exact_group == prefill.exact_group
         and each.instance_id not in cut.of(prefill.instance_id)
@@ -174,7 +177,8 @@ def _place(
         elif first is None and not ends_here:
             takes = bundle.prefill_placement.takes
             if may_be_ahead and not gives_back and num_asked < MAX_ASKED and takes(request, prefill.view, num_reused):
-                num_asked += 1
+                # One without room for its own decodes is passed over: others may have room.
+                num_asked += prefill.can_decode_locally(request) or not prefill.decodes_locally
                 if handovers.decodes_locally(request, prefill, decoders.sums, bundle):
                     return Placement(prefill, prefill)
                 if handovers.begins_ahead(request, prefill, num_reused, decoders.sums, bundle, now_s):

@@ -22,7 +22,7 @@ from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests import RequestState
 from pdmesh.core.transfers.awaiting_decode import Wanted
 from pdmesh.core.transfers.receivers import keep, receive
-from pdmesh.model import Request, Role
+from pdmesh.model import InstanceId, Request, Role
 from pdmesh.policy.bundle import Bundle
 
 
@@ -33,6 +33,7 @@ class HandOvers:
         self._mesh = mesh
         self._limit_s = limit_s
         self._closed: set[str] = set()  # KV groups where somebody waits for room
+        self._full: set[InstanceId] = set()  # prefill instances where a computed prompt waits for room to decode there
 
     @property
     def closed_groups(self) -> set[str]:
@@ -48,6 +49,7 @@ class HandOvers:
         """Give those that need one now what room there is, strictly in the order of their first offers."""
         mesh, awaiting_decode, sums = self._mesh, self._mesh.awaiting_decode, step_slots.decoders.sums
         self._closed.clear()
+        self._full.clear()
         awaiting_decode.set_limits(now_s + self._limit_s)
         before: dict[str, Wanted] = {}  # in each KV group, by those that go on without
         for _, state, kv_group, num_blocks in awaiting_decode.in_turn():
@@ -73,6 +75,8 @@ class HandOvers:
             elif source.can_keep(state.request) or self._keeps_locally(state.request, source, sums, bundle):
                 keep(mesh, state)
             else:
+                if source.decodes_locally and source.could_finish(state.request):
+                    self._full.add(source.instance_id)
                 # Without decode instances there is no room to keep for it.
                 if bundle.local_decode is None or sums.decoding(kv_group, mesh.growth.mean_tokens, state.request):
                     self._closed.add(kv_group)
@@ -136,8 +140,10 @@ class HandOvers:
     def decodes_locally(self, request: Request, prefill: InstanceState, sums: DecodingSums, bundle: Bundle) -> bool:
         """Whether a prefill instance computes a prompt for which no instance has room to decode, and decodes it.
 
-        It overtakes no computed prompt that will have room elsewhere.
+        It overtakes no computed prompt that will have room, there or elsewhere.
         """
+        if prefill.instance_id in self._full:
+            return False
         if bundle.local_decode is None or not prefill.can_decode_locally(request):
             return False
         wanted = self._mesh.awaiting_decode.wanted(prefill.kv_group)
@@ -151,7 +157,7 @@ class HandOvers:
 
         Each waiting request then has room one place earlier. Together they save the time until the last has room.
         """
-        if bundle.local_decode is None or not source.can_keep_locally(request):
+        if bundle.local_decode is None or source.instance_id in self._full or not source.can_keep_locally(request):
             return False
         room_s = self._room_s(request, source.kv_group, self._mesh.awaiting_decode.wanted(source.kv_group), sums)
         return bundle.local_decode.pays(source.view, request.num_prompt_tokens, self._mesh.growth.mean_tokens, room_s)
