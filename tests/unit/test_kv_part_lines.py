@@ -111,12 +111,14 @@ async def test_questions_of_one_frame_are_answered_in_their_order(member: Member
     lines.close()
 
 
-async def test_more_than_a_frame_holds_takes_several_or_no_line(member: Member, lines: PartLines) -> None:
+async def test_more_than_a_frame_holds_takes_no_line(member: Member, lines: PartLines) -> None:
+    """A second frame before the answers to the first held both ends up, and cost the line."""
     line = line_to(lines)
     question = bytes(MAX_ASKED_BYTES)
     assert not line.put(asked(0), question + b"x")
     for number in range(3):
         assert line.put(asked(number), question)
+        assert not line.put(asked(number), b"x")
         line.flush()
         said = await anyio.to_thread.run_sync(answers, line, 1)
         assert [len(answer) for _, answer in said] == [2 * len(question)]
@@ -241,9 +243,32 @@ async def test_a_member_that_takes_nothing_ends_its_line(lines: PartLines) -> No
                 line.put(asked(number), bytes(MAX_ASKED_BYTES))
                 line.flush()
 
-        await anyio.to_thread.run_sync(fill)
+        async with anyio.create_task_group() as tasks:
+
+            async def wait() -> None:
+                """Wait on another thread of the engine: the end of the line wakes it, too."""
+                until_s = time.monotonic() + 30 * LIMIT_S
+                with anyio.fail_after(LIMIT_S):
+                    await anyio.to_thread.run_sync(wait_for_lines, [line], Bell(), until_s, abandon_on_cancel=True)
+
+            tasks.start_soon(wait)
+            await anyio.to_thread.run_sync(fill)
         assert not line.is_open
     lines.close()
+
+
+async def test_a_member_that_can_start_no_thread_takes_the_next_home(
+    member: Member, lines: PartLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pdmesh.kv.part_lines.threading.Thread.start", refuse)
+        hostile = stranger()
+        assert hostile.recv(1) == b""  # not by a thread of anyio's, which could not start, either
+    hostile.close()
+    await test_what_is_not_answered_at_once_holds_nothing_up(member, lines)
 
 
 def name() -> bytes:

@@ -42,7 +42,7 @@ MAX_FRAME_BYTES = 4 << 20
 #: Maximum size of a frame's questions. A longer question goes as pieces.
 MAX_ASKED_BYTES = MAX_FRAME_BYTES // 4
 MAX_LINES = 1024
-#: Time limit of a home's first words, and of each frame's way into the socket.
+#: Time limit of a home's first words, of a frame of questions, and of each write of answers.
 PATIENCE_S = 1.0
 _READ_BYTES = 1 << 16
 
@@ -174,12 +174,15 @@ class PartLine:
         self._pending: list[Said] = []
 
     def put(self, header: PieceHeader, question: bytes) -> bool:
-        """Add a question to the next frame. False if the line is closed, or the question too long for a frame."""
+        """Add a question to the next frame. False if the line is closed, or the frame has no room for it.
+
+        There is one frame for a layer: the member reads no second one before the home has read its answers.
+        """
         if not self.is_open or len(question) > MAX_ASKED_BYTES:
             return False
         with self._lock:
             if sum([len(data) for _, data in self._pending]) + len(question) > MAX_ASKED_BYTES:
-                self._send()
+                return False
             self._pending.append((header, question))
         return self.is_open
 
@@ -231,6 +234,8 @@ class PartLine:
     def _end(self, error: Exception) -> None:
         log.info("a member of a spread context is asked by pieces from now on", reason=str(error))
         self.is_open = False
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the threads that poll it
         self._socket.close()
 
 
@@ -340,8 +345,12 @@ class PartPort:
         with self._lock:
             if self._is_closing or len(self._threads) > MAX_LINES:
                 return False
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("a home of spread contexts asks by pieces alone", reason=str(error))
+                return False
             self._threads[thread] = connection
-        thread.start()
         return True
 
     def _accept(self, port: socket.socket) -> None:
@@ -365,7 +374,9 @@ class PartPort:
             if self._key.open(hello) != self._hello:
                 return
             connection.settimeout(None)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(PATIENCE_S), 0))
+            connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", *divmod(round(PATIENCE_S * 1e6), 10**6))
+            )
             frames = _Frames(PieceKind.QUERY, connection)
             while True:
                 answers = [answer for said in frames.receive() if (answer := self._answer(*said)) is not None]

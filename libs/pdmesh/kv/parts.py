@@ -1,9 +1,9 @@
 """A context spread over several instances: its *home*, where it decodes, asks the *members*, which hold a range each.
 
-In each layer the home sends its query rows to all members at once, and attends to what it holds itself meanwhile. In a
-layer with a window it asks only those whose range its rows see any of. A member answers what it makes of its range, on
-a thread of its own, beside its steps: a range never changes. A query that comes before the range has landed waits for
-that. A member that gives no answer in time, gives up, or is gone ends the request's step at its home, and nothing else.
+In each layer the home sends its query rows to all members at once, and meanwhile attends to its own blocks. In a layer
+with a window it asks only members whose ranges the rows see. A member attends to its range on a thread of its own,
+beside its steps, because a range never changes. A query that comes before its range waits for the range. A member that
+does not answer in time, stops, or is gone ends the request's step at its home, and nothing else.
 
 Inside a host questions and answers take a line (`pdmesh.kv.part_lines`), which no event loop is part of. Between hosts,
 and where a line cannot be had or has ended, they are pieces.
@@ -417,7 +417,7 @@ class KvParts:
             part.num_attending -= 1
             unpin = None if part.num_attending else part.unpin
         if unpin is not None:
-            self._call_soon(unpin)
+            self._context.call_soon(unpin)  # never dropped, unlike questions
 
     def _take_from_line(self, waiting: SpreadKv, header: PieceHeader, answer: bytes) -> None:
         """Take an answer to any home, on the thread that waits for one of them."""

@@ -44,7 +44,7 @@ class JoinedPieces:
     came: bytearray = field(default_factory=bytearray)
 
     def take(self, header: PieceHeader, data: bytes) -> bytes | None:
-        """Add a piece, and return all bytes with the last one. The first piece of a message drops what came before."""
+        """Add a piece, and return all bytes with the last one. The first piece of a message drops earlier ones."""
         (begin, end), num_bytes = header.part.blocks, header.num_context_tokens
         if (begin, end) == (0, num_bytes) and num_bytes == len(data):
             return data
@@ -61,7 +61,7 @@ class PartHolder(NamedTuple):
     """An instance that holds a range."""
 
     address: bytes
-    capability: int  # for questions about it
+    capability: int  # that questions about the range name
 
 
 class SpreadKv:
@@ -94,7 +94,10 @@ class SpreadKv:
         self._send = send
         self._lines = lines
         self._take = take
-        self.bell = None if lines is None else Bell()
+        try:
+            self.bell = None if lines is None else Bell()
+        except OSError:  # no descriptor is left: questions go as pieces
+            self._lines = self.bell = None
         self._number = 0  # the last question's
         self._question: PartQuestion | None = None
         self._asked = range(0)  # members that the last question went to
@@ -183,7 +186,8 @@ class SpreadKv:
         member = header.source
         if not self._waits_for(header):
             return False
-        if header.capability != self.members[member].capability:
+        side = self.side_of(member)
+        if side is None or header.capability != side.capability:
             return False
         self._answers[member] = answer
         self._on_lines.pop(member, None)
@@ -217,13 +221,13 @@ class SpreadKv:
             self.bell.ring()
 
     def fail(self, reason: str, *members: int) -> None:
-        """End every wait for answers until `set_members`. ``members`` are the ones that were lost, if any were."""
+        """End every wait for answers until `set_members`. ``members`` are lost, if any are named."""
         if self._failure is None:
             self._failure, self.lost_members = reason, members
         self._ring()
 
     def side_of(self, member: int) -> TransferSide | None:
-        """What an answer of this member is to fit; None if there is no such member."""
+        """Return what an answer of this member has to fit; None if there is no such member."""
         if not 0 <= member < len(self.members):
             return None
         return _Side(self.request_id, self.epoch, self.key, self.members[member].capability)
