@@ -24,9 +24,10 @@ class FakeContainer:
     name: str
     starts: int = 1
     silent: bool = False
+    one_off: bool = False
 
     def inspected(self, container_id: str) -> dict[str, Any]:
-        labels = {"com.docker.compose.service": self.service}
+        labels = {"com.docker.compose.service": self.service, "com.docker.compose.oneoff": str(self.one_off)}
         state = {"Status": "running", "StartedAt": f"start {self.starts}"}
         return {"Id": container_id, "Config": {"Labels": labels}, "State": state}
 
@@ -130,8 +131,35 @@ async def test_a_ready_file_of_the_process_before_does_not_count() -> None:
         return json.dumps(stale) if arguments[:2] == ("exec", "id2") else await before(*arguments)
 
     actuator._docker = run
-    await actuator.look()
+    for _ in range(2):
+        await actuator.look()
+        assert running(actuator) == {"prefill-0": 101}
+
+
+async def test_another_actuator_makes_no_container_for_an_instance_that_is_loading() -> None:
+    project = a_project()
+    project.silent = True
+    wanted = DesiredProcesses(start=members("decode-1"))
+    await pursue(await acting(project), wanted)
+    await pursue(await acting(project), wanted)
+    assert set(project.containers) == {"id1", "id2", "id3"}
+
+
+async def test_a_container_of_docker_compose_run_belongs_to_no_pool() -> None:
+    project = a_project()
+    project.containers["id2"].one_off = True
+    actuator = await acting(project)
     assert running(actuator) == {"prefill-0": 101}
+    await pursue(actuator, DesiredProcesses(start=members("decode-1")))
+    assert project.changes[-1].endswith("--scale decode=1 decode")
+
+
+async def test_no_container_is_made_while_one_of_its_pool_is_removed() -> None:
+    """Docker Compose starts a stopped container again, and it has to be removed."""
+    project = a_project()
+    actuator = await acting(project)
+    await pursue(actuator, DesiredProcesses(start=members("decode-1"), stop=(InstanceId("decode-0"),)))
+    assert [change.split()[0] for change in project.changes] == ["stop", "rm", "compose"]
 
 
 async def test_what_is_wanted_is_made_once_however_often_it_is_asked_for() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,6 +38,9 @@ COMMAND_LIMIT_S = 60.0
 
 #: The time between SIGTERM and SIGKILL, as in ``deploy/compose/compose.yaml``.
 GRACE_S = 40.0
+
+#: "True" of a container of `docker compose run`, which belongs to no pool.
+ONE_OFF_LABEL = "com.docker.compose.oneoff"
 
 #: The file of a container in which the instance says that it has registered.
 READY_FILE = "/tmp/ready.json"
@@ -83,8 +87,9 @@ class Container(NamedTuple):
     service: str
     started: str  # time at which its process was started
     is_running: bool
-    instance_id: InstanceId | None = None  # None until the instance registers for the first time
+    instance_id: InstanceId | None = None  # is set when the instance registers for the first time
     pid: int = 0  # the number under which its process registered; 0 before that
+    last_pid: int = 0  # the number of the process before, whose ready file may be left
 
 
 class ComposeActuator:
@@ -134,8 +139,11 @@ class ComposeActuator:
         wanted = {member.instance_id for member in desired.start}
         self._refused &= wanted
         there = {each.instance_id for each in self._containers.values()} | self._starting | self._refused
+        loading = [each for each in self._containers.values() if each.instance_id is None and each.is_running]
+        unnamed = Counter(each.service for each in loading)
         for role in Role:
             members = [each for each in desired.start if each.role is role and each.instance_id not in there]
+            members = members[unnamed[role] :]  # they may be in containers that have not registered yet
             if members:
                 self._starting.update(each.instance_id for each in members)
                 tasks.start_soon(self._make, role, members)
@@ -167,7 +175,8 @@ class ComposeActuator:
     async def _look(self) -> None:
         ids = (await self._docker("compose", "ps", "--all", "--quiet", *Role)).split()
         listed: list[Any] = json.loads(await self._docker("inspect", *ids)) if ids else []
-        containers = {str(each["Id"]): await self._seen(each) for each in listed}
+        pools = [each for each in listed if each["Config"]["Labels"].get(ONE_OFF_LABEL) != "True"]
+        containers = {str(each["Id"]): await self._seen(each) for each in pools}
         self._leaving &= containers.keys()
         if containers != self._containers:
             self._containers = containers
@@ -182,9 +191,10 @@ class ComposeActuator:
             started=str(state["StartedAt"]),
             is_running=state["Status"] == "running",
             instance_id=None if before is None else before.instance_id,
+            last_pid=0 if before is None else before.pid or before.last_pid,
         )
         if before is not None and before.started == now.started and before.pid:
-            return now._replace(pid=before.pid)
+            return before._replace(is_running=now.is_running)
         if not now.is_running:
             return now
         try:
@@ -192,13 +202,14 @@ class ComposeActuator:
             name, pid = InstanceId(str(facts["instance_id"])), int(facts["pid"])
         except (DockerError, ValueError, KeyError):
             return now  # not registered yet
-        if before is not None and pid == before.pid:
-            return now  # the file of the process before
+        if pid == now.last_pid:
+            return now
         return now._replace(instance_id=name, pid=pid)
 
     async def _make(self, role: Role, members: Sequence[PoolMember]) -> None:
         names = [member.instance_id for member in members]
         try:
+            await self._until_none_leaves(role)
             async with self._lock:
                 await self._look()
                 number = sum(each.service == role for each in self._containers.values()) + len(members)
@@ -222,6 +233,11 @@ class ComposeActuator:
             self._starting.difference_update(names)
             self._note_change()
 
+    async def _until_none_leaves(self, role: Role) -> None:
+        """Wait for removals: `docker compose up` would start a stopped container again."""
+        while any(self._containers[each].service == role for each in self._leaving & self._containers.keys()):
+            await self.changed.wait()
+
     async def _remove(self, container_id: str, container: Container) -> None:
         log.info("removing a container", instance=container.instance_id, container=container_id[:12])
         try:
@@ -231,6 +247,7 @@ class ComposeActuator:
         except DockerError as error:
             log.error("cannot remove a container; trying again", reason=str(error))
             self._leaving.discard(container_id)
+            self._note_change()
 
     def _note_change(self) -> None:
         self.changed.set()
