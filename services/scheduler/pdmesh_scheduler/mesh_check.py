@@ -59,10 +59,11 @@ class MeshCheck:
             for instance_id, profile in profiles.items()
         }
         await self._ask(kv_peers, gateways)
+        checked = tuple(self._checked(profile, asked_at) for profile in profiles.values())  # before another check
         return MeshChecked(
             version=version(),
             certificate_expires_at=await anyio.to_thread.run_sync(expires_at, self.security.tls_cert),
-            instances=tuple(self._checked(profile, asked_at) for profile in profiles.values()),
+            instances=checked,
             gateways=gateways,
         )
 
