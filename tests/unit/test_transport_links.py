@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import anyio
+import anyio.abc
 import pytest
 
 from pdmesh.errors import KvTransferError
@@ -82,54 +84,58 @@ class Sender:
             self.failed_s.append(self._agenda.now_s)
 
 
-def failures_of(monkeypatch: pytest.MonkeyPatch, num_taken: int) -> list[float]:
-    """Return when the pieces fail. Each second one begins beside a notice; the peer takes the first ``num_taken``."""
+#: Sends with a sender, beside the watch of its links.
+Play = Callable[[Sender, anyio.abc.TaskGroup], Awaitable[None]]
+
+
+def failures_of(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[float]:
+    """Return the times at which pieces of ``play`` failed, and of what it left under way."""
     agenda = Agenda()
     monkeypatch.setattr(time, "monotonic", lambda: agenda.now_s)
 
-    async def play() -> list[float]:
+    async def run() -> list[float]:
         sender = Sender(agenda)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sender.links.watch)
-            for second in range(6):
-                tasks.start_soon(sender.send_piece, sender.buffers[2 * second])
-                await sender.notify(sender.buffers[2 * second + 1])
-                await anyio.sleep(0.75)
-                if second < num_taken:
-                    sender.opened[0].take_oldest()
-                await anyio.sleep(0.25)
-            await anyio.sleep(10)
-            tasks.cancel_scope.cancel()
-        return sender.failed_s
-
-    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(agenda, lambda: False)) as runner:
-        return runner.run(play())
-
-
-def test_notices_do_not_keep_a_link_to_an_unreachable_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each notice kept the link for 2 s more, so every piece waited until no new request came."""
-    assert failures_of(monkeypatch, num_taken=0) == [2.0] * 2 + [4.0] * 2 + [6.0] * 2
-
-
-def test_each_piece_that_the_peer_takes_keeps_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert failures_of(monkeypatch, num_taken=4) == [6.0] * 2
-
-
-def test_a_patient_link_does_not_delay_the_close_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece inside the host came first, and no other link was looked at for 10 s."""
-    agenda = Agenda()
-    monkeypatch.setattr(time, "monotonic", lambda: agenda.now_s)
-
-    async def play() -> list[float]:
-        sender = Sender(agenda)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sender.links.watch)
-            tasks.start_soon(sender.send_piece, sender.buffers[0], LOCAL_ADDRESS)
-            await anyio.sleep(1)
-            tasks.start_soon(sender.send_piece, sender.buffers[1])
+            await play(sender, tasks)
             await anyio.sleep(20)
             tasks.cancel_scope.cancel()
         return sender.failed_s
 
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(agenda, lambda: False)) as runner:
-        assert runner.run(play()) == [3.0, 10.0]
+        return runner.run(run())
+
+
+def beside_notices(num_taken: int) -> Play:
+    """Begin a piece and a notice each second; the peer takes the first ``num_taken`` pieces."""
+
+    async def play(sender: Sender, tasks: anyio.abc.TaskGroup) -> None:
+        for second in range(6):
+            tasks.start_soon(sender.send_piece, sender.buffers[2 * second])
+            await sender.notify(sender.buffers[2 * second + 1])
+            await anyio.sleep(0.75)
+            if second < num_taken:
+                sender.opened[0].take_oldest()
+            await anyio.sleep(0.25)
+
+    return play
+
+
+def test_notices_do_not_keep_a_link_to_an_unreachable_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each notice kept the link for 2 s more, so every piece waited until no new request came."""
+    assert failures_of(monkeypatch, beside_notices(0)) == [2.0] * 2 + [4.0] * 2 + [6.0] * 2
+
+
+def test_each_piece_that_the_peer_takes_keeps_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failures_of(monkeypatch, beside_notices(4)) == [6.0] * 2
+
+
+def test_a_patient_link_does_not_delay_the_close_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece inside the host came first, and no other link was looked at for 10 s."""
+
+    async def play(sender: Sender, tasks: anyio.abc.TaskGroup) -> None:
+        tasks.start_soon(sender.send_piece, sender.buffers[0], LOCAL_ADDRESS)
+        await anyio.sleep(1)
+        tasks.start_soon(sender.send_piece, sender.buffers[1])
+
+    assert failures_of(monkeypatch, play) == [3.0, 10.0]
