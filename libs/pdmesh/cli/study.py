@@ -42,7 +42,7 @@ class StudyOptions:
     chunk_tokens: int | None
     kv_tokens: int
     max_kv_tokens: int = 0
-    part_exchange_us: float | None = None  # None: measured
+    part_exchange_us: float | None = None  # the measured time by default
     offload_tokens: int = 0
     load_gbytes_per_s: float = 10.0
     transfer_backends: int

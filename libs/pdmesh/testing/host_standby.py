@@ -1,4 +1,4 @@
-"""A mesh on five hosts: two schedulers of which one leads, etcd with TLS, an instance of each kind, and a gateway."""
+"""A mesh on five hosts: a leading scheduler and its standby, etcd with TLS, an instance of each kind, and a gateway."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class SchedulerChannel:
         return self._channels[address]
 
     async def _close_others(self) -> None:
-        """Close the channel to a silent leader, and those to all leaders that were named and are not in use."""
+        """Close the channels to a silent leader and to leaders that were named earlier."""
         kept = {*self._addresses, self._address}
         if self._is_silent:
             kept.discard(self.unreached_leader)

@@ -83,7 +83,7 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     num_taken_blocks: int = 0  # held, or promised to requests on their way
     reachable: bool = True  # its stream is open; else it is given up once its lease ends
     suspected: bool = False  # its stream is open, and silent
-    batching: BatchingStatus | None = None  # None: no modes to choose from
+    batching: BatchingStatus | None = None  # is there if the instance has modes to choose from
     compute: ComputePath | None = None
     arithmetic: str = ""  # its class; instances of one class compute the same bits
     weights: str = ""  # identity of the weights that it loaded

@@ -32,7 +32,7 @@ def clock() -> float:
 class LeaseRequest(NamedTuple):
     """Another scheduler's request for the lease."""
 
-    address: str  # where that scheduler serves
+    address: str  # at which that scheduler serves
     gateway_id: str  # reaches that scheduler, and not the leader
 
 

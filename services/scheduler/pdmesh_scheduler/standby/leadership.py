@@ -1,4 +1,4 @@
-"""Who leads among several schedulers, and until when: pure, and without a clock that two of them would have to share.
+"""The choice of one leader among several schedulers: pure, and without a clock that two of them share.
 
 A *lease record* in a store says who leads. Whoever writes it has read what was there (compare and swap), and each
 write of a leader raises its ``beat``. A leader may lead for a *hold* after it **sent** its last successful write.
@@ -35,7 +35,7 @@ class LeaseRecord:
     term: int = 0  # each holder's is higher than all before
     beat: int = 0  # higher with each write of a leader
     state: str = ""  # what operators asked for, for the next holder
-    asked_by: str = ""  # address of a candidate that asks for the lease, or that a lease was given back for
+    asked_by: str = ""  # address of the candidate that asks for the lease, or that the last leader chose
     asked_for: str = ""  # gateway that reaches that candidate, and not the holder
 
 
