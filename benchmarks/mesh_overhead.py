@@ -37,7 +37,7 @@ from report import Limits, heading, quantile, unavailable
 from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh.testing.hosts import API_KEY, GATEWAY_PORT, SCHEDULER_NAME, SCHEDULER_PORT, Hosts, running_hosts
 from pdmesh.testing.mesh import running_mesh
-from pdmesh.wire.messages import RequestRecord
+from pdmesh.wire.messages import RecordEntry, RequestRecord
 
 TARGET_OVERHEAD_MS = 10
 TARGET_EXPOSED_SHARE = 0.05
@@ -131,6 +131,22 @@ def computed_s(record: RequestRecord) -> float:
     return sum(entry.figures["step_s"] for entry in record.entries if entry.what == "chunk")
 
 
+def sent_record(mesh: Mesh, request_id: str) -> tuple[RequestRecord, RecordEntry]:
+    """Return the record of a request and its entry of the sent KV, which can come after the last token.
+
+    Raises SystemExit if the KV was not sent within 10 s.
+    """
+    deadline_s = time.monotonic() + 10
+    while True:
+        record = mesh.request_record(request_id)
+        for entry in record.entries:
+            if entry.what == "sent":
+                return record, entry
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"{request_id} sent no KV: {', '.join(entry.what for entry in record.entries)}")
+        time.sleep(0.1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100)
@@ -182,8 +198,7 @@ def main() -> None:
                 for i in range(arguments.repeats):
                     request_id = f"long-{num_tokens}-{i}"
                     ask(client, mesh, prompt(num_tokens), request_id)
-                    record = mesh.request_record(request_id)
-                    sent = next(entry for entry in record.entries if entry.what == "sent")
+                    record, sent = sent_record(mesh, request_id)
                     shares.append(sent.figures["exposed_s"] / computed_s(record))
                     sizes.append(sent.figures["num_bytes"])
                 if arguments.compose:
