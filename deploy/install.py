@@ -231,7 +231,7 @@ def requirements(purpose: str) -> list[str]:
     """What pyproject.toml asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [*project["dependencies"], *(extras["test"] + extras["lint"] if purpose == "test" else [])]
+    return [*project["dependencies"], *extras["ucx"], *(extras["test"] + extras["lint"] if purpose == "test" else [])]
 
 
 def pip(*arguments: str) -> list[str]:

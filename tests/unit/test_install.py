@@ -63,7 +63,7 @@ def test_sections_of_the_constraints_are_what_packages_ask_for(install: ModuleTy
     pins = {title: {normalized(pin.partition("==")[0]) for pin in section} for title, section in sections.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    to_run = asked_for(project["dependencies"])
+    to_run = asked_for(install.requirements("run"))
     assert pins["to install"] == asked_for(["hatchling", "editables"]) | {"pip"}
     assert pins["to run"] <= to_run
     # A build of torch for CUDA, and another Python, ask for more: that is resolved.

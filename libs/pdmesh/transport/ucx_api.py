@@ -63,7 +63,9 @@ def open_ucx(config: TransferConfig) -> UcxApi:
         import ucxx._lib.libucxx as ucx  # type: ignore[import-untyped]
         from ucxx._lib.arr import Array  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ConfigError(f"transfer.transport is ucx, but ucxx cannot be loaded ({error})") from error
+        raise ConfigError(
+            f"KV to other hosts goes over UCX, which cannot be loaded ({error}): pip install 'pdmesh[ucx]'"
+        ) from error
     tls, devices = ucx_tls(config), ucx_devices(config)
     # UCX's own ways through shared memory do not survive the death of a peer: see `pdmesh.transport.reading`.
     options = {
