@@ -4,9 +4,10 @@ The first two use 1P+1D with the stand-in engine. The third is the simulator, wi
 
 * Storm: steady requests arrive at a fixed rate. ``--clients`` more open streams and all leave within a second.
 * Stream: one stream of ``--tokens`` tokens. Six hours at 30 tokens a second are 648,000, which take about 12 minutes.
+  ``--tokens 72000 --step-s 0.05`` is one of a real hour.
 * Tenant: a prompt of 600K tokens every 90 s beside interactive tenants, over the same without those prompts.
 
-    python benchmarks/storms.py [storm] [stream] [tenant] [--clients 300] [--tokens 60000]
+    python benchmarks/storms.py [storm] [stream] [tenant] [--clients 300] [--tokens 60000] [--step-s 0.05]
 """
 
 from __future__ import annotations
@@ -221,6 +222,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--clients", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=60_000)
+    parser.add_argument("--step-s", type=float, default=0.0, help="of the stream, which otherwise is as fast as it can")
     options, limits = parser.parse_args(), Limits()
     print(heading("Abort storms and long streams, stand-in engine, 1P+1D"))
     parts = options.parts or PARTS
@@ -232,6 +234,7 @@ def main() -> None:
             shape = replace(TINY, max_position_embeddings=1 << 20)
             settings = {
                 "WORKER_ENGINE": "fake",
+                "WORKER_FAKE_LATENCY": f"a_s=0,decode_a_s={options.step_s}",
                 "WORKER_KV_CACHE_BYTES": str(4 << 30),
                 "WORKER_MAX_MODEL_LEN": str(1 << 20),
             }
