@@ -119,6 +119,8 @@ ADDED: Sequence[str] = (
     "TransferFailed.transfer_id",
     "PauseTransfer.transfer_id",
     "FreeKv.transfer_id",
+    "PlaceDecode.chain",
+    "PlaceDecode.home_id",
     "KvReleased.transfer_id",
     "RunStep.plan.holds_decodes",
     "RunStep.plan.in_parallel",

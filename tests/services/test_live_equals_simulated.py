@@ -27,7 +27,6 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     GrowKv,
-    InstanceCommand,
     Outcome,
     PauseTransfer,
     PlaceDecode,
@@ -68,18 +67,14 @@ from pdmesh.testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_me
 from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
-    Admit,
     CommandMessage,
     EventMessage,
-    ExpectKv,
-    ExpectMove,
     GatewayDown,
     GatewayUp,
     Generation,
-    Grant,
+    PeerHere,
     RegisterGateway,
     RegisterWorker,
-    Regroup,
     SchedulerHeartbeat,
     Submit,
     WelcomeWorker,
@@ -246,8 +241,10 @@ class Worker:
                 for message in messages:
                     if isinstance(message, WelcomeWorker):
                         task_status.started()
-                    elif not isinstance(message, SchedulerHeartbeat):
-                        self.instance.take(as_command(message))
+                    elif isinstance(message, CommandMessage):
+                        self.instance.take(message.command)
+                    else:
+                        assert isinstance(message, SchedulerHeartbeat | PeerHere), message
 
     def _beat(self, interval_s: float) -> None:
         self._report(LoadReported(self.profile.instance_id, self.profile.num_blocks, 0, 0, 0))
@@ -259,23 +256,6 @@ class Worker:
     def _report(self, event: Event) -> None:
         assert isinstance(event, InstanceEvent)
         self._link.post(EventMessage.of(event))
-
-
-def as_command(message: WorkerDown) -> InstanceCommand:
-    match message:
-        case CommandMessage() | Admit():
-            return message.command
-        case ExpectKv() | ExpectMove():
-            assert message.source_addresses == tuple(i.encode() for i in message.command.transfer.source_ids)
-            return message.command
-        case Regroup():
-            assert message.member_addresses == tuple(i.encode() for i in message.command.group.member_ids)
-            return message.command
-        case Grant():
-            assert message.destination_addresses == tuple(i.encode() for i in message.command.transfer.destination_ids)
-            return message.command
-        case _:
-            raise AssertionError(f"not for a worker here: {message}")
 
 
 class Gateway:

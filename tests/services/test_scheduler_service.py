@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from pdmesh.config import SecurityConfig
-from pdmesh.core.commands import Command, FreeKv, Reject, Restart, RunStep
+from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, Reject, Restart, RunStep
 from pdmesh.core.events import (
     DecodeReserved,
     DrainRequested,
@@ -60,10 +60,8 @@ from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh.wire.messages import (
     AdminError,
-    Admit,
     EventMessage,
     ExpectInstances,
-    ExpectKv,
     GatewayDown,
     GatewayHeartbeat,
     Generation,
@@ -71,11 +69,11 @@ from pdmesh.wire.messages import (
     GetRequest,
     GetStatus,
     Goodbye,
-    Grant,
     InstanceStatus,
     MeshStatus,
     OtherChoice,
     PeerGone,
+    PeerHere,
     Policies,
     RegisterWorker,
     RequestRecord,
@@ -155,6 +153,13 @@ async def told(mesh: Mesh, what: str, count: int) -> list[str]:
             return whats
 
 
+async def placed(peer: SchedulerPeer, command: type[AdmitPrefill] | type[PlaceDecode] = PlaceDecode) -> Generation:
+    """Return the request that comes with the next such command."""
+    _, prompt = await peer.expect_with_prompt(command)
+    assert prompt is not None
+    return prompt.generation
+
+
 # --- a request's way ---
 
 
@@ -166,10 +171,10 @@ async def test_every_member_of_a_group_gets_the_prompt() -> None:
     async with running(config) as mesh, mesh.worker(pair[0]) as one, mesh.worker(pair[1]) as other:
         async with mesh.gateway() as g:
             g.post(submit(prompt=32))
-            admits = [await member.expect(Admit) for member in (one, other)]
-            assert [admit.generation for admit in admits] == 2 * [submit(prompt=32).generation]
-            assert [admit.command.leads for admit in admits] == [True, False]
-            assert [admit.command.num_blocks for admit in admits] == [9, 8]  # one of 35 tokens, one of the prompt
+            admits = [await member.expect_with_prompt(AdmitPrefill) for member in (one, other)]
+            assert [prompt and prompt.generation for _, prompt in admits] == 2 * [submit(prompt=32).generation]
+            assert [command.leads for command, _ in admits] == [True, False]
+            assert [command.num_blocks for command, _ in admits] == [9, 8]  # one of 35 tokens, one of the prompt
         assert isinstance(await mesh.ask(GetStatus()), MeshStatus)
 
 
@@ -207,7 +212,7 @@ async def test_a_gateway_says_what_a_gateway_may_and_of_itself(message: EventMes
 async def test_a_refusal_is_no_failed_transfer() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(submit())
-        await m.expect(Admit)
+        await m.expect(AdmitPrefill)
         m.post(RequestDropped(InstanceId("m"), R, ZERO, "the instance is stopping"))
         assert (await g.expect(Restart)).reason == "instance m does not serve it: the instance is stopping"
         assert "dropped" in await told(mesh, "dropped", 1)
@@ -216,21 +221,21 @@ async def test_a_refusal_is_no_failed_transfer() -> None:
 async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
     async with running() as mesh, mesh.worker(prefill()) as p, mesh.worker(decode()) as d, mesh.gateway() as g:
         g.post(submit())
-        admit = await p.expect(Admit)
-        assert (admit.command.num_blocks, admit.generation) == (2, submit().generation)
-        assert admit.command.transfer is not None
-        expect = await d.expect(ExpectKv)
-        assert (expect.num_context_tokens, expect.command.num_blocks, expect.source_addresses) == (8, 3, (b"p",))
-        assert expect.command.transfer == admit.command.transfer
+        admit, prompt = await p.expect_with_prompt(AdmitPrefill)
+        assert (admit.num_blocks, prompt and prompt.generation) == (2, submit().generation)
+        assert admit.transfer is not None
+        place, prompt = await d.expect_with_prompt(PlaceDecode)
+        assert prompt is not None
+        assert (prompt.num_context_tokens, place.num_blocks) == (8, 3)
+        assert place.transfer == admit.transfer
         of_p = (InstanceId("p"), R, ZERO)
         of_d = (InstanceId("d"), R, ZERO)
-        transfer_id = expect.command.transfer.transfer_id
-        assert expect.generation.token_ids == b""
+        transfer_id = place.transfer.transfer_id
+        assert prompt.generation.token_ids == b""
         d.post(DecodeReserved(*of_d, transfer_id))
         run = await p.expect(RunStep)
         p.post(TransferOffered(*of_p, transfer_id))
-        grant = await p.expect(Grant)
-        assert (grant.command.transfer, grant.destination_addresses) == (expect.command.transfer, (b"d",))
+        assert (await p.expect(GrantTransfer)).transfer == place.transfer
         p.post(step_report(run))
         await told(mesh, "chunk", 1)  # the two workers' streams have no common order
         d.post(TransferLanded(*of_d, transfer_id, num_bytes=1000, duration_s=0.5))
@@ -259,14 +264,14 @@ async def test_a_request_goes_all_its_way_and_its_record_tells_of_it() -> None:
 async def test_prompts_are_sent_to_a_decoder_that_samples_by_them() -> None:
     async with running() as mesh, mesh.worker(prefill()), mesh.worker(decode()) as d, mesh.gateway() as g:
         g.post(submit(repetition_penalty=1.1))
-        assert (await d.expect(ExpectKv)).generation.num_tokens == 8
+        assert (await placed(d)).num_tokens == 8
 
 
 async def test_prompts_are_sent_to_a_decoder_that_drafts_by_them() -> None:
     drafting = replace(decode(), drafts=True)
     async with running() as mesh, mesh.worker(prefill()), mesh.worker(drafting) as d, mesh.gateway() as g:
         g.post(submit())
-        assert (await d.expect(ExpectKv)).generation.token_ids == submit().generation.token_ids
+        assert (await placed(d)).token_ids == submit().generation.token_ids
 
 
 async def test_a_cancel_reaches_the_worker() -> None:
@@ -323,6 +328,26 @@ async def test_a_goodbye_loses_the_instance_at_once() -> None:
         m.post(Goodbye())
         assert (await g.expect(Restart)).request_id == R
         assert await m.ended() == "OK"
+
+
+async def test_every_instance_is_sent_the_others_addresses_before_it_needs_them() -> None:
+    """A new stream begins with all of them: what its worker knew of another scheduler's instances is void."""
+    async with running() as mesh, mesh.worker(decode()) as d:
+        assert await addresses(d, 1) == {"d": b"d"}
+        async with mesh.worker(prefill()) as p, mesh.gateway() as g:
+            assert await addresses(p, 2) == {"d": b"d", "p": b"p"}
+            g.post(submit())
+            assert await addresses(d, 1) == {"p": b"p"}
+            await d.expect(PlaceDecode)
+        async with mesh.worker(replace(prefill(), data_address=b"another")):
+            assert (await d.expect(PeerGone)).data_address == b"p"
+            assert await addresses(d, 1) == {"p": b"another"}
+
+
+async def addresses(peer: SchedulerPeer, count: int) -> dict[str, bytes]:
+    """Return the next addresses that a worker is sent."""
+    here = [await peer.expect(PeerHere) for _ in range(count)]
+    return {each.instance_id: each.data_address for each in here}
 
 
 async def test_the_others_are_told_of_a_data_address_that_is_gone() -> None:
@@ -504,7 +529,7 @@ async def test_a_hand_over_to_another_class_is_served_counted_and_told() -> None
     async with running() as mesh, mesh.worker(profiles[0]) as p, mesh.worker(profiles[1]) as d, mesh.gateway() as g:
         g.post(submit())
         await p.expect(RunStep)
-        await d.expect(ExpectKv)
+        await d.expect(PlaceDecode)
         record = await mesh.ask(GetRequest(request_id="r"))
         assert isinstance(record, RequestRecord)
         (told,) = [entry for entry in record.entries if entry.what == "another arithmetic class"]
@@ -755,7 +780,7 @@ async def test_a_share_that_is_none_is_refused_alone() -> None:
 async def test_choices_of_one_prompt_are_requests_of_their_own() -> None:
     async with running() as mesh, mesh.worker(mixed()) as m, mesh.gateway() as g:
         g.post(msgspec.structs.replace(submit("a.g"), others=(OtherChoice(RequestId("b.g"), 5),)))
-        admitted = [(await m.expect(Admit)).generation for _ in range(2)]
+        admitted = [await placed(m, AdmitPrefill) for _ in range(2)]
         assert [(one.request_id, one.params.seed) for one in admitted] == [("a.g", 0), ("b.g", 5)]
         assert admitted[0].token_ids == admitted[1].token_ids
 
@@ -910,7 +935,7 @@ async def test_an_instance_that_registers_again_hears_only_what_is_decided_after
         g.post(submit())
         await told(mesh, "queued", 1)
         async with mesh.worker(mixed()) as again:
-            assert (await again.expect(Admit)).generation.epoch == ZERO
+            assert (await placed(again, AdmitPrefill)).epoch == ZERO
             record = await mesh.ask(GetRequest(request_id="r"))
             assert isinstance(record, RequestRecord)
             assert "restarted" not in [entry.what for entry in record.entries]

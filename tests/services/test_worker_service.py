@@ -29,10 +29,9 @@ from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role, Sampl
 from pdmesh.plans import StepPlan
 from pdmesh.service import ServiceContext
 from pdmesh.testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
-from pdmesh.testing.worker import a_shard, chunk_plans, make_generation
+from pdmesh.testing.worker import a_shard, chunk_plans, make_generation, prompt_of
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import (
-    Admit,
     Generation,
     Goodbye,
     RegisterTokens,
@@ -77,7 +76,7 @@ class Worker:
             shards=(a_shard(W, num_blocks),),
             transfer=None,
         )
-        self.scheduler.post(Admit(command=command, generation=generation))
+        self.scheduler.post(command, prompt_of(generation))
         return generation
 
     def start(self, name: str, prompt: list[int], *, chunk: int = 100, holds_decodes: bool = False) -> None:

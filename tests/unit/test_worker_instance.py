@@ -15,16 +15,24 @@ import pytest
 from anyio import to_thread
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep, SetRole
+from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, RunStep, SetRole
 from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished, StepDone
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
 from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
-from pdmesh.model import FinishReason, RequestId, Role, SamplingParams
+from pdmesh.model import FinishReason, InstanceId, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
-from pdmesh.testing.worker import RunningInstance, a_shard, a_transfer, chunk_plans, make_generation, running_instance
+from pdmesh.testing.worker import (
+    RunningInstance,
+    a_shard,
+    a_transfer,
+    chunk_plans,
+    make_generation,
+    prompt_of,
+    running_instance,
+)
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import Admit, ExpectKv, Generation, PromptLogprobs
+from pdmesh.wire.messages import Generation, PeerHere, Prompt, PromptLogprobs
 from pdmesh.worker import steps
 from pdmesh.worker.plans import MAX_QUEUED_PLANS
 
@@ -440,33 +448,59 @@ def begun_elsewhere_by_other_weights(generation: Generation, running: RunningIns
 
 
 def admit(generation: Generation, running: RunningInstance, *, num_blocks: int) -> None:
+    running.instance.handle(admission(generation, running, num_blocks=num_blocks), prompt_of(generation))
+
+
+def admission(generation: Generation, running: RunningInstance, *, num_blocks: int = 9) -> AdmitPrefill:
     instance_id = running.instance.instance_id
-    command = AdmitPrefill(
+    return AdmitPrefill(
         instance_id=instance_id,
         request_id=generation.request_id,
         epoch=generation.epoch,
         shards=(a_shard(instance_id, num_blocks),),
         transfer=None,
     )
-    running.instance.handle(Admit(command=command, generation=generation))
 
 
-def expect(generation: Generation, running: RunningInstance, *, num_context_tokens: int) -> None:
+def admitted_without_a_prompt(generation: Generation, running: RunningInstance) -> None:
+    running.instance.handle(admission(generation, running))
+
+
+def admitted_with_the_prompt_of_another(generation: Generation, running: RunningInstance) -> None:
+    other = make_generation("another", [1, 2], GREEDY)
+    running.instance.handle(admission(generation, running), prompt_of(other))
+
+
+def sent_from_nowhere(generation: Generation, running: RunningInstance) -> None:
+    running.instance.handle(placement(generation, running, "nowhere"), prompt_of(generation))
+
+
+def granted_to_nobody(generation: Generation, running: RunningInstance) -> None:
+    running.admit(generation, kv_moves=True)
     instance_id = running.instance.instance_id
-    command = PlaceDecode(
+    grant = GrantTransfer(
         instance_id=instance_id,
         request_id=generation.request_id,
         epoch=generation.epoch,
-        transfer=a_transfer(a_shard("elsewhere", 9), a_shard(instance_id, 9)),
+        transfer=a_transfer(a_shard(instance_id, 3), a_shard("nowhere", 3)),
     )
-    running.instance.handle(
-        ExpectKv(
-            command=command,
-            generation=generation,
-            num_context_tokens=num_context_tokens,
-            source_addresses=(b"?",),
-        )
+    running.instance.handle(grant)
+
+
+def placement(generation: Generation, running: RunningInstance, source_id: str) -> PlaceDecode:
+    instance_id = running.instance.instance_id
+    return PlaceDecode(
+        instance_id=instance_id,
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        transfer=a_transfer(a_shard(source_id, 9), a_shard(instance_id, 9)),
     )
+
+
+def expect(generation: Generation, running: RunningInstance, *, num_context_tokens: int) -> None:
+    command = placement(generation, running, "elsewhere")
+    running.instance.handle(PeerHere(instance_id=InstanceId("elsewhere"), data_address=b"?"))
+    running.instance.handle(command, Prompt(generation=generation, num_context_tokens=num_context_tokens))
 
 
 def first_chunk(generation: Generation, *, num_tokens: int, is_last: bool) -> ChunkPlan:
@@ -498,6 +532,10 @@ def replace(generation: Generation, **changes: object) -> Generation:
         admitted_while_stopping,
         begun_by_other_weights,
         begun_elsewhere_by_other_weights,
+        admitted_without_a_prompt,
+        admitted_with_the_prompt_of_another,
+        sent_from_nowhere,
+        granted_to_nobody,
     ],
 )
 async def test_what_cannot_be_done_is_refused_and_harms_nobody(break_it: Break) -> None:

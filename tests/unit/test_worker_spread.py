@@ -42,9 +42,8 @@ from pdmesh.plans import KvShard, TransferPlan
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
 from pdmesh.testing.ranks import ranked_engine
-from pdmesh.testing.worker import CAPABILITY, RunningInstance, chunk_plans, make_generation, running_instance
+from pdmesh.testing.worker import CAPABILITY, RunningInstance, chunk_plans, introduce, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import ExpectMove, ExpectPart, Grant, Rehome, Respread
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_thread")]
 
@@ -124,9 +123,15 @@ class Scheduler:
         size = RANGE // BLOCK
         blocks = IndexRange(number * size, (number + 1) * size)
         transfer = plan(source, target, blocks, TransferPurpose.PART, self.num_transfers)
-        place = PlaceDecode(instance_id=name_of(target), request_id=KEY[0], epoch=KEY[1], transfer=transfer)
+        introduce(source, target, self.home)
         target.instance.handle(
-            ExpectPart(command=place, source_addresses=(source.address,), home_address=self.home.address)
+            PlaceDecode(
+                instance_id=name_of(target),
+                request_id=KEY[0],
+                epoch=KEY[1],
+                transfer=transfer,
+                home_id=name_of(self.home),
+            )
         )
         self.grant(source, target, transfer)
         return transfer
@@ -134,7 +139,8 @@ class Scheduler:
     @staticmethod
     def grant(source: RunningInstance, target: RunningInstance, transfer: TransferPlan) -> None:
         grant = GrantTransfer(instance_id=name_of(source), request_id=KEY[0], epoch=KEY[1], transfer=transfer)
-        source.instance.handle(Grant(command=grant, destination_addresses=(target.address,)))
+        introduce(source, target)
+        source.instance.handle(grant)
 
     async def compute_again(self, target: RunningInstance, number: int) -> None:
         """A range of a member that is gone is computed again, and the home asks who did."""
@@ -145,20 +151,17 @@ class Scheduler:
         transfer = plan(self.home, target, blocks, TransferPurpose.LOST_PART, self.num_transfers)
         for member, _ in before:
             home = SetHome(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], home_id=name_of(target))
-            member.instance.handle(Rehome(command=home, home_address=target.address))
-        place = PlaceDecode(
-            instance_id=name_of(target),
-            request_id=KEY[0],
-            epoch=KEY[1],
-            transfer=transfer,
-            members=self.part_members[:number],
-        )
+            introduce(member, target)
+            member.instance.handle(home)
+        introduce(self.home, target)
         target.instance.handle(
-            ExpectPart(
-                command=place,
-                source_addresses=(self.home.address,),
-                home_address=self.home.address,
-                member_addresses=tuple(member.address for member, _ in before),
+            PlaceDecode(
+                instance_id=name_of(target),
+                request_id=KEY[0],
+                epoch=KEY[1],
+                transfer=transfer,
+                home_id=name_of(self.home),
+                members=self.part_members[:number],
             )
         )
         self.grant(self.home, target, transfer)
@@ -169,8 +172,8 @@ class Scheduler:
 
     def set_members(self) -> None:
         command = SetMembers(instance_id=name_of(self.home), request_id=KEY[0], epoch=KEY[1], members=self.part_members)
-        addresses = tuple(member.address for member, _ in self.members)
-        self.home.instance.handle(Respread(command=command, member_addresses=addresses))
+        introduce(self.home, *[member for member, _ in self.members])
+        self.home.instance.handle(command)
 
     async def hand_on(self, source: RunningInstance, target: RunningInstance, number: int) -> None:
         """A range goes from one to another, and the home asks the next holder; the one before has it no longer."""
@@ -193,19 +196,16 @@ class Scheduler:
         transfer = plan(source, target, blocks, TransferPurpose.MOVE, self.num_transfers)
         for member, _ in self.members:
             home = SetHome(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], home_id=name_of(target))
-            member.instance.handle(Rehome(command=home, home_address=target.address))
-        place = PlaceDecode(
-            instance_id=name_of(target),
-            request_id=KEY[0],
-            epoch=KEY[1],
-            transfer=transfer,
-            members=self.part_members,
-        )
+            introduce(member, target)
+            member.instance.handle(home)
+        introduce(source, target)
         target.instance.handle(
-            ExpectMove(
-                command=place,
-                source_addresses=(source.address,),
-                member_addresses=tuple(member.address for member, _ in self.members),
+            PlaceDecode(
+                instance_id=name_of(target),
+                request_id=KEY[0],
+                epoch=KEY[1],
+                transfer=transfer,
+                members=self.part_members,
             )
         )
         await target.reported(DecodeReserved, KEY[0])

@@ -31,9 +31,17 @@ from pdmesh.model import IndexRange, PartMember, RequestId, SamplingParams, Tran
 from pdmesh.plans import KvShard, StepPlan, TransferPlan
 from pdmesh.testing.checkpoints import TINY, write_checkpoint
 from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.worker import CAPABILITY, RunningInstance, chunk_plans, make_generation, running_instance
+from pdmesh.testing.worker import (
+    CAPABILITY,
+    RunningInstance,
+    chunk_plans,
+    introduce,
+    make_generation,
+    prompt_of,
+    running_instance,
+)
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import Admit, ExpectKv, Generation, Grant, Respread
+from pdmesh.wire.messages import Generation
 
 pytestmark = pytest.mark.anyio
 
@@ -80,7 +88,7 @@ class HandOver:
             destinations=tuple([_shard(*end) for end in ends]),
             capability=CAPABILITY,
         )
-        self.addresses = tuple([instance.address for instance, _ in ends])
+        introduce(*instances)
         self._admit(num_held_blocks)
         for instance, _ in ends:
             self._expect(instance)
@@ -94,7 +102,7 @@ class HandOver:
             transfer=self.plan,
             num_blocks_at_once=num_held_blocks,
         )
-        self.prefill.instance.handle(Admit(command=command, generation=self.generation))
+        self.prefill.instance.handle(command, prompt_of(self.generation))
 
     def _expect(self, instance: RunningInstance) -> None:
         command = PlaceDecode(
@@ -103,14 +111,7 @@ class HandOver:
             epoch=self.generation.epoch,
             transfer=self.plan,
         )
-        expect = ExpectKv(
-            command=command,
-            generation=self.generation,
-            num_context_tokens=len(self.prompt),
-            source_addresses=(self.prefill.address,),
-            destination_addresses=self.addresses,
-        )
-        instance.instance.handle(expect)
+        instance.instance.handle(command, prompt_of(self.generation))
 
     async def grant(self) -> None:
         await self.prefill.reported(TransferOffered, ID)
@@ -122,7 +123,7 @@ class HandOver:
             epoch=self.generation.epoch,
             transfer=self.plan,
         )
-        self.prefill.instance.handle(Grant(command=command, destination_addresses=self.addresses))
+        self.prefill.instance.handle(command)
 
     def compute(self, start: int, end: int) -> None:
         """Plan these tokens."""
@@ -142,9 +143,8 @@ class HandOver:
                 [PartMember(instance_id=each.instance.instance_id, capability=CAPABILITY) for each in members]
             ),
         )
-        message = Respread(command=command, member_addresses=tuple([each.address for each in members]))
-        self.prefill.instance.handle(message)
-        self.prefill.instance.handle(message)  # said again
+        self.prefill.instance.handle(command)
+        self.prefill.instance.handle(command)  # said again
 
         def are_set() -> bool:  # once or twice: a step may have had the prompt when both were said
             return any(len(each.member_ids) == num_ranges for each in self.prefill.reports_of(MembersSet, ID))

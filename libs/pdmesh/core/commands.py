@@ -165,13 +165,16 @@ _PLACED = {
 class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     """Reserve blocks on a destination of ``transfer``, and expect the request's KV there, but for what is reused.
 
-    Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws. ``members`` hold the
-    first ranges of its context, if it is spread. Of a range that was lost only tokens come: its KV is computed from
-    these and from the ``members``, which hold the ranges before it.
+    Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws. ``chain`` is its own
+    (`pdmesh.model.Request.chain`), and ``members`` hold the first ranges of its context, if it is spread. Of a range
+    that was lost only tokens come: its KV is computed from these and from the ``members``, which hold the ranges before
+    it.
     ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
     """
 
     transfer: TransferPlan
+    chain: PrefixHashes = ()
+    home_id: InstanceId | None = None  # where the context of a range decodes; None: the first destination
     members: tuple[PartMember, ...] = ()
     drop: PrefixHashes = ()
     offload: PrefixHashes = ()
@@ -429,23 +432,11 @@ class WakeAt(Struct, frozen=True, kw_only=True):
     at_s: float
 
 
-#: For a gateway. They travel as they are, a ForgetRequest of what finished alone.
+#: For a gateway. It is sent a ForgetRequest of a finished request alone.
 GatewayCommand = Reject | Restart | ForgetRequest
 
-#: For an instance; those that need nothing more than they say travel as they are (`pdmesh.wire.messages`).
-PlainInstanceCommand = (
-    RunStep
-    | PauseTransfer
-    | WithdrawTransfer
-    | KeepKv
-    | CancelMove
-    | ResumeDecode
-    | GrowKv
-    | FreeKv
-    | SetRole
-    | StopInstance
-)
-InstanceCommand = (
+#: For an instance, about one of its requests.
+InstanceRequestCommand = (
     AdmitPrefill
     | SetGroup
     | PlaceDecode
@@ -454,8 +445,15 @@ InstanceCommand = (
     | SendKept
     | SetHome
     | SetMembers
-    | PlainInstanceCommand
+    | PauseTransfer
+    | WithdrawTransfer
+    | KeepKv
+    | CancelMove
+    | ResumeDecode
+    | GrowKv
+    | FreeKv
 )
+InstanceCommand = InstanceRequestCommand | RunStep | SetRole | StopInstance
 
 Command = InstanceCommand | GatewayCommand | WakeAt
 

@@ -40,6 +40,7 @@ from pdmesh.model import (
     GatewayId,
     InstanceId,
     PartMember,
+    PrefixHashes,
     RejectReason,
     Request,
     RequestId,
@@ -349,7 +350,14 @@ class MeshState:
         return transfer
 
     def expect_kv(
-        self, receiver: InstanceState, key: RequestKey, transfer: Transfer, *, members: tuple[PartMember, ...] = ()
+        self,
+        receiver: InstanceState,
+        key: RequestKey,
+        transfer: Transfer,
+        *,
+        chain: PrefixHashes = (),
+        home_id: InstanceId | None = None,
+        members: tuple[PartMember, ...] = (),
     ) -> None:
         """Tell a receiver, which has taken its blocks, what comes there, and what it is to give up for that."""
         room = receiver.make_room()
@@ -359,6 +367,8 @@ class MeshState:
                 request_id=key[0],
                 epoch=key[1],
                 transfer=transfer.plan,
+                chain=chain,
+                home_id=home_id,
                 members=members,
                 drop=room.drop,
                 offload=room.offload,

@@ -90,7 +90,7 @@ from pdmesh.core.transfers.reports import TransferReports
 from pdmesh.core.waiting.admission import Admission
 from pdmesh.core.waiting.fairness import TenantView
 from pdmesh.core.waiting.new_requests import NewRequests
-from pdmesh.model import NO_TRANSFER, InstanceId, PrefixHashes, RequestId, RequestKey
+from pdmesh.model import NO_TRANSFER, InstanceId, RequestId, RequestKey
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -287,16 +287,6 @@ class SchedulerCore:
         """Whether instances may yet be asked to compute its prompt."""
         state = self._mesh.find(key)
         return state is not None and (state.phase is Phase.WAITING or self._packer.prefill_groups.may_be_helped(key))
-
-    def chain_of(self, key: RequestKey) -> PrefixHashes:
-        """Return the granules of a request's prompt that are kept and reused."""
-        state = self._mesh.find(key)
-        return () if state is None else state.request.chain
-
-    def decode_id_of(self, key: RequestKey) -> InstanceId | None:
-        """Return the instance where a request decodes."""
-        state = self._mesh.find(key)
-        return None if state is None else state.decode_id
 
     def may_change_receiver(self, key: RequestKey) -> bool:
         """Whether its KV has not landed, so that it may go to another instance yet."""

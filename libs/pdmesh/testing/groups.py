@@ -10,9 +10,9 @@ from pdmesh.core.commands import AdmitPrefill, SetGroup
 from pdmesh.engine.base import Engine
 from pdmesh.model import Role, num_blocks_for
 from pdmesh.plans import ChunkPlan, PrefillGroup
-from pdmesh.testing.worker import RunningInstance, a_transfer, running_instance
+from pdmesh.testing.worker import RunningInstance, a_transfer, introduce, prompt_of, running_instance
 from pdmesh.transport.base import KvTransport
-from pdmesh.wire.messages import Admit, Generation, Regroup
+from pdmesh.wire.messages import Generation
 
 #: Of all groups here.
 GROUP_CAPABILITY = 0x6E0B5
@@ -32,8 +32,16 @@ async def running_members(
         ]
 
 
-def group_of(members: Sequence[RunningInstance], capability: int = GROUP_CAPABILITY) -> PrefillGroup:
-    return PrefillGroup(member_ids=tuple(member.instance.instance_id for member in members), capability=capability)
+def group_of(
+    members: Sequence[RunningInstance],
+    capability: int = GROUP_CAPABILITY,
+    lost: Collection[RunningInstance] = (),
+) -> PrefillGroup:
+    return PrefillGroup(
+        member_ids=tuple(member.instance.instance_id for member in members),
+        capability=capability,
+        lost_ids=tuple(member.instance.instance_id for member in members if member in lost),
+    )
 
 
 def admit_member(
@@ -64,8 +72,8 @@ def admit_member(
         num_reused_granules=num_reused,
         keeps_prefix=keeps_prefix,
     )
-    addresses = tuple(other.address for other in members)
-    member.instance.handle(Admit(command=command, generation=generation, member_addresses=addresses))
+    introduce(*members)
+    member.instance.handle(command, prompt_of(generation))
     if not leads:
         regroup(member, generation, members, capability=capability)
 
@@ -83,10 +91,10 @@ def regroup(
         instance_id=member.instance.instance_id,
         request_id=generation.request_id,
         epoch=generation.epoch,
-        group=group_of(members, capability),
+        group=group_of(members, capability, lost),
     )
-    addresses = tuple(b"" if other in lost else other.address for other in members)
-    member.instance.handle(Regroup(command=command, member_addresses=addresses))
+    introduce(*members)
+    member.instance.handle(command)
 
 
 def block_chunks(generation: Generation, block_size: int, sizes: Sequence[int], start: int = 0) -> list[ChunkPlan]:

@@ -24,8 +24,16 @@ from pdmesh.model import (
 )
 from pdmesh.plans import TransferPlan
 from pdmesh.testing.core import CoreBench, a_request, named_profile, of
-from pdmesh.testing.worker import CAPABILITY, HASHER, RunningInstance, chunk_plans, make_generation, with_prefix
-from pdmesh.wire.messages import ExpectKept, Generation, GrantKept, pack_token_ids
+from pdmesh.testing.worker import (
+    CAPABILITY,
+    HASHER,
+    RunningInstance,
+    chunk_plans,
+    introduce,
+    make_generation,
+    with_prefix,
+)
+from pdmesh.wire.messages import Generation, pack_token_ids
 
 #: A granule has four blocks.
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=32, dtype="bfloat16")
@@ -126,8 +134,9 @@ def tell_of_fetch(
         wanted_by=(RequestId("second"), Epoch(0)),
         drop=drop,
     )
-    destination.instance.handle(ExpectKept(command=fetch, source_addresses=(source.address,)))
+    introduce(source, destination)
+    destination.instance.handle(fetch)
     send = SendKept(
         instance_id=source.instance.instance_id, request_id=FETCH, epoch=Epoch(0), transfer=plan, chain=chain
     )
-    source.instance.handle(GrantKept(command=send, destination_addresses=(destination.address,)))
+    source.instance.handle(send)

@@ -10,7 +10,7 @@ import anyio
 import grpc.aio
 
 from pdmesh.config import LOOPBACK, SecurityConfig
-from pdmesh.core.commands import PlainInstanceCommand
+from pdmesh.core.commands import InstanceCommand
 from pdmesh.core.events import InstanceEvent
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import FrameLink, serve_link
@@ -18,6 +18,7 @@ from pdmesh.wire.messages import (
     CommandMessage,
     EventMessage,
     Goodbye,
+    Prompt,
     RegisterWorker,
     TokenOut,
     TokensAccepted,
@@ -68,9 +69,9 @@ class ScriptedScheduler(ScriptedPeer):
         self._heartbeat_s = heartbeat_s
         self._link: FrameLink[WorkerDown, WorkerUp] | None = None
 
-    def post(self, message: WorkerDown | PlainInstanceCommand) -> None:
+    def post(self, message: WorkerDown | InstanceCommand, prompt: Prompt | None = None) -> None:
         assert self._link is not None, "no worker is registered"
-        self._link.post(CommandMessage.of(message) if isinstance(message, PlainInstanceCommand) else message)
+        self._link.post(CommandMessage.of(message, prompt) if isinstance(message, InstanceCommand) else message)
 
     def reports_of(self, kind: type[T], request_id: str | None = None) -> list[T]:
         return [

@@ -53,11 +53,9 @@ from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import NoTracing, Tracing
 from pdmesh.transport.base import KvTransport
 from pdmesh.wire.messages import (
-    Admit,
-    ExpectKv,
-    ExpectMove,
     Generation,
-    Grant,
+    PeerHere,
+    Prompt,
     TokenMessage,
     TokenOut,
     pack_token_ids,
@@ -171,7 +169,7 @@ class RunningInstance:
             offload=offload,
             evict=evict,
         )
-        self.instance.handle(Admit(command=command, generation=self._hashed_for_own_weights(generation)))
+        self.instance.handle(command, prompt_of(self._hashed_for_own_weights(generation)))
 
     def _hashed_for_own_weights(self, generation: Generation) -> Generation:
         """Return a request whose prefix hashes stand for KV of this instance's weights, as a gateway's do."""
@@ -198,15 +196,9 @@ class RunningInstance:
             epoch=generation.epoch,
             transfer=a_transfer(sent, self.shard(num_blocks), number, num_reused),
         )
-        self.instance.handle(
-            ExpectKv(
-                command=command,
-                generation=bare,
-                num_context_tokens=num_tokens,
-                source_addresses=(source.address,),
-                tail=generation.token_ids[4 * GRANULE_TOKENS * len(generation.prefix) :] if has_tail else b"",
-            )
-        )
+        introduce(source, self)
+        tail = generation.token_ids[4 * GRANULE_TOKENS * len(generation.prefix) :] if has_tail else b""
+        self.instance.handle(command, Prompt(generation=bare, num_context_tokens=num_tokens, tail=tail))
 
     def run(
         self,
@@ -240,7 +232,8 @@ class RunningInstance:
             epoch=generation.epoch,
             transfer=a_transfer(self.shard(num_blocks), destination.shard(num_blocks), number, num_reused),
         )
-        self.instance.handle(Grant(command=command, destination_addresses=(destination.address,)))
+        introduce(self, destination)
+        self.instance.handle(command)
 
     def move(
         self,
@@ -256,10 +249,18 @@ class RunningInstance:
         """What a scheduler says of a move to ``target``, to both sides; ``number`` names it."""
         plan = msgspec.structs.replace(self.plan_of_move(target, num_blocks, number), num_reused_granules=num_reused)
         what = RequestId(request_id), Epoch(epoch)
-        place = PlaceDecode(instance_id=target.instance.instance_id, request_id=what[0], epoch=what[1], transfer=plan)
-        target.instance.handle(ExpectMove(command=place, chain=chain, source_addresses=(self.address,)))
+        introduce(self, target)
+        target.instance.handle(
+            PlaceDecode(
+                instance_id=target.instance.instance_id,
+                request_id=what[0],
+                epoch=what[1],
+                transfer=plan,
+                chain=chain,
+            )
+        )
         grant = GrantTransfer(instance_id=self.instance.instance_id, request_id=what[0], epoch=what[1], transfer=plan)
-        self.instance.handle(Grant(command=grant, destination_addresses=(target.address,)))
+        self.instance.handle(grant)
 
     def plan_of_move(self, target: RunningInstance, num_blocks: int, number: int = 2) -> TransferPlan:
         return TransferPlan(
@@ -392,6 +393,19 @@ async def running_instance(
         yield running
         instance.check_integrity()
         tasks.cancel_scope.cancel()
+
+
+def introduce(*instances: RunningInstance) -> None:
+    """Send each instance the data addresses of all, as a scheduler does."""
+    for each in instances:
+        here = PeerHere(instance_id=each.instance.instance_id, data_address=each.address)
+        for receiver in instances:
+            receiver.instance.handle(here)
+
+
+def prompt_of(generation: Generation) -> Prompt:
+    """Return what goes with the command that admits a request."""
+    return Prompt(generation=generation, num_context_tokens=generation.num_tokens)
 
 
 def a_shard(instance_id: str, num_blocks: int, layout: KvLayout | None = None) -> KvShard:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import array
 
+from pdmesh.core.commands import PlaceDecode
 from pdmesh.core.events import DecodeReserved, TransferLanded
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import LandedTransfer
-from pdmesh.kv.spread import PartHolder
 from pdmesh.model import GRANULE_TOKENS, PartMember, TransferId
-from pdmesh.wire.messages import ExpectKv, unpack_token_ids
+from pdmesh.wire.messages import Prompt, unpack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
-from pdmesh.worker.intake import Intake, transcript
+from pdmesh.worker.intake import Intake, check_prompt, transcript
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.sequences import LocalRequest, Stage
 from pdmesh.worker.spans import trace_of
@@ -37,21 +37,27 @@ class Arrivals:
         self._moves = moves
         self._growth = growth
 
-    def expect(self, message: ExpectKv) -> None:
+    def expect(self, command: PlaceDecode, prompt: Prompt | None) -> None:
         """Make room for a request whose prompt others compute."""
-        generation, num_context_tokens = message.generation, message.num_context_tokens
-        transfer = message.command.transfer
-        self._context.tables.make_room(message.command)
-        place = transfer.destination_ids.index(self._context.instance_id)
-        if place > 0:
-            self._spread.expect_hand_over(message, place)
+        transfer = command.transfer
+        self._context.tables.make_room(command)
+        if not command.receives_prompt:
+            self._spread.expect_hand_over(command, prompt)
             return
         blocks = transfer.destinations[0].part.blocks
         try:
+            source_addresses = self._context.addresses.of(transfer.source_ids)
+            members = [
+                PartMember(instance_id=instance_id, capability=transfer.capability)
+                for instance_id in transfer.destination_ids[1:]
+            ]
+            holders = self._context.addresses.holders(members)
+            prompt = check_prompt(command, prompt)
+            generation, num_context_tokens = prompt.generation, prompt.num_context_tokens
             if generation.token_ids:
                 token_ids = transcript(generation)
             else:
-                token_ids = stand_in(num_context_tokens, message.tail, self._context.max_model_len)
+                token_ids = stand_in(num_context_tokens, prompt.tail, self._context.max_model_len)
             if len(token_ids) != num_context_tokens:
                 raise ProtocolError(f"{num_context_tokens} tokens of KV for a transcript of {len(token_ids)}")
             max_tokens_left = generation.params.max_tokens - (num_context_tokens - generation.num_prompt_tokens)
@@ -59,28 +65,23 @@ class Arrivals:
             request = self._intake.take(
                 generation,
                 token_ids,
-                message.command.num_blocks,
+                command.num_blocks,
                 max_kv_tokens,
                 num_reused_granules=transfer.num_reused_granules,
                 num_elsewhere_tokens=blocks.start * self._context.block_size,
                 num_coming_tokens=num_context_tokens,
             )
         except PdmeshError as error:
-            self._intake.refuse(generation, error, transfer.transfer_id)
+            self._intake.refuse(command, error, transfer.transfer_id)
             return
         request.stage = Stage.RECEIVING
         request.transfer, request.received_by = transfer, transfer.transfer_id
         if blocks.start:
-            request.members = tuple(
-                [
-                    PartMember(instance_id=instance_id, capability=transfer.capability)
-                    for instance_id in transfer.destination_ids[1:]
-                ]
-            )
+            request.members = tuple(members)
             request.sequence.elsewhere = self._context.mover.parts.open(
                 request.request_id,
                 request.epoch,
-                members=[PartHolder(address, transfer.capability) for address in message.destination_addresses[1:]],
+                members=holders,
                 num_tokens=blocks.start * request.block_size,
             )
         self._context.mover.arrivals.expect(
@@ -91,7 +92,7 @@ class Arrivals:
             num_context_tokens=num_context_tokens,
             num_present_blocks=request.num_reused_tokens // request.block_size,
             blocks=blocks if blocks.start else None,
-            source_addresses=message.source_addresses,
+            source_addresses=source_addresses,
         )
         self._reserved(request, transfer.transfer_id)
 

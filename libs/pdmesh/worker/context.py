@@ -9,6 +9,7 @@ from pdmesh.core.events import InstanceEvent
 from pdmesh.kv.mover import KvMover
 from pdmesh.model import InstanceId
 from pdmesh.telemetry.tracing import Tracing
+from pdmesh.worker.addresses import Addresses
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.compiling import GrammarCompiler
 from pdmesh.worker.endings import Endings
@@ -31,6 +32,7 @@ class InstanceContext:
     windows: Windows
     mover: KvMover
     sequences: Sequences
+    addresses: Addresses
     endings: Endings
     report: Callable[[InstanceEvent], None]  # to the scheduler; does not block
     gateways: ToGateways

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import structlog
 
-from pdmesh.core.commands import KeepKv, WithdrawTransfer
+from pdmesh.core.commands import GrantTransfer, KeepKv, WithdrawTransfer
 from pdmesh.core.events import TransferFailed, TransferPaused, TransferSent
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import IndexRange, InstanceId, KvPart, TransferId, blocks_of_granule
 from pdmesh.plans import TransferPlan
-from pdmesh.wire.messages import Grant
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.sequences import LocalRequest, Stage
@@ -32,15 +31,14 @@ class Departures:
 
     # --- what the scheduler says ---
 
-    def grant(self, message: Grant) -> None:
-        """Begin a transfer, or continue it after a pause."""
-        command = message.command
+    def grant(self, command: GrantTransfer) -> None:
+        """Begin a transfer, or continue it after a pause. Raises ProtocolError if a destination is unknown."""
         self._context.mover.departures.grant(
             command.request_id,
             command.epoch,
             destinations=[
                 KvDestination(address, part_to_send(command.transfer, number, self._context.block_size))
-                for number, address in enumerate(message.destination_addresses[: len(command.transfer.destinations)])
+                for number, address in enumerate(self._context.addresses.of(command.transfer.destination_ids))
             ],
             capability=command.transfer.capability,
         )

@@ -10,7 +10,6 @@ from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import FailedTransfer, LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import GRANULE_TOKENS, blocks_of_granule
-from pdmesh.wire.messages import ExpectKept, GrantKept
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
 from pdmesh.worker.intake import Intake
@@ -26,11 +25,12 @@ class KeptCopies:
         self._context = context
         self._intake = intake
 
-    def fetch(self, message: ExpectKept) -> None:
+    def fetch(self, command: FetchKept) -> None:
         """Make room for granules, and expect them."""
-        command, transfer = message.command, message.command.transfer
+        transfer = command.transfer
         self._context.tables.make_room(command)
         try:
+            source_addresses = self._context.addresses.of(transfer.source_ids)
             num_blocks = self._num_blocks(command)
             num_there = transfer.num_reused_granules
             if num_there >= len(command.chain):
@@ -53,21 +53,22 @@ class KeptCopies:
             block_ids=request.sequence.block_table,
             num_context_tokens=len(command.chain) * GRANULE_TOKENS,
             num_present_blocks=request.num_reused_tokens // request.block_size,
-            source_addresses=message.source_addresses,
+            source_addresses=source_addresses,
             draws=False,
         )
         self._context.report(
             DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
         )
 
-    def send(self, message: GrantKept) -> None:
+    def send(self, command: SendKept) -> None:
         """Send granules that are kept here."""
-        command, transfer = message.command, message.command.transfer
+        transfer = command.transfer
         num_granules = len(command.chain)
         try:
             num_blocks = self._num_blocks(command)
-            if len(message.destination_addresses) != 1:
-                raise ProtocolError(f"{len(message.destination_addresses)} destinations of granules")
+            if len(transfer.destinations) != 1:
+                raise ProtocolError(f"{len(transfer.destinations)} destinations of granules")
+            (address,) = self._context.addresses.of(transfer.destination_ids)
             request = self._intake.take_unknown(command, num_blocks, command.chain, num_granules, Stage.SENDING)
         except PdmeshError as error:
             self._intake.refuse(command, error, transfer.transfer_id)
@@ -85,7 +86,7 @@ class KeptCopies:
         departures.grant(
             request.request_id,
             request.epoch,
-            destinations=[KvDestination(message.destination_addresses[0], part)],
+            destinations=[KvDestination(address, part)],
             capability=transfer.capability,
         )
 

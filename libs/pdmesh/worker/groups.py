@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from pdmesh.core.commands import AdmitPrefill, SetGroup
 from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.exchange import KvExchange
 from pdmesh.kv.gate import Wakeup
 from pdmesh.model import num_blocks_for
 from pdmesh.plans import MAX_GROUP_MEMBERS, PrefillGroup
-from pdmesh.wire.messages import Admit, Regroup
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.sequences import LocalRequest, Stage
 
@@ -23,46 +21,46 @@ class PrefillGroups:
         self._exchanges = context.mover.groups
         self._wakeup = wakeup
 
-    def check(self, message: Admit) -> None:
+    def check(self, command: AdmitPrefill) -> None:
         """Raise ProtocolError if a request is admitted with an impossible group."""
-        group = message.command.group
+        group = command.group
         if group is None:
             return
-        self._own_number(group, message.member_addresses)
+        self._own_number(group)
+        self._addresses(group)
         if self._context.windows.are_freed:
             raise ProtocolError("KV behind windows is given up here, and a group needs all of it")
-        if message.command.moves_on and not message.command.leads:
+        if command.moves_on and not command.leads:
             raise ProtocolError("a transfer from a member that does not lead its group")
 
-    def join(self, request: LocalRequest, message: Admit) -> None:
+    def join(self, request: LocalRequest, command: AdmitPrefill) -> None:
         """Join the group that a request was admitted with, if there is one."""
-        group = message.command.group
+        group = command.group
         if group is None:
             return
         self._open(request, group)
-        if message.command.leads:
-            self._exchanges.set_members(request.request_id, request.epoch, 0, message.member_addresses)
+        if command.leads:
+            self._exchanges.set_members(request.request_id, request.epoch, 0, self._addresses(group))
         else:
             self._context.report(HelperJoined(self._context.instance_id, request.request_id, request.epoch))
 
-    def regroup(self, message: Regroup, newest_plan_id: int) -> None:
+    def regroup(self, command: SetGroup, newest_plan_id: int) -> None:
         """Take the members that the group of a running prompt has from now on.
 
         If one was lost, chunks planned until now end where they would wait, and the leader reports what it has.
         """
-        command = message.command
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None or request.stage is not Stage.PREFILLING:
             return  # freed, or computed, meanwhile
         try:
-            number = self._own_number(command.group, message.member_addresses)
+            number, addresses = self._own_number(command.group), self._addresses(command.group)
         except ProtocolError as error:
             self._context.endings.drop(request, str(error))
             return
         # without an exchange it leads a group that was formed while it computed
         exchange = request.exchange or self._open(request, command.group)
         num_lost = exchange.num_lost
-        self._exchanges.set_members(request.request_id, request.epoch, number, message.member_addresses)
+        self._exchanges.set_members(request.request_id, request.epoch, number, addresses)
         if exchange.num_lost > num_lost:
             self._go_on_without(request, exchange, newest_plan_id)
 
@@ -79,13 +77,16 @@ class PrefillGroups:
         """End the membership, if any, of a request whose prompt is computed."""
         self._exchanges.end(request.request_id, request.epoch, "the prompt is computed")
 
-    def _own_number(self, group: PrefillGroup, addresses: Sequence[bytes]) -> int:
+    def _addresses(self, group: PrefillGroup) -> list[bytes]:
+        """Return the members' addresses, empty ones for lost members. Raises ProtocolError if one is unknown."""
+        living = dict(zip(group.living_ids, self._context.addresses.of(group.living_ids), strict=True))
+        return [living.get(member_id, b"") for member_id in group.member_ids]
+
+    def _own_number(self, group: PrefillGroup) -> int:
         """Return this instance's number in the group. Raises ProtocolError if it is no member or the group is bad."""
         member_ids = group.member_ids
         if self._context.instance_id not in member_ids:
             raise ProtocolError("the instance is no member of the request's group")
-        if len(addresses) != len(member_ids):
-            raise ProtocolError(f"{len(addresses)} addresses of {len(member_ids)} members")
         if len(member_ids) > MAX_GROUP_MEMBERS:
             raise ProtocolError(f"a group of {len(member_ids)} members; {MAX_GROUP_MEMBERS} are the most")
         return member_ids.index(self._context.instance_id)

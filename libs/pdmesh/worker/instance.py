@@ -20,20 +20,30 @@ from typing import assert_never
 import structlog
 
 from pdmesh.core.commands import (
+    AdmitPrefill,
     CancelMove,
+    FetchKept,
     FreeKv,
+    GrantTransfer,
     GrowKv,
+    InstanceCommand,
+    InstanceRequestCommand,
     KeepKv,
     PauseTransfer,
-    PlainInstanceCommand,
+    PlaceDecode,
     ResumeDecode,
     RunStep,
+    SendKept,
+    SetGroup,
+    SetHome,
+    SetMembers,
     SetRole,
     StopInstance,
     WithdrawTransfer,
 )
 from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported
 from pdmesh.core.instances.own_steps import OwnSteps
+from pdmesh.errors import ProtocolError
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
@@ -50,20 +60,8 @@ from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, InstanceId, PrefixHashes, RequestId, RequestKey, Resident, Role, TransferPurpose
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import (
-    Accompanied,
-    Admit,
-    ExpectKept,
-    ExpectKv,
-    ExpectMove,
-    ExpectPart,
-    Grant,
-    GrantKept,
-    PeerGone,
-    Regroup,
-    Rehome,
-    Respread,
-)
+from pdmesh.wire.messages import PeerGone, PeerHere, Prompt
+from pdmesh.worker.addresses import Addresses
 from pdmesh.worker.arrivals import Arrivals
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.context import InstanceContext
@@ -87,8 +85,8 @@ from pdmesh.worker.windows import Windows
 
 log = structlog.get_logger()
 
-#: What the scheduler tells an instance: core commands, some of them with what only the services know.
-Instruction = PlainInstanceCommand | Accompanied
+#: What the scheduler tells an instance: core commands, and which peers there are.
+Instruction = InstanceCommand | PeerHere | PeerGone
 
 
 class Instance:
@@ -143,6 +141,7 @@ class Instance:
             drafter=drafter,
             num_stages=num_stages,
         )
+        self._addresses = Addresses()
         context = InstanceContext(
             instance_id=instance_id,
             max_model_len=max_model_len,
@@ -153,6 +152,7 @@ class Instance:
             windows=windows,
             mover=mover,
             sequences=sequences,
+            addresses=self._addresses,
             endings=endings,
             report=report,
             gateways=ToGateways(tokens),
@@ -177,59 +177,73 @@ class Instance:
 
     # --- what it is told ------------------------------------------------------------------------------------
 
-    def handle(self, message: Instruction) -> None:
+    def handle(self, message: Instruction, prompt: Prompt | None = None) -> None:
         """Take a message of the scheduler. Nothing that a peer can say makes it raise."""
         match message:
+            case PeerHere():
+                self._addresses.add(message.instance_id, message.data_address)
+            case PeerGone(data_address=data_address):
+                self._addresses.remove(data_address)
+                self._mover.forget(data_address)
             case RunStep(plan=plan):
                 self.plans.queue(plan)
-            case Admit(generation=generation):
-                self._release_older(generation.request_id, generation.epoch)
-                self._intake.admit(message)
-            case ExpectKv():
-                self._arrivals.expect(message)
-            case Regroup():
-                self._groups.regroup(message, self.plans.newest_plan_id)
-            case ExpectMove():
-                self._moves.expect(message)
-            case ExpectKept():
-                self._fetches.fetch(message)
-            case GrantKept():
-                self._fetches.send(message)
-            case Grant() if message.command.transfer.purpose is TransferPurpose.MOVE:
-                self._moves.grant(message)
-            case ExpectPart():
-                self._spread.expect(message)
-            case Rehome():
-                self._spread.rehome(message)
-            case Respread():
-                self._spread.respread(message)
-            case Grant() if message.command.transfer.is_of_part:
-                self._spread.grant(message)
-            case Grant():
-                self._departures.grant(message)
-            case CancelMove():
-                self._moves.cancel(message)
-            case ResumeDecode():
-                self._moves.resume(message)
-            case PauseTransfer(request_id=request_id, epoch=epoch):
-                self._mover.departures.pause(request_id, epoch)
-            case WithdrawTransfer():
-                if not self._spread.withdraw(message):
-                    self._departures.withdraw(message)
-            case KeepKv():
-                self._departures.keep(message)
-            case GrowKv():
-                self._growth.grow(message)
-            case FreeKv():
-                self._free(message)
             case SetRole(role=role):
                 self.role = role
             case StopInstance():
                 self._stop()  # as SIGTERM does
-            case PeerGone(data_address=data_address):
-                self._mover.forget(data_address)
             case _:
-                assert_never(message)
+                try:
+                    self._handle(message, prompt)
+                except ProtocolError as error:
+                    request = self._sequences.get(message.request_id, message.epoch)
+                    if request is not None:
+                        self._endings.drop(request, str(error))
+
+    def _handle(self, command: InstanceRequestCommand, prompt: Prompt | None) -> None:
+        """Take a command for a request. Raises ProtocolError if it names an unknown instance."""
+        match command:
+            case AdmitPrefill():
+                self._release_older(command.request_id, command.epoch)
+                self._intake.admit(command, prompt)
+            case SetGroup():
+                self._groups.regroup(command, self.plans.newest_plan_id)
+            case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
+                self._moves.expect(command)
+            case PlaceDecode(transfer=transfer) if transfer.is_of_part:
+                self._spread.expect(command)
+            case PlaceDecode():
+                self._arrivals.expect(command, prompt)
+            case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
+                self._moves.grant(command)
+            case GrantTransfer(transfer=transfer) if transfer.is_of_part:
+                self._spread.grant(command)
+            case GrantTransfer():
+                self._departures.grant(command)
+            case FetchKept():
+                self._fetches.fetch(command)
+            case SendKept():
+                self._fetches.send(command)
+            case SetHome():
+                self._spread.rehome(command)
+            case SetMembers():
+                self._spread.respread(command)
+            case CancelMove():
+                self._moves.cancel(command)
+            case ResumeDecode():
+                self._moves.resume(command)
+            case PauseTransfer(request_id=request_id, epoch=epoch):
+                self._mover.departures.pause(request_id, epoch)
+            case WithdrawTransfer():
+                if not self._spread.withdraw(command):
+                    self._departures.withdraw(command)
+            case KeepKv():
+                self._departures.keep(command)
+            case GrowKv():
+                self._growth.grow(command)
+            case FreeKv():
+                self._free(command)
+            case _:
+                assert_never(command)
 
     def on_outcome(self, outcome: TransferOutcome) -> None:
         """Take the end, or a pause, of a KV transfer from the mover."""
@@ -351,8 +365,9 @@ class Instance:
         await self._sequences.settled()
 
     def registered(self) -> None:
-        """Note that a scheduler knows what it was told with the registration."""
+        """Note that a scheduler knows what it was told with the registration. It is about to name the peers."""
         self.dropped.clear()
+        self._addresses.clear()
 
     def lose_scheduler(self) -> None:
         """Let residents go on by themselves until the instance registers again."""

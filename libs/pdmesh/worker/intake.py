@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from pdmesh.core.commands import FetchKept, PlaceDecode, SendKept
+from pdmesh.core.commands import AdmitPrefill, FetchKept, PlaceDecode, SendKept
 from pdmesh.core.events import KvReleased, RequestDropped
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
@@ -26,7 +26,7 @@ from pdmesh.model import (
     num_blocks_for,
     short_weights,
 )
-from pdmesh.wire.messages import Admit, Generation, unpack_token_ids
+from pdmesh.wire.messages import Generation, Prompt, unpack_token_ids
 from pdmesh.worker.block_tables import StalePrefix
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.groups import PrefillGroups
@@ -53,13 +53,13 @@ class Intake:
         """Refuse new requests from now on."""
         self._is_open = False
 
-    def admit(self, message: Admit) -> None:
+    def admit(self, command: AdmitPrefill, prompt: Prompt | None) -> None:
         """Take a request whose prompt is to be computed here, alone or in a group."""
-        generation, command = message.generation, message.command
         decodes = command.leads and not command.moves_on
         self._context.tables.make_room(command)
         try:
-            self._groups.check(message)
+            generation = check_prompt(command, prompt).generation
+            self._groups.check(command)
             token_ids = transcript(generation)
             num_tokens = len(token_ids)
             num_output_tokens_kept = generation.max_tokens_left - 1 if decodes else 0
@@ -74,7 +74,7 @@ class Intake:
                 gives_back=command.num_blocks_at_once > 0,
             )
         except PdmeshError as error:
-            self.refuse(generation, error)
+            self.refuse(command, error)
             return
         request.num_computed_tokens = request.num_begun_tokens = request.num_reused_tokens
         if command.leads and request.generation.prefix_root:
@@ -94,7 +94,7 @@ class Intake:
                 num_present_blocks=request.num_shared_tokens // request.block_size,
             )
         self._load(request)
-        self._groups.join(request, message)
+        self._groups.join(request, command)
 
     def _load(self, request: LocalRequest) -> None:
         """Begin to bring what is to come from the offload tier."""
@@ -273,12 +273,12 @@ class Intake:
 
     def refuse(
         self,
-        request: Generation | PlaceDecode | FetchKept | SendKept,
+        command: AdmitPrefill | PlaceDecode | FetchKept | SendKept,
         error: PdmeshError,
         transfer_id: TransferId = NO_TRANSFER,
     ) -> None:
         """Say that it is not taken, and that ``transfer_id`` holds no room here; and what is kept, if that was why."""
-        request_id, epoch, reason = request.request_id, request.epoch, str(error)
+        request_id, epoch, reason = command.request_id, command.epoch, str(error)
         log.warning("request refused", request_id=request_id, epoch=epoch, reason=reason)
         self._context.metrics.refused_requests.inc()
         self._context.report(RequestDropped(self._context.instance_id, request_id, epoch, reason))
@@ -294,6 +294,16 @@ def _whole_table(request: LocalRequest) -> list[int]:
     table = request.sequence.block_table
     num_blocks = num_blocks_for(len(request.sequence.token_ids), request.block_size)
     return [*table, *[NO_BLOCK] * (num_blocks - len(table))]
+
+
+def check_prompt(command: AdmitPrefill | PlaceDecode, prompt: Prompt | None) -> Prompt:
+    """Return the prompt that came with a command. Raises ProtocolError if none came, or another request's."""
+    if prompt is None:
+        raise ProtocolError("the command came without the request's prompt")
+    generation = prompt.generation
+    if (generation.request_id, generation.epoch) != (command.request_id, command.epoch):
+        raise ProtocolError(f"the command came with the prompt of {generation.request_id}, epoch {generation.epoch}")
+    return prompt
 
 
 def transcript(generation: Generation) -> array.array[int]:

@@ -12,13 +12,13 @@ from time import perf_counter
 
 import structlog
 
+from pdmesh.core.commands import PlaceDecode
 from pdmesh.core.events import DecodeReserved, TransferLanded
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError
 from pdmesh.kv.parts import LostTokens
-from pdmesh.kv.spread import PartHolder
 from pdmesh.plans import ChunkPlan
-from pdmesh.wire.messages import ExpectPart, unpack_token_ids
+from pdmesh.wire.messages import unpack_token_ids
 from pdmesh.worker.batch import BatchChunk
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.intake import Intake
@@ -38,12 +38,13 @@ class LostRanges:
         self._due: deque[LocalRequest] = deque()
         self._began_s: dict[LocalRequest, float] = {}
 
-    def expect(self, message: ExpectPart, intake: Intake, members: list[PartHolder]) -> None:
-        """Make room for a range of a context that decodes; ``members`` hold those before it."""
-        command = message.command
+    def expect(self, command: PlaceDecode, intake: Intake) -> None:
+        """Make room for a range of a context that decodes elsewhere."""
         transfer = command.transfer
         blocks = transfer.destinations[0].part.blocks
         try:
+            (home_address,) = self._context.addresses.of([command.home_id or transfer.destination_ids[0]])
+            members = self._context.addresses.holders(command.members)
             request = intake.take_unknown(command, command.num_blocks, (), 0, Stage.HOLDING)
         except PdmeshError as error:
             intake.refuse(command, error, transfer.transfer_id)
@@ -55,7 +56,7 @@ class LostRanges:
             request.epoch,
             capability=transfer.capability,
             block_ids=request.sequence.block_table,
-            home_address=message.home_address,
+            home_address=home_address,
             member=request.part,
             lost=LostTokens(
                 4 * num_tokens,

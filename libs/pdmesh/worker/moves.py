@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import structlog
 
-from pdmesh.core.commands import CancelMove, ResumeDecode
+from pdmesh.core.commands import CancelMove, GrantTransfer, PlaceDecode, ResumeDecode
 from pdmesh.core.events import DecodeReserved, MoveFailed, MoveSent
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError, ProtocolError
@@ -18,13 +18,12 @@ from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transcript import pack_transcript, unpack_transcript
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import GRANULE_TOKENS, IndexRange, InstanceId, TransferId
-from pdmesh.wire.messages import ExpectMove, Grant, pack_token_ids
+from pdmesh.wire.messages import pack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
 from pdmesh.worker.intake import Intake, check_request
 from pdmesh.worker.sequences import Leaving, LocalRequest, Stage
 from pdmesh.worker.spans import DONE
-from pdmesh.worker.spread import members_at
 
 log = structlog.get_logger()
 
@@ -38,25 +37,23 @@ class MovingDecodes:
 
     # --- away from here ---
 
-    def grant(self, message: Grant) -> None:
-        """Begin to send a request that decodes here."""
-        command = message.command
+    def grant(self, command: GrantTransfer) -> None:
+        """Begin to send a request that decodes here. Raises ProtocolError if the target is unknown."""
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None:
             return  # it ended meanwhile
         transfer = command.transfer
-        if request.stage is not Stage.DECODING or len(message.destination_addresses) != 1:
+        if request.stage is not Stage.DECODING or len(transfer.destinations) != 1:
             self._failed(request, transfer.transfer_id, committed=False, reason="it does not decode here")
             return
+        (address,) = self._context.addresses.of(transfer.destination_ids)
         num_kv_tokens = len(request.sequence.token_ids) - 1
         sender = self._context.mover.departures.move(
             request.request_id,
             request.epoch,
             block_ids=request.context_table,
             transcript=pack_transcript(request.generation, request.sequence.token_ids[:num_kv_tokens]),
-            destination=KvDestination(
-                message.destination_addresses[0], part_to_send(transfer, 0, self._context.block_size)
-            ),
+            destination=KvDestination(address, part_to_send(transfer, 0, self._context.block_size)),
             capability=transfer.capability,
             on_caught_up=lambda: self._caught_up(request),
             first_held=request.held.first,
@@ -181,22 +178,24 @@ class MovingDecodes:
 
     # --- to here ---
 
-    def expect(self, message: ExpectMove) -> None:
+    def expect(self, command: PlaceDecode) -> None:
         """Make room for a request that comes with its KV."""
-        transfer = message.command.transfer
-        self._context.tables.make_room(message.command)
+        transfer = command.transfer
+        self._context.tables.make_room(command)
         try:
-            request = self._take(message)
+            source_addresses = self._context.addresses.of(transfer.source_ids)
+            holders = self._context.addresses.holders(command.members)
+            request = self._take(command)
         except PdmeshError as error:
-            self._intake.refuse(message.command, error, transfer.transfer_id)
+            self._intake.refuse(command, error, transfer.transfer_id)
             return
         blocks = transfer.destinations[0].part.blocks
         if blocks.start:
-            request.members = message.command.members
+            request.members = command.members
             request.sequence.elsewhere = self._context.mover.parts.open(
                 request.request_id,
                 request.epoch,
-                members=members_at(message.command.members, message.member_addresses),
+                members=holders,
                 num_tokens=blocks.start * request.block_size,
             )
         self._context.mover.arrivals.expect(
@@ -207,7 +206,7 @@ class MovingDecodes:
             num_context_tokens=None,
             num_present_blocks=request.num_reused_tokens // request.block_size,
             blocks=blocks if blocks.start else None,
-            source_addresses=message.source_addresses,
+            source_addresses=source_addresses,
             hold=lambda blocks: self._hold(request, blocks),
         )
         self._context.report(
@@ -222,13 +221,13 @@ class MovingDecodes:
             return False
         return True
 
-    def _take(self, message: ExpectMove) -> LocalRequest:
+    def _take(self, command: PlaceDecode) -> LocalRequest:
         """Take the blocks of a request that nothing else is known of. Raises PdmeshError if that cannot be."""
-        command, num_granules = message.command, message.command.transfer.num_reused_granules
+        num_granules = command.transfer.num_reused_granules
         num_tokens = command.num_blocks * self._context.block_size
         if num_granules * GRANULE_TOKENS >= num_tokens:
             raise ProtocolError(f"room for {num_tokens} tokens, and {num_granules} granules that are there")
-        return self._intake.take_unknown(command, command.num_blocks, message.chain, num_granules, Stage.RECEIVING)
+        return self._intake.take_unknown(command, command.num_blocks, command.chain, num_granules, Stage.RECEIVING)
 
     def arrived(self, request: LocalRequest, outcome: LandedTransfer) -> None:
         """Take over the transcript that came with the KV. Raises ProtocolError if it cannot be this request's."""

@@ -6,7 +6,7 @@ Reports are not kept while the scheduler is away, because registering again tell
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import anyio
 import structlog
@@ -18,7 +18,10 @@ from pdmesh.wire.messages import (
     CommandMessage,
     EventMessage,
     Goodbye,
+    PeerGone,
+    PeerHere,
     PeersChecked,
+    Prompt,
     RegisterWorker,
     SchedulerHeartbeat,
     StandingBy,
@@ -54,7 +57,7 @@ class WorkerSession:
         registration: Callable[[], RegisterWorker],
         registered: Callable[[], None],
         load: Callable[[], LoadReported],
-        handle: Callable[[Instruction], None],
+        handle: Callable[[Instruction, Prompt | None], None],
         check: Callable[[CheckPeers], None],
         lost: Callable[[], None],
     ) -> None:
@@ -111,7 +114,9 @@ class WorkerSession:
     def handle(self, message: WorkerDown) -> None:
         match message:
             case CommandMessage():
-                self._handle(message.command)
+                self._handle(message.command, message.prompt)
+            case PeerHere() | PeerGone():
+                self._handle(message, None)
             case CheckPeers():
                 self._check(message)
             case SchedulerHeartbeat():
@@ -119,7 +124,7 @@ class WorkerSession:
             case WelcomeWorker() | StandingBy():
                 raise ProtocolError("a second welcome from the scheduler")
             case _:
-                self._handle(message)
+                assert_never(message)
 
     def overflowed(self) -> None:
         pass  # registering again tells it all

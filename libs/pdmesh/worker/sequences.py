@@ -22,6 +22,7 @@ from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.sender import KvSender
+from pdmesh.kv.spread import PartHolder
 from pdmesh.model import (
     NO_TRANSFER,
     Epoch,
@@ -36,7 +37,7 @@ from pdmesh.model import (
 )
 from pdmesh.plans import ChunkPlan, TransferPlan
 from pdmesh.policy.on_demand import is_low
-from pdmesh.wire.messages import Generation, Respread
+from pdmesh.wire.messages import Generation
 from pdmesh.worker.spans import RequestTrace
 from pdmesh.worker.windows import HeldBlocks, Windows
 
@@ -86,6 +87,13 @@ class Drawn(NamedTuple):
 
     granules: PrefixHashes = ()
     num_known: int = 0
+
+
+class Respread(NamedTuple):
+    """Holders that the first ranges of a context are to have, and where these answer."""
+
+    members: tuple[PartMember, ...]
+    holders: list[PartHolder]
 
 
 class ContextTable(Sequence[int]):

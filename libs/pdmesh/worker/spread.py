@@ -6,28 +6,27 @@ A range that others are to hold is copied before, while the request decodes on (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import structlog
 
-from pdmesh.core.commands import PlaceDecode, WithdrawTransfer
+from pdmesh.core.commands import GrantTransfer, PlaceDecode, SetHome, SetMembers, WithdrawTransfer
 from pdmesh.core.events import DecodeReserved, MembersSet, PartLost, TransferFailed, TransferSent
-from pdmesh.errors import PdmeshError
+from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.blocks import OutOfBlocks
 from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.spread import PartHolder, SpreadKv
 from pdmesh.kv.transfer import KvDestination
-from pdmesh.model import IndexRange, PartMember, TransferId, TransferPurpose
+from pdmesh.model import IndexRange, TransferId, TransferPurpose
 from pdmesh.plans import TransferPlan
-from pdmesh.wire.messages import ExpectKv, ExpectPart, Grant, Rehome, Respread, pack_token_ids
+from pdmesh.wire.messages import Prompt, pack_token_ids
 from pdmesh.worker.context import InstanceContext
 from pdmesh.worker.departures import part_to_send
 from pdmesh.worker.growth import RoomGrowth
-from pdmesh.worker.intake import Intake
+from pdmesh.worker.intake import Intake, check_prompt
 from pdmesh.worker.lost_ranges import LostRanges
-from pdmesh.worker.sequences import LocalRequest, Stage
+from pdmesh.worker.sequences import LocalRequest, Respread, Stage
 
 log = structlog.get_logger()
 
@@ -45,33 +44,32 @@ class SpreadContexts:
 
     # --- ranges that come here ---
 
-    def expect_hand_over(self, message: ExpectKv, place: int) -> None:
-        """Make room for a range of a context that begins to decode elsewhere; its number comes before ``place``."""
-        addresses = message.destination_addresses
-        self._expect(message.command, place, message.source_addresses, addresses[0], message.num_context_tokens)
+    def expect_hand_over(self, command: PlaceDecode, prompt: Prompt | None) -> None:
+        """Make room for a range of a context that begins to decode elsewhere."""
+        try:
+            num_context_tokens = check_prompt(command, prompt).num_context_tokens
+        except ProtocolError as error:
+            self._intake.refuse(command, error, command.transfer.transfer_id)
+            return
+        self._expect(command, num_context_tokens)
 
-    def expect(self, message: ExpectPart) -> None:
+    def expect(self, command: PlaceDecode) -> None:
         """Make room for a range of a context that decodes."""
-        command = message.command
         self._context.tables.make_room(command)
         if command.transfer.purpose is TransferPurpose.LOST_PART:
-            self._lost_ranges.expect(message, self._intake, members_at(command.members, message.member_addresses))
+            self._lost_ranges.expect(command, self._intake)
             return
-        stop = command.transfer.destinations[0].part.blocks.stop
-        num_tokens = stop * self._context.block_size
-        self._expect(command, 0, message.source_addresses, message.home_address, num_tokens)
+        self._expect(command, command.transfer.destinations[0].part.blocks.stop * self._context.block_size)
 
-    def _expect(
-        self,
-        command: PlaceDecode,
-        place: int,
-        source_addresses: tuple[bytes, ...],
-        home_address: bytes,
-        num_context_tokens: int,
-    ) -> None:
+    def _expect(self, command: PlaceDecode, num_context_tokens: int) -> None:
         transfer = command.transfer
-        blocks = transfer.destinations[place].part.blocks
         try:
+            if command.instance_id not in transfer.destination_ids:
+                raise ProtocolError("the instance is no destination of the transfer")
+            place = transfer.destination_ids.index(command.instance_id)
+            blocks = transfer.destinations[place].part.blocks
+            source_addresses = self._context.addresses.of(transfer.source_ids)
+            (home_address,) = self._context.addresses.of([command.home_id or transfer.destination_ids[0]])
             request = self._intake.take_unknown(command, command.num_blocks, (), 0, Stage.HOLDING)
         except PdmeshError as error:
             self._intake.refuse(command, error, transfer.transfer_id)
@@ -100,25 +98,27 @@ class SpreadContexts:
             DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
         )
 
-    def rehome(self, message: Rehome) -> None:
-        """Answer questions about a range from another instance, too."""
-        self._context.mover.parts.rehome(message.command.request_id, message.command.epoch, message.home_address)
+    def rehome(self, command: SetHome) -> None:
+        """Answer questions about a range from another instance, too. Raises ProtocolError if it is unknown."""
+        (address,) = self._context.addresses.of([command.home_id])
+        self._context.mover.parts.rehome(command.request_id, command.epoch, address)
 
     # --- ranges that go elsewhere ---
 
-    def grant(self, message: Grant) -> None:
-        """Begin to send a range that is here. The request decodes on."""
-        command, transfer = message.command, message.command.transfer
+    def grant(self, command: GrantTransfer) -> None:
+        """Begin to send a range that is here. The request decodes on. Raises ProtocolError if the target is unknown."""
+        transfer = command.transfer
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None:
             return  # it ended meanwhile
         if transfer.purpose is TransferPurpose.LOST_PART:
-            self._send_tokens(request, message)
+            self._send_tokens(request, transfer)
             return
         blocks, table = transfer.sources[0].part.blocks, request.sequence.block_table
-        if not self._has(request, blocks) or len(message.destination_addresses) != 1:
+        if not self._has(request, blocks) or len(transfer.destinations) != 1:
             self._failed(request, transfer.transfer_id, "the range is not here")
             return
+        (address,) = self._context.addresses.of(transfer.destination_ids)
         request.handing = transfer
         departures = self._context.mover.departures
         sender = departures.offer(
@@ -134,7 +134,7 @@ class SpreadContexts:
         departures.grant(
             request.request_id,
             request.epoch,
-            destinations=[KvDestination(message.destination_addresses[0], part)],
+            destinations=[KvDestination(address, part)],
             capability=transfer.capability,
         )
 
@@ -234,16 +234,16 @@ class SpreadContexts:
         (request.lost_part,) = numbers
         self._context.report(PartLost(self._context.instance_id, request.request_id, request.epoch, request.lost_part))
 
-    def _send_tokens(self, request: LocalRequest, message: Grant) -> None:
+    def _send_tokens(self, request: LocalRequest, transfer: TransferPlan) -> None:
         """Send the tokens of a range that was lost to who computes it again. The request stands still."""
-        transfer = message.command.transfer
         blocks = transfer.destinations[0].part.blocks
         begin, end = (number * request.block_size for number in blocks)
         elsewhere, number = request.sequence.elsewhere, blocks.start // blocks.size
         is_member = isinstance(elsewhere, SpreadKv) and end <= elsewhere.num_tokens
-        if request.stage is not Stage.DECODING or not is_member or len(message.destination_addresses) != 1:
+        if request.stage is not Stage.DECODING or not is_member or len(transfer.destinations) != 1:
             self._failed(request, transfer.transfer_id, "no other instance held the range")
             return
+        (address,) = self._context.addresses.of(transfer.destination_ids)
         assert isinstance(elsewhere, SpreadKv)
         request.lost_part = number
         elsewhere.fail("a range of its KV was lost", number)
@@ -257,27 +257,26 @@ class SpreadContexts:
             request.epoch,
             pack_token_ids(request.sequence.token_ids[begin:end]),
             request.sequence.num_prompt_tokens,
-            holder=PartHolder(message.destination_addresses[0], transfer.capability),
+            holder=PartHolder(address, transfer.capability),
             on_failure=failed,
         )
 
     # --- whom a home asks ---
 
-    def respread(self, message: Respread) -> None:
-        """Let a context have these members, as soon as no step computes it."""
-        request = self._context.sequences.get(message.command.request_id, message.command.epoch)
+    def respread(self, command: SetMembers) -> None:
+        """Let a context have these members, as soon as no step computes it. Raises ProtocolError if one is unknown."""
+        request = self._context.sequences.get(command.request_id, command.epoch)
         if request is not None and (request.stage is Stage.DECODING or request.gives_back):
-            request.respread = message
+            request.respread = Respread(command.members, self._context.addresses.holders(command.members))
             self.between_steps(request)
 
     def between_steps(self, request: LocalRequest) -> None:
         """Let a context have the members that the scheduler named, if it named any and no step computes it."""
-        message = request.respread
-        if message is None or request.in_step or request.doomed:
+        respread, range_tokens = request.respread, self._context.range_tokens
+        if respread is None or request.in_step or request.doomed:
             return
         request.respread = None
-        command, range_tokens = message.command, self._context.range_tokens
-        members = members_at(command.members, message.member_addresses)
+        members = respread.members
         num_tokens = len(members) * range_tokens
         num_more = num_tokens - request.sequence.num_elsewhere_tokens
         num_with_kv = len(request.sequence.token_ids) - 1
@@ -288,23 +287,22 @@ class SpreadContexts:
             self._context.endings.drop(request, reason)
             return
         number, before = request.lost_part, request.members
-        asks_again = command.members == before  # a scheduler says so that may not have heard of the lost one
-        if number is not None and (asks_again or command.members[number : number + 1] != before[number : number + 1]):
+        asks_again = members == before  # a scheduler says so that may not have heard of the lost one
+        if number is not None and (asks_again or members[number : number + 1] != before[number : number + 1]):
             request.lost_part = None
-        request.members = command.members
-        if request.handing is not None and request.handing.capability in [each.capability for each in command.members]:
+        request.members = members
+        if request.handing is not None and request.handing.capability in [each.capability for each in members]:
             self._has_landed(request, request.handing)
         request.sequence.elsewhere = self._context.mover.parts.open(
-            request.request_id, request.epoch, members=members, num_tokens=num_tokens
+            request.request_id, request.epoch, members=respread.holders, num_tokens=num_tokens
         )
         table, num_blocks = request.sequence.block_table, num_more // request.block_size
         given_back = table[:num_blocks]
         del table[:num_blocks]
         request.chain = ()  # all of it was in what is given back
         request.low_at_blocks = request.out_at_blocks = 0
-        done = MembersSet(
-            self._context.instance_id, request.request_id, request.epoch, command.member_ids, request.gives_back
-        )
+        member_ids = tuple([member.instance_id for member in members])
+        done = MembersSet(self._context.instance_id, request.request_id, request.epoch, member_ids, request.gives_back)
         if request.sender is not None:
             request.sender.give_back(num_tokens // request.block_size)
             self._context.tables.take_out(given_back, partial(self._given_back, request, num_blocks, done))
@@ -327,8 +325,3 @@ class SpreadContexts:
         table += new
         sender.hold(first, new)
         self._context.report(done)
-
-
-def members_at(members: Sequence[PartMember], addresses: Sequence[bytes]) -> list[PartHolder]:
-    """Return where to ask these, in their order."""
-    return [PartHolder(address, member.capability) for address, member in zip(addresses, members, strict=False)]

@@ -19,15 +19,8 @@ import structlog
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
-    FetchKept,
     ForgetRequest,
-    GrantTransfer,
     Outcome,
-    PlaceDecode,
-    SendKept,
-    SetGroup,
-    SetHome,
-    SetMembers,
     SetRole,
     ToGateway,
     ToInstance,
@@ -47,25 +40,16 @@ from pdmesh.core.events import (
 from pdmesh.core.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.eventlog import EventLogWriter
-from pdmesh.model import GatewayId, InstanceId, InstanceProfile, TransferPurpose
+from pdmesh.model import GatewayId, InstanceId, InstanceProfile
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.views import InstanceView
 from pdmesh.wire.messages import (
-    Admit,
     CommandMessage,
-    ExpectKept,
-    ExpectKv,
-    ExpectMove,
-    ExpectPart,
     GatewayDown,
     Generation,
-    Grant,
-    GrantKept,
     MeshStatus,
     PeerGone,
-    Regroup,
-    Rehome,
-    Respread,
+    PeerHere,
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
@@ -242,8 +226,7 @@ class Driver:
                 self._prompts.joined(event.profile)
                 if before is not None and before.data_address != event.profile.data_address:
                     self._tell_gone(before)
-                if event.profile.data_address in self._told_gone:
-                    self._tell_closed(event.profile)
+                self._introduce(event.profile)
                 self._loads.pop(event.profile.instance_id, None)
             case InstanceLost():
                 self._longest_context.is_lost(event.instance_id)
@@ -276,111 +259,59 @@ class Driver:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case AdmitPrefill():
-                generation = self._prompts.admitted(command)
-                member_ids = () if command.group is None else command.group.member_ids
-                admit = Admit(command=command, generation=generation, member_addresses=self._addresses(member_ids))
-                self._workers.post(command.instance_id, admit)
-                log.debug(
-                    "request placed",
-                    request_id=command.request_id,
-                    epoch=command.epoch,
-                    label=generation.label,
-                    prefill=command.instance_id,
-                    decode=command.decode_instance_id if command.moves_on else command.instance_id,
-                )
-            case SetRole():
-                self._workers.post(command.instance_id, CommandMessage.of(command))
-                self._tell_readiness()
-            case SetGroup():
-                lost_ids = command.group.lost_ids
-                addresses = tuple(
-                    b"" if member_id in lost_ids else self._profiles[member_id].data_address
-                    for member_id in command.group.member_ids
-                )
-                self._workers.post(command.instance_id, Regroup(command=command, member_addresses=addresses))
-            case PlaceDecode() if command.transfer.purpose is TransferPurpose.MOVE:
-                addresses = self._addresses(command.transfer.source_ids)
-                chain = () if command.members else self._core.chain_of((command.request_id, command.epoch))
-                members = self._addresses(member.instance_id for member in command.members)
-                expect = ExpectMove(command=command, chain=chain, source_addresses=addresses, member_addresses=members)
-                self._workers.post(command.instance_id, expect)
-            case PlaceDecode() if command.transfer.is_of_part:
-                home_id = self._core.decode_id_of((command.request_id, command.epoch))
-                expect_part = ExpectPart(
-                    command=command,
-                    source_addresses=self._addresses(command.transfer.source_ids),
-                    home_address=b"" if home_id is None else self._profiles[home_id].data_address,
-                    member_addresses=self._addresses(member.instance_id for member in command.members),
-                )
-                self._workers.post(command.instance_id, expect_part)
-            case SetHome():
-                (address,) = self._addresses([command.home_id])
-                self._workers.post(command.instance_id, Rehome(command=command, home_address=address))
-            case SetMembers():
-                addresses = self._addresses(command.member_ids)
-                self._workers.post(command.instance_id, Respread(command=command, member_addresses=addresses))
-            case PlaceDecode():
-                prompt = self._prompts.expected(command)
-                addresses = self._addresses(command.transfer.source_ids)
-                destination_ids = command.transfer.destination_ids
-                expect_kv = ExpectKv(
-                    command=command,
-                    generation=prompt.generation,
-                    num_context_tokens=prompt.num_context_tokens,
-                    source_addresses=addresses,
-                    tail=prompt.tail,
-                    destination_addresses=self._addresses(destination_ids) if len(destination_ids) > 1 else (),
-                )
-                self._workers.post(command.instance_id, expect_kv)
-            case GrantTransfer():
-                addresses = self._addresses(command.transfer.destination_ids)
-                self._workers.post(command.instance_id, Grant(command=command, destination_addresses=addresses))
-            case FetchKept():
-                addresses = self._addresses(command.transfer.source_ids)
-                self._workers.post(command.instance_id, ExpectKept(command=command, source_addresses=addresses))
-            case SendKept():
-                addresses = self._addresses(command.transfer.destination_ids)
-                self._workers.post(command.instance_id, GrantKept(command=command, destination_addresses=addresses))
+            case ToInstance():
+                prompt = self._prompts.sent_with(command)
+                self._workers.post(command.instance_id, CommandMessage.of(command, prompt))
+                if isinstance(command, SetRole):
+                    self._tell_readiness()
+                if isinstance(command, AdmitPrefill) and prompt is not None:
+                    log.debug(
+                        "request placed",
+                        request_id=command.request_id,
+                        epoch=command.epoch,
+                        label=prompt.generation.label,
+                        prefill=command.instance_id,
+                        decode=command.decode_instance_id if command.moves_on else command.instance_id,
+                    )
             case ForgetRequest():
                 if command.outcome is Outcome.FINISHED:
-                    # Its last token goes to the gateway on another way, and may be lost there with its instance.
+                    # The last token takes another way to the gateway, and may be lost there with its instance.
                     self._gateways.post(command.gateway_id, CommandMessage.of(command))
                 self._prompts.ended(command)
-                log.debug(
-                    "request ended", request_id=command.request_id, epoch=command.epoch, outcome=str(command.outcome)
-                )
+                log.debug("request ended", request_id=command.request_id, epoch=command.epoch, outcome=command.outcome)
+            case ToGateway():
+                self._gateways.post(command.gateway_id, CommandMessage.of(command))
             case WakeAt():
                 self._wake_at_s = command.at_s
                 self._wake_changed.set()
-            case ToInstance():
-                self._workers.post(command.instance_id, CommandMessage.of(command))
-            case ToGateway():
-                self._gateways.post(command.gateway_id, CommandMessage.of(command))
             case _:
                 assert_never(command)
 
-    def _tell_closed(self, profile: InstanceProfile) -> None:
-        """Let an instance that was given up, and is there after all, close its ends of what the others have closed.
+    def _introduce(self, profile: InstanceProfile) -> None:
+        """Send the address of an instance that joins to all, and theirs to it.
 
-        Else what it sends first to each of them comes to nothing, which it notices seconds later.
+        An instance that was given up, and is there after all, first closes its ends of what the others have closed.
+        Otherwise the first message to each of them is lost, and seconds pass before that is noticed.
         """
-        del self._told_gone[profile.data_address]
-        for other in self._profiles.values():
-            if other.instance_id != profile.instance_id:
-                self._workers.post(profile.instance_id, PeerGone(data_address=other.data_address))
+        was_gone = profile.data_address in self._told_gone
+        self._told_gone.pop(profile.data_address, None)
+        joined_id = profile.instance_id
+        here = PeerHere(instance_id=joined_id, data_address=profile.data_address)
+        for other_id, other in self._profiles.items():
+            if other_id != joined_id:
+                if was_gone:
+                    self._workers.post(joined_id, PeerGone(data_address=other.data_address))
+                self._workers.post(joined_id, PeerHere(instance_id=other_id, data_address=other.data_address))
+            self._workers.post(other_id, here)
 
     def _tell_gone(self, profile: InstanceProfile) -> None:
-        """Let the others give back what they keep for this instance's KV transport."""
+        """Let the other instances free what they hold for this instance's KV transport."""
         self._told_gone[profile.data_address] = None
         if len(self._told_gone) > MAX_TOLD_GONE:
             del self._told_gone[next(iter(self._told_gone))]
         for instance_id in self._profiles:
             if instance_id != profile.instance_id:
                 self._workers.post(instance_id, PeerGone(data_address=profile.data_address))
-
-    def _addresses(self, instance_ids: Iterable[InstanceId]) -> tuple[bytes, ...]:
-        return tuple(self._profiles[instance_id].data_address for instance_id in instance_ids)
 
     # --- the mesh's state ---
 

@@ -6,32 +6,26 @@ instance that computes it has it, then what a receiver of its KV has to know.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
-from pdmesh.core.commands import AdmitPrefill, ForgetRequest, PlaceDecode
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, InstanceCommand, PlaceDecode
 from pdmesh.core.events import Event, InstanceLost, RequestArrived, StepDone, TransferLanded
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.engine.base import needs_prompt_tokens
-from pdmesh.model import GRANULE_TOKENS, InstanceId, InstanceProfile, RequestKey
-from pdmesh.wire.messages import Generation
+from pdmesh.model import GRANULE_TOKENS, InstanceId, InstanceProfile, RequestKey, TransferPurpose
+from pdmesh.wire.messages import Generation, Prompt
 
 
-class MovingPrompt(NamedTuple):
-    """What a receiver of a request's KV has to know of it."""
-
-    generation: Generation  # without its tokens, unless sampling, a guess of what comes, or lost KV needs them
-    num_context_tokens: int
-    tail: bytes  # the packed tokens behind its last full granule, where it is without tokens and its KV may be kept
-
-    @classmethod
-    def of(cls, generation: Generation, *, with_prompt: bool) -> MovingPrompt:
-        num_context_tokens = generation.num_tokens
-        if with_prompt or needs_prompt_tokens(generation.params) or generation.num_output_tokens:
-            return cls(generation, num_context_tokens, b"")
-        tail = generation.token_ids[4 * GRANULE_TOKENS * len(generation.prefix) :] if generation.prefix_root else b""
-        return cls(msgspec.structs.replace(generation, token_ids=b""), num_context_tokens, tail)
+def _for_receiver(generation: Generation, *, with_prompt: bool) -> Prompt:
+    """Return what a receiver of a request's KV needs, without its tokens where possible."""
+    num_context_tokens = generation.num_tokens
+    if with_prompt or needs_prompt_tokens(generation.params) or generation.num_output_tokens:
+        return Prompt(generation=generation, num_context_tokens=num_context_tokens)
+    return Prompt(
+        generation=msgspec.structs.replace(generation, token_ids=b""),
+        num_context_tokens=num_context_tokens,
+        tail=generation.token_ids[4 * GRANULE_TOKENS * len(generation.prefix) :] if generation.prefix_root else b"",
+    )
 
 
 class Prompts:
@@ -40,7 +34,7 @@ class Prompts:
     def __init__(self, core: SchedulerCore) -> None:
         self._core = core
         self._whole: dict[RequestKey, Generation] = {}  # that instances may still have to compute
-        self._moving: dict[RequestKey, MovingPrompt] = {}  # of those whose KV has not landed
+        self._moving: dict[RequestKey, Prompt] = {}  # of those whose KV has not landed
         self._with_prompt: set[InstanceId] = set()  # they want prompts of what they decode: to guess, or if KV is lost
 
     @property
@@ -57,20 +51,25 @@ class Prompts:
         if profile.drafts or profile.max_kv_tokens:
             self._with_prompt.add(profile.instance_id)
 
-    def admitted(self, command: AdmitPrefill) -> Generation:
-        """Return what the instance computes that the command is for."""
+    def sent_with(self, command: InstanceCommand) -> Prompt | None:
+        """Return the prompt that goes with a command; None for the commands whose instance needs none."""
+        match command:
+            case AdmitPrefill():
+                return self._admitted(command)
+            case PlaceDecode() if command.transfer.purpose is TransferPurpose.HAND_OVER:
+                key = (command.request_id, command.epoch)
+                return self._moving[key] if key in self._moving else self._to_move(self._whole[key])
+            case _:
+                return None
+
+    def _admitted(self, command: AdmitPrefill) -> Prompt:
         key = (command.request_id, command.epoch)
         generation = self._whole[key]
         if command.instance_id == command.shards[-1].instance_id and not self._core.needs_prompt(key):
             del self._whole[key]  # all that need the prompt have it
         if command.moves_on:
             self._moving[key] = self._to_move(generation)
-        return generation
-
-    def expected(self, command: PlaceDecode) -> MovingPrompt:
-        """Return what the receiver of a hand-over has to know."""
-        key = (command.request_id, command.epoch)
-        return self._moving[key] if key in self._moving else self._to_move(self._whole[key])
+        return Prompt(generation=generation, num_context_tokens=generation.num_tokens)
 
     def ended(self, command: ForgetRequest) -> None:
         """Drop what is kept of a request."""
@@ -97,5 +96,5 @@ class Prompts:
             case _:
                 pass
 
-    def _to_move(self, generation: Generation) -> MovingPrompt:
-        return MovingPrompt.of(generation, with_prompt=bool(self._with_prompt))
+    def _to_move(self, generation: Generation) -> Prompt:
+        return _for_receiver(generation, with_prompt=bool(self._with_prompt))

@@ -26,6 +26,7 @@ from pdmesh.wire.messages import (
     EventMessage,
     GatewayDown,
     MeshStatus,
+    Prompt,
     RegisterGateway,
     RegisterWorker,
     WelcomeGateway,
@@ -74,14 +75,21 @@ class SchedulerPeer:
 
     async def expect(self, message_type: type[MessageT], limit_s: float | None = 10) -> MessageT:
         """Return the next message of a type, dropping others before it. Raises TimeoutError."""
+        message, _ = await self.expect_with_prompt(message_type, limit_s)
+        return message
+
+    async def expect_with_prompt(
+        self, message_type: type[MessageT], limit_s: float | None = 10
+    ) -> tuple[MessageT, Prompt | None]:
+        """Return the next message of a type and the prompt that came with it. Raises TimeoutError."""
         with anyio.fail_after(limit_s):
             while True:
-                for index, message in enumerate(self.seen):
+                for index, envelope in enumerate(self.seen):
+                    message = _opened(envelope)
                     if isinstance(message, message_type):
                         del self.seen[: index + 1]
-                        return message
-                frame = await anext(self.frames)
-                self.seen[:] = [_opened(message) for message in frame]
+                        return message, envelope.prompt if isinstance(envelope, CommandMessage) else None
+                self.seen[:] = await anext(self.frames)
 
     async def ended(self) -> str:
         """Return why the scheduler ended the stream."""

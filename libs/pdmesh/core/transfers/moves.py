@@ -108,7 +108,7 @@ class Moves:
             mesh.commands.append(
                 SetHome(instance_id=member.instance_id, request_id=request_id, epoch=epoch, home_id=target.instance_id)
             )
-        mesh.expect_kv(target, state.key, transfer, members=state.members)
+        mesh.expect_kv(target, state.key, transfer, chain=chain, members=state.members)
         mesh.grant(mesh.broker.offer(transfer))
         return move
 

@@ -163,7 +163,7 @@ class Parts:
                     home_id=target.instance_id,
                 )
             )
-        mesh.expect_kv(target, state.key, transfer, members=before)
+        mesh.expect_kv(target, state.key, transfer, home_id=state.decode_id, members=before)
         mesh.grant(mesh.broker.offer(transfer))
 
     # --- what instances say of it ---

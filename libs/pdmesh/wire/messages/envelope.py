@@ -10,13 +10,14 @@ import msgspec
 
 from pdmesh.errors import ProtocolError
 from pdmesh.ranges import out_of_range
+from pdmesh.wire.messages.generation import Prompt
 
 if TYPE_CHECKING:  # imported late: commands that ask a scheduler need no event
-    from pdmesh.core.commands import GatewayCommand, PlainInstanceCommand
+    from pdmesh.core.commands import GatewayCommand, InstanceCommand
     from pdmesh.core.events import GatewayEvent, InstanceEvent
 
 #: Bumped when a peer of the last version could misread us. Checked at registration.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -54,17 +55,23 @@ class EventMessage(Message, frozen=True, kw_only=True):
 
 
 class CommandMessage(Message, frozen=True, kw_only=True):
-    """A command of the scheduling core that needs nothing more than it says, in the form of `EventMessage`."""
+    """A command as the scheduling core made it, in the form of `EventMessage`.
+
+    ``prompt`` comes with the commands that name a request to an instance for the first time: an `AdmitPrefill`, and the
+    `PlaceDecode` of a hand-over.
+    """
 
     name: str
     fields: msgspec.Raw
+    prompt: Prompt | None = None
 
     @classmethod
-    def of(cls, command: PlainInstanceCommand | GatewayCommand) -> CommandMessage:
-        return cls(name=type(command).__name__, fields=msgspec.Raw(msgspec.msgpack.encode(command)))
+    def of(cls, command: InstanceCommand | GatewayCommand, prompt: Prompt | None = None) -> CommandMessage:
+        fields = msgspec.Raw(msgspec.msgpack.encode(command))
+        return cls(name=type(command).__name__, fields=fields, prompt=prompt)
 
     @property
-    def command(self) -> PlainInstanceCommand:
+    def command(self) -> InstanceCommand:
         """Raises ProtocolError if it is none for an instance."""
         return _decoded(_instance_commands(), self.name, self.fields)
 
@@ -89,10 +96,10 @@ def _gateway_events() -> Mapping[str, msgspec.msgpack.Decoder[GatewayEvent]]:
 
 
 @functools.cache
-def _instance_commands() -> Mapping[str, msgspec.msgpack.Decoder[PlainInstanceCommand]]:
-    from pdmesh.core.commands import PlainInstanceCommand
+def _instance_commands() -> Mapping[str, msgspec.msgpack.Decoder[InstanceCommand]]:
+    from pdmesh.core.commands import InstanceCommand
 
-    return {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(PlainInstanceCommand)}
+    return {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(InstanceCommand)}
 
 
 @functools.cache

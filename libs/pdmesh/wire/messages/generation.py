@@ -67,3 +67,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def max_tokens_left(self) -> int:
         return self.params.max_tokens - self.num_output_tokens
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an instance needs to compute a request's prompt, or to decode it after a hand-over.
+
+    A receiver of KV gets a ``generation`` without tokens, unless sampling, drafts or lost KV need them.
+    """
+
+    generation: Generation
+    num_context_tokens: int  # of the whole transcript
+    tail: bytes = b""  # packed tokens behind the last full granule, for a receiver that keeps the KV it generates

@@ -4,16 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from pdmesh.core.commands import (
-    AdmitPrefill,
-    FetchKept,
-    GrantTransfer,
-    PlaceDecode,
-    SendKept,
-    SetGroup,
-    SetHome,
-    SetMembers,
-)
 from pdmesh.model import (
     GatewayId,
     InstanceId,
@@ -23,7 +13,6 @@ from pdmesh.model import (
     Resident,
 )
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
-from pdmesh.wire.messages.generation import Generation
 
 
 class RegisterWorker(Message, frozen=True, kw_only=True):
@@ -72,91 +61,14 @@ class WelcomeWorker(Message, frozen=True, kw_only=True):
     silent_beats: int | None = None  # after so many heartbeats without an answer the leader is given up
 
 
-class Admit(Message, frozen=True, kw_only=True):
-    """An `AdmitPrefill` with the prompt; precedes the first plan that names the request."""
+class PeerHere(Message, frozen=True, kw_only=True):
+    """The data address of a registered instance.
 
-    command: AdmitPrefill
-    generation: Generation
-    member_addresses: tuple[bytes, ...] = ()  # data addresses of the group's members, in their order
-
-
-class Regroup(Message, frozen=True, kw_only=True):
-    """A `SetGroup` with the data addresses of all members, in their order; of those that were lost, nothing."""
-
-    command: SetGroup
-    member_addresses: tuple[bytes, ...]
-
-
-class ExpectKv(Message, frozen=True, kw_only=True):
-    """A `PlaceDecode` with the request.
-
-    ``generation.token_ids`` is empty unless sampling needs the prompt. Then ``tail`` are the packed tokens behind the
-    last full granule, which those that are drawn go on from, if its KV may be kept. Where the context is spread over
-    several instances, each hears where all are.
+    Precedes every command that names the instance. A new stream of a worker begins with one for each instance.
     """
 
-    command: PlaceDecode
-    generation: Generation
-    num_context_tokens: int  # tokens whose KV will land
-    source_addresses: tuple[bytes, ...]  # data addresses of the transfer's sources, for the acknowledgement
-    tail: bytes = b""
-    destination_addresses: tuple[bytes, ...] = ()  # of the transfer's destinations, if they are several
-
-
-class ExpectMove(Message, frozen=True, kw_only=True):
-    """A `PlaceDecode` of a move: the source sends the request with its KV.
-
-    ``chain`` is its own (`pdmesh.model.Request.chain`), of which it reuses as much as the transfer says.
-    """
-
-    command: PlaceDecode
-    chain: PrefixHashes = ()
-    source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
-    member_addresses: tuple[bytes, ...] = ()  # of those that hold the first ranges of its context, in their order
-
-
-class ExpectPart(Message, frozen=True, kw_only=True):
-    """A `PlaceDecode` of a range of a context that decodes elsewhere."""
-
-    command: PlaceDecode
-    source_addresses: tuple[bytes, ...]  # one, for the acknowledgement
-    home_address: bytes  # where it decodes
-    member_addresses: tuple[bytes, ...] = ()  # of those that hold the ranges before it, if it was lost
-
-
-class Rehome(Message, frozen=True, kw_only=True):
-    """A `SetHome` with that instance's data address."""
-
-    command: SetHome
-    home_address: bytes
-
-
-class Respread(Message, frozen=True, kw_only=True):
-    """A `SetMembers` with the data addresses of the members, in their order."""
-
-    command: SetMembers
-    member_addresses: tuple[bytes, ...]
-
-
-class Grant(Message, frozen=True, kw_only=True):
-    """A `GrantTransfer` with the data addresses of the transfer's destinations."""
-
-    command: GrantTransfer
-    destination_addresses: tuple[bytes, ...]
-
-
-class ExpectKept(Message, frozen=True, kw_only=True):
-    """A `FetchKept` with the source's data address, for the acknowledgement."""
-
-    command: FetchKept
-    source_addresses: tuple[bytes, ...]
-
-
-class GrantKept(Message, frozen=True, kw_only=True):
-    """A `SendKept` with the destination's data address."""
-
-    command: SendKept
-    destination_addresses: tuple[bytes, ...]
+    instance_id: InstanceId
+    data_address: bytes
 
 
 class PeerGone(Message, frozen=True, kw_only=True):
@@ -177,9 +89,4 @@ class SchedulerHeartbeat(Message, frozen=True, kw_only=True):
     """The leader lives. Sent if the welcome says ``silent_beats``."""
 
 
-#: Core commands with what only the services know, and the end of a peer.
-Accompanied = (
-    Admit | Regroup | ExpectKv | ExpectMove | ExpectPart | Rehome | Respread | ExpectKept | GrantKept | Grant | PeerGone
-)
-
-WorkerDown = StandingBy | SchedulerHeartbeat | WelcomeWorker | CommandMessage | Accompanied | CheckPeers
+WorkerDown = StandingBy | SchedulerHeartbeat | WelcomeWorker | CommandMessage | PeerHere | PeerGone | CheckPeers
