@@ -23,7 +23,7 @@ from typing import Any
 
 import anyio
 
-from pdmesh.testing.timed import poisson, send, share_in_time, timed_mesh, ttft_p50_s
+from pdmesh_testing.timed import poisson, send, share_in_time, timed_mesh, ttft_p50_s
 
 COSTS = "a_s=0.01,b_s=0.001,decode_a_s=0.01,decode_s=0.0001"
 

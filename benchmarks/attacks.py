@@ -27,7 +27,7 @@ from pathlib import Path
 import httpx
 
 from pdmesh.apikeys import ApiKey, entry_of, hash_key, new_key
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 MAX_WORST_S = 1.0
 MAX_GROWTH_MIB = 512

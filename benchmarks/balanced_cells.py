@@ -31,10 +31,10 @@ import httpx
 from report import heading, unavailable
 
 from pdmesh.cli.processes import ending_with_us
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.load import StreamLoad, requests_of, running_load
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.standby import free_port
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.load import StreamLoad, requests_of, running_load
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.standby import free_port
 
 CONFIG = Path(__file__).parents[1] / "deploy/haproxy/haproxy.cfg"
 NAMES = ("a", "b")

@@ -20,8 +20,8 @@ import anyio.to_thread
 import httpx
 from report import Limits, heading
 
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 LIMIT_S = 1.0
 SETTLE_S = 2.0

@@ -55,11 +55,11 @@ from pdmesh.model import Epoch, GatewayId, InstanceId, KvLayout, Request, Reques
 from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.testing.modelled import ModelledInstance, modelled_profile
-from pdmesh.testing.modelled_mesh import ModelledMesh
-from pdmesh.traces import read_trace
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.traces import read_trace
+from pdmesh_testing.modelled import ModelledInstance, modelled_profile
+from pdmesh_testing.modelled_mesh import ModelledMesh
 
 BASELINE = Path(__file__).with_suffix(".json")
 

@@ -38,10 +38,10 @@ from cluster_nodes import Cluster, ClusterError, Event, run, until
 from engines import run as run_events
 from report import Limits, heading, quantile, unavailable
 
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.load import Stream, follow, requests_of
-from pdmesh.testing.standby import free_port
 from pdmesh.wire.messages import MeshStatus, RequestRecord
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.load import Stream, follow, requests_of
+from pdmesh_testing.standby import free_port
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy/compose"

@@ -27,8 +27,8 @@ from peer import running_vllm
 from report import Limits, heading
 
 from pdmesh.metrics import itl_s, percentile
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.mesh import running_mesh
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.mesh import running_mesh
 
 REQUESTS_PER_S = 2.0
 SHORT_TOKENS = (32, 256)

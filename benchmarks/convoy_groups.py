@@ -25,11 +25,11 @@ from pdmesh.metrics import percentile
 from pdmesh.model import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.mesh import running_mesh
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.mesh import running_mesh
 
 #: 16K tokens take 8.6 s alone, in steps of 0.2 s; a decode step 10 ms.
 MODEL = LinearLatencyModel(a_s=4e-3, b_s=4e-4, c_s=1.5e-8, d_s=7.5e-9, decode_a_s=1e-2, decode_s=1e-4)

@@ -33,7 +33,7 @@ from report import Limits, heading, quantile, unavailable
 
 from pdmesh.engine.files import load_model_config, resolve_model
 from pdmesh.host import num_usable_cores
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 NUM_STREAMS = 4
 STREAM_TOKENS = 128

@@ -34,7 +34,7 @@ from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.levels import CpuLevel, processor_levels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
-from pdmesh.testing.checkpoints import CheckpointShape, write_config
+from pdmesh_testing.checkpoints import CheckpointShape, write_config
 
 HERE = Path(__file__).parent
 SHAPE = CheckpointShape(

@@ -23,11 +23,11 @@ from pdmesh.engine.files import resolve_model
 from pdmesh.engine.gguf.reader import TYPES
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gguf_files import GgufContent, GgufType, content_of, encoded, write_gguf
-from pdmesh.testing.quantized_checkpoints import Format, write_mxfp4, write_quantized
-from pdmesh.testing.stepping import generate
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gguf_files import GgufContent, GgufType, content_of, encoded, write_gguf
+from pdmesh_testing.quantized_checkpoints import Format, write_mxfp4, write_quantized
+from pdmesh_testing.stepping import generate
+from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
 
 FORMATS: tuple[Format, ...] = (
     "int4-zeros", "int8-channel", "awq", "gptq-order", "fp8-channel", "fp8-blocks", "bnb-nf4", "bnb-nested",

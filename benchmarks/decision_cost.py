@@ -49,11 +49,11 @@ from pdmesh.model import (
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B, ChunkShape, StepShape
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Synthetic, synthetic
-from pdmesh.testing.modelled import ModelledInstance, modelled_profile
-from pdmesh.testing.modelled_mesh import ModelledMesh
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Synthetic, synthetic
+from pdmesh_testing.modelled import ModelledInstance, modelled_profile
+from pdmesh_testing.modelled_mesh import ModelledMesh
 
 NUM_INSTANCES = 64
 NUM_EVENTS = 30_000

@@ -28,7 +28,7 @@ from pdmesh.engine.drawing import draw_kernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.sampler import sample, token_logprobs
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
-from pdmesh.testing.checkpoints import CheckpointShape, write_config
+from pdmesh_testing.checkpoints import CheckpointShape, write_config
 
 SMOLLM2_135M = CheckpointShape(
     vocab_size=49_152,

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from multiprocessing import get_context
 
-from pdmesh.testing.dst.drawing import draw
-from pdmesh.testing.dst.plan import Plan
-from pdmesh.testing.dst.run import Result, run
-from pdmesh.testing.dst.shrink import shrink
+from pdmesh_testing.dst.drawing import draw
+from pdmesh_testing.dst.plan import Plan
+from pdmesh_testing.dst.run import Result, run
+from pdmesh_testing.dst.shrink import shrink
 
 #: Lines of a timeline that are printed; its end is what matters.
 MAX_LINES = 400

@@ -28,7 +28,7 @@ from report import GREEDY, SAMPLED, heading
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
 
 KV_TOKENS = 32768
 CHUNK_TOKENS = 512

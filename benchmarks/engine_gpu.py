@@ -31,7 +31,7 @@ from report import heading, unavailable
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
-from pdmesh.testing.checkpoints import LLAMA_3_8B, CheckpointShape, write_config
+from pdmesh_testing.checkpoints import LLAMA_3_8B, CheckpointShape, write_config
 
 BLOCK_SIZE = 16
 SHORT_TOKENS = (32, 256, 1000)

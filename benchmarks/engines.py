@@ -34,7 +34,7 @@ from kubernetes_nodes import PAUSE_IMAGE, containerd
 from report import heading, unavailable
 from swarm import etcd_image, running_swarm
 
-from pdmesh.testing.load import Stream, StreamLoad, requests_of, running_load
+from pdmesh_testing.load import Stream, StreamLoad, requests_of, running_load
 
 NUM_NODES = 3
 

@@ -33,8 +33,8 @@ from report import heading
 from pdmesh.demo.checkpoint import demo_checkpoint
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.testing.checkpoints import TINY, Family, write_checkpoint
-from pdmesh.testing.exactness import (
+from pdmesh_testing.checkpoints import TINY, Family, write_checkpoint
+from pdmesh_testing.exactness import (
     Reference,
     complete,
     engine_reference,
@@ -42,8 +42,8 @@ from pdmesh.testing.exactness import (
     random_prompts,
     reference,
 )
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 TOPOLOGIES = {"1P+1D": (1, 1, 0), "2P+2D": (2, 2, 0), "2 mixed": (0, 0, 2)}
 GROUPS = {"2P+1D": (2, 1, 0), "3P+1D": (3, 1, 0)}

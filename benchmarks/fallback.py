@@ -23,7 +23,7 @@ from formats import DECODES, PREFILL, Best
 from report import heading
 
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh_testing.checkpoints import write_checkpoint
 
 
 def as_undescribed(source: Path, directory: Path) -> Path:

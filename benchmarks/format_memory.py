@@ -31,8 +31,8 @@ from pdmesh.engine.model_config import Quantization, QuantizedFormat
 from pdmesh.engine.quantization import quantization_of
 from pdmesh.engine.quantized import Layout, layout_of
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.testing.checkpoints import write_config
-from pdmesh.testing.gguf_files import encoded
+from pdmesh_testing.checkpoints import write_config
+from pdmesh_testing.gguf_files import encoded
 
 MOST = 1.05  # of the file
 

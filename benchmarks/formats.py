@@ -35,7 +35,7 @@ from report import Limits, heading
 from pdmesh.engine.gguf.directory import WEIGHTS, config_of
 from pdmesh.engine.gguf.reader import read_header
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.testing.checkpoints import write_config
+from pdmesh_testing.checkpoints import write_config
 
 PREFILL = 2048  # tokens, in one step
 DECODES = (1, 8)  # requests

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import anyio
 
-from pdmesh.testing.fuzz import Report
-from pdmesh.testing.fuzz_targets import TARGETS
+from pdmesh_testing.fuzz import Report
+from pdmesh_testing.fuzz_targets import TARGETS
 
 
 async def run(target: str, num_cases: int, seed: int) -> Report:

@@ -30,8 +30,8 @@ from pdmesh.engine.gguf.blocks import values_of
 from pdmesh.engine.gguf.reader import TYPES
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
-from pdmesh.testing.gguf_files import GgufContent, content_of, encoded, write_parts
-from pdmesh.testing.stepping import generate
+from pdmesh_testing.gguf_files import GgufContent, content_of, encoded, write_parts
+from pdmesh_testing.stepping import generate
 
 TEXTS = ["The capital of France is", "<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>assistant\n"]
 NUM_TOKENS = 8

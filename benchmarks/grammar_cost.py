@@ -26,8 +26,8 @@ from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
-from pdmesh.testing.checkpoints import write_config
-from pdmesh.testing.tokenizers import write_tokenizer
+from pdmesh_testing.checkpoints import write_config
+from pdmesh_testing.tokenizers import write_tokenizer
 
 MOST = 1.03  # x a step without grammars, of the large vocabulary at batch 32
 CONTEXT, ROOM, BLOCK = 256, 512, 16

@@ -35,8 +35,8 @@ import msgspec
 from report import Limits, heading, quantile
 
 from pdmesh.cli.state import MeshRecord
-from pdmesh.testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 NUM_TOKENS = 4 * 1024
 OUTPUT_TOKENS = 8

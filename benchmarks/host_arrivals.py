@@ -2,7 +2,7 @@
 
     python benchmarks/host_arrivals.py [--per-s 1.5] [--cut-s 10]
 
-Hosts are network namespaces on a switch (`pdmesh.testing.hosts`; needs root), with mutual TLS and KV over UCX. Requests
+Hosts are network namespaces on a switch (`pdmesh_testing.hosts`; needs root), with mutual TLS and KV over UCX. Requests
 arrive all the time, before, during and after the cut. Two meshes, one after the other:
 
 * a prefill and a decode instance on one host, a decode instance on another; the two hosts are cut from each other;
@@ -28,12 +28,12 @@ import anyio.to_thread
 import httpx
 from report import Limits, heading, unavailable
 
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.host_load import STAND_IN, StreamFailed, client_of, draw
-from pdmesh.testing.host_standby import running_two_schedulers
-from pdmesh.testing.hosts import Hosts, running_hosts, why_no_hosts
-from pdmesh.testing.standby import why_no_etcd
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.host_load import STAND_IN, StreamFailed, client_of, draw
+from pdmesh_testing.host_standby import running_two_schedulers
+from pdmesh_testing.hosts import Hosts, running_hosts, why_no_hosts
+from pdmesh_testing.standby import why_no_etcd
 
 NUM_TOKENS = 100  # of an answer: 2 s
 

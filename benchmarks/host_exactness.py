@@ -3,7 +3,7 @@
     python benchmarks/host_exactness.py [--architectures llama,qwen2,qwen3] [--networks quiet,1ms,10ms,lossy]
         [--ways 16,adaptive,pipelined,parallel,moves,fetches]
 
-Three network namespaces are hosts (`pdmesh.testing.hosts`; it takes root), with mutual TLS and KV over UCX: a has the
+Three network namespaces are hosts (`pdmesh_testing.hosts`; it takes root), with mutual TLS and KV over UCX: a has the
 scheduler, the gateway and a decode instance; b and c have a prefill and a decode instance each. Each frame between two
 hosts is delayed by 0, 1 or 10 ms each way, or by 1 ms and one of a hundred is lost. The ways are chunk sizes, how two
 prefill instances share a prompt, running decodes that are moved between the three hosts again and again, and prompts
@@ -28,9 +28,9 @@ import anyio
 import httpx
 from report import heading
 
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.hosts import (
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import Reference, mismatches, random_prompts, reference
+from pdmesh_testing.hosts import (
     API_KEY,
     GATEWAY_PORT,
     SCHEDULER_PORT,
@@ -38,7 +38,7 @@ from pdmesh.testing.hosts import (
     running_hosts,
     why_no_hosts,
 )
-from pdmesh.testing.operating import Mover, OperatorClient
+from pdmesh_testing.operating import Mover, OperatorClient
 
 PLACES = (("a", "decode"), ("b", "prefill"), ("b", "decode"), ("c", "prefill"), ("c", "decode"))
 

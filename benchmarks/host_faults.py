@@ -2,7 +2,7 @@
 
     python benchmarks/host_faults.py [--streams 24] [--only TEXT]
 
-Hosts are network namespaces on a switch (`pdmesh.testing.hosts`; it takes root), with mutual TLS and KV over UCX:
+Hosts are network namespaces on a switch (`pdmesh_testing.hosts`; it takes root), with mutual TLS and KV over UCX:
 the scheduler, a prefill and a decode instance, a prefill and a decode instance, the gateway with the clients. Each
 pair of services on two hosts is cut, one way and both, for 5 and for 25 s; then a host with instances loses power.
 Instances compute nothing (steps of 40 ms), so that streams last; what they say depends on what they were asked alone.
@@ -33,10 +33,10 @@ import anyio.to_thread
 import httpx
 from report import heading
 
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.host_load import StreamFailed, draw
-from pdmesh.testing.hosts import API_KEY, GATEWAY_PORT, Hosts, ip, running_hosts, why_no_hosts
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.host_load import StreamFailed, draw
+from pdmesh_testing.hosts import API_KEY, GATEWAY_PORT, Hosts, ip, running_hosts, why_no_hosts
 
 #: By host: what runs there.
 PLACES = {"a": ("scheduler",), "b": ("prefill", "decode"), "c": ("prefill", "decode"), "d": ("gateway",)}

@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 from report import Limits, heading, quantile
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.tokenizers import TOOL_TEMPLATE
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.tokenizers import TOOL_TEMPLATE
 
 MOST_S = 3.0
 MOST_SLOWER = 2.0

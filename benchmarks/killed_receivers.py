@@ -29,11 +29,11 @@ from report import Limits, heading
 
 from pdmesh.config import SecurityConfig
 from pdmesh.errors import PdmeshError
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetRequest, RecordEntry, RequestRecord
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 #: Of so many transfers hit, so many prompts may be computed again.
 NUM_AGAIN, OF_HIT = 2, 50

@@ -1,9 +1,9 @@
 """Decodes of contexts that are spread over several instances: simulated with given times, and on the real engine.
 
 Simulated: the time per output token of 1M tokens of context on one instance, and over 4, with the times of
-`pdmesh.studies.roofline` for Llama 3 8B on single H100s. In each layer the home asks its members and has their answers
-after two latencies of the network and what the bytes take at its port.
-Real: prompts of up to 32K tokens over 2 instances, each a process, against one engine alone.
+`pdmesh_lab.studies.roofline` for Llama 3 8B on single H100s. In each layer the home asks its members and has their
+answers after two latencies of the network and what the bytes take at its port. Real: prompts of up to 32K tokens over 2
+instances, each a process, against one engine alone.
 
     python benchmarks/kv_parallel.py [--tokens 32000]
 """
@@ -22,13 +22,13 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel, ModelShape
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import PART_EXCHANGE_S, SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.studies.roofline import H100, Degrees, Roofline
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import engine_reference, mismatches, random_prompts
-from pdmesh.testing.mesh import running_mesh
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import PART_EXCHANGE_S, SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_lab.studies.roofline import H100, Degrees, Roofline
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import engine_reference, mismatches, random_prompts
+from pdmesh_testing.mesh import running_mesh
 
 LLAMA_3_8B = ModelShape(
     num_parameters=8_030_000_000, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, dtype_bytes=2

@@ -12,7 +12,7 @@ from cache to cache). GB are 10^9 bytes. Behind each figure but perftest's, whic
 sender and receiver take for a GB, which says the most that two idle cores could move. Compare ratios of one run, never
 figures of two.
 
-With ``--hosts`` the two are network namespaces on a switch (`pdmesh.testing.hosts`; it takes root): all goes over UCX
+With ``--hosts`` the two are network namespaces on a switch (`pdmesh_testing.hosts`; it takes root): all goes over UCX
 with TCP, and no peer reads.
 """
 
@@ -53,10 +53,10 @@ from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.store import KvStore
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
-from pdmesh.testing.cuda import FakeStreams
-from pdmesh.testing.hosts import Host, running_hosts
-from pdmesh.testing.kv import EVERYTHING
 from pdmesh.transport.ucx import UcxTransport
+from pdmesh_testing.cuda import FakeStreams
+from pdmesh_testing.hosts import Host, running_hosts
+from pdmesh_testing.kv import EVERYTHING
 
 EPOCH, CAPABILITY = Epoch(0), 1
 NUM_LAYERS = 16

@@ -22,9 +22,9 @@ from report import heading
 from pdmesh.demo.checkpoint import demo_checkpoint
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.levels import processor_levels
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.unlike_levels import unlike_levels
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.unlike_levels import unlike_levels
 
 SHAPE = CheckpointShape()
 PROMPT_LENGTHS = (1, 15, 16, 17, 64, 100, 257, 300)

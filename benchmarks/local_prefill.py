@@ -35,10 +35,10 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B, PROFILES, ChunkShape, StepShape
 from pdmesh.policy.local_prefill import LocalPrefill
 from pdmesh.policy.views import InstanceView
-from pdmesh.sim.mesh import MeshShape
-from pdmesh.sim.report import report
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh_lab.sim.mesh import MeshShape
+from pdmesh_lab.sim.report import report
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Arrival, Synthetic, synthetic
 
 WANTED = 0.95
 MODEL = PROFILES["h100-llama3-8b"]

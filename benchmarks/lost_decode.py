@@ -26,9 +26,9 @@ from statistics import median
 
 from report import Limits, heading
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.load import Stream, StreamLoad, requests_of, running_load
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.load import Stream, StreamLoad, requests_of, running_load
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 #: How long the load is measured before the kill, and after the successor has joined, seconds.
 BEFORE_S, AFTER_S = 10.0, 10.0

@@ -43,16 +43,16 @@ from pdmesh.garbage import rare_collections
 from pdmesh.model import Epoch, GatewayId, InstanceId, RequestId, Resident, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.standby import free_port
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh.wire.messages import RegisterWorker
 from pdmesh.wire.scheduler_channel import open_scheduler_channel
 from pdmesh.worker.scheduler_link import WorkerSession
 from pdmesh.worker.token_links import open_token_links
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.standby import free_port
 
 GATEWAY = GatewayId("gateway-of-nobody")
 SECURITY = SecurityConfig()

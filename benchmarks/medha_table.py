@@ -17,9 +17,9 @@ from simulated import Study, layout, number, run, table
 
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import A100, LLAMA_3_8B, analytic_model, tensor_parallel
-from pdmesh.sim.mesh import MeshShape
-from pdmesh.sim.report import SimReport
-from pdmesh.sim.workload import Synthetic, synthetic
+from pdmesh_lab.sim.mesh import MeshShape
+from pdmesh_lab.sim.report import SimReport
+from pdmesh_lab.sim.workload import Synthetic, synthetic
 
 LONG_RANGE = (128_000, 1_000_000)
 RATES = (0.25, 0.75, 1.25, 1.75)

@@ -26,8 +26,8 @@ import anyio
 import httpx
 from report import heading
 
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 CONTEXT_TOKENS = 32_768
 BLOCK_BYTES = 2 * 2 * 2 * 64 * 16 * 4  # of the stand-in: layers, keys and values, heads, dimension, tokens, bytes

@@ -32,9 +32,9 @@ from convoy import FCFS, OUTPUT_TOKENS, REQUESTS_PER_S, SHORT_TOKENS, TTFT_LIMIT
 from report import Limits, heading, unavailable
 
 from pdmesh.metrics import itl_s, percentile
-from pdmesh.testing.checkpoints import LLAMA_3_8B, TINY, CheckpointShape, write_config
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.tokenizers import write_tokenizer
+from pdmesh_testing.checkpoints import LLAMA_3_8B, TINY, CheckpointShape, write_config
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.tokenizers import write_tokenizer
 
 EXPOSED_LIMIT = 0.03  # of the prefill's time, of a long prompt's KV
 EXPOSED_TOKENS, NUM_EXPOSED, EXPOSED_GAP_S = (2048, 8192, 32_768), 3, 2.5

@@ -1,6 +1,6 @@
 """What the mesh itself adds to the time to first token, and how much of a KV transfer is not hidden behind compute.
 
-A 1P+1D mesh with the 82M-parameter model of ``pdmesh.testing.checkpoints``, idle but for one request at a time.
+A 1P+1D mesh with the 82M-parameter model of ``pdmesh_testing.checkpoints``, idle but for one request at a time.
 
 * Overhead: time to first token of a 16-token prompt, seen by a streaming HTTP client, less the duration of the step
   that computed it (from the request's own record).
@@ -11,7 +11,7 @@ A 1P+1D mesh with the 82M-parameter model of ``pdmesh.testing.checkpoints``, idl
         [--hosts | --compose | --compose-host | --ranks 4 1]
 
 With ``--ranks`` the two instances have so many ranks, each a part of the heads; KV goes from the ones to the others.
-With ``--hosts`` the two instances are on two hosts (`pdmesh.testing.hosts`; it takes root), and KV goes over UCX.
+With ``--hosts`` the two instances are on two hosts (`pdmesh_testing.hosts`; it takes root), and KV goes over UCX.
 With ``--compose`` they are containers of ``deploy/compose`` (``compose.py`` says what that takes); with
 ``--compose-host`` those of its variant in which KV stays in memory.
 """
@@ -34,10 +34,10 @@ import msgspec
 from compose import running_compose, why_no_compose
 from report import Limits, heading, quantile, unavailable
 
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.hosts import API_KEY, GATEWAY_PORT, SCHEDULER_NAME, SCHEDULER_PORT, Hosts, running_hosts
-from pdmesh.testing.mesh import running_mesh
 from pdmesh.wire.messages import RecordEntry, RequestRecord
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.hosts import API_KEY, GATEWAY_PORT, SCHEDULER_NAME, SCHEDULER_PORT, Hosts, running_hosts
+from pdmesh_testing.mesh import running_mesh
 
 TARGET_OVERHEAD_MS = 10
 TARGET_EXPOSED_SHARE = 0.05

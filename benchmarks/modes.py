@@ -27,10 +27,10 @@ from pdmesh.garbage import rare_collections
 from pdmesh.model import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Arrival, ClosedLoop
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Arrival, ClosedLoop
 
 LEAST, LEAST_WITH_SHIFTS = 0.995, 0.99
 

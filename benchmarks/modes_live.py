@@ -49,10 +49,10 @@ from pdmesh.eventlog import EventLogReader, core_of
 from pdmesh.model import OwnDecodeSteps
 from pdmesh.plans import StepPlan
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.testing.checkpoints import LLAMA_82M, TINY, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import SetBatching
+from pdmesh_testing.checkpoints import LLAMA_82M, TINY, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 #: Of the stand-in, unless given: costs with which exclusive batching wins by about 8 % with 64 clients and 128/128.
 BOUND_BY_BANDWIDTH = "a_s=0.006,b_s=0.00015,decode_a_s=0.004,decode_s=0.0002,mixed_a_s=0.006,interference_s=0.0001"

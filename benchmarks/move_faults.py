@@ -36,9 +36,9 @@ from report import Limits, heading
 
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.operating import operator_of
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.operating import operator_of
 
 POINTS = (
     "target: asked",

@@ -29,16 +29,16 @@ from report import heading
 
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.operating import OperatorClient, operator_of
 from pdmesh.wire.messages import (
     ListRequests,
     OperationStatus,
     RequestList,
     RequestRecord,
 )
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.operating import OperatorClient, operator_of
 
 SHAPE = CheckpointShape(vocab_size=2048, hidden_size=128, intermediate_size=256, num_layers=4, head_dim=64)
 BLOCK_SIZE = 16

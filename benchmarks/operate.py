@@ -34,12 +34,12 @@ from typing import NamedTuple
 from pdmesh.config import SecurityConfig
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.model import InstanceId, OperationId, OperationKind, Role
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.load import StreamLoad, requests_of, running_load
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.timed import timed_mesh
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import MAX_WAIT_S, OperationStatus, StartOperation, WaitOperation
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.load import StreamLoad, requests_of, running_load
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.timed import timed_mesh
 
 LEAST_SHARE = 0.9
 

@@ -31,8 +31,8 @@ from tempfile import TemporaryDirectory
 
 from report import Limits, heading
 
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 OVERLOAD = 5.0
 LEAST_SHARE = 0.95

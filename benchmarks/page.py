@@ -32,19 +32,19 @@ from pdmesh.model import GatewayId
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B
 from pdmesh.policy.views import InstanceView
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Synthetic, synthetic
-from pdmesh.testing.browser import find_chromium, open_page
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import scripted_mesh
 from pdmesh.wire.messages import Activity, GatewayDown, InstanceStatus, MeshStatus
 from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.metrics import RecentLatencies
-from pdmesh_gateway.testing import running_gateway
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Synthetic, synthetic
 from pdmesh_scheduler.activity import FRAME_S, ActivityFeed
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.peers import Peers
+from pdmesh_testing.browser import find_chromium, open_page
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.running_gateway import running_gateway
+from pdmesh_testing.scripted_mesh import scripted_mesh
 
 GATEWAY = GatewayId("g")
 LIMIT = 0.05

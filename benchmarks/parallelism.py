@@ -2,10 +2,10 @@
 
     python benchmarks/parallelism.py
 
-Stream pipelines, KV parallelism and fast sequence parallelism by the rooflines of `pdmesh.studies`, whose parameters
-are public (`pdmesh/studies/roofline.py` names the sources). A row is right within 15 %, or if it keeps a bound; every
-other one is explained below the table. Exits with 1 if one is not. Then what the papers plot, and two targets of ours:
-a decode over four members, and what a step sends to a rank.
+Stream pipelines, KV parallelism and fast sequence parallelism by the rooflines of `pdmesh_lab.studies`, whose
+parameters are public (`pdmesh_lab/studies/roofline.py` names the sources). A row is right within 15 %, or if it keeps a
+bound; every other one is explained below the table. Exits with 1 if one is not. Then what the papers plot, and two
+targets of ours: a decode over four members, and what a step sends to a rank.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from pdmesh.model import RequestId, SamplingParams
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import LLAMA_3_8B, LLAMA_3_70B, ModelShape
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.studies.kv_parallel import KvSpread, limit_tokens
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_lab.studies.kv_parallel import KvSpread, limit_tokens
 
 SLO_TPOT_S = 0.03
 CONTEXTS = (1 * M, 2 * M, 4 * M, 10 * M)

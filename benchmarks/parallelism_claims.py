@@ -1,4 +1,4 @@
-"""What Medha, Mnemosyne and PecSched say of their parallelism, and what `pdmesh.studies` says of the same.
+"""What Medha, Mnemosyne and PecSched say of their parallelism, and what `pdmesh_lab.studies` says of the same.
 
 Their plots are not in their texts: these are the figures of their sentences. One of Medha and one of Mnemosyne set a
 constant each, and are marked.
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from pecsched_table import MODELS
 
 from pdmesh.policy.latency import LLAMA_3_8B, LLAMA_3_70B, ChunkShape, ModelShape, StepShape
-from pdmesh.studies.fast_sp import GPUS_OF_NODE, LongPrompt, fast_s, ring_s
-from pdmesh.studies.roofline import A100, H100, Degrees, Roofline
+from pdmesh_lab.studies.fast_sp import GPUS_OF_NODE, LongPrompt, fast_s, ring_s
+from pdmesh_lab.studies.roofline import A100, H100, Degrees, Roofline
 
 M = 1_000_000
 CHUNK = 4096

@@ -24,12 +24,12 @@ from simulated import Study, change, layout, number, run, table
 
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import A100, LLAMA_3_70B, ModelShape, analytic_model, tensor_parallel
-from pdmesh.sim.mesh import MeshShape
-from pdmesh.sim.report import SimReport
-from pdmesh.sim.simulator import SimConfig
-from pdmesh.sim.workload import Arrival, with_long_inputs, with_rate_scaled
-from pdmesh.studies.fast_sp import ring_lag
-from pdmesh.traces import read_trace
+from pdmesh_lab.sim.mesh import MeshShape
+from pdmesh_lab.sim.report import SimReport
+from pdmesh_lab.sim.simulator import SimConfig
+from pdmesh_lab.sim.workload import Arrival, with_long_inputs, with_rate_scaled
+from pdmesh_lab.studies.fast_sp import ring_lag
+from pdmesh_lab.traces import read_trace
 
 NUM_GPUS = 32
 LONG_RANGE = (100_000, 500_000)

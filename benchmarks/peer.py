@@ -30,8 +30,8 @@ import httpx
 from report import GREEDY, SAMPLED, heading, unavailable
 
 from pdmesh.cli.processes import ending_with_us
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.mesh import running_mesh
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.mesh import running_mesh
 
 OWN_ENVIRONMENT = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

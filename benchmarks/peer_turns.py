@@ -29,7 +29,7 @@ from peer import running_pdmesh, running_vllm
 from prefix_turns import Answer, ask
 from report import GREEDY, SAMPLED, Limits, heading, quantile, unavailable
 
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
 
 NUM_USERS, NUM_TURNS = 8, 6
 SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 2048, 100, 64

@@ -23,7 +23,7 @@ from pdmesh.garbage import rare_collections
 from pdmesh.model import InstanceId
 from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B, sequence_parallel
 from pdmesh.policy.sequence_parallel import ElasticPlanner, FreeAt, PlannedChunk
-from pdmesh.studies.planners import ChunkwisePlanner
+from pdmesh_lab.studies.planners import ChunkwisePlanner
 
 LIMIT_S = 50e-6
 RATES = (0.0, 0.05, 0.3, 0.75)

@@ -38,12 +38,12 @@ from report import Limits, heading
 from pdmesh.model import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.profiles import parse_latency
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.checkpoints import LLAMA_82M, TINY, write_checkpoint
-from pdmesh.testing.exactness import complete, random_prompts
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.checkpoints import LLAMA_82M, TINY, write_checkpoint
+from pdmesh_testing.exactness import complete, random_prompts
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 #: Of the stand-in: 16K tokens take 8.6 s alone, in steps of 0.2 s.
 STEPS = "a_s=0.004,b_s=4e-4,c_s=1.5e-8,d_s=7.5e-9"

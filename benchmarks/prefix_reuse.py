@@ -38,11 +38,11 @@ from pdmesh.metrics import percentile
 from pdmesh.model import GRANULE_TOKENS, KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival, with_rate_scaled
-from pdmesh.traces import MOONCAKE_BLOCK_TOKENS, read_trace
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival, with_rate_scaled
+from pdmesh_lab.traces import MOONCAKE_BLOCK_TOKENS, read_trace
 
 LATENCY = PROFILES["a100-llama3-8b"]
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")

@@ -46,8 +46,8 @@ import httpx
 from report import Limits, heading, quantile
 
 from pdmesh.model import GRANULE_TOKENS
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 ANSWER_TOKENS = 64
 NEW_TOKENS = 36

@@ -37,10 +37,10 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.handover import RunAhead
 from pdmesh.policy.latency import LLAMA_3_8B, PROFILES, LatencyModel
 from pdmesh.policy.views import InstanceView
-from pdmesh.sim.mesh import MeshShape
-from pdmesh.sim.report import report
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival, ClosedLoop, Synthetic, synthetic
+from pdmesh_lab.sim.mesh import MeshShape
+from pdmesh_lab.sim.report import report
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival, ClosedLoop, Synthetic, synthetic
 
 WANTED = 0.95
 TARGETS = Slo(ttft_s=3.0, tpot_s=0.05)

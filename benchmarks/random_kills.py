@@ -41,9 +41,9 @@ import httpx
 
 from pdmesh.errors import PdmeshError
 from pdmesh.metrics import percentile
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 #: Between the end of one fault and the beginning of the next, seconds.
 PAUSE_S = (2.0, 6.0)

@@ -22,10 +22,10 @@ import anyio
 from exactness import checkpoint_of, settings_of
 from report import heading
 
-from pdmesh.testing.checkpoints import TINY
-from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import LAYOUTS, RunningMesh, layout_settings, running_mesh
-from pdmesh.testing.operating import Mover, operator_of
+from pdmesh_testing.checkpoints import TINY
+from pdmesh_testing.exactness import Reference, mismatches, random_prompts, reference
+from pdmesh_testing.mesh import LAYOUTS, RunningMesh, layout_settings, running_mesh
+from pdmesh_testing.operating import Mover, operator_of
 
 WAYS = ("16", "adaptive", "moves")
 LENGTHS = (1, 15, 16, 17, 100, 513, 2500)

@@ -34,9 +34,9 @@ from report import heading
 
 from pdmesh.cli.process_id import process_id, wait_for_end
 from pdmesh.errors import InstanceUnavailable
-from pdmesh.testing.checkpoints import TINY
-from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, layout_settings, running_mesh
+from pdmesh_testing.checkpoints import TINY
+from pdmesh_testing.exactness import Reference, mismatches, random_prompts, reference
+from pdmesh_testing.mesh import RunningMesh, layout_settings, running_mesh
 
 #: Degrees of prefill and of decode, tensor x stages.
 DEFAULT_LAYOUTS = "1x2-1x1,2x2-1x1,1x1-1x2,2x1-1x2,2x1-1x1"

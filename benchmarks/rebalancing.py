@@ -29,10 +29,10 @@ from moves import BLOCK_SIZE, SHAPE, all_decode
 from report import Limits, heading
 
 from pdmesh.model import OperationKind
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.operating import operator_of
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.operating import operator_of
 
 #: Of the stand-in: a context takes longer to compute again than to move, and its streams last for seconds after all of
 #: them are seen to decode, also where others have most of the machine.

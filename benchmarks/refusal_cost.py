@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 from report import heading
 
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 #: Of the stand-in: a short prompt takes 1.3 s.
 STEPS = "a_s=0.01,b_s=0.02,decode_a_s=0.005"

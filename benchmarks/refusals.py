@@ -19,8 +19,8 @@ from pathlib import Path
 
 from report import Limits, heading
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gguf_files import write_gguf
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gguf_files import write_gguf
 
 #: Wall time that a refusal may take, and that a process may.
 MOST_S, TIMEOUT_S = 3.0, 120.0

@@ -37,9 +37,9 @@ from report import Limits, heading
 from pdmesh.cli.state import MeshRecord
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind, Role
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.operating import operator_of
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.operating import operator_of
 
 POOLS = {"prefill": 2, "decode": 2, "mixed": 1}
 SHAPE = CheckpointShape(hidden_size=128, intermediate_size=512, num_layers=4)

@@ -19,9 +19,9 @@ from typing import Any
 import anyio
 from report import heading
 
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.exactness import complete, random_prompts
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.exactness import complete, random_prompts
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 SHAPE = CheckpointShape(vocab_size=8192, hidden_size=256, intermediate_size=512, num_layers=4, head_dim=64)
 FILTERS: list[dict[str, Any]] = [{}, {"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.02}]

@@ -1,6 +1,6 @@
 """How well the simulator foretells a live mesh: times to first token and to completion, p50 and p90.
 
-A mesh with the 82M-parameter model of ``pdmesh.testing.checkpoints`` serves two runs of a mixed load, drawn from two
+A mesh with the 82M-parameter model of ``pdmesh_testing.checkpoints`` serves two runs of a mixed load, drawn from two
 seeds: short prompts, Poisson, and a few long ones. A latency model is fitted to the event log of the first run, and
 with it both runs are simulated, each with its own arrivals and its own outputs. The second run is the test: nothing was
 fitted to it. Also fitted on the first run: what the way between client and scheduler adds to a request (one median).
@@ -29,12 +29,12 @@ from report import Limits, heading
 from pdmesh.eventlog import EventLogReader, Header, core_of, replay
 from pdmesh.metrics import percentile
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.recorded import Decision, RecordedRun, recorded_run
-from pdmesh.sim.result import RequestRun
-from pdmesh.sim.samples import fitted_model
-from pdmesh.sim.simulator import Simulator
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_lab.sim.recorded import Decision, RecordedRun, recorded_run
+from pdmesh_lab.sim.result import RequestRun
+from pdmesh_lab.sim.samples import fitted_model
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 LIMIT = 0.15
 MESHES: Mapping[str, tuple[int, int, int]] = {"1P+1D": (1, 1, 0), "mixed": (0, 0, 1)}

@@ -11,10 +11,10 @@ from pdmesh.metrics import Slo
 from pdmesh.model import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ModelShape
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.report import SimReport, report
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.report import SimReport, report
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ import httpx
 import psutil
 from report import heading
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 LOAD = 0.8
 CANCELLED_SHARE = 0.3

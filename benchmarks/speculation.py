@@ -32,8 +32,8 @@ from prefix_turns import Answer, ask
 from report import Limits, heading
 from safetensors.torch import load_file, save_file
 
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 PROMPT_TOKENS = 256
 WAYS = ("off", "ngram")

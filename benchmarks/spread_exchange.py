@@ -45,16 +45,16 @@ from pdmesh.kv.spread import PartHolder
 from pdmesh.model import Epoch, KvLayout, RequestId
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint, write_config
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.load import LoadRequest, Stream, follow
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.stepping import new_sequence
 from pdmesh.transport.ucx import UcxTransport
 from pdmesh.worker.threads import EngineThread
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint, write_config
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.load import LoadRequest, Stream, follow
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.stepping import new_sequence
 
 #: The shape of Qwen2.5 0.5B, and of the model of `pdmesh up --demo`.
 SHAPES = {

@@ -29,12 +29,12 @@ from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice, StepFlight
 from pdmesh.model import KvLayout, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh.worker.engines import build_engine
 from pdmesh.worker.rank_start import start_ranks
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
 
 #: A millisecond for each token, two for a step, and attention that doubles the time of the last tokens.
 GIVEN = LinearLatencyModel(a_s=2e-3, b_s=1e-3, c_s=6e-8, d_s=3e-8, decode_a_s=4e-3, decode_s=1e-3)

@@ -32,9 +32,9 @@ from statistics import median
 
 import openai
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.load import LoadRequest, Stream, StreamLoad, follow, requests_of, running_load
-from pdmesh.testing.standby import STAND_IN, StandbyMesh, running_standby_mesh, why_no_etcd
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.load import LoadRequest, Stream, StreamLoad, follow, requests_of, running_load
+from pdmesh_testing.standby import STAND_IN, StandbyMesh, running_standby_mesh, why_no_etcd
 
 KINDS = {"etcd": ("kill", "stop", "cut"), "file": ("kill", "stop")}
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from report import Limits, heading
 
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 #: CPU seconds of a start of the demo model, of `pdmesh --help` and of `pdmesh status`; seconds for a successor.
 DEMO_CPU_S, HELP_CPU_S, STATUS_CPU_S, SUCCESSOR_S = 8.0, 0.3, 0.4, 2.0

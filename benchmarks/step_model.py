@@ -37,13 +37,13 @@ from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.profile import self_measured
 from pdmesh.policy.refine import Refinement
 from pdmesh.profiles import parse_latency
-from pdmesh.sim.recorded import Decision, recorded_run
-from pdmesh.sim.samples import measured_steps
-from pdmesh.testing.checkpoints import LLAMA_82M, write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.messages import EventMessage
 from pdmesh.worker.measuring import measure_at_start, step_s
+from pdmesh_lab.sim.recorded import Decision, recorded_run
+from pdmesh_lab.sim.samples import measured_steps
+from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.modelled import modelled_profile
 
 #: Steps held out, by what is in them: (new tokens, tokens before them), (decodes, context of each).
 HELD_OUT = {

@@ -29,11 +29,11 @@ from pdmesh.metrics import percentile
 from pdmesh.model import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 PARTS = ("storm", "stream", "tenant")
 

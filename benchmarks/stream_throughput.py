@@ -21,8 +21,8 @@ from typing import cast
 import uvloop
 from report import Limits, heading
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 TARGET_TOKENS_PER_S = 30_000
 

@@ -38,10 +38,10 @@ from structured_schemas import SCHEMAS, Schema
 
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.operating import operator_of
-from pdmesh.testing.tokenizers import TOOL_TEMPLATE
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.operating import operator_of
+from pdmesh_testing.tokenizers import TOOL_TEMPLATE
 
 MAX_TOKENS = 1200
 STREAM_LIMIT_S = 300.0

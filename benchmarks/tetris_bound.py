@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.sequence_parallel import GroupLatency
-from pdmesh.studies.first_tokens import Prompt
+from pdmesh_lab.studies.first_tokens import Prompt
 
 
 class _Cost(NamedTuple):

@@ -39,10 +39,10 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.improvement import ImprovementInForce, ImprovementTable
 from pdmesh.policy.latency import LLAMA_3_8B, TETRIS_A100_LLAMA_3_8B, ChunkShape, StepShape, sequence_parallel
 from pdmesh.policy.sequence_parallel import ElasticPlanner, FreeAt, PlannedChunk, SequenceParallelPlanner
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.studies.first_tokens import (
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_lab.studies.first_tokens import (
     PricedPlanner,
     Prompt,
     first_tokens,
@@ -50,7 +50,7 @@ from pdmesh.studies.first_tokens import (
     improvement_table,
     poisson,
 )
-from pdmesh.studies.planners import ChunkwisePlanner, FixedPlanner
+from pdmesh_lab.studies.planners import ChunkwisePlanner, FixedPlanner
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
 NUM_INSTANCES = 16

@@ -42,10 +42,10 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from pdmesh.apikeys import ApiKey, entry_of, hash_key
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import running_mesh
-from pdmesh.testing.reference import HfReference
-from pdmesh.testing.tokenizers import EOS_TOKEN, TOOL_TEMPLATE
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import running_mesh
+from pdmesh_testing.reference import HfReference
+from pdmesh_testing.tokenizers import EOS_TOKEN, TOOL_TEMPLATE
 
 #: Folders of tests about text; files in them that use the server's fixture are taken.
 FOLDERS = (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCES = Path("libs/pdmesh")
 
-PACKAGES = ("core", "policy", "studies", "sim")
+PACKAGES = ("core", "policy")
 
 #: What travels, is logged or configured stays Python: mypyc forgets the keywords of a msgspec Struct (frozen,
 #: omit_defaults) and most of a dataclass's annotations (`tuple[ChunkDone, ...]` becomes `tuple`), by which msgspec
@@ -32,18 +32,13 @@ READ_BY_MSGSPEC = (
 #: Nothing here is done often, and what is desired is kept and sent as it is.
 SELDOM_DONE = ("core/operators",)
 
-#: No event passes through these tools of the simulator.
-TOOLS = tuple(
-    f"sim/{name}.py" for name in ("advice", "capacity", "perfetto", "recorded", "report", "samples", "workload")
-)
-
 #: The library of this name has the code of all; each module is a stub that finds it.
 GROUP = "pdmesh.compiled"
 
 
 def sources() -> list[Path]:
     """Return the modules to compile, relative to the repository's root."""
-    left_out = {SOURCES / name for name in (*READ_BY_MSGSPEC, *SELDOM_DONE, *TOOLS)}
+    left_out = {SOURCES / name for name in (*READ_BY_MSGSPEC, *SELDOM_DONE)}
     paths = [path for package in PACKAGES for path in sorted((SOURCES / package).rglob("*.py"))]
     return [path for path in paths if path.stem != "__init__" and not left_out & {path, *path.parents}]
 

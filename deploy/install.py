@@ -48,6 +48,9 @@ REFRESH_S, PATIENCE_S = 0.5, 15
 #: Has pip print its progress as numbers. The pip of a new environment may be too old for that.
 RAW = ("--progress-bar", "raw")
 
+#: Installs folders of this checkout. With -v the build says which kernel it compiles.
+EDITABLE = ("-v", "--no-deps", "--no-build-isolation", "--editable")
+
 #: Size of all packages but torch, by purpose (Python 3.11 on x86-64).
 DOWNLOADS = {"run": "0.13 GB", "test": "0.29 GB"}
 
@@ -187,7 +190,7 @@ def install(purpose: str, torch: str) -> None:
                 )
                 for share in shares
             ),
-            Part("pdmesh and its CPU kernels", pip("-v", "--no-deps", "--no-build-isolation", "--editable", ".")),
+            Part("pdmesh and its CPU kernels", pip(*EDITABLE, ".", "--editable", "./lab", "--editable", "./testing")),
         ]
     )
     if not any(ROOT.glob("libs/pdmesh/engine/_kernels*.so")):

@@ -19,7 +19,7 @@ import torch
 import transformers as typed_transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pdmesh.testing.tokenizers import SPECIAL_TOKENS, TOOL_TEMPLATE
+from pdmesh_testing.tokenizers import SPECIAL_TOKENS, TOOL_TEMPLATE
 
 CORPUS = Path(__file__).with_name("demo_corpus.txt")
 transformers: Any = typed_transformers  # only partly typed

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh_logs import warnings_since
-from pdmesh.testing.rotation import left_out, read_record
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh_logs import warnings_since
+from pdmesh_testing.rotation import left_out, read_record
 
 # `pytest --hypothesis-profile=all` draws as many examples as a test asks for, any other run an eighth (see
-# `pdmesh.testing.examples`). A machine that is busy is slow: how long an example takes says nothing about the code.
+# `pdmesh_testing.examples`). A machine that is busy is slow: how long an example takes says nothing about the code.
 settings.register_profile("all", deadline=None, max_examples=100)
 settings.register_profile("eighth", deadline=None, max_examples=12)
 settings.load_profile("eighth")

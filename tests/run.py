@@ -13,7 +13,7 @@ drawn examples is the date: who runs the tests on the same day draws the same, a
 draws that day's again.
 
 Of test functions that take long, ``make test`` runs a few parameters, other ones each day. CI takes the slow tests of
-files that the newest commits touch, and each day another share of the other files (`pdmesh.testing.rotation`). No test
+files that the newest commits touch, and each day another share of the other files (`pdmesh_testing.rotation`). No test
 fails for the time it takes, because processors differ. The slowest tests are listed at the end. Only CI has a time
 limit: slow tests that have not begun by then are skipped.
 
@@ -36,7 +36,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
-from pdmesh.testing import rotation
+from pdmesh_testing import rotation
 
 ROOT = Path(__file__).parents[1]
 

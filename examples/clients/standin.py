@@ -18,11 +18,11 @@ from tokenizers import Tokenizer
 
 from pdmesh.config import GatewayConfig
 from pdmesh.model import FinishReason
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import Script, scripted_mesh, token_out
-from pdmesh.testing.tokenizers import TOOL_TEMPLATE
 from pdmesh.wire.messages import Generation, TokenOut, unpack_token_ids
-from pdmesh_gateway.testing import running_gateway
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.running_gateway import running_gateway
+from pdmesh_testing.scripted_mesh import Script, scripted_mesh, token_out
+from pdmesh_testing.tokenizers import TOOL_TEMPLATE
 
 CONTEXT = 400_000
 

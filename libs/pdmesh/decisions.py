@@ -25,7 +25,7 @@ from pdmesh.core.events import (
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.errors import ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
-from pdmesh.sim.recorded import Decision
+from pdmesh_lab.sim.recorded import Decision
 
 #: How long decisions are kept, in seconds.
 RECENT_S = 600.0

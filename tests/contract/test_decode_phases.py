@@ -14,16 +14,16 @@ from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
 from pdmesh.engine.fake import FakeEngine, reference_output
 from pdmesh.model import Epoch, GatewayId, OwnDecodeSteps, Request, RequestId, RequestKey, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
-from pdmesh.sim.agenda import Agenda
-from pdmesh.sim.exchange import SimulatedExchange
-from pdmesh.sim.instance import SimContext, SimInstance
-from pdmesh.sim.links import SimulatedLinks
-from pdmesh.sim.result import RequestRun
-from pdmesh.testing.modelled import ModelledInstance, modelled_profile
-from pdmesh.testing.sim import UNEVEN_MODEL
-from pdmesh.testing.worker import RunningInstance, a_shard, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.worker import plans
+from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_lab.sim.exchange import SimulatedExchange
+from pdmesh_lab.sim.instance import SimContext, SimInstance
+from pdmesh_lab.sim.links import SimulatedLinks
+from pdmesh_lab.sim.result import RequestRun
+from pdmesh_testing.modelled import ModelledInstance, modelled_profile
+from pdmesh_testing.sim import UNEVEN_MODEL
+from pdmesh_testing.worker import RunningInstance, a_shard, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,8 @@ from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.repair import FREE_PIECES, SOUND_PIECES_EACH
 from pdmesh.model import Epoch, IndexRange, KvPart
-from pdmesh.testing.exchanges import (
+from pdmesh.transport.base import ReceivedPiece, SendBuffer
+from pdmesh_testing.exchanges import (
     EPOCH,
     HEADS,
     NUM_BLOCKS,
@@ -25,8 +26,7 @@ from pdmesh.testing.exchanges import (
     a_piece,
     open_members,
 )
-from pdmesh.testing.kv import SMALL_LAYOUT, TransportMaker
-from pdmesh.transport.base import ReceivedPiece, SendBuffer
+from pdmesh_testing.kv import SMALL_LAYOUT, TransportMaker
 
 pytestmark = pytest.mark.anyio
 

@@ -30,7 +30,6 @@ from pdmesh.kv.piece import PieceHeader, PieceKind, pack_header, request_key
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
-from pdmesh.testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, introduce
 from pdmesh.transport import local
 from pdmesh.transport.address import peer_id, unpack_address
 from pdmesh.transport.base import ReceivedPiece
@@ -39,6 +38,7 @@ from pdmesh.transport.local import _HELLO, _HELLO_MAGIC, _OFFER, _OFFER_MAGIC, M
 from pdmesh.transport.prefix import HEAD_BYTES, FoundPiece, number_piece
 from pdmesh.transport.seal import CHECK_BYTES, MeshKey
 from pdmesh.transport.ucx import UcxTransport
+from pdmesh_testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, introduce
 
 NUMBER = int(os.environ.get("FUZZ_NUMBER", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
@@ -90,7 +90,7 @@ class Victim:
 @contextlib.asynccontextmanager
 async def open_victim() -> AsyncIterator[Victim]:
     with subprocess.Popen(  # noqa: ASYNC220 - it starts at once; what it says is waited for on a thread
-        [sys.executable, "-m", "pdmesh.testing.ucx_peer"],
+        [sys.executable, "-m", "pdmesh_testing.ucx_peer"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -14,15 +14,15 @@ import pytest
 from pdmesh import watched_file
 from pdmesh.cli.tls import LOCAL_HOSTS, make_certificates
 from pdmesh.config import StandbyConfig
-from pdmesh.testing.certificates import make_expired
-from pdmesh.testing.kubernetes import NAMESPACE, FakeApiServer, Rule, asking
-from pdmesh.testing.standby import running_etcd, why_no_etcd
 from pdmesh_scheduler.standby.etcd_store import open_etcd
 from pdmesh_scheduler.standby.file_store import FileStore
 from pdmesh_scheduler.standby.kubernetes_store import RECORD, KubernetesStore
 from pdmesh_scheduler.standby.leadership import LeaseRecord
 from pdmesh_scheduler.standby.store import LeaseStore, StoredRecord, StoreUnavailable
-from pdmesh_scheduler.testing import MemoryStore
+from pdmesh_testing.certificates import make_expired
+from pdmesh_testing.kubernetes import NAMESPACE, FakeApiServer, Rule, asking
+from pdmesh_testing.running_scheduler import MemoryStore
+from pdmesh_testing.standby import running_etcd, why_no_etcd
 
 pytestmark = pytest.mark.anyio
 

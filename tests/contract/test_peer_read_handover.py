@@ -18,11 +18,11 @@ from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sharing import HostCache
 from pdmesh.model import Epoch, IndexRange, KvPart
-from pdmesh.testing.hooked import HookedStore
-from pdmesh.testing.kv import SMALL_LAYOUT, TransportMaker
-from pdmesh.testing.transfers import CAPABILITY, EPOCH, NUM_BLOCKS, REQUEST, Pair, open_pair
 from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
+from pdmesh_testing.hooked import HookedStore
+from pdmesh_testing.kv import SMALL_LAYOUT, TransportMaker
+from pdmesh_testing.transfers import CAPABILITY, EPOCH, NUM_BLOCKS, REQUEST, Pair, open_pair
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ from pdmesh.engine.ranks.group import EXCHANGE_BYTES, RankGroup, SharedMemoryGro
 from pdmesh.engine.ranks.memory import create_memory, map_memory
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
-from pdmesh.testing.ranks import thread_groups
+from pdmesh_testing.ranks import thread_groups
 
 
 def each(groups: Sequence[RankGroup], act: Callable[[RankGroup], object]) -> list[object]:

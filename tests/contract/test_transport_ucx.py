@@ -22,7 +22,6 @@ import pytest
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, KvTransferError
-from pdmesh.testing.kv import SMALL_TRANSFER, introduce, send_together
 from pdmesh.transport import ring
 from pdmesh.transport.address import pack_address, unpack_address
 from pdmesh.transport.base import ReceivedPiece
@@ -31,6 +30,7 @@ from pdmesh.transport.prefix import PREFIX_BYTES
 from pdmesh.transport.reading import read_memory
 from pdmesh.transport.ucx import UcxTransport
 from pdmesh.transport.ucx_api import names_shared_memory
+from pdmesh_testing.kv import SMALL_TRANSFER, introduce, send_together
 
 pytestmark = [pytest.mark.anyio, pytest.mark.ucx]
 
@@ -40,7 +40,7 @@ BOTH = pytest.mark.parametrize("tls", [None, "tcp"], ids=["shared_memory", "tcp"
 
 
 class Peer:
-    """A `pdmesh.testing.ucx_peer` process."""
+    """A `pdmesh_testing.ucx_peer` process."""
 
     def __init__(self, process: subprocess.Popen[str], address: bytes) -> None:
         self.process = process
@@ -67,7 +67,7 @@ class Peer:
 async def open_peer(
     tls: str | None = None, max_payload_bytes: int = 4096, devices: str | None = None
 ) -> AsyncIterator[Peer]:
-    command = [sys.executable, "-m", "pdmesh.testing.ucx_peer", "--max-payload-bytes", str(max_payload_bytes)]
+    command = [sys.executable, "-m", "pdmesh_testing.ucx_peer", "--max-payload-bytes", str(max_payload_bytes)]
     with subprocess.Popen(  # noqa: ASYNC220 - it starts at once; what it says is waited for on a thread
         [*command, *(["--tls", tls] if tls else []), *(["--net-devices", devices] if devices else [])],
         stdin=subprocess.PIPE,

@@ -11,11 +11,11 @@ import pytest
 
 from pdmesh.model import PrefixHashes, Role
 from pdmesh.policy import reuse
-from pdmesh.testing.dst.clients import expectation
-from pdmesh.testing.dst.drawing import draw
-from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
-from pdmesh.testing.dst.run import Result, run
 from pdmesh.worker.block_tables import BlockTables
+from pdmesh_testing.dst.clients import expectation
+from pdmesh_testing.dst.drawing import draw
+from pdmesh_testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
+from pdmesh_testing.dst.run import Result, run
 
 POOLS = {
     "1P+1D": (Role.PREFILL, Role.DECODE),

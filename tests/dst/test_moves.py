@@ -12,9 +12,9 @@ from pdmesh.core.commands import Command, Restart, ResumeDecode
 from pdmesh.core.events import Event, MoveFailed, MoveSent
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Role
-from pdmesh.testing.dst.plan import MAX_MODEL_LEN, SCHEDULER, Ask, Fault, FaultKind, Plan
-from pdmesh.testing.dst.run import run
-from pdmesh.testing.examples import slow_beyond
+from pdmesh_testing.dst.plan import MAX_MODEL_LEN, SCHEDULER, Ask, Fault, FaultKind, Plan
+from pdmesh_testing.dst.run import run
+from pdmesh_testing.examples import slow_beyond
 
 PREFILL, ONE, OTHER, GATEWAY = "i0", "i1", "i2", "g0"
 NUM_ASKS = 3

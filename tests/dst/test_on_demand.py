@@ -13,12 +13,12 @@ from pdmesh.core.instances.on_demand import OnDemandKv
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import RequestId, Role
 from pdmesh.plans import ResidentContext
-from pdmesh.testing.core import FixedGrowth
-from pdmesh.testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
-from pdmesh.testing.dst.run import run
-from pdmesh.testing.examples import slow_beyond
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.transcript import Transcript
+from pdmesh_testing.core import FixedGrowth
+from pdmesh_testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
+from pdmesh_testing.dst.run import run
+from pdmesh_testing.examples import slow_beyond
 
 ROLES = [(Role.MIXED,), (Role.PREFILL, Role.DECODE), (Role.MIXED, Role.MIXED)]
 NUM_ASKS = 12

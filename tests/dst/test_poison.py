@@ -13,14 +13,14 @@ import pytest
 from pdmesh.core.commands import SHARED_BLAME
 from pdmesh.engine.base import SequenceSlice, SliceResult
 from pdmesh.model import Role
-from pdmesh.testing.dst.clients import SimulatedClient
-from pdmesh.testing.dst.engine import SimulatedEngine
-from pdmesh.testing.dst.plan import Ask, Fault, FaultKind, Plan
-from pdmesh.testing.dst.process import running_process
-from pdmesh.testing.dst.run import run
-from pdmesh.testing.dst.simulation import Simulation
-from pdmesh.testing.examples import slow_beyond
 from pdmesh_gateway.transcript import MAX_BLAME
+from pdmesh_testing.dst.clients import SimulatedClient
+from pdmesh_testing.dst.engine import SimulatedEngine
+from pdmesh_testing.dst.plan import Ask, Fault, FaultKind, Plan
+from pdmesh_testing.dst.process import running_process
+from pdmesh_testing.dst.run import run
+from pdmesh_testing.dst.simulation import Simulation
+from pdmesh_testing.examples import slow_beyond
 
 #: Tokens of its prompt. Others have more, and where a request decodes that is all that is known of its prompt.
 NUM_POISON_TOKENS = 3
@@ -100,7 +100,7 @@ def test_requests_on_instances_that_are_killed_all_the_time_end_as_if_nothing_ha
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """A prompt takes about as long as its instance lives. When each restart counted, two of them ended streams."""
-    monkeypatch.setattr("pdmesh.testing.dst.engine.STEP_S", 0.4)
+    monkeypatch.setattr("pdmesh_testing.dst.engine.STEP_S", 0.4)
     codes, rng = ended_as(monkeypatch), random.Random(seed)
     kills = [Fault(at_s=0.3 + 0.4 * turn, kind=FaultKind.KILL, target=f"i{rng.randrange(4)}") for turn in range(50)]
     asks = [

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 import pytest
 
 from pdmesh.model import Role
-from pdmesh.testing.dst.drawing import draw
-from pdmesh.testing.dst.plan import SCHEDULER, Ask, Fault, FaultKind, Plan
-from pdmesh.testing.dst.run import Result, run
-from pdmesh.testing.examples import examples
+from pdmesh_testing.dst.drawing import draw
+from pdmesh_testing.dst.plan import SCHEDULER, Ask, Fault, FaultKind, Plan
+from pdmesh_testing.dst.run import Result, run
+from pdmesh_testing.examples import examples
 
 #: Seeds from this one on; others every day. ``make dst SEEDS=…`` runs more, from 0. What a failing seed does:
 #: ``python benchmarks/dst.py --show SEED``.

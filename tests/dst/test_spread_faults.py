@@ -9,9 +9,9 @@ import pytest
 from pdmesh.core.events import Event, MembersSet
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Role
-from pdmesh.testing.dst.drawing import draw
-from pdmesh.testing.dst.plan import SCHEDULER, Ask, Fault, FaultKind, Plan
-from pdmesh.testing.dst.run import run
+from pdmesh_testing.dst.drawing import draw
+from pdmesh_testing.dst.plan import SCHEDULER, Ask, Fault, FaultKind, Plan
+from pdmesh_testing.dst.run import run
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE)
 DECODERS = ("i1", "i2", "i3")

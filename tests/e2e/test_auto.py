@@ -11,8 +11,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from pdmesh.testing.mesh import RunningMesh
-from pdmesh.testing.timed import TimedRequest, poisson, send, timed_mesh
+from pdmesh_testing.mesh import RunningMesh
+from pdmesh_testing.timed import TimedRequest, poisson, send, timed_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 

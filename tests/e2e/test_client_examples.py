@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.testing.exactness import mismatches, random_prompts, reference
-from pdmesh.testing.mesh import running_mesh
-from pdmesh.testing.transformers_checkpoints import model_variants, undescribed_variants, write_transformers_checkpoint
+from pdmesh_testing.exactness import mismatches, random_prompts, reference
+from pdmesh_testing.mesh import running_mesh
+from pdmesh_testing.transformers_checkpoints import model_variants, undescribed_variants, write_transformers_checkpoint
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow]
 

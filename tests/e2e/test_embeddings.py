@@ -10,9 +10,9 @@ import numpy as np
 import openai
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import running_mesh
-from pdmesh.testing.reference import HfReference
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import running_mesh
+from pdmesh_testing.reference import HfReference
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(300)]
 

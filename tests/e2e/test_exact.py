@@ -12,10 +12,10 @@ import openai
 import pydantic
 import pytest
 
-from pdmesh.testing.checkpoints import CheckpointShape, Family, write_checkpoint
-from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
-from pdmesh.testing.examples import slow_beyond
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import CheckpointShape, Family, write_checkpoint
+from pdmesh_testing.exactness import Reference, complete, mismatches, random_prompts, reference
+from pdmesh_testing.examples import slow_beyond
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx]
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from pdmesh.model import Role
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import Reference, complete, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import Reference, complete, random_prompts, reference
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 

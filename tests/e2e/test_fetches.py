@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.conversations import fetched_turn
-from pdmesh.testing.mesh import running_mesh
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.conversations import fetched_turn
+from pdmesh_testing.mesh import running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli.process_id import process_id, wait_for_end
-from pdmesh.testing.exactness import complete
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.exactness import complete
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 

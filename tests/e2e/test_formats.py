@@ -13,12 +13,12 @@ import safetensors.torch
 from pdmesh.engine.files import resolve_model
 from pdmesh.engine.levels import choose_kernels
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.testing.adapters import write_adapter
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.exactness import engine_reference, mismatches, random_prompts, reference
-from pdmesh.testing.gguf_files import write_gguf
-from pdmesh.testing.mesh import running_mesh
-from pdmesh.testing.quantized_checkpoints import Format, write_mxfp4, write_quantized
+from pdmesh_testing.adapters import write_adapter
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.exactness import engine_reference, mismatches, random_prompts, reference
+from pdmesh_testing.gguf_files import write_gguf
+from pdmesh_testing.mesh import running_mesh
+from pdmesh_testing.quantized_checkpoints import Format, write_mxfp4, write_quantized
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow]
 

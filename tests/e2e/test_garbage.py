@@ -8,8 +8,8 @@ import anyio
 import psutil
 import pytest
 
-from pdmesh.testing.exactness import complete
-from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
+from pdmesh_testing.exactness import complete
+from pdmesh_testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 

@@ -13,7 +13,7 @@ import anyio
 import httpx
 import pytest
 
-from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
+from pdmesh_testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(900)]
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli.process_id import process_id, wait_for_end
-from pdmesh.testing.examples import slow_beyond
+from pdmesh_testing.examples import slow_beyond
 
 pytestmark = pytest.mark.e2e
 
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
-from pdmesh.testing.mesh import running_mesh
+from pdmesh_testing.mesh import running_mesh
 
 with running_mesh(Path(sys.argv[1]), model=None, settings={"WORKER_ENGINE": "fake"}) as mesh:
     print(json.dumps([mesh.record.supervisor.pid, *mesh.pids().values()]), flush=True)

@@ -8,8 +8,8 @@ import httpx
 import psutil
 import pytest
 
-from pdmesh.testing.examples import examples
-from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
+from pdmesh_testing.examples import examples
+from pdmesh_testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow]
 

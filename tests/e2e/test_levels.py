@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.levels import ordered_levels
-from pdmesh.testing.unlike_levels import unlike_levels
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.levels import ordered_levels
+from pdmesh_testing.unlike_levels import unlike_levels
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.testing.browser import find_chromium, open_page
-from pdmesh.testing.exactness import complete
-from pdmesh.testing.examples import slow_beyond
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.browser import find_chromium, open_page
+from pdmesh_testing.exactness import complete
+from pdmesh_testing.examples import slow_beyond
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 CHROMIUM = find_chromium()
 

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from pdmesh.config import SecurityConfig
-from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetRequest, RequestRecord
+from pdmesh_testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.timeout(300)]
 

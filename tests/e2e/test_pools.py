@@ -12,8 +12,8 @@ from collections.abc import Generator
 
 import pytest
 
-from pdmesh.testing.load import requests_of, running_load
-from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
+from pdmesh_testing.load import requests_of, running_load
+from pdmesh_testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(600)]
 

@@ -13,11 +13,11 @@ import anyio
 import pytest
 
 from pdmesh.cli.request_view import computed_again
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
-from pdmesh.testing.examples import slow_beyond
-from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire.messages import GroupStatus, RequestRecord
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.exactness import Reference, complete, mismatches, random_prompts, reference
+from pdmesh_testing.examples import slow_beyond
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.exactness import complete, mismatches, random_prompts, reference
-from pdmesh.testing.examples import slow_beyond
-from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.exactness import complete, mismatches, random_prompts, reference
+from pdmesh_testing.examples import slow_beyond
+from pdmesh_testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(600)]
 

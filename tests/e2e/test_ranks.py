@@ -19,11 +19,11 @@ from pdmesh.cli.process_id import process_id
 from pdmesh.config import InstanceDegrees
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind, Role
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import Reference, complete, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.operating import operator_of
-from pdmesh.testing.spread_meshes import until_ended
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import Reference, complete, mismatches, random_prompts, reference
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.operating import operator_of
+from pdmesh_testing.spread_meshes import until_ended
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -9,10 +9,10 @@ import pytest
 
 from pdmesh.engine.files import resolve_model
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.testing.exactness import Reference, engine_reference, mismatches
-from pdmesh.testing.mesh import layout_settings, running_mesh
-from pdmesh.testing.real_models import real_model, token_ids
-from pdmesh.testing.spread_meshes import answers, spread_settings
+from pdmesh_testing.exactness import Reference, engine_reference, mismatches
+from pdmesh_testing.mesh import layout_settings, running_mesh
+from pdmesh_testing.real_models import real_model, token_ids
+from pdmesh_testing.spread_meshes import answers, spread_settings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(900)]
 

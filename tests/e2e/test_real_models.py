@@ -17,10 +17,10 @@ import pytest
 
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind
-from pdmesh.testing.exactness import Reference, complete, mismatches, reference
-from pdmesh.testing.mesh import PATIENT, RunningMesh, running_mesh
-from pdmesh.testing.operating import operator_of
-from pdmesh.testing.real_models import real_model, recorded, token_ids
+from pdmesh_testing.exactness import Reference, complete, mismatches, reference
+from pdmesh_testing.mesh import PATIENT, RunningMesh, running_mesh
+from pdmesh_testing.operating import operator_of
+from pdmesh_testing.real_models import real_model, recorded, token_ids
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(900)]
 

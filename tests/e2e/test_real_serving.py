@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 
 from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.testing.exactness import complete, engine_reference, mismatches
-from pdmesh.testing.mesh import RunningMesh, running_mesh
-from pdmesh.testing.real_models import CACHE, real_model, token_ids
 from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_testing.exactness import complete, engine_reference, mismatches
+from pdmesh_testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.real_models import CACHE, real_model, token_ids
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.load import requests_of, running_load
-from pdmesh.testing.standby import STAND_IN, running_standby_mesh, why_no_etcd
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.load import requests_of, running_load
+from pdmesh_testing.standby import STAND_IN, running_standby_mesh, why_no_etcd
 
 WHY_NOT = why_no_etcd()
 

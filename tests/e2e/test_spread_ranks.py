@@ -8,11 +8,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, layout_settings
-from pdmesh.testing.spread_meshes import Served, answers, serving_spread, since, until, until_ended
 from pdmesh.wire.messages import InstanceStatus
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import mismatches, random_prompts, reference
+from pdmesh_testing.mesh import RunningMesh, layout_settings
+from pdmesh_testing.spread_meshes import Served, answers, serving_spread, since, until, until_ended
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import anyio
 import pytest
 
-from pdmesh.testing.exactness import Reference, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, layout_settings, running_mesh
-from pdmesh.testing.spread_meshes import answers, since, spread_settings, until
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh_testing.exactness import Reference, mismatches, random_prompts, reference
+from pdmesh_testing.mesh import RunningMesh, layout_settings, running_mesh
+from pdmesh_testing.spread_meshes import answers, since, spread_settings, until
+from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 

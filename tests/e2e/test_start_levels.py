@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh.engine.levels import CpuLevel
-from pdmesh.testing.levels import ARCHITECTURE_LEVELS, library_or_skip
-from pdmesh.testing.mesh import running_mesh
+from pdmesh_testing.levels import ARCHITECTURE_LEVELS, library_or_skip
+from pdmesh_testing.mesh import running_mesh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

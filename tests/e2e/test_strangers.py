@@ -13,8 +13,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire.endpoint import TOKEN_METADATA
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.timeout(300)]
 

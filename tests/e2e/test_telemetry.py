@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.testing.collector import CollectedSpan, Collector, collecting
-from pdmesh.testing.mesh import STAND_IN, RunningMesh, running_mesh
+from pdmesh_testing.collector import CollectedSpan, Collector, collecting
+from pdmesh_testing.mesh import STAND_IN, RunningMesh, running_mesh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ucx]
 

@@ -12,9 +12,9 @@ import anyio
 import httpx
 import pytest
 
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.mesh import running_mesh
-from pdmesh.testing.tokenizers import TOOL_TEMPLATE
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.mesh import running_mesh
+from pdmesh_testing.tokenizers import TOOL_TEMPLATE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.timeout(300)]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from pdmesh.errors import PdmeshError
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.load import LoadRequest, Stream, running_load
-from pdmesh.testing.mesh import PATIENT, RunningMesh, running_mesh
-from pdmesh.testing.reference import HfReference
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.load import LoadRequest, Stream, running_load
+from pdmesh_testing.mesh import PATIENT, RunningMesh, running_mesh
+from pdmesh_testing.reference import HfReference
 
 pytestmark = [pytest.mark.anyio, pytest.mark.e2e, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(600)]
 

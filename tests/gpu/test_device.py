@@ -25,11 +25,11 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.sampler import sample
 from pdmesh.grammars import Grammars
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.devices import drawn_in_any_order, drawn_logprobs, prompt_of, scored
-from pdmesh.testing.reference import HfReference
-from pdmesh.testing.stepping import generate, new_sequence
 from pdmesh.transport.buffers import allocate_buffers
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.devices import drawn_in_any_order, drawn_logprobs, prompt_of, scored
+from pdmesh_testing.reference import HfReference
+from pdmesh_testing.stepping import generate, new_sequence
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]  # the first run compiles kernels
 

@@ -20,13 +20,13 @@ from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.graphs import DecodeGraphs, GraphOutput
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import FinishReason, SamplingParams
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.cuda import FakeRecorder, FakeStreams, fake_cuda_compute
-from pdmesh.testing.devices import DEVICE, HAS_DEVICE, MARKS, drawn_in_any_order, drawn_logprobs, scored
-from pdmesh.testing.flashinfer import FakeFlashInfer
-from pdmesh.testing.quantized_checkpoints import write_quantized
-from pdmesh.testing.stepping import SteppedRequest, new_sequence, separate_tables, step
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.cuda import FakeRecorder, FakeStreams, fake_cuda_compute
+from pdmesh_testing.devices import DEVICE, HAS_DEVICE, MARKS, drawn_in_any_order, drawn_logprobs, scored
+from pdmesh_testing.flashinfer import FakeFlashInfer
+from pdmesh_testing.quantized_checkpoints import write_quantized
+from pdmesh_testing.stepping import SteppedRequest, new_sequence, separate_tables, step
+from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
 
 pytestmark = [*MARKS, pytest.mark.timeout(600)]  # the first run compiles kernels
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.devices import DEVICE, MARKS
-from pdmesh.testing.exactness import complete, mismatches, random_prompts, reference
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.devices import DEVICE, MARKS
+from pdmesh_testing.exactness import complete, mismatches, random_prompts, reference
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [*MARKS, pytest.mark.anyio, pytest.mark.e2e, pytest.mark.timeout(600)]
 

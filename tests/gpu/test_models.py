@@ -21,17 +21,17 @@ from pdmesh.engine.files import resolve_model
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
-from pdmesh.testing.adapters import write_adapter
-from pdmesh.testing.architectures import assert_computes_as_transformers, references_of
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.devices import DEVICE, HAS_DEVICE, MARKS, prompt_of
-from pdmesh.testing.gguf_files import write_gguf
-from pdmesh.testing.quantized_checkpoints import Format, write_mxfp4, write_quantized
-from pdmesh.testing.reference import HfReference
-from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
-from pdmesh.testing.transformers_checkpoints import model_variants, undescribed_variants, write_transformers_checkpoint
 from pdmesh.worker.engines import build_engine, check_ranks_can_compute
 from pdmesh.worker.runtime import prompt_lookup
+from pdmesh_testing.adapters import write_adapter
+from pdmesh_testing.architectures import assert_computes_as_transformers, references_of
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.devices import DEVICE, HAS_DEVICE, MARKS, prompt_of
+from pdmesh_testing.gguf_files import write_gguf
+from pdmesh_testing.quantized_checkpoints import Format, write_mxfp4, write_quantized
+from pdmesh_testing.reference import HfReference
+from pdmesh_testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh_testing.transformers_checkpoints import model_variants, undescribed_variants, write_transformers_checkpoint
 
 pytestmark = [*MARKS, pytest.mark.timeout(120)]
 

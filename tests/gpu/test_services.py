@@ -13,11 +13,11 @@ from typing import Any
 import anyio
 import pytest
 
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.conversations import fetched_turn, turns_from_the_tier
-from pdmesh.testing.devices import DEVICE, MARKS
-from pdmesh.testing.exactness import complete, random_prompts
-from pdmesh.testing.mesh import RunningMesh, running_mesh
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.conversations import fetched_turn, turns_from_the_tier
+from pdmesh_testing.devices import DEVICE, MARKS
+from pdmesh_testing.exactness import complete, random_prompts
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [*MARKS, pytest.mark.anyio, pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -18,8 +18,8 @@ import anyio.to_thread
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.testing.hosts import Host, Hosts, running_hosts, why_no_hosts
 from pdmesh.transport.ucx import UcxTransport
+from pdmesh_testing.hosts import Host, Hosts, running_hosts, why_no_hosts
 
 WHY_NOT = why_no_hosts() or (None if shutil.which("nft") else "the fence takes nft (Debian's package nftables)")
 
@@ -68,7 +68,7 @@ def hosts(tmp_path: Path) -> Generator[Hosts]:
 
 @asynccontextmanager
 async def running_worker(host: Host) -> AsyncGenerator[Worker]:
-    command = ["env", f"UCX_TCP_PORT_RANGE={PORTS}", sys.executable, "-m", "pdmesh.testing.ucx_peer"]
+    command = ["env", f"UCX_TCP_PORT_RANGE={PORTS}", sys.executable, "-m", "pdmesh_testing.ucx_peer"]
     with subprocess.Popen(  # noqa: ASYNC220  # it starts at once; what it says is waited for on a thread
         host.command([*command, "--net-devices", "eth0"]),
         stdin=subprocess.PIPE,

@@ -15,12 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import mismatches, random_prompts, reference
-from pdmesh.testing.host_load import LIMIT_S, MOST_TOKENS, NUM_STREAMS, STAND_IN, HostLoad, client_of, draw, log_of
-from pdmesh.testing.hosts import GATEWAY_PORT, SCHEDULER_PORT, Hosts, running_hosts, until, why_no_hosts
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetStatus, InstanceStatus, MeshStatus
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import mismatches, random_prompts, reference
+from pdmesh_testing.host_load import LIMIT_S, MOST_TOKENS, NUM_STREAMS, STAND_IN, HostLoad, client_of, draw, log_of
+from pdmesh_testing.hosts import GATEWAY_PORT, SCHEDULER_PORT, Hosts, running_hosts, until, why_no_hosts
 
 WHY_NOT = why_no_hosts()
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from pdmesh.testing.host_load import LIMIT_S, MOST_TOKENS, NUM_STREAMS, STAND_IN, HostLoad, log_of
-from pdmesh.testing.host_standby import FOLLOWS, HAS_LED, LEADS, running_two_schedulers
-from pdmesh.testing.hosts import HostedService, Hosts, until, why_no_hosts
-from pdmesh.testing.standby import why_no_etcd
+from pdmesh_testing.host_load import LIMIT_S, MOST_TOKENS, NUM_STREAMS, STAND_IN, HostLoad, log_of
+from pdmesh_testing.host_standby import FOLLOWS, HAS_LED, LEADS, running_two_schedulers
+from pdmesh_testing.hosts import HostedService, Hosts, until, why_no_hosts
+from pdmesh_testing.standby import why_no_etcd
 
 WHY_NOT = why_no_hosts() or why_no_etcd()
 

@@ -15,10 +15,11 @@ import pytest
 from msgspec.structs import replace
 
 from pdmesh.cli.tls import make_certificates
-from pdmesh.testing.certificates import make_expired
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.host_load import LIMIT_S, MOST_TOKENS, STAND_IN, HostLoad, log_of
-from pdmesh.testing.hosts import (
+from pdmesh.wire.roles import ServiceRole
+from pdmesh_testing.certificates import make_expired
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.host_load import LIMIT_S, MOST_TOKENS, STAND_IN, HostLoad, log_of
+from pdmesh_testing.hosts import (
     API_KEY,
     MESH_TOKEN,
     SCHEDULER_NAME,
@@ -28,8 +29,7 @@ from pdmesh.testing.hosts import (
     until,
     why_no_hosts,
 )
-from pdmesh.testing.stranger import Knock
-from pdmesh.wire.roles import ServiceRole
+from pdmesh_testing.stranger import Knock
 
 WHY_NOT = why_no_hosts()
 
@@ -97,7 +97,7 @@ def knocks(hosts: Hosts, other: Path, address: str, method: str) -> dict[str, Kn
 
 def knock(hosts: Hosts, at: list[Knock]) -> list[str]:
     """What comes of it, from the stranger's host."""
-    command = hosts["x"].command([sys.executable, "-m", "pdmesh.testing.stranger"])
+    command = hosts["x"].command([sys.executable, "-m", "pdmesh_testing.stranger"])
     tried = subprocess.run(command, input=msgspec.json.encode(at), capture_output=True, check=True, timeout=LIMIT_S)
     return msgspec.json.decode(tried.stdout, type=list[str])
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from pdmesh.engine.levels import FOLDER, CpuLevel
-from pdmesh.testing.levels import library_or_skip, ordered_levels
-from pdmesh.testing.scripts import load_script
+from pdmesh_testing.levels import library_or_skip, ordered_levels
+from pdmesh_testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 DIGESTS = Path(__file__).with_name("kernel_digests.py")
@@ -110,7 +110,7 @@ from pdmesh.demo.checkpoint import demo_checkpoint
 from pdmesh.engine.levels import processor_levels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
-from pdmesh.testing.stepping import generate
+from pdmesh_testing.stepping import generate
 
 engine = TorchEngine(demo_checkpoint(), num_blocks=16, device="cpu", dtype="bfloat16", cpu_level="baseline")
 params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3)

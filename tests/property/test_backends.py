@@ -11,7 +11,7 @@ from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.core.transfers.transfer import Transfer
 from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, TransferPurpose
 from pdmesh.plans import KvShard
-from pdmesh.testing.examples import examples
+from pdmesh_testing.examples import examples
 
 RECEIVER = InstanceId("d")
 PART = KvPart(IndexRange(0, 4), IndexRange(0, 2), IndexRange(0, 1))

@@ -103,11 +103,11 @@ from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.prefill_groups import Schedule
-from pdmesh.testing.core import FixedGrowth
-from pdmesh.testing.examples import examples
-from pdmesh.testing.local_decode import waiting_in_vain
-from pdmesh.testing.modelled import ModelledInstance, modelled_profile
-from pdmesh.testing.modelled_mesh import ModelledMesh
+from pdmesh_testing.core import FixedGrowth
+from pdmesh_testing.examples import examples
+from pdmesh_testing.local_decode import waiting_in_vain
+from pdmesh_testing.modelled import ModelledInstance, modelled_profile
+from pdmesh_testing.modelled_mesh import ModelledMesh
 
 #: Many examples, and a busy machine may take minutes for them.
 pytestmark = pytest.mark.timeout(400)

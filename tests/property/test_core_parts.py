@@ -31,10 +31,10 @@ from pdmesh.core.transfers.lost_parts import FIND_ROOM_S
 from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, Role, TransferPurpose
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.core import GATEWAY, a_request
-from pdmesh.testing.examples import examples
-from pdmesh.testing.modelled import ModelledInstance, modelled_profile
-from pdmesh.testing.modelled_mesh import ModelledMesh
+from pdmesh_testing.core import GATEWAY, a_request
+from pdmesh_testing.examples import examples
+from pdmesh_testing.modelled import ModelledInstance, modelled_profile
+from pdmesh_testing.modelled_mesh import ModelledMesh
 
 BLOCK_SIZE, LIMIT = 4, 16
 MOST_TOKENS = 4 * LIMIT  # of a context: in each mesh there are four instances for it beside the one that computes it

@@ -22,10 +22,10 @@ from pdmesh.engine.native import NativeAttention, NativeKernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import KvLayout, SamplingParams
-from pdmesh.testing.checkpoints import TINY, Family, write_checkpoint
-from pdmesh.testing.examples import examples
-from pdmesh.testing.levels import ordered_levels
-from pdmesh.testing.stepping import generate
+from pdmesh_testing.checkpoints import TINY, Family, write_checkpoint
+from pdmesh_testing.examples import examples
+from pdmesh_testing.levels import ordered_levels
+from pdmesh_testing.stepping import generate
 
 DTYPES = ["bfloat16", "float16"]
 #: Of both signs where it matters; bf16 has them too.

@@ -19,9 +19,9 @@ from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention, works
 from pdmesh.engine.cuda.page_tables import PageTables
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.model import KvLayout, num_blocks_for
-from pdmesh.testing.cuda import FakeStreams
-from pdmesh.testing.examples import examples
-from pdmesh.testing.flashinfer import FakeFlashInfer
+from pdmesh_testing.cuda import FakeStreams
+from pdmesh_testing.examples import examples
+from pdmesh_testing.flashinfer import FakeFlashInfer
 
 HEAD_DIM, GROUP, NUM_KV_HEADS = 16, 3, 2
 SCALE = HEAD_DIM**-0.5

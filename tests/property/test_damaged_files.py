@@ -25,20 +25,20 @@ import msgpack
 import pytest
 
 from pdmesh.cli.options import Output
-from pdmesh.cli.replay import ReplayOptions, run_replay
 from pdmesh.config import MeshConfig, WorkerConfig
 from pdmesh.config_sources import load_config, to_toml
 from pdmesh.engine.architectures import architectures, parse_model_config
 from pdmesh.engine.files import load_model_config, load_model_info, resolve_model
 from pdmesh.errors import ConfigError
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.gguf_files import write_gguf
-from pdmesh.testing.mutants import damaged_bytes, damaged_sequence, damaged_tree
-from pdmesh.testing.quantized_checkpoints import FORMATS, write_quantized
-from pdmesh.testing.recorded import record_run
-from pdmesh.testing.transformers_checkpoints import model_variants, transformers_config
 from pdmesh.worker.engines import build_engine
 from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_lab.cli.replay import ReplayOptions, run_replay
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.gguf_files import write_gguf
+from pdmesh_testing.mutants import damaged_bytes, damaged_sequence, damaged_tree
+from pdmesh_testing.quantized_checkpoints import FORMATS, write_quantized
+from pdmesh_testing.recorded import record_run
+from pdmesh_testing.transformers_checkpoints import model_variants, transformers_config
 
 NUMBER = int(os.environ.get("FUZZ_NUMBER", "150"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))

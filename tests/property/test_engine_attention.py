@@ -13,7 +13,7 @@ from torch import Tensor
 from pdmesh.engine import attention
 from pdmesh.engine.attention import QuerySpan, TorchAttention
 from pdmesh.model import KvLayout, num_blocks_for
-from pdmesh.testing.examples import examples
+from pdmesh_testing.examples import examples
 
 
 def reference(query: Tensor, cache: Tensor, span: QuerySpan, scale: float) -> tuple[Tensor, Tensor]:

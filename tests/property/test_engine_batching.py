@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.examples import examples
-from pdmesh.testing.stepping import GREEDY, SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.examples import examples
+from pdmesh_testing.stepping import GREEDY, SteppedRequest, generate, new_sequence, separate_tables, step
 
 MAX_TOKENS = 8
 PARAMS = [

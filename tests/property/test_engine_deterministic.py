@@ -16,10 +16,10 @@ from pdmesh.engine.levels import CpuLevel
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.model import KvLayout, SamplingParams, num_blocks_for
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.examples import examples
-from pdmesh.testing.levels import ARCHITECTURE_LEVELS, library_or_skip
-from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.examples import examples
+from pdmesh_testing.levels import ARCHITECTURE_LEVELS, library_or_skip
+from pdmesh_testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
 
 COMPUTES = [
     "float32",

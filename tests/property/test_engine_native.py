@@ -19,8 +19,8 @@ from pdmesh.engine.linear import WeightMemory, tile_linear
 from pdmesh.engine.model_config import NormConfig
 from pdmesh.engine.native import NativeAttention, NativeKernels
 from pdmesh.model import KvLayout, num_blocks_for
-from pdmesh.testing.examples import examples
-from pdmesh.testing.levels import ARCHITECTURE_LEVELS, library_or_skip
+from pdmesh_testing.examples import examples
+from pdmesh_testing.levels import ARCHITECTURE_LEVELS, library_or_skip
 
 TOLERANCE = 2e-2
 KINDS = Elementwise(NormConfig(epsilon=1e-5))

@@ -14,8 +14,8 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import KernelLibrary
 from pdmesh.engine.native import NativeAttention
 from pdmesh.model import KvLayout, num_blocks_for
-from pdmesh.testing.examples import examples
-from pdmesh.testing.levels import library_or_skip, ordered_levels
+from pdmesh_testing.examples import examples
+from pdmesh_testing.levels import library_or_skip, ordered_levels
 
 SEGMENT = 2048  # keys that `csrc/ordered/attention.cpp` attends to apart
 SCALE = 0.1

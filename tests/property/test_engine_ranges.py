@@ -15,14 +15,14 @@ from pdmesh.engine.levels import CpuLevel
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.model import SamplingParams
-from pdmesh.testing.architectures import NUM_OUTPUT_TOKENS, PARAMS, assert_equal, prompt_of
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.examples import examples
-from pdmesh.testing.levels import ARCHITECTURE_LEVELS, library_or_skip
-from pdmesh.testing.ranges import RANGE_TOKENS, HeldByEngines, spread
-from pdmesh.testing.reference import HfReference
-from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh_testing.architectures import NUM_OUTPUT_TOKENS, PARAMS, assert_equal, prompt_of
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.examples import examples
+from pdmesh_testing.levels import ARCHITECTURE_LEVELS, library_or_skip
+from pdmesh_testing.ranges import RANGE_TOKENS, HeldByEngines, spread
+from pdmesh_testing.reference import HfReference
+from pdmesh_testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
 
 COMPUTES = ["float32", *(f"bfloat16, {level}" for level in ARCHITECTURE_LEVELS)]
 

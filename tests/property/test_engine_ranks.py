@@ -18,11 +18,11 @@ from pdmesh.engine.ranks.pipeline import Pipeline
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import SamplingParams
-from pdmesh.testing.checkpoints import CheckpointShape, Family, write_checkpoint
-from pdmesh.testing.exactness import reference
-from pdmesh.testing.ranks import ranked_engine
-from pdmesh.testing.stepping import SteppedRequest, block_table, generate, new_sequence, separate_tables, step
-from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
+from pdmesh_testing.checkpoints import CheckpointShape, Family, write_checkpoint
+from pdmesh_testing.exactness import reference
+from pdmesh_testing.ranks import ranked_engine
+from pdmesh_testing.stepping import SteppedRequest, block_table, generate, new_sequence, separate_tables, step
+from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,12 +15,12 @@ from pdmesh.engine.base import SliceResult, StepFlight
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.elsewhere import KvElsewhereLost
 from pdmesh.model import SamplingParams
-from pdmesh.testing.architectures import prompt_of
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.ranges import RANGE_TOKENS, HeldByEngines, spread
-from pdmesh.testing.ranks import ranked_engine
-from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh_testing.architectures import prompt_of
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.ranges import RANGE_TOKENS, HeldByEngines, spread
+from pdmesh_testing.ranks import ranked_engine
+from pdmesh_testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
 
 #: Four ranks share two key-value heads.
 pytestmark = pytest.mark.usefixtures("one_thread")

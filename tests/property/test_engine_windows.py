@@ -11,8 +11,8 @@ from pdmesh.engine.attention import QuerySpan, TorchAttention
 from pdmesh.engine.levels import load_library
 from pdmesh.engine.native import NativeAttention
 from pdmesh.model import KvLayout
-from pdmesh.testing.examples import examples
-from pdmesh.testing.levels import ordered_levels
+from pdmesh_testing.examples import examples
+from pdmesh_testing.levels import ordered_levels
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE = 4, 2, 24, 16, 0.3
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, dtype="bfloat16")

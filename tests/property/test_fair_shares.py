@@ -28,9 +28,9 @@ from pdmesh.model import Epoch, GatewayId, Request, RequestId, RequestKey, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.examples import examples
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.modelled_mesh import ModelledMesh
+from pdmesh_testing.examples import examples
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.modelled_mesh import ModelledMesh
 
 POLICY = PolicyConfig(chunk_tokens=8, latency=LinearLatencyModel(a_s=0.0, b_s=1.0, c_s=0.0, d_s=0.0))
 CONFIG = CoreConfig(max_queue_s=1e9, policy=POLICY)

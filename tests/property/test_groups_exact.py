@@ -22,12 +22,12 @@ from pdmesh.core.events import KvReleased, RequestFinished
 from pdmesh.engine.levels import choose_kernels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.examples import examples
-from pdmesh.testing.groups import admit_member, block_chunks, regroup, running_members
-from pdmesh.testing.kv import SMALL_TRANSFER, TransportMaker
-from pdmesh.testing.stepping import generate
-from pdmesh.testing.worker import RunningInstance, make_generation
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.examples import examples
+from pdmesh_testing.groups import admit_member, block_chunks, regroup, running_members
+from pdmesh_testing.kv import SMALL_TRANSFER, TransportMaker
+from pdmesh_testing.stepping import generate
+from pdmesh_testing.worker import RunningInstance, make_generation
 
 #: What is bit-identical whatever the chunks: the compiled kernels always are, others in deterministic mode.
 COMPUTES = ["bfloat16", "float32"]

@@ -11,8 +11,8 @@ import pytest
 from pdmesh.core.instances.kept import HeldGranules, KeptHere
 from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.model import Epoch, PrefixHash, RequestId
-from pdmesh.sim.held import Held
-from pdmesh.sim.kept import SimulatedKept
+from pdmesh_lab.sim.held import Held
+from pdmesh_lab.sim.kept import SimulatedKept
 
 BLOCK_SIZE = 32  # four blocks for each granule
 

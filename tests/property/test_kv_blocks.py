@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdmesh.kv.blocks import BlockPool, OutOfBlocks
-from pdmesh.testing.examples import examples
+from pdmesh_testing.examples import examples
 
 NUM_BLOCKS = 24
 

@@ -18,8 +18,8 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.frames import FrameMap, OutOfFrames, WindowFrames
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import GRANULE_TOKENS, IndexRange, KvLayout, num_blocks_for
-from pdmesh.testing.examples import examples
 from pdmesh.worker.windows import HeldBlocks, Windows
+from pdmesh_testing.examples import examples
 
 BLOCK, WINDOW, NUM_BLOCKS, NUM_FRAMES = 32, 64, 60, 12
 LAYOUT = KvLayout(

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdmesh.kv.ledger import PageLedger, PageState
 from pdmesh.kv.pages import Blocks
-from pdmesh.testing.examples import examples
+from pdmesh_testing.examples import examples
 
 NUM_LAYERS, NUM_BLOCKS, NUM_SOURCES = 3, 8, 3
 EMPTY, COMPUTING, WRITTEN, COPYING, READING, PRESENT, GONE = PageState

@@ -17,7 +17,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.kv.repair import FREE_PIECES, DamageLimit, RefusalLimit
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
-from pdmesh.testing.kv import SMALL_LAYOUT
+from pdmesh_testing.kv import SMALL_LAYOUT
 
 NUM_BLOCKS = 6
 NUM_LAYERS = SMALL_LAYOUT.num_layers

@@ -20,8 +20,8 @@ from pdmesh.engine.kv_cache import TORCH_DTYPES
 from pdmesh.engine.levels import CpuLevel, KernelLibrary, load_library, processor_levels
 from pdmesh.engine.linear import WeightMemory, tile_linear
 from pdmesh.engine.packed import packed_linear
-from pdmesh.testing.examples import examples
-from pdmesh.testing.levels import library_or_skip, ordered_levels
+from pdmesh_testing.examples import examples
+from pdmesh_testing.levels import library_or_skip, ordered_levels
 
 
 def libraries(dtype: str, *, of_all_kinds: bool = False) -> list[KernelLibrary]:

@@ -19,8 +19,8 @@ from pdmesh.engine.ranged_attention import RangedAttention
 from pdmesh.engine.tiled_attention import TiledAttention
 from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import KvLayout
-from pdmesh.testing.examples import examples
-from pdmesh.testing.levels import ordered_levels
+from pdmesh_testing.examples import examples
+from pdmesh_testing.levels import ordered_levels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -2,8 +2,8 @@
 
 Commands and reports cross, steps end in any order, what is kept is copied from instance to instance, groups lose
 helpers, instances, gateways and the scheduler go and come back, and roles change. Each side checks the other: an
-instance has what it is to share and room for what it is told (`pdmesh.sim.untimed`), and the core's books balance after
-each event.
+instance has what it is to share and room for what it is told (`pdmesh_lab.sim.untimed`), and the core's books balance
+after each event.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.prefill_groups import Schedule
-from pdmesh.sim.held import Held
-from pdmesh.testing.core import a_role
-from pdmesh.testing.modelled import ModelledInstance, modelled_profile
-from pdmesh.testing.modelled_mesh import ModelledMesh
+from pdmesh_lab.sim.held import Held
+from pdmesh_testing.core import a_role
+from pdmesh_testing.modelled import ModelledInstance, modelled_profile
+from pdmesh_testing.modelled_mesh import ModelledMesh
 
 GATEWAY = GatewayId("g")
 MESHES = (

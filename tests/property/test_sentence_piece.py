@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from pdmesh.engine.gguf.tokenizer import write_tokenizer
 from pdmesh.errors import ConfigError
-from pdmesh.testing.examples import examples
+from pdmesh_testing.examples import examples
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 CHARACTERS = "abcd▁é"

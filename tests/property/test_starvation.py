@@ -12,9 +12,9 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.model import Request
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import a_request
-from pdmesh.testing.examples import examples
-from pdmesh.testing.policies import PrefillRun, run_prefills
+from pdmesh_testing.core import a_request
+from pdmesh_testing.examples import examples
+from pdmesh_testing.policies import PrefillRun, run_prefills
 
 TOKEN_S = 1 / 256
 STEP_S = 0.125

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import FinishReason
-from pdmesh.testing.browser import Page, find_chromium, open_page
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gateway import ready_gateway
-from pdmesh.testing.scripted_mesh import ScriptedMesh, token_out
-from pdmesh.testing.tokenizers import TOOL_TEMPLATE
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
+from pdmesh_testing.browser import Page, find_chromium, open_page
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.scripted_mesh import ScriptedMesh, token_out
+from pdmesh_testing.tokenizers import TOOL_TEMPLATE
 
 CHROMIUM = find_chromium()
 

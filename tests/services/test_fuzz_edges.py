@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.testing.fuzz_targets import TARGETS
+from pdmesh_testing.fuzz_targets import TARGETS
 
 pytestmark = pytest.mark.anyio
 

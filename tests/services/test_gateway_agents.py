@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from pdmesh.model import FinishReason
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import ScriptedMesh, scripted_mesh, token_out
-from pdmesh.testing.tokenizers import TOOL_TEMPLATE
 from pdmesh.wire.messages import Generation, TokenOut, unpack_token_ids
-from pdmesh_gateway.testing import RunningGateway, running_gateway
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.running_gateway import RunningGateway, running_gateway
+from pdmesh_testing.scripted_mesh import ScriptedMesh, scripted_mesh, token_out
+from pdmesh_testing.tokenizers import TOOL_TEMPLATE
 
 pytestmark = pytest.mark.anyio
 

@@ -16,13 +16,13 @@ import pytest
 
 from pdmesh.config import GatewayConfig
 from pdmesh.model import FinishReason
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gateway import ready_gateway
-from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
-from pdmesh_gateway.testing import running_gateway
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.running_gateway import running_gateway
+from pdmesh_testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, scripted_mesh, token_out
 
 pytestmark = pytest.mark.anyio
 

@@ -14,12 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from pdmesh.config import SecurityConfig
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh, silence
 from pdmesh_gateway import grpc_guard
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
-from pdmesh_gateway.testing import running_gateway
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.running_gateway import running_gateway
+from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh, silence
 
 pytestmark = pytest.mark.anyio
 

@@ -16,14 +16,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from pdmesh.model import FinishReason
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gateway import ready_gateway
-from pdmesh.testing.scripted_mesh import ScriptedMesh, token_out
-from pdmesh.testing.tokenizers import CHAT_TEMPLATE, TOOL_TEMPLATE
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
-from pdmesh_gateway.testing import RunningGateway
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.running_gateway import RunningGateway
+from pdmesh_testing.scripted_mesh import ScriptedMesh, token_out
+from pdmesh_testing.tokenizers import CHAT_TEMPLATE, TOOL_TEMPLATE
 
 pytestmark = pytest.mark.anyio
 

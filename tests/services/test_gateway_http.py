@@ -17,11 +17,11 @@ from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gateway import ready_gateway
-from pdmesh.testing.scripted_mesh import READY, echo_prompt, token_out
 from pdmesh.wire.messages import Generation, MeshStatus, MetricFamily, PromptLogprobs, Submit, TokenOut
 from pdmesh_gateway.scheduler_link import GatewaySession
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.scripted_mesh import READY, echo_prompt, token_out
 
 pytestmark = pytest.mark.anyio
 

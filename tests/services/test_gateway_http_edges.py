@@ -21,11 +21,11 @@ from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.errors import ConfigError
 from pdmesh.model import Epoch
-from pdmesh.testing.gateway import ready_gateway
-from pdmesh.testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh
 from pdmesh.wire.messages import Generation, TokenOut
 from pdmesh_gateway.auth import ApiKeys
-from pdmesh_gateway.testing import RunningGateway, running_gateway
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.running_gateway import RunningGateway, running_gateway
+from pdmesh_testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh
 
 pytestmark = pytest.mark.anyio
 

@@ -13,9 +13,9 @@ import pytest
 
 from pdmesh.config import SecurityConfig
 from pdmesh.model import Epoch, FinishReason, InstanceId
-from pdmesh.testing.scripted_mesh import echo_prompt, scripted_mesh, silence, token_out
 from pdmesh.wire.messages import Generation, TokenOut
-from pdmesh_gateway.testing import RunningGateway, running_gateway
+from pdmesh_testing.running_gateway import RunningGateway, running_gateway
+from pdmesh_testing.scripted_mesh import echo_prompt, scripted_mesh, silence, token_out
 
 pytestmark = pytest.mark.anyio
 

@@ -14,11 +14,11 @@ from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
-from pdmesh.testing.gateway import ready_gateway
-from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, token_out
-from pdmesh.testing.sse import named_events
 from pdmesh.wire.messages import Generation, TokenOut
-from pdmesh_gateway.testing import RunningGateway
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.running_gateway import RunningGateway
+from pdmesh_testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, token_out
+from pdmesh_testing.sse import named_events
 
 pytestmark = pytest.mark.anyio
 

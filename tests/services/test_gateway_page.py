@@ -12,12 +12,12 @@ import pytest
 
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import InstanceId, RequestId
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh
 from pdmesh.wire.messages import Activity, RequestActivity, StepBar
 from pdmesh_gateway.activity import MAX_FRAMES_AHEAD, MAX_WATCHERS, ActivityHub
 from pdmesh_gateway.metrics import NUM_NEW, RecentLatencies
-from pdmesh_gateway.testing import RunningGateway, running_gateway
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.running_gateway import RunningGateway, running_gateway
+from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh
 
 pytestmark = pytest.mark.anyio
 

@@ -12,15 +12,15 @@ import pytest
 from pdmesh.apikeys import ApiKey, entry_of, hash_key
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import FinishReason
-from pdmesh.testing.gateway import ready_gateway
-from pdmesh.testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, token_out
-from pdmesh.testing.sse import named_events
 from pdmesh.wire.messages import Generation, TokenLogprobs, TokenOut, unpack_token_ids
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.http.responses.background import MAX_EVENT_BYTES
 from pdmesh_gateway.http.responses.logprobs import TextLogprobs
-from pdmesh_gateway.testing import RunningGateway
 from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.running_gateway import RunningGateway
+from pdmesh_testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, token_out
+from pdmesh_testing.sse import named_events
 
 pytestmark = pytest.mark.anyio
 

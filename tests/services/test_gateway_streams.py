@@ -20,7 +20,6 @@ import pytest
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.core.commands import Reject
 from pdmesh.model import Epoch, FinishReason, RejectReason, RequestId
-from pdmesh.testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
 from pdmesh.wire import session
 from pdmesh.wire.endpoint import bind_socket, open_channel, serving
 from pdmesh.wire.link import FrameLink, serve_link
@@ -28,8 +27,9 @@ from pdmesh.wire.messages import GatewayDown, GatewayUp, Generation, TokenOut, u
 from pdmesh_gateway import generate, token_server, transcript
 from pdmesh_gateway.http import server
 from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
-from pdmesh_gateway.testing import RunningGateway, running_gateway
 from pdmesh_gateway.transcript import MAX_BLAME
+from pdmesh_testing.running_gateway import RunningGateway, running_gateway
+from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from pdmesh.config import GatewayConfig
-from pdmesh.testing.gateway import ready_gateway
-from pdmesh.testing.scripted_mesh import ScriptedMesh
-from pdmesh.testing.sse import data_events
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.scripted_mesh import ScriptedMesh
+from pdmesh_testing.sse import data_events
 
 pytestmark = pytest.mark.anyio
 

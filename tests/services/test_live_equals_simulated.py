@@ -52,19 +52,7 @@ from pdmesh.model import (
 from pdmesh.plans import TransferPlan
 from pdmesh.policy.bundles import BUNDLE_NAMES
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.sim.agenda import Agenda
-from pdmesh.sim.exchange import SimulatedExchange
-from pdmesh.sim.instance import SimContext, SimInstance
-from pdmesh.sim.links import FlowId, SimulatedLinks
-from pdmesh.sim.recorded import Decision, recorded_run
-from pdmesh.sim.result import RequestRun
-from pdmesh.sim.simulator import GATEWAY, SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
 from pdmesh.telemetry.tracing import NoTracing
-from pdmesh.testing.decisions import RememberingCore
-from pdmesh.testing.examples import slow_beyond
-from pdmesh.testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
-from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh.wire.link import FrameLink
 from pdmesh.wire.messages import (
     CommandMessage,
@@ -82,6 +70,14 @@ from pdmesh.wire.messages import (
     WorkerUp,
     pack_token_ids,
 )
+from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_lab.sim.exchange import SimulatedExchange
+from pdmesh_lab.sim.instance import SimContext, SimInstance
+from pdmesh_lab.sim.links import FlowId, SimulatedLinks
+from pdmesh_lab.sim.recorded import Decision, recorded_run
+from pdmesh_lab.sim.result import RequestRun
+from pdmesh_lab.sim.simulator import GATEWAY, SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
 from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.driver import Driver
 from pdmesh_scheduler.gateways import GatewayStreams
@@ -93,6 +89,10 @@ from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.workers import WorkerStreams
+from pdmesh_testing.decisions import RememberingCore
+from pdmesh_testing.examples import slow_beyond
+from pdmesh_testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
+from pdmesh_testing.virtual_time import VirtualTimeLoop
 
 POLICY = PolicyConfig(
     chunk_tokens=16, latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.1, local_step_share=4.0
@@ -106,7 +106,7 @@ SEED = 3
 @pytest.fixture(autouse=True)
 def ids_of_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service takes none of others; the simulator has no reject cache."""
-    monkeypatch.setattr("pdmesh.sim.simulator.RequestId", partial(request_id_of, GATEWAY))
+    monkeypatch.setattr("pdmesh_lab.sim.simulator.RequestId", partial(request_id_of, GATEWAY))
 
 
 def an_overload(seed: int) -> list[Arrival]:

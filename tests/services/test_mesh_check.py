@@ -11,10 +11,6 @@ from pdmesh.config import SecurityConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.kv.probes import KvProbes, probe_key
 from pdmesh.model import GatewayId, InstanceId
-from pdmesh.testing.core import named_profile
-from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, TransportMaker
-from pdmesh.testing.scripted_peers import ScriptedGateway, serving_gateway
-from pdmesh.testing.transfers import open_pair
 from pdmesh.wire.messages import (
     AdminError,
     CheckMesh,
@@ -25,7 +21,11 @@ from pdmesh.wire.messages import (
 from pdmesh.worker import peer_checks
 from pdmesh.worker.peer_checks import PeerChecks
 from pdmesh_scheduler import mesh_check
-from pdmesh_scheduler.testing import running_scheduler
+from pdmesh_testing.core import named_profile
+from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, TransportMaker
+from pdmesh_testing.running_scheduler import running_scheduler
+from pdmesh_testing.scripted_peers import ScriptedGateway, serving_gateway
+from pdmesh_testing.transfers import open_pair
 
 pytestmark = pytest.mark.anyio
 

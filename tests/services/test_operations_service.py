@@ -24,8 +24,6 @@ from pdmesh.core.operator_events import (
 )
 from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.model import InstanceId, ManagedProcess, OperationId, OperationKind, PoolCounts, ProcessKind, Role
-from pdmesh.testing.core import a_report
-from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import OPERATOR_METADATA
 from pdmesh.wire.messages import (
@@ -57,8 +55,10 @@ from pdmesh.wire.messages import (
 from pdmesh_scheduler.admin import Admin, is_local
 from pdmesh_scheduler.desired_file import read_desired
 from pdmesh_scheduler.operators import Operators
-from pdmesh_scheduler.testing import CONFIG as DEFAULTS
-from pdmesh_scheduler.testing import SchedulerBench, running_scheduler
+from pdmesh_testing.core import a_report
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.running_scheduler import CONFIG as DEFAULTS
+from pdmesh_testing.running_scheduler import SchedulerBench, running_scheduler
 
 pytestmark = pytest.mark.anyio
 

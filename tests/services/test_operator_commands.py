@@ -21,8 +21,6 @@ from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import PdmeshError
 from pdmesh.model import InstanceId, OperationId, OperationKind, PoolCounts, Role
-from pdmesh.testing.core import a_report
-from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     MAX_WAIT_S,
@@ -40,7 +38,9 @@ from pdmesh.wire.messages import (
     WaitOperation,
 )
 from pdmesh_scheduler.desired_file import read_desired
-from pdmesh_scheduler.testing import CONFIG, SchedulerBench, running_scheduler
+from pdmesh_testing.core import a_report
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.running_scheduler import CONFIG, SchedulerBench, running_scheduler
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,6 @@ from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import StopInstance
 from pdmesh.errors import InstanceUnavailable, PdmeshError
 from pdmesh.model import InstanceId, OperationId, PoolMember, Role
-from pdmesh.testing.core import a_report
-from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import (
     AdminError,
@@ -34,7 +32,9 @@ from pdmesh.wire.messages import (
     WaitOperation,
 )
 from pdmesh_scheduler.desired_file import read_desired
-from pdmesh_scheduler.testing import CONFIG, SchedulerBench, running_scheduler
+from pdmesh_testing.core import a_report
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.running_scheduler import CONFIG, SchedulerBench, running_scheduler
 
 pytestmark = pytest.mark.anyio
 

@@ -18,12 +18,12 @@ from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, OwnDecodeSt
 from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.scripted_mesh import READY
 from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, StepBar
 from pdmesh_scheduler.activity import MAX_REQUESTS, MAX_STEPS, ActivityFeed
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.peers import Peers
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.scripted_mesh import READY
 
 pytestmark = pytest.mark.anyio
 

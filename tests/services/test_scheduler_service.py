@@ -54,8 +54,6 @@ from pdmesh.plans import ChunkDone
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.profile import Subject
 from pdmesh.profiles import save_profile
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.profiles import profile_file
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh.wire.messages import (
@@ -86,7 +84,9 @@ from pdmesh.wire.messages import (
 )
 from pdmesh_scheduler import gateways, peers
 from pdmesh_scheduler.main import serve
-from pdmesh_scheduler.testing import (
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.profiles import profile_file
+from pdmesh_testing.running_scheduler import (
     CONFIG,
     GATEWAY_METHOD,
     REGISTRATION,
@@ -94,8 +94,8 @@ from pdmesh_scheduler.testing import (
     RunningScheduler,
     SchedulerPeer,
 )
-from pdmesh_scheduler.testing import SchedulerBench as Mesh
-from pdmesh_scheduler.testing import running_scheduler as running
+from pdmesh_testing.running_scheduler import SchedulerBench as Mesh
+from pdmesh_testing.running_scheduler import running_scheduler as running
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,6 @@ from pdmesh.config import GatewayConfig, MeshConfig, SchedulerConfig, SecurityCo
 from pdmesh.core.events import LoadReported
 from pdmesh.errors import ConfigError, InstanceUnavailable, ProtocolError, leaves
 from pdmesh.model import GatewayId, Role
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.standby import free_port
 from pdmesh.wire.admin import ask_one, ask_scheduler
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.messages import (
@@ -43,7 +41,8 @@ from pdmesh_scheduler.main import serve
 from pdmesh_scheduler.standby.file_store import FileStore
 from pdmesh_scheduler.standby.keeper import LeaseLost
 from pdmesh_scheduler.standby.leadership import LeaseRecord
-from pdmesh_scheduler.testing import (
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.running_scheduler import (
     CONFIG,
     GATEWAY_METHOD,
     REGISTRATION,
@@ -51,6 +50,7 @@ from pdmesh_scheduler.testing import (
     RunningScheduler,
     SchedulerBench,
 )
+from pdmesh_testing.standby import free_port
 
 pytestmark = pytest.mark.anyio
 

@@ -29,10 +29,6 @@ from pdmesh.core.events import LoadReported
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.model import Epoch, InstanceId, RequestId
 from pdmesh.telemetry.exposition import serve_metrics
-from pdmesh.testing.certificates import make_expired
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.exactness import complete
-from pdmesh.testing.mesh import RunningMesh, running_mesh
 from pdmesh.wire import endpoint
 from pdmesh.wire.endpoint import MeshChannel, open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
@@ -40,6 +36,10 @@ from pdmesh.wire.messages import CommandMessage, EventMessage, WorkerDown, Worke
 from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh.wire.strangers import HANDSHAKE_S, MAX_REMEMBERED, StrangerKind, Strangers
 from pdmesh_gateway.http.server import serve_http
+from pdmesh_testing.certificates import make_expired
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.exactness import complete
+from pdmesh_testing.mesh import RunningMesh, running_mesh
 
 pytestmark = [
     pytest.mark.anyio,

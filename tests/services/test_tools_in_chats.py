@@ -16,11 +16,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from pdmesh.config import GatewayConfig
 from pdmesh.model import FinishReason
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gateway import ready_gateway
-from pdmesh.testing.scripted_mesh import ScriptedMesh, silence, token_out
-from pdmesh.testing.tokenizers import TOOL_TEMPLATE
 from pdmesh.wire.messages import Generation, PromptLogprobs, TokenOut, unpack_token_ids
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gateway import ready_gateway
+from pdmesh_testing.scripted_mesh import ScriptedMesh, silence, token_out
+from pdmesh_testing.tokenizers import TOOL_TEMPLATE
 
 pytestmark = pytest.mark.anyio
 

@@ -28,8 +28,6 @@ from pdmesh.errors import InstanceUnavailable, ProtocolError, leaves
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role, SamplingParams, num_blocks_for
 from pdmesh.plans import StepPlan
 from pdmesh.service import ServiceContext
-from pdmesh.testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
-from pdmesh.testing.worker import a_shard, chunk_plans, make_generation, prompt_of
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import (
     Generation,
@@ -44,6 +42,8 @@ from pdmesh.worker import plans, token_links
 from pdmesh.worker.runtime import run_worker, serve_instance
 from pdmesh.worker.threads import EngineThread
 from pdmesh.worker.token_links import NUM_REMEMBERED, Unconfirmed, open_token_links
+from pdmesh_testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
+from pdmesh_testing.worker import a_shard, chunk_plans, make_generation, prompt_of
 
 W = InstanceId("w")
 

@@ -12,8 +12,6 @@ from typing import cast
 
 import pytest
 
-from pdmesh.cli.advise import AdviceOptions, advise, command_of, read_log
-from pdmesh.cli.auto import next_flip, run_auto
 from pdmesh.cli.options import Asked, Output
 from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
@@ -25,15 +23,17 @@ from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
 from pdmesh.model import InstanceId, OperationKind, PoolCounts, Role
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.sim.advice import Foretold, Proposal, ranked, recent, splits, tpot_limit_s
-from pdmesh.sim.mesh import MeshShape
-from pdmesh.sim.recorded import Decision, recorded_run
-from pdmesh.sim.report import SimReport
-from pdmesh.sim.simulator import Core, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.recorded import RecordedCore
-from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL
 from pdmesh.wire.messages import InstanceStatus
+from pdmesh_lab.cli.advise import AdviceOptions, advise, command_of, read_log
+from pdmesh_lab.cli.auto import next_flip, run_auto
+from pdmesh_lab.sim.advice import Foretold, Proposal, ranked, recent, splits, tpot_limit_s
+from pdmesh_lab.sim.mesh import MeshShape
+from pdmesh_lab.sim.recorded import Decision, recorded_run
+from pdmesh_lab.sim.report import SimReport
+from pdmesh_lab.sim.simulator import Core, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.recorded import RecordedCore
+from pdmesh_testing.sim import TINY_LAYOUT, UNEVEN_MODEL
 
 OPTIONS = AdviceOptions(log=None, last_s=300.0, slo=Slo(ttft_s=2.0), min_gain=0.03)
 
@@ -224,10 +224,10 @@ def test_auto_asks_for_a_change_that_is_judged(monkeypatch: pytest.MonkeyPatch) 
         requests.append(requested)
         return 1
 
-    monkeypatch.setattr("pdmesh.cli.auto.current_state", lambda *_: there)
-    monkeypatch.setattr("pdmesh.cli.auto.recording_of", lambda *_: None)
-    monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=best, now=now))
-    monkeypatch.setattr("pdmesh.cli.auto.start", start)
+    monkeypatch.setattr("pdmesh_lab.cli.auto.current_state", lambda *_: there)
+    monkeypatch.setattr("pdmesh_lab.cli.auto.recording_of", lambda *_: None)
+    monkeypatch.setattr("pdmesh_lab.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=best, now=now))
+    monkeypatch.setattr("pdmesh_lab.cli.auto.start", start)
     assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 1, "taken back"
     (requested,) = requests
     assert (requested.kind, requested.instance_id) == (OperationKind.ROLE, "decode-0")
@@ -240,9 +240,9 @@ def test_auto_says_where_the_pools_are_as_advised_already(
     """Its log is of the minutes before."""
     there = SimpleNamespace(instances=[row("prefill-0"), row("prefill-1"), row("decode-0")])
     better = foretold(PoolCounts(prefill=2, decode=1), 1.0, 0.02)
-    monkeypatch.setattr("pdmesh.cli.auto.current_state", lambda *_: there)
-    monkeypatch.setattr("pdmesh.cli.auto.recording_of", lambda *_: None)
-    monkeypatch.setattr("pdmesh.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=better, now=better))
+    monkeypatch.setattr("pdmesh_lab.cli.auto.current_state", lambda *_: there)
+    monkeypatch.setattr("pdmesh_lab.cli.auto.recording_of", lambda *_: None)
+    monkeypatch.setattr("pdmesh_lab.cli.auto.advise", lambda *_, **__: SimpleNamespace(best=better, now=better))
     assert run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=True) == 0
     assert "2 prefill + 1 decode, the better pools, are already running" in capsys.readouterr().out
 
@@ -260,7 +260,7 @@ def test_auto_outlives_a_scheduler_that_is_away_for_a_while(
                 raise outcome
             return 0
 
-        monkeypatch.setattr("pdmesh.cli.auto._look", look)
+        monkeypatch.setattr("pdmesh_lab.cli.auto._look", look)
         run_auto(cast(Asked, None), OPTIONS, every_s=0.0, least=1, timeout_s=1.0, once=once)
 
     with pytest.raises(KeyboardInterrupt):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.sim.agenda import Agenda
+from pdmesh_lab.sim.agenda import Agenda
 
 
 def test_what_is_due_at_once_happens_in_the_order_it_was_noted() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from pdmesh.metrics import Slo
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.capacity import ContextRoom, PoolSizes, smallest_pools, unattainable
-from pdmesh.sim.workload import Arrival
+from pdmesh_lab.sim.capacity import ContextRoom, PoolSizes, smallest_pools, unattainable
+from pdmesh_lab.sim.workload import Arrival
 
 MODEL = LinearLatencyModel(a_s=0.5, b_s=0.25, c_s=0.0, d_s=0.0, decode_a_s=0.125, decode_s=0.125)
 FOREVER = 10**9

@@ -6,9 +6,9 @@ import pytest
 
 from pdmesh.model import Epoch, InstanceId, RequestId
 from pdmesh.plans import ChunkPlan, PrefillGroup
-from pdmesh.sim.agenda import Agenda
-from pdmesh.sim.exchange import SimulatedExchange
-from pdmesh.sim.links import FlowId, SimulatedLinks
+from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_lab.sim.exchange import SimulatedExchange
+from pdmesh_lab.sim.links import FlowId, SimulatedLinks
 
 A, B, C, D = (InstanceId(name) for name in "abcd")
 KEY = RequestId("r"), Epoch(0)

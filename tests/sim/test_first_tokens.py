@@ -8,8 +8,8 @@ import pytest
 
 from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B, ChunkShape, StepShape
 from pdmesh.policy.sequence_parallel import ElasticPlanner, SequenceParallelPlanner
-from pdmesh.studies.first_tokens import Prompt, first_tokens, first_tokens_by_price, improvement_table, poisson
-from pdmesh.studies.planners import ChunkwisePlanner, FixedPlanner
+from pdmesh_lab.studies.first_tokens import Prompt, first_tokens, first_tokens_by_price, improvement_table, poisson
+from pdmesh_lab.studies.planners import ChunkwisePlanner, FixedPlanner
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
 

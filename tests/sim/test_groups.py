@@ -16,12 +16,12 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import InstanceId
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.sim.mesh import study_core
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival, Synthetic, synthetic
-from pdmesh.testing.examples import examples
-from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL, tiny_mesh
+from pdmesh_lab.sim.mesh import study_core
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh_testing.examples import examples
+from pdmesh_testing.sim import TINY_LAYOUT, UNEVEN_MODEL, tiny_mesh
 
 POLICY = PolicyConfig(
     chunk_tokens=64,

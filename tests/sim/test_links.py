@@ -5,8 +5,8 @@ import random
 import pytest
 
 from pdmesh.model import Epoch, InstanceId, RequestId, RequestKey
-from pdmesh.sim.agenda import Agenda
-from pdmesh.sim.links import HostLinks, SimulatedLinks
+from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_lab.sim.links import HostLinks, SimulatedLinks
 
 A, B, C, D = (InstanceId(name) for name in "abcd")
 

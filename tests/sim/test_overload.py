@@ -14,12 +14,12 @@ from pdmesh.core.events import Event, RequestArrived
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import RequestRejected
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.result import RequestRun
-from pdmesh.sim.simulator import Simulator
-from pdmesh.sim.workload import Arrival, Synthetic, synthetic
-from pdmesh.testing.sim import UNEVEN_MODEL, tiny_mesh
 from pdmesh_gateway.reject_cache import RejectCache, RequestKind
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.result import RequestRun
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh_testing.sim import UNEVEN_MODEL, tiny_mesh
 
 TTFT_S = 1.0
 DURATION_S = 40.0

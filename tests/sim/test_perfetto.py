@@ -12,12 +12,12 @@ import pytest
 from pdmesh.model import Epoch, RequestId
 from pdmesh.plans import ChunkPlan
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.perfetto import chrome_trace
-from pdmesh.sim.result import StepSpan
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.sim import BINARY_MODEL, TINY_LAYOUT, simulate
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.perfetto import chrome_trace
+from pdmesh_lab.sim.result import StepSpan
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.sim import BINARY_MODEL, TINY_LAYOUT, simulate
 
 
 def named(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

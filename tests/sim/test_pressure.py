@@ -21,12 +21,12 @@ from pdmesh.core.transfers.awaiting_decode import turn_of
 from pdmesh.model import InstanceId, RequestKey, Role, TransferPurpose
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival, ClosedLoop
-from pdmesh.testing.core import FixedGrowth
-from pdmesh.testing.examples import examples
-from pdmesh.testing.sim import UNEVEN_MODEL, tiny_mesh
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival, ClosedLoop
+from pdmesh_testing.core import FixedGrowth
+from pdmesh_testing.examples import examples
+from pdmesh_testing.sim import UNEVEN_MODEL, tiny_mesh
 
 #: The core's state is checked after each event: a busy machine may take minutes.
 pytestmark = pytest.mark.timeout(400)

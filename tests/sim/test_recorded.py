@@ -23,15 +23,15 @@ from pdmesh.core.events import (
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
-from pdmesh.sim.recorded import Decision, RecordedRun, recorded_run
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.samples import fitted_model, step_overhead_s
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
-from pdmesh.testing.decisions import RememberingCore
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
+from pdmesh_lab.sim.recorded import Decision, RecordedRun, recorded_run
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.samples import fitted_model, step_overhead_s
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, of
+from pdmesh_testing.decisions import RememberingCore
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
 
 POLICY = PolicyConfig(
     chunk_tokens=16, latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.1, local_step_share=4.0

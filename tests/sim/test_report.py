@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.metrics import Slo
-from pdmesh.sim.report import Percentiles, report
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.sim import simulate
+from pdmesh_lab.sim.report import Percentiles, report
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.sim import simulate
 
 NOTHING = Percentiles(p50=None, p90=None, p99=None)
 

@@ -11,11 +11,11 @@ import pytest
 from pdmesh.core.config import KvReservation
 from pdmesh.model import GRANULE_TOKENS, InstanceId, KvLayout, Role
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.sim.faults import Death, random_deaths
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
+from pdmesh_lab.sim.faults import Death, random_deaths
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="bfloat16")
 

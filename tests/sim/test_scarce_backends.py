@@ -6,10 +6,10 @@ import pytest
 
 from pdmesh.core.commands import Outcome
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.sim.result import RequestRun, SimResult
-from pdmesh.sim.simulator import SimConfig
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.sim import UNEVEN_MODEL, simulate
+from pdmesh_lab.sim.result import RequestRun, SimResult
+from pdmesh_lab.sim.simulator import SimConfig
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.sim import UNEVEN_MODEL, simulate
 
 NUM_REQUESTS = 64
 

@@ -15,12 +15,12 @@ from pdmesh.core.events import Event, GroupPrefix
 from pdmesh.model import InstanceId
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, StepShape
-from pdmesh.sim.faults import Death, NoisyModel, random_deaths
-from pdmesh.sim.mesh import study_core
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import Core, SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
+from pdmesh_lab.sim.faults import Death, NoisyModel, random_deaths
+from pdmesh_lab.sim.mesh import study_core
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import Core, SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.sim import TINY_LAYOUT, UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
 
 POLICY = PolicyConfig(latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.3, slo_tpot_s=1.0)
 PREFILL = [InstanceId(f"prefill-{index:03d}") for index in range(3)]

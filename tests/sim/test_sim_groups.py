@@ -11,11 +11,11 @@ import pytest
 from pdmesh.model import InstanceId
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.mesh import study_core
-from pdmesh.sim.result import SimResult, StepSpan
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.sim import TINY_LAYOUT, UNEVEN_MODEL, a_workload, tiny_mesh
+from pdmesh_lab.sim.mesh import study_core
+from pdmesh_lab.sim.result import SimResult, StepSpan
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.sim import TINY_LAYOUT, UNEVEN_MODEL, a_workload, tiny_mesh
 
 NUM_LAYERS = 8
 POLICY = PolicyConfig(latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.3, slo_tpot_s=1.0)

@@ -19,13 +19,13 @@ from pdmesh.core.transfers.rebalancing import COOL_DOWN_S
 from pdmesh.model import InstanceId, RequestId, TransferPurpose
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.faults import Death, random_deaths
-from pdmesh.sim.mesh import study_core
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.examples import examples
-from pdmesh.testing.sim import InstanceCounts, tiny_mesh
+from pdmesh_lab.sim.faults import Death, random_deaths
+from pdmesh_lab.sim.mesh import study_core
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.examples import examples
+from pdmesh_testing.sim import InstanceCounts, tiny_mesh
 
 #: Prompts are dear and decodes are cheap, so that what is computed again costs more than what moves.
 MODEL = LinearLatencyModel(a_s=0.01, b_s=1e-3, c_s=0.0, d_s=0.0, decode_a_s=0.005, decode_s=1e-4, decode_context_s=1e-7)

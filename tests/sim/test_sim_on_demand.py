@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from pdmesh.core.commands import Outcome
 from pdmesh.core.config import KvReservation
-from pdmesh.sim.mesh import study_core
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival, ClosedLoop
-from pdmesh.testing.examples import examples
-from pdmesh.testing.sim import PHASES_PAY_MODEL, InstanceCounts, tiny_mesh, without_targets
+from pdmesh_lab.sim.mesh import study_core
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival, ClosedLoop
+from pdmesh_testing.examples import examples
+from pdmesh_testing.sim import PHASES_PAY_MODEL, InstanceCounts, tiny_mesh, without_targets
 
 
 def run(

@@ -10,10 +10,10 @@ from pdmesh.core.operator_events import OperationCancelled, RollingRequested
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import OperationId, OperationState
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.sim.mesh import study_core
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
+from pdmesh_lab.sim.mesh import study_core
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
 
 POLICY = PolicyConfig(latency=UNEVEN_MODEL, long_prompt_tokens=200, prefill_step_s=0.3, slo_tpot_s=1.0)
 ROLLING = RollingRequested(operation_id=OperationId("x"), timeout_s=60.0, start_timeout_s=60.0)

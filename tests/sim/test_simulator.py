@@ -16,12 +16,12 @@ from pdmesh.model import KvLayout, Role
 from pdmesh.policy.bundles import BUNDLE_NAMES
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.mesh import MeshShape, host_name, study_core
-from pdmesh.sim.perfetto import chrome_trace
-from pdmesh.sim.result import SimResult, StepSpan
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival, Synthetic, synthetic
-from pdmesh.testing.sim import BINARY_MODEL, InstanceCounts, simulate
+from pdmesh_lab.sim.mesh import MeshShape, host_name, study_core
+from pdmesh_lab.sim.perfetto import chrome_trace
+from pdmesh_lab.sim.result import SimResult, StepSpan
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh_testing.sim import BINARY_MODEL, InstanceCounts, simulate
 
 MESHES: list[InstanceCounts] = [
     {"prefill": 1, "decode": 1},

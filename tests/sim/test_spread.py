@@ -12,10 +12,10 @@ from pdmesh.core.config import KvReservation
 from pdmesh.model import InstanceId, KvLayout, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.sim.faults import Death
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival
+from pdmesh_lab.sim.faults import Death
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival
 
 LIMIT = 1024
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")

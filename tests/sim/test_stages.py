@@ -10,11 +10,11 @@ import pytest
 from pdmesh.model import KvLayout
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel, StepShape
-from pdmesh.sim.faults import Death
-from pdmesh.sim.mesh import MeshShape, study_core
-from pdmesh.sim.result import SimResult
-from pdmesh.sim.simulator import SimConfig, Simulator
-from pdmesh.sim.workload import Arrival, Synthetic, synthetic
+from pdmesh_lab.sim.faults import Death
+from pdmesh_lab.sim.mesh import MeshShape, study_core
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import SimConfig, Simulator
+from pdmesh_lab.sim.workload import Arrival, Synthetic, synthetic
 
 #: 16K tokens take 8.6 s alone.
 STEPS = LinearLatencyModel(

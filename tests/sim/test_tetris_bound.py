@@ -11,8 +11,8 @@ import pytest
 
 from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B
 from pdmesh.policy.sequence_parallel import ElasticPlanner
-from pdmesh.studies.first_tokens import Prompt
-from pdmesh.testing.scripts import load_script
+from pdmesh_lab.studies.first_tokens import Prompt
+from pdmesh_testing.scripts import load_script
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
 

@@ -1,7 +1,7 @@
 """Every architecture that is served gives what transformers does, whatever happens to a request on its way.
 
 An architecture is in these tests by its module in `pdmesh.engine.architectures`; what it can be in particular is listed
-in `pdmesh.testing.transformers_checkpoints`.
+in `pdmesh_testing.transformers_checkpoints`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
 from pdmesh.engine.runner import TorchEngine
-from pdmesh.testing.architectures import (
+from pdmesh_testing.architectures import (
     NUM_OUTPUT_TOKENS,
     PARAMS,
     PROMPT_LENGTHS,
@@ -27,9 +27,9 @@ from pdmesh.testing.architectures import (
     prompt_of,
     references_of,
 )
-from pdmesh.testing.reference import GreedyStep
-from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
-from pdmesh.testing.transformers_checkpoints import (
+from pdmesh_testing.reference import GreedyStep
+from pdmesh_testing.stepping import SteppedRequest, generate, new_sequence, separate_tables, step
+from pdmesh_testing.transformers_checkpoints import (
     model_variants,
     write_transformers_checkpoint,
     write_wrapped_checkpoint,

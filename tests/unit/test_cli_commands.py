@@ -27,9 +27,9 @@ from pdmesh.config_sources import COMPOSE_VARIABLES, variable_of
 from pdmesh.policy.bundles import BATCHINGS, BUNDLE_NAMES
 from pdmesh.profiles import load_profile
 from pdmesh.settings import settings_of
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.command import pdmesh_here
-from pdmesh.testing.processes import is_running, write_stand_in_packages
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.command import pdmesh_here
+from pdmesh_testing.processes import is_running, write_stand_in_packages
 
 TIMEOUT_S = 60.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.testing.command import pdmesh_here
+from pdmesh_testing.command import pdmesh_here
 
 
 def trace_of(folder: Path, rows: list[dict[str, object]]) -> Path:

@@ -11,8 +11,8 @@ import pytest
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.eventlog import EventLogReader, EventLogWriter, replay
 from pdmesh.policy.bundles import make_bundle
-from pdmesh.testing.command import pdmesh_here
-from pdmesh.testing.recorded import record_run
+from pdmesh_testing.command import pdmesh_here
+from pdmesh_testing.recorded import record_run
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pdmesh.policy.batching import Mode
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import PROFILES
 from pdmesh.profiles import save_profile
-from pdmesh.testing.command import pdmesh_here
-from pdmesh.testing.profiles import COEFFICIENTS, SUBJECT, profile_file
+from pdmesh_testing.command import pdmesh_here
+from pdmesh_testing.profiles import COEFFICIENTS, SUBJECT, profile_file
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:46.75,3960,9\n"
 
@@ -88,7 +88,7 @@ def test_pictures(tmp_path: Path) -> None:
 
 def test_the_picture_of_modes_says_what_the_policy_chooses() -> None:
     pytest.importorskip("matplotlib")
-    from pdmesh.cli.modes_plot import choice_of
+    from pdmesh_lab.cli.modes_plot import choice_of
 
     few, many = (choice_of(PROFILES["a100-llama3-8b"], PolicyConfig(), number, 1530, 195) for number in (3, 48))
     assert (few.mode, few.reason) == (Mode.MIXED, "few requests")

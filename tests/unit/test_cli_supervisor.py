@@ -25,8 +25,8 @@ from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import DesiredProcesses
 from pdmesh.model import InstanceId, ManagedProcess, PoolMember, Role
-from pdmesh.testing.processes import is_running, write_stand_in
 from pdmesh.wire.messages import FollowPools, PoolsDesired
+from pdmesh_testing.processes import is_running, write_stand_in
 
 DEADLINE_S = 30.0
 
@@ -473,7 +473,7 @@ import anyio
 from pathlib import Path
 from pdmesh.cli.processes import ChildSpec, start_child
 from pdmesh.model import InstanceId, PoolMember, Role
-from pdmesh.testing.processes import write_stand_in
+from pdmesh_testing.processes import write_stand_in
 
 async def main(folder):
     command = (sys.executable, "-S", str(write_stand_in(folder)), "prefill-0", str(folder / "events"), "stubborn")

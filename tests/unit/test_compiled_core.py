@@ -19,9 +19,9 @@ from pdmesh.core.commands import Command
 from pdmesh.core.events import Event
 from pdmesh.eventlog import Header
 from pdmesh.profiles import ProfileFile
-from pdmesh.sim.workload import Arrival
-from pdmesh.testing.scripts import load_script
 from pdmesh.wire import messages
+from pdmesh_lab.sim.workload import Arrival
+from pdmesh_testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 

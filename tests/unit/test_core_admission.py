@@ -33,9 +33,9 @@ from pdmesh.model import InstanceId, RejectReason, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.order import Fcfs
 from pdmesh.policy.views import Rank
-from pdmesh.testing.core import CoreBench, a_request, of
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.sim import UNEVEN_MODEL
+from pdmesh_testing.core import CoreBench, a_request, of
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.sim import UNEVEN_MODEL
 
 
 def refusal(

@@ -9,7 +9,7 @@ from pdmesh.core.events import DrainRequested, InstanceJoined, InstanceLost, Req
 from pdmesh.core.instances.arithmetic import several_classes, why_not_joins
 from pdmesh.core.lives import CrossedClass, Lives
 from pdmesh.model import InstanceId, InstanceProfile
-from pdmesh.testing.core import CoreBench, a_request, named_profile, of
+from pdmesh_testing.core import CoreBench, a_request, named_profile, of
 
 ORDERED, DOT = "bfloat16/ordered-1", "bfloat16/dot-amx-1"
 

@@ -18,8 +18,8 @@ from pdmesh.policy.batching import Mode
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, a_role, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, a_role, of
+from pdmesh_testing.modelled import modelled_profile
 
 MODEL = LinearLatencyModel(a_s=0.006, b_s=0.00015, c_s=0.0, d_s=0.0, decode_a_s=0.004, decode_s=0.0002)
 

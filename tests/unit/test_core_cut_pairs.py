@@ -15,8 +15,8 @@ from pdmesh.core.steps.placing import have_way
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, bench_of, named_profile, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, bench_of, named_profile, of
+from pdmesh_testing.modelled import modelled_profile
 
 MEMORY_S = CoreConfig().cut_memory_s
 

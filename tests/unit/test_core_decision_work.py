@@ -12,9 +12,9 @@ from pdmesh.core.events import InstanceJoined, RequestArrived
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Role
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.calls import num_calls
-from pdmesh.testing.core import CoreBench, a_request, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.calls import num_calls
+from pdmesh_testing.core import CoreBench, a_request, of
+from pdmesh_testing.modelled import modelled_profile
 
 LARGE, SMALL = 128, 32
 

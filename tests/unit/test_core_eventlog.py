@@ -29,9 +29,9 @@ from pdmesh.eventlog import EventLogError, EventLogReader, EventLogWriter, Heade
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Resident, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.core import GATEWAY, a_request
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.modelled_mesh import ModelledMesh
+from pdmesh_testing.core import GATEWAY, a_request
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.modelled_mesh import ModelledMesh
 
 POLICY = PolicyConfig(chunk_tokens=8)
 CONFIG = CoreConfig(policy=POLICY)

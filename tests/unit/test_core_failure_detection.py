@@ -12,8 +12,8 @@ from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected
 from pdmesh.core.recovery.failure_detection import CHEAP_US, MAX_EPOCH
 from pdmesh.model import InstanceId, InstanceProfile, Role
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.core import CoreBench, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import CoreBench, of
+from pdmesh_testing.modelled import modelled_profile
 
 P, D = InstanceId("p"), InstanceId("d")
 

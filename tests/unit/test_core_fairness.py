@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pdmesh.core.waiting.fairness import OUTPUT_COST, SPARE, UNITS, TokenCounters
 from pdmesh.model import Epoch, Request
-from pdmesh.testing.core import a_request
+from pdmesh_testing.core import a_request
 
 
 def of_tenant(tenant: str, request_id: str, prompt: int = 100, output: int = 50, share: int = 1) -> Request:

@@ -26,8 +26,8 @@ from pdmesh.core.events import (
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import CoreBench, a_request, a_role, of
-from pdmesh.testing.reuse import a_profile, a_prompt, hashes, serve
+from pdmesh_testing.core import CoreBench, a_request, a_role, of
+from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
 
 #: A second for each thousand tokens.
 POLICY = PolicyConfig(chunk_tokens=4096, latency=LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0))

@@ -13,8 +13,8 @@ from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Epoch, InstanceId, InstanceProfile, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import CoreBench, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import CoreBench, of
+from pdmesh_testing.modelled import modelled_profile
 
 POLICY = PolicyConfig(
     chunk_tokens=64,

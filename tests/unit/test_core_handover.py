@@ -33,8 +33,8 @@ from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Epoch, InstanceId, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import GATEWAY, CoreBench, a_role, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, a_role, of
+from pdmesh_testing.modelled import modelled_profile
 
 P, D0, D1 = (InstanceId(name) for name in ("p", "d0", "d1"))
 

@@ -34,9 +34,9 @@ from pdmesh.model import (
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.views import Rank
-from pdmesh.testing.core import CoreBench, a_request, of
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.worker import a_shard
+from pdmesh_testing.core import CoreBench, a_request, of
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.worker import a_shard
 
 
 def profile(name: str) -> InstanceProfile:

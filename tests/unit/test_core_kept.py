@@ -18,8 +18,8 @@ from pdmesh.model import (
 )
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
-from pdmesh.testing.reuse import a_profile, a_prompt, hashes, serve
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, of
+from pdmesh_testing.reuse import a_profile, a_prompt, hashes, serve
 
 M = InstanceId("m")
 

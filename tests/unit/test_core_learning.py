@@ -25,8 +25,8 @@ from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.testing.core import GATEWAY, a_request, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, a_request, of
+from pdmesh_testing.modelled import modelled_profile
 
 PRIOR = LinearLatencyModel(a_s=0.01, b_s=1e-4, c_s=1e-9, d_s=1e-9)
 CHUNK = StepShape((ChunkShape(512, 0),), 0, 0)

@@ -10,7 +10,7 @@ from pdmesh.core.events import InstanceLost, MoveSent, RequestArrived, Tick
 from pdmesh.core.transfers import link_rates
 from pdmesh.core.transfers.link_rates import MAX_LINKS, MEMORY_S, LinkRate, LinksAsMeasured, MeasuredLinks
 from pdmesh.model import Epoch, InstanceId, InstanceProfile, RequestId, TransferId
-from pdmesh.testing.core import CoreBench, a_request, a_view, named_profile
+from pdmesh_testing.core import CoreBench, a_request, a_view, named_profile
 
 MIB = 1 << 20
 A, B, C = (InstanceId(name) for name in "abc")

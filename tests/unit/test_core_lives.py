@@ -19,8 +19,8 @@ from pdmesh.model import (
     TransferPurpose,
 )
 from pdmesh.plans import ChunkDone, TransferPlan
-from pdmesh.testing.core import GATEWAY, a_request
-from pdmesh.testing.worker import a_shard
+from pdmesh_testing.core import GATEWAY, a_request
+from pdmesh_testing.worker import a_shard
 
 OTHER = GatewayId("other")
 LEADER, MEMBER = InstanceId("a"), InstanceId("b")

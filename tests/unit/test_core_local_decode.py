@@ -13,8 +13,8 @@ from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import InstanceId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, a_role, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, a_role, of
+from pdmesh_testing.modelled import modelled_profile
 
 #: Each prompt token takes 1 ms, each decode 1 ms and a step 10 ms.
 MODEL = LinearLatencyModel(a_s=0.01, b_s=1e-3, c_s=0.0, d_s=0.0, decode_a_s=0.01, decode_s=1e-3)

@@ -14,8 +14,8 @@ from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import CoreBench, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import CoreBench, of
+from pdmesh_testing.modelled import modelled_profile
 
 #: A millisecond for each prompt token, 30 for each that decodes.
 MODEL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_s=0.03)

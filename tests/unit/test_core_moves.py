@@ -44,8 +44,8 @@ from pdmesh.model import (
     Role,
     TransferPurpose,
 )
-from pdmesh.testing.core import GATEWAY, CoreBench, bench_of, named_profile, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, bench_of, named_profile, of
+from pdmesh_testing.modelled import modelled_profile
 
 
 def a_resident(*, decoding: bool) -> Resident:

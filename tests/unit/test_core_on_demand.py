@@ -14,8 +14,8 @@ from pdmesh.model import Epoch, InstanceId, RequestId, Resident, Role
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.on_demand import RemainingTokens, risk_score, safe_room
-from pdmesh.testing.core import GATEWAY, CoreBench, FixedGrowth, a_request, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, FixedGrowth, a_request, of
+from pdmesh_testing.modelled import modelled_profile
 
 M = InstanceId("m")
 CONFIG = CoreConfig(kv_reservation=KvReservation.ON_DEMAND, policy=PolicyConfig(chunk_tokens=64), max_queue_s=50.0)

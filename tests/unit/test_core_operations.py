@@ -22,7 +22,7 @@ from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.core.operators.operations import COME_BACK_S
 from pdmesh.core.operators.records import MAX_ENDED
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, Role
-from pdmesh.testing.core import CoreBench, bench_of, named_profile, of
+from pdmesh_testing.core import CoreBench, bench_of, named_profile, of
 
 
 def asked_for(

@@ -10,7 +10,7 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.packing import StaticChunks
 from pdmesh.policy.placement import Freeness, LeastQueuedTokens
 from pdmesh.policy.views import PartialStep
-from pdmesh.testing.core import a_request, a_view
+from pdmesh_testing.core import a_request, a_view
 
 REQUEST = a_request("r", prompt=100)
 

@@ -40,8 +40,8 @@ from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.improvement import ImprovementInForce, ImprovementTable
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, of
+from pdmesh_testing.modelled import modelled_profile
 
 #: A second for each token, and for each step half of one. Chunks of groups have 64 tokens.
 POLICY = PolicyConfig(

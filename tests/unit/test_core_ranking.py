@@ -17,9 +17,9 @@ from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import InstanceId, PrefixHash, Role
 from pdmesh.policy.placement import Apart
 from pdmesh.policy.views import InstanceView
-from pdmesh.studies.order import ShortFirst
-from pdmesh.testing.core import FixedGrowth, a_request
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_lab.studies.order import ShortFirst
+from pdmesh_testing.core import FixedGrowth, a_request
+from pdmesh_testing.modelled import modelled_profile
 
 PLACE = Apart(long_prompt_tokens=1000)
 

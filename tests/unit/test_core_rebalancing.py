@@ -17,8 +17,8 @@ from pdmesh.model import Epoch, InstanceId, RequestId, Role, TransferPurpose
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import GATEWAY, CoreBench, FixedGrowth, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, FixedGrowth, of
+from pdmesh_testing.modelled import modelled_profile
 
 #: A millisecond for each token of a prompt and of a decode; two prompts of 8 tokens are more than a move takes.
 LATENCY = LinearLatencyModel(a_s=0.0, b_s=0.02, c_s=0.0, d_s=0.0, decode_a_s=0.0, decode_s=0.01)

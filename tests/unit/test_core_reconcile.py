@@ -33,8 +33,8 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, PartMember, RequestId, Resident, Role
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, of
+from pdmesh_testing.modelled import modelled_profile
 
 D = InstanceId("d")
 DECODE = modelled_profile("d", Role.DECODE)

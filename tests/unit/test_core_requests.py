@@ -15,8 +15,8 @@ from pdmesh.core.requests import RequestState
 from pdmesh.core.transfers.transfer import Transfer
 from pdmesh.model import InstanceId
 from pdmesh.policy.views import Rank
-from pdmesh.testing.core import a_request
-from pdmesh.testing.worker import a_shard, a_transfer
+from pdmesh_testing.core import a_request
+from pdmesh_testing.worker import a_shard, a_transfer
 
 CORE = Path(requests.__file__).parent
 _IN_PLACE, _CHANGE = ("chunks_in_flight", "computed_parts"), ("add", "discard", "append", "update", "clear")

@@ -14,8 +14,8 @@ from pdmesh.model import NO_TRANSFER, Epoch, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.handover import Decoding
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import CoreBench, a_request, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import CoreBench, a_request, of
+from pdmesh_testing.modelled import modelled_profile
 
 #: A millisecond for each prompt token, 10 for a decode step: an output of 400 tokens takes 4 s, and may take 20.
 MODEL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_a_s=0.01)

@@ -54,8 +54,8 @@ from pdmesh.model import (
 )
 from pdmesh.plans import ChunkDone
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.core import GATEWAY, CoreBench, a_request, a_role, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, a_role, of
+from pdmesh_testing.modelled import modelled_profile
 
 P, D, M = InstanceId("p"), InstanceId("d"), InstanceId("m")
 

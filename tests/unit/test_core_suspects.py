@@ -11,7 +11,7 @@ from pdmesh.core.recovery.suspects import MEMORY_S
 from pdmesh.model import Epoch, InstanceId, RequestId, Resident
 from pdmesh.plans import StepPlan
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.core import GATEWAY, CoreBench, bench_of, named_profile, of
+from pdmesh_testing.core import GATEWAY, CoreBench, bench_of, named_profile, of
 
 D0, M0, P0 = InstanceId("decode-0"), InstanceId("mixed-0"), InstanceId("prefill-0")
 

@@ -12,8 +12,8 @@ from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.core.transfers.transfer import Transfer
 from pdmesh.model import Epoch, IndexRange, InstanceId, KvPart, RequestId, RequestKey, Role, TransferPurpose
 from pdmesh.plans import KvShard
-from pdmesh.testing.core import CoreBench, of
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.core import CoreBench, of
+from pdmesh_testing.modelled import modelled_profile
 
 A, B, C, X, Y = (InstanceId(name) for name in "abcxy")
 

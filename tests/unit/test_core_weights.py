@@ -21,7 +21,7 @@ from pdmesh.model import (
     RequestId,
 )
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.core import CoreBench, a_request, named_profile, of
+from pdmesh_testing.core import CoreBench, a_request, named_profile, of
 
 OLD, NEW = "3f2a" + "0" * 28, "91bc" + "0" * 28
 BEGAN_AT = {OLD: 100.0, NEW: 200.0}

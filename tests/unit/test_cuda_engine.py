@@ -21,10 +21,10 @@ from pdmesh.engine.cuda.staging import Turns
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.cuda import FakeRecorder, FakeStreams, fake_cuda_compute
-from pdmesh.testing.flashinfer import FakeFlashInfer
-from pdmesh.testing.stepping import (
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.cuda import FakeRecorder, FakeStreams, fake_cuda_compute
+from pdmesh_testing.flashinfer import FakeFlashInfer
+from pdmesh_testing.stepping import (
     GREEDY,
     SteppedRequest,
     assert_nothing_changes_when_computed_again,

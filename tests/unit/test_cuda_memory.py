@@ -20,8 +20,8 @@ from pdmesh.kv.outcome import LandedTransfer, SentTransfer, TransferOutcome
 from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId, num_blocks_for
-from pdmesh.testing.cuda import FakeStreams
-from pdmesh.testing.kv import EVERYTHING, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh_testing.cuda import FakeStreams
+from pdmesh_testing.kv import EVERYTHING, SMALL_TRANSFER, ByteStore, TransportMaker
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=5, dtype="bfloat16")
 

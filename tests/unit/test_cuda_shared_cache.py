@@ -26,8 +26,8 @@ from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.mover import KvMover
 from pdmesh.kv.pages import Blocks
 from pdmesh.model import Epoch, IndexRange, KvLayout, RequestId
-from pdmesh.testing.cuda import FakeDriver, FakeHost, FakeStreams
-from pdmesh.testing.kv import SMALL_TRANSFER, TransportMaker
+from pdmesh_testing.cuda import FakeDriver, FakeHost, FakeStreams
+from pdmesh_testing.kv import SMALL_TRANSFER, TransportMaker
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16")
 NUM_BLOCKS = 12

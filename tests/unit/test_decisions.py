@@ -14,9 +14,9 @@ from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, MeshMembers, RecentDecisions, decode_decision
 from pdmesh.errors import ProtocolError
 from pdmesh.model import Epoch, GatewayId, InstanceId, PoolCounts, PrefixHash, RequestId, Resident, Role
-from pdmesh.sim.recorded import Decision
-from pdmesh.testing.core import a_request
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_lab.sim.recorded import Decision
+from pdmesh_testing.core import a_request
+from pdmesh_testing.modelled import modelled_profile
 
 HASHES = (PrefixHash(b"0123456789abcdef"),)
 P0, D0 = modelled_profile("p0", Role.PREFILL), modelled_profile("d0", Role.DECODE)

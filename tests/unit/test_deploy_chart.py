@@ -25,12 +25,12 @@ from pdmesh.config_sources import CONFIG_FILE_VARIABLE, load_config
 from pdmesh.core.commands import DesiredProcesses
 from pdmesh.engine.known_models import KNOWN_MODELS
 from pdmesh.model import InstanceId, PoolMember, Role
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gguf_files import write_gguf
-from pdmesh.testing.kubernetes import NAMESPACE, FakeApiServer, FakeCluster, asking, rules_of
 from pdmesh_scheduler.standby.kubernetes_store import KubernetesStore
 from pdmesh_scheduler.standby.leadership import LeaseRecord
 from pdmesh_scheduler.standby.store import StoreUnavailable
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gguf_files import write_gguf
+from pdmesh_testing.kubernetes import NAMESPACE, FakeApiServer, FakeCluster, asking, rules_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 

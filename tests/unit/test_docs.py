@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from pdmesh.cli.app import app
-from pdmesh.testing.scripts import load_script
+from pdmesh_testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -112,7 +112,7 @@ def test_commands_that_pages_and_messages_name_exist() -> None:
     assert isinstance(group, TyperGroup)
     context = typer.Context(group)
     texts = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
-    texts += [*(ROOT / "libs").rglob("*.py"), *(ROOT / "services").rglob("*.py")]
+    texts += [path for folder in ("lab", "libs", "services") for path in (ROOT / folder).rglob("*.py")]
     named = {
         found
         for path in texts

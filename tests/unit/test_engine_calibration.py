@@ -11,8 +11,8 @@ from pdmesh.engine import loading
 from pdmesh.engine.calibration import prompt_of
 from pdmesh.engine.loading import ComputeOptions, decided_dtype, load_model
 from pdmesh.engine.ranks.share import RankShare
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.quantized_checkpoints import write_quantized
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.quantized_checkpoints import write_quantized
 
 
 @pytest.fixture

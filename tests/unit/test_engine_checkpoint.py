@@ -23,9 +23,9 @@ from pdmesh.engine.files import load_model_config, load_model_info, resolve_mode
 from pdmesh.engine.model_config import ModelConfig, QkNorm, RopeConfig
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
-from pdmesh.testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint, write_safetensors
-from pdmesh.testing.reference import HfReference
-from pdmesh.testing.stepping import generate
+from pdmesh_testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint, write_safetensors
+from pdmesh_testing.reference import HfReference
+from pdmesh_testing.stepping import generate
 
 PROMPT = list(range(20))
 

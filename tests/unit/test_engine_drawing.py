@@ -30,7 +30,7 @@ from pdmesh.engine.sampler import (
 )
 from pdmesh.grammars import Grammars
 from pdmesh.model import RequestId, SamplingParams
-from pdmesh.testing.levels import ARCHITECTURE_LEVELS
+from pdmesh_testing.levels import ARCHITECTURE_LEVELS
 
 Kernels = DrawKernels | None
 END_IDS = (256, 258)

@@ -11,9 +11,9 @@ import torch
 
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
-from pdmesh.testing.checkpoints import Family, write_checkpoint
-from pdmesh.testing.reference import HfReference
-from pdmesh.testing.stepping import GREEDY, SteppedRequest, new_sequence, separate_tables, step
+from pdmesh_testing.checkpoints import Family, write_checkpoint
+from pdmesh_testing.reference import HfReference
+from pdmesh_testing.stepping import GREEDY, SteppedRequest, new_sequence, separate_tables, step
 
 EMBEDS = SamplingParams(max_tokens=1, temperature=0.0, embeds=True)
 PROMPTS = [

@@ -11,9 +11,9 @@ import torch
 
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams
-from pdmesh.testing.checkpoints import Family, write_checkpoint
-from pdmesh.testing.reference import HfReference
-from pdmesh.testing.stepping import generate
+from pdmesh_testing.checkpoints import Family, write_checkpoint
+from pdmesh_testing.reference import HfReference
+from pdmesh_testing.stepping import generate
 
 FAMILIES: list[Family] = ["llama", "qwen2", "qwen3"]
 ROPE: dict[str, tuple[int, dict[str, Any] | None]] = {  # name: (max_position_embeddings, scaling)

@@ -17,7 +17,7 @@ from pdmesh.engine.guide import Guide
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.grammars import Grammars
 from pdmesh.model import FinishReason, RequestId, SamplingParams
-from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh_testing.checkpoints import write_checkpoint
 
 SCHEMA = {
     "type": "object",

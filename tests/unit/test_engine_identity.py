@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from pdmesh.engine import identity
 from pdmesh.engine.identity import stand_in_identity, unchanged_weights, weights_identity
 from pdmesh.errors import ConfigError
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gguf_files import write_gguf
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gguf_files import write_gguf
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from pdmesh.engine.guide import Guide
 from pdmesh.engine.json_bounds import MAX_BLANKS, JsonBounds
 from pdmesh.grammars import Grammars, is_json
-from pdmesh.testing.checkpoints import write_checkpoint
+from pdmesh_testing.checkpoints import write_checkpoint
 
 EOS = (258, 256)
 

@@ -11,8 +11,8 @@ from pdmesh.engine.base import SequenceSlice, SliceResult
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import FinishReason, SamplingParams
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.stepping import (
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.stepping import (
     SteppedRequest,
     assert_nothing_changes_when_computed_again,
     block_table,

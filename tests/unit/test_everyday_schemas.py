@@ -29,7 +29,6 @@ from typing_extensions import TypedDict
 from pdmesh.engine.guide import Guide
 from pdmesh.errors import RequestRejected
 from pdmesh.grammars import Grammars, schema_problem
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat
 from pdmesh_gateway.gbnf import Converted, converted
 from pdmesh_gateway.grammars import GrammarChecker
@@ -39,6 +38,7 @@ from pdmesh_gateway.protocol.chat import ChatRequest
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.schemas import Obeyed, obeyed
 from pdmesh_gateway.tools.choosing import Tool, ToolChoice, calls_of
+from pdmesh_testing.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.anyio
 

@@ -20,7 +20,7 @@ from pdmesh.engine.fallback.transformer import _Step
 from pdmesh.engine.files import load_model_info
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
-from pdmesh.testing.architectures import (
+from pdmesh_testing.architectures import (
     NUM_OUTPUT_TOKENS,
     PARAMS,
     assert_computes_as_transformers,
@@ -28,8 +28,8 @@ from pdmesh.testing.architectures import (
     prompt_of,
     references_of,
 )
-from pdmesh.testing.stepping import SteppedRequest, generate, new_sequence, step
-from pdmesh.testing.transformers_checkpoints import undescribed_variants, write_transformers_checkpoint
+from pdmesh_testing.stepping import SteppedRequest, generate, new_sequence, step
+from pdmesh_testing.transformers_checkpoints import undescribed_variants, write_transformers_checkpoint
 
 #: With windows and layers that are not rotated; with layers side by side; with learned positions.
 _QUICK = ("cohere2", "gpt_neox", "opt")

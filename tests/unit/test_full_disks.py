@@ -22,8 +22,8 @@ from pdmesh.eventlog import EventLogReader, EventLogWriter, Header
 from pdmesh.rotation import cut_off, set_aside
 from pdmesh.service import MAX_DESCRIPTORS, raise_descriptor_limit
 from pdmesh.telemetry.logs import UnfailingStream, configure_logging
-from pdmesh.testing.core import GATEWAY
-from pdmesh.testing.disks import full_beyond
+from pdmesh_testing.core import GATEWAY
+from pdmesh_testing.disks import full_beyond
 
 HEADER = Header(seed=1, bundle="fcfs", config=CoreConfig(), started_at=1.7e9, started_s=0.0)
 EVENT = GatewayJoined(GATEWAY, ())

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.errors import RequestRejected
-from pdmesh.testing.examples import examples
 from pdmesh_gateway.http import body as bodies
 from pdmesh_gateway.http.body import INLINE_BYTES, decode_body, read_in_pieces
 from pdmesh_gateway.protocol.chat import ChatRequest
+from pdmesh_testing.examples import examples
 
 JSON = st.recursive(
     st.none()

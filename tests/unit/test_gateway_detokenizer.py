@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pdmesh.testing.examples import examples
-from pdmesh.testing.tokenizers import write_tokenizer
 from pdmesh_gateway.byte_level import ByteLevelDetokenizer, ByteLevelVocabulary
 from pdmesh_gateway.detokenizer import REPLACEMENT, Detokenizer, WindowDetokenizer
 from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_testing.examples import examples
+from pdmesh_testing.tokenizers import write_tokenizer
 
 VOCAB_SIZE = 320
 

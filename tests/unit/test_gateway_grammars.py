@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.grammars import Grammars, schema_problem
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.gbnf import Converted, converted
 from pdmesh_gateway.grammar_process import GrammarProcess
 from pdmesh_gateway.grammars import MAX_PROPERTIES, GrammarChecker, asked_for
 from pdmesh_gateway.http.unknown import known_fields
 from pdmesh_gateway.protocol.chat import ChatRequest
 from pdmesh_gateway.schemas import Obeyed, obeyed
+from pdmesh_testing.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.anyio
 

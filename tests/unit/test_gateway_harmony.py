@@ -11,7 +11,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from pdmesh.grammars import Grammars, schema_problem
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.answer_format import AnswerFormat, Calls, find_format
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.items import ChoiceItems, ItemKind, WholeAnswer, collect
@@ -20,6 +19,7 @@ from pdmesh_gateway.schemas import arguments_schema, obeyed
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.tools.format import CallableTool
 from pdmesh_gateway.tools.harmony import ANALYSIS, Harmony
+from pdmesh_testing.checkpoints import write_checkpoint
 
 
 def held_to(parameters: dict[str, Any]) -> Any:

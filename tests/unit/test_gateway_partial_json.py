@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jiter import from_json
 
-from pdmesh.testing.examples import examples
 from pdmesh_gateway.partial_json import whole_object
+from pdmesh_testing.examples import examples
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-999, 999) | st.text(max_size=6) | st.sampled_from(['"', "\\", "}", ",:"]),

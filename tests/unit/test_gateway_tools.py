@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from pdmesh.errors import ConfigError
 from pdmesh.grammars import Grammars, schema_problem
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls, find_format
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.items import ChoiceItems, ItemKind, ItemWriter, TextAdded, WholeAnswer, collect
@@ -24,6 +23,7 @@ from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.schemas import arguments_schema, obeyed
 from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.tools.format import CallableTool
+from pdmesh_testing.checkpoints import write_checkpoint
 
 
 def held_to(parameters: dict[str, Any]) -> Any:

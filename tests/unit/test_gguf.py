@@ -21,12 +21,12 @@ from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
-from pdmesh.testing.architectures import assert_computes_as_transformers, references_of
-from pdmesh.testing.checkpoints import Family, write_checkpoint
-from pdmesh.testing.gguf_files import MODELS, GgufType, content_of, encoded, write_gguf
-from pdmesh.testing.stepping import generate
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
 from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_testing.architectures import assert_computes_as_transformers, references_of
+from pdmesh_testing.checkpoints import Family, write_checkpoint
+from pdmesh_testing.gguf_files import MODELS, GgufType, content_of, encoded, write_gguf
+from pdmesh_testing.stepping import generate
+from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0)
 PROMPT = [number * 37 % 300 for number in range(30)]

@@ -20,10 +20,10 @@ from pdmesh.engine.gguf.reader import TYPES
 from pdmesh.engine.gguf.small_blocks import SMALL
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.gguf_files import GgufContent, content_of, encoded, write_gguf, write_parts
-from pdmesh.testing.stepping import generate
 from pdmesh_gateway.pooling import load_pooling
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.gguf_files import GgufContent, content_of, encoded, write_gguf, write_parts
+from pdmesh_testing.stepping import generate
 
 PROMPT = [number * 37 % 300 for number in range(30)]
 SHAPE = replace(TINY, num_layers=2)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
-from pdmesh.testing.quantized_checkpoints import write_mxfp4
-from pdmesh.testing.stepping import generate
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh_testing.quantized_checkpoints import write_mxfp4
+from pdmesh_testing.stepping import generate
+from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
 
 PROMPT = [number * 37 % 300 for number in range(40)]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pdmesh.testing.tokenizers import CHAT_TEMPLATE, TOOL_TEMPLATE
 from pdmesh_gateway.histories import ChatTemplate
 from pdmesh_gateway.templates import TemplateFailed, compile_template
 from pdmesh_gateway.tools.writing import call_text, instructions
+from pdmesh_testing.tokenizers import CHAT_TEMPLATE, TOOL_TEMPLATE
 
 Message = dict[str, Any]
 

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
-from pdmesh.testing.scripts import load_script
+from pdmesh_testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 

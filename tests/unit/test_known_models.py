@@ -16,8 +16,8 @@ from pdmesh.engine import known_models
 from pdmesh.engine.files import resolve_model
 from pdmesh.engine.known_models import KNOWN_MODELS, KnownModel
 from pdmesh.errors import ConfigError
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gguf_files import write_gguf
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gguf_files import write_gguf
 
 
 def write_wheel(folder: Path, name: str, member: str, content: bytes) -> str:

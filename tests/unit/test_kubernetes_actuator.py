@@ -17,7 +17,7 @@ from pdmesh.core.operator_events import MAX_ENDED
 from pdmesh.core.operators.actuators import number_of
 from pdmesh.kubernetes import KubernetesError
 from pdmesh.model import InstanceId, PoolMember, Role
-from pdmesh.testing.kubernetes import PODS, FakeCluster, Rule, asking
+from pdmesh_testing.kubernetes import PODS, FakeCluster, Rule, asking
 
 pytestmark = pytest.mark.anyio
 

@@ -18,8 +18,8 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
 from pdmesh.policy.pacing import ChunkPace
-from pdmesh.testing.calls import num_calls
-from pdmesh.testing.kv import ByteStore
+from pdmesh_testing.calls import num_calls
+from pdmesh_testing.kv import ByteStore
 
 pytestmark = pytest.mark.anyio
 

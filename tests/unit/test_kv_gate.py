@@ -21,7 +21,7 @@ from pdmesh.kv.gate import GroupGate, Progress, Urgent, Wakeup
 from pdmesh.kv.ledger import PageLedger
 from pdmesh.kv.offload.copies import KvLoad
 from pdmesh.kv.pages import Blocks
-from pdmesh.testing.examples import examples
+from pdmesh_testing.examples import examples
 
 NOTHING = Urgent(lambda: False, lambda: None)
 LIMIT_S = 1000.0

@@ -23,8 +23,12 @@ from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
-from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
-from pdmesh.testing.transfers import (
+from pdmesh.transport.base import SendBuffer
+from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES
+from pdmesh.transport.memory import MemoryFaults
+from pdmesh.transport.seal import MeshKey
+from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
+from pdmesh_testing.transfers import (
     CAPABILITY,
     EPOCH,
     NUM_BLOCKS,
@@ -35,10 +39,6 @@ from pdmesh.testing.transfers import (
     open_pair,
     open_side,
 )
-from pdmesh.transport.base import SendBuffer
-from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES
-from pdmesh.transport.memory import MemoryFaults
-from pdmesh.transport.seal import MeshKey
 
 pytestmark = pytest.mark.anyio
 

@@ -23,9 +23,9 @@ from pdmesh.kv.moving import FREEZE_LIMIT_S
 from pdmesh.kv.peer_reads import CacheOwner, Copies, PeerReads, ReadNote
 from pdmesh.kv.sharing import HostCache, HostPeerCache, PeerCache, SharedCache, common_runs
 from pdmesh.model import IndexRange, KvLayout
-from pdmesh.testing.cache_owner import NUM_BLOCKS
-from pdmesh.testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh_testing.cache_owner import NUM_BLOCKS
+from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore
 
 SEED = 7
 OURS = [3, 4, 5, 0, 7, 6, 2, 1]
@@ -33,7 +33,7 @@ LAYERS = IndexRange(0, SMALL_LAYOUT.num_layers)
 
 
 class OwnerProcess(Protocol):
-    """`pdmesh.testing.cache_owner`, and how to read from it."""
+    """`pdmesh_testing.cache_owner`, and how to read from it."""
 
     process: subprocess.Popen[str]
     owner: CacheOwner
@@ -50,7 +50,7 @@ class _Running:
 
 @contextmanager
 def running_owner() -> Iterator[OwnerProcess]:
-    command = [sys.executable, "-m", "pdmesh.testing.cache_owner", str(SEED)]
+    command = [sys.executable, "-m", "pdmesh_testing.cache_owner", str(SEED)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield _Running(process)

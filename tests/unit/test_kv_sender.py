@@ -13,7 +13,7 @@ from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.sender import STEPS_A_CHUNK, KvPush, KvSender
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
-from pdmesh.testing.kv import EVERYTHING, ByteStore
+from pdmesh_testing.kv import EVERYTHING, ByteStore
 
 pytestmark = pytest.mark.anyio
 

@@ -7,8 +7,8 @@ from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tic
 from pdmesh.core.operator_events import OperationRequested, ResizeRequested
 from pdmesh.core.operators.operations import COME_BACK_S
 from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, PoolCounts, RejectReason, Role
-from pdmesh.testing.core import CoreBench, a_report, a_request, named_profile
 from pdmesh_scheduler.longest_context import LongestContext
+from pdmesh_testing.core import CoreBench, a_report, a_request, named_profile
 
 LIMIT = 16
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1", "decode-2")

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
-from pdmesh.testing.adapters import write_adapter
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.quantized_checkpoints import write_quantized
-from pdmesh.testing.stepping import generate
+from pdmesh_testing.adapters import write_adapter
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.quantized_checkpoints import write_quantized
+from pdmesh_testing.stepping import generate
 
 PROMPT = [number * 37 % 300 for number in range(30)]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from pdmesh.testing.mesh_logs import LINE_LENGTH, NUM_LINES, warnings_since
+from pdmesh_testing.mesh_logs import LINE_LENGTH, NUM_LINES, warnings_since
 
 
 def write_log(folder: Path, name: str, lines: list[str], written_s: float) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pdmesh.engine.architectures import WITH_TEXT_PARTS, architectures, undescribed_architectures
 from pdmesh.engine.gguf.architectures import ARCHITECTURES
 from pdmesh.engine.gguf.reader import TYPES
-from pdmesh.testing.gguf_files import MODELS
+from pdmesh_testing.gguf_files import MODELS
 
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()
 OTHERS = {"llama", "qwen2", "qwen3"}  # GGUF architectures whose test is of its own

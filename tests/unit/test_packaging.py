@@ -20,7 +20,7 @@ from typing import Any
 import grimp
 import pytest
 
-from pdmesh.testing.scripts import load_script
+from pdmesh_testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from pdmesh.testing.scripts import load_script
+from pdmesh_testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 

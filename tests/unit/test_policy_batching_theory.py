@@ -30,8 +30,8 @@ from pdmesh.policy.batching_theory import (
     renewal_threshold,
     tried_threshold,
 )
-from pdmesh.testing.batching_chain import exact_throughputs
-from pdmesh.testing.examples import slow_beyond
+from pdmesh_testing.batching_chain import exact_throughputs
+from pdmesh_testing.examples import slow_beyond
 
 FREE_TOKENS = StepCosts(switch_s=1.0, decode_step_s=1.0, mixed_step_s=1.0, prompt_token_s=0.0, decode_token_s=0.0)
 

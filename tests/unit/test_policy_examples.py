@@ -12,9 +12,9 @@ from pdmesh.model import Request
 from pdmesh.policy.bundles import BUNDLE_NAMES
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh.testing.core import a_request
-from pdmesh.testing.examples import slow_beyond
-from pdmesh.testing.policies import run_prefills
+from pdmesh_testing.core import a_request
+from pdmesh_testing.examples import slow_beyond
+from pdmesh_testing.policies import run_prefills
 
 TOKEN_S = 0.02 / 32
 

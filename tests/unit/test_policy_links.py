@@ -11,7 +11,7 @@ from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.links import EqualLinks
 from pdmesh.policy.views import InstanceView
-from pdmesh.testing.core import a_request
+from pdmesh_testing.core import a_request
 
 
 def a_view(name: str, role: Role) -> InstanceView:

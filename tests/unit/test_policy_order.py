@@ -8,8 +8,8 @@ import pytest
 
 from pdmesh.policy.bundles import BUNDLE_NAMES, STUDIED, make_bundle
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.studies.bundles import BUNDLES as STUDIES
-from pdmesh.testing.core import a_request
+from pdmesh_lab.studies.bundles import BUNDLES as STUDIES
+from pdmesh_testing.core import a_request
 
 
 def test_studies_build_all_that_is_asked_of_them() -> None:

@@ -12,7 +12,7 @@ from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, Step
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, AdaptiveChunks, ChunkSizer
 from pdmesh.policy.prediction import Prediction, RemainingTime
 from pdmesh.policy.views import InstanceView, PartialStep
-from pdmesh.testing.core import a_request, a_view
+from pdmesh_testing.core import a_request, a_view
 
 #: A millisecond for each token, whatever comes before it.
 MODEL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0, decode_s=0.01, decode_context_s=1e-6)

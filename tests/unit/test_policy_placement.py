@@ -10,9 +10,9 @@ from pdmesh.model import InstanceId, Request, Role
 from pdmesh.policy.placement import Apart, InGroups, LeastQueuedTokens, ShortAroundLong
 from pdmesh.policy.seams import PrefillPlacement
 from pdmesh.policy.views import InstanceView
-from pdmesh.studies.order import ShortFirst
-from pdmesh.studies.placement import Reservation
-from pdmesh.testing.core import a_request, a_view
+from pdmesh_lab.studies.order import ShortFirst
+from pdmesh_lab.studies.placement import Reservation
+from pdmesh_testing.core import a_request, a_view
 
 SHORT, LONG = a_request("short", prompt=100), a_request("long", prompt=4000)
 IDLE = a_view("idle")

@@ -7,7 +7,7 @@ import pytest
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.packing import CHUNK_UNIT_TOKENS, ChunkSizer, StaticChunks
 from pdmesh.policy.prediction import Prediction, RemainingTime
-from pdmesh.testing.core import a_request
+from pdmesh_testing.core import a_request
 
 A100 = PROFILES["a100-llama3-8b"]
 PROPORTIONAL = LinearLatencyModel(a_s=0.0, b_s=1e-3, c_s=0.0, d_s=0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.studies.price import OVER_S, Demand
+from pdmesh_lab.studies.price import OVER_S, Demand
 
 
 def steady(per_s: float, work_s: float, for_s: float) -> Demand:

@@ -13,7 +13,7 @@ from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, Step
 from pdmesh.policy.packing import NOTHING, ChunkSizer
 from pdmesh.policy.profile import self_measured
 from pdmesh.policy.refine import Refinement
-from pdmesh.testing.modelled import modelled_profile
+from pdmesh_testing.modelled import modelled_profile
 
 #: The 82M-parameter Llama in bf16 on one core with AMX, from `pdmesh profile`.
 CPU = LinearLatencyModel(

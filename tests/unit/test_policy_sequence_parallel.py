@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdmesh.model import InstanceId
 from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B, sequence_parallel
 from pdmesh.policy.sequence_parallel import ElasticPlanner, FreeAt, PlannedChunk, SequenceParallelPlanner
-from pdmesh.studies.planners import ChunkwisePlanner, FixedPlanner
+from pdmesh_lab.studies.planners import ChunkwisePlanner, FixedPlanner
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
 

@@ -25,13 +25,13 @@ from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig
 from pdmesh.engine.architectures import parse_model_config
 from pdmesh.errors import ConfigError
 from pdmesh.service import raise_descriptor_limit
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.transport import reading
 from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import bind_socket, open_channel, serving
 from pdmesh.worker.engines import check_memory
 from pdmesh.worker.runtime import process_number, transfer_for
+from pdmesh_testing.checkpoints import write_checkpoint
 
 
 @pytest.fixture

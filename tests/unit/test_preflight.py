@@ -15,10 +15,10 @@ import pytest
 
 from pdmesh.engine.devices import check_device
 from pdmesh.errors import ConfigError
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.command import pdmesh_here
-from pdmesh.testing.disks import full_beyond
-from pdmesh.testing.gguf_files import write_gguf
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.command import pdmesh_here
+from pdmesh_testing.disks import full_beyond
+from pdmesh_testing.gguf_files import write_gguf
 
 #: Writes what is wrong below a folder and returns what is typed behind `pdmesh up`.
 Mistake = Callable[[Path], list[str]]

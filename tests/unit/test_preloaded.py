@@ -17,10 +17,10 @@ from pdmesh.engine import preloaded as preloaded_module
 from pdmesh.engine.loading import load_model
 from pdmesh.engine.preloaded import preload_model
 from pdmesh.engine.ranks.share import RankShare
-from pdmesh.testing.checkpoints import write_checkpoint
-from pdmesh.testing.gguf_files import write_gguf
-from pdmesh.testing.stepping import generate
 from pdmesh.worker.engines import build_engine, preload
+from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.gguf_files import write_gguf
+from pdmesh_testing.stepping import generate
 
 PROMPT = list(range(20))
 

@@ -13,7 +13,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.policy.latency import PROFILES, LinearLatencyModel
 from pdmesh.policy.profile import Subject
 from pdmesh.profiles import load_profile, save_profile
-from pdmesh.testing.profiles import COEFFICIENTS, SUBJECT, profile_file
+from pdmesh_testing.profiles import COEFFICIENTS, SUBJECT, profile_file
 
 CONTENT = profile_file(SUBJECT)
 OLD_TERMS = [name for name in COEFFICIENTS if name not in ("mixed_a_s", "interference_s")]

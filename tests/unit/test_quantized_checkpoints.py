@@ -24,10 +24,10 @@ from pdmesh.engine.ranks.share import RankShare
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
-from pdmesh.testing.checkpoints import CheckpointShape, write_checkpoint
-from pdmesh.testing.quantized_checkpoints import FORMATS, Format, write_quantized
-from pdmesh.testing.stepping import generate
-from pdmesh.testing.transformers_checkpoints import write_transformers_checkpoint
+from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint
+from pdmesh_testing.quantized_checkpoints import FORMATS, Format, write_quantized
+from pdmesh_testing.stepping import generate
+from pdmesh_testing.transformers_checkpoints import write_transformers_checkpoint
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, logprobs=320)
 PROMPT = [number * 37 % 300 for number in range(30)]

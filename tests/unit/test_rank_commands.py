@@ -13,7 +13,7 @@ from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.ranks.commands import Command, Deltas, Replicas, Step, ToldElsewhere, frame
 from pdmesh.errors import ProtocolError
 from pdmesh.model import num_blocks_for
-from pdmesh.testing.stepping import new_sequence
+from pdmesh_testing.stepping import new_sequence
 
 BLOCK_SIZE = 16
 

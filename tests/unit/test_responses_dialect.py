@@ -12,8 +12,6 @@ from pydantic import TypeAdapter
 
 from pdmesh.errors import RequestRejected
 from pdmesh.model import SamplingParams
-from pdmesh.testing.examples import examples
-from pdmesh.testing.sse import named_events
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls
 from pdmesh_gateway.choices import Delta
@@ -35,6 +33,8 @@ from pdmesh_gateway.items import AnswerEnded, ChoiceItems, ItemEvent, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.tools.format import CallableTool
+from pdmesh_testing.examples import examples
+from pdmesh_testing.sse import named_events
 
 JOB = GenerationJob(request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -14,7 +14,7 @@ from xml.sax.saxutils import quoteattr
 
 import pytest
 
-from pdmesh.testing.scripts import load_script
+from pdmesh_testing.scripts import load_script
 
 TESTS = Path(__file__).parents[1]
 
@@ -189,10 +189,10 @@ def test_a_test_is_touched_by_the_modules_that_it_uses(rotation: Any, tmp_path: 
     for name, text in {
         "libs/pdmesh/ranges.py": "",
         "libs/pdmesh/kv/__init__.py": "",
-        "libs/pdmesh/testing/mesh.py": "from pdmesh.kv import Pool",
+        "testing/pdmesh_testing/mesh.py": "from pdmesh.kv import Pool",
         "services/gateway/pdmesh_gateway/http.py": "",
         "tests/unit/test_direct.py": "import pdmesh.ranges",
-        "tests/unit/test_through.py": "from pdmesh.testing.mesh import Mesh",
+        "tests/unit/test_through.py": "from pdmesh_testing.mesh import Mesh",
         "tests/unit/test_other.py": "from pdmesh_gateway.http import serve",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

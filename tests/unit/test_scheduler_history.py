@@ -21,11 +21,11 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, OperationId, OperationKind, Role
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.testing.core import a_report, a_view
-from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.messages import InstanceNote
 from pdmesh_scheduler.history import LEFT_S, MAX_CAUSE, MAX_EVENTS, MAX_GONE, RESTARTED_S, MeshHistory, safety
 from pdmesh_scheduler.observing import Handled
+from pdmesh_testing.core import a_report, a_view
+from pdmesh_testing.modelled import modelled_profile
 
 DECODE = InstanceId("decode-0")
 #: Unix time of the core's second 0.

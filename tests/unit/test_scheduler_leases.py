@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-from pdmesh.sim.agenda import Agenda
-from pdmesh.testing.virtual_time import VirtualTimeLoop
+from pdmesh_lab.sim.agenda import Agenda
 from pdmesh_scheduler.peers import BROKEN_STREAM_GRACE_S, Leases
+from pdmesh_testing.virtual_time import VirtualTimeLoop
 
 LEASE_S = 5.0
 SHORT_S = 0.6

@@ -25,10 +25,10 @@ from pdmesh.core.lives import Lives
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, Request, RequestId, SamplingParams, TransferId
 from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
-from pdmesh.testing.worker import a_shard
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.records import RequestRecords
+from pdmesh_testing.worker import a_shard
 
 G = GatewayId("g")
 I = InstanceId("i")  # noqa: E741

@@ -9,11 +9,11 @@ import pytest
 from pdmesh.cli.admin import tenants_table
 from pdmesh.core.events import RequestArrived, Tick
 from pdmesh.model import Role
-from pdmesh.testing.core import CoreBench, a_request
-from pdmesh.testing.modelled import modelled_profile
 from pdmesh.wire.messages import MeshStatus, TenantStatus
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.tenants import LATE_S, MAX_TOLD, OTHERS, TenantUsage
+from pdmesh_testing.core import CoreBench, a_request
+from pdmesh_testing.modelled import modelled_profile
 
 
 class Scene:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.policy.latency import LLAMA_3_8B, LLAMA_3_70B, ChunkShape, StepShape
-from pdmesh.studies.fast_sp import LongPrompt, fast_s, ring_lag, ring_s
-from pdmesh.studies.kv_parallel import KvSpread, limit_tokens
-from pdmesh.studies.roofline import A100, H100, Degrees, Roofline, pipelined_s
+from pdmesh_lab.studies.fast_sp import LongPrompt, fast_s, ring_lag, ring_s
+from pdmesh_lab.studies.kv_parallel import KvSpread, limit_tokens
+from pdmesh_lab.studies.roofline import A100, H100, Degrees, Roofline, pipelined_s
 
 
 def h100s(tensor: int, stages: int = 1, kv_members: int = 1) -> Roofline:

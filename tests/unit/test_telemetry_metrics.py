@@ -49,8 +49,6 @@ from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.telemetry.exposition import watch_event_loop
 from pdmesh.telemetry.strangers import watch_strangers
-from pdmesh.testing.modelled import modelled_profile
-from pdmesh.testing.worker import a_shard
 from pdmesh.wire.strangers import Strangers
 from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh_gateway.metrics import GatewayMetrics
@@ -58,6 +56,8 @@ from pdmesh_gateway.transcripts import Transcripts
 from pdmesh_scheduler.metrics import SchedulerMetrics, leads_gauge
 from pdmesh_scheduler.observing import Handled
 from pdmesh_scheduler.tenants import TenantUsage
+from pdmesh_testing.modelled import modelled_profile
+from pdmesh_testing.worker import a_shard
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pdmesh.config import TelemetryConfig
 from pdmesh.errors import ConfigError
 from pdmesh.telemetry.tracing import NoTracing, SpanEvent, configure_tracing, exporting
-from pdmesh.testing.collector import collecting
+from pdmesh_testing.collector import collecting
 
 CLIENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 

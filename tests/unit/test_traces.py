@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.sim.workload import Arrival, Synthetic, synthetic, with_long_inputs, with_rate_scaled
-from pdmesh.traces import TraceError, read_trace
+from pdmesh_lab.sim.workload import Arrival, Synthetic, synthetic, with_long_inputs, with_rate_scaled
+from pdmesh_lab.traces import TraceError, read_trace
 
 AZURE = """\
 TIMESTAMP,ContextTokens,GeneratedTokens

@@ -11,13 +11,13 @@ import anyio.abc
 import pytest
 
 from pdmesh.errors import KvTransferError
-from pdmesh.sim.agenda import Agenda
-from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh.transport.address import WorkerAddress
 from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
 from pdmesh.transport.links import Links, Send
 from pdmesh.transport.peers import Peer
 from pdmesh.transport.prefix import PREFIX_BYTES
+from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_testing.virtual_time import VirtualTimeLoop
 
 NO_PROGRESS_S = 2.0
 LOCAL_NO_PROGRESS_S = 10.0

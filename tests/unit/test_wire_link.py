@@ -17,8 +17,6 @@ from pdmesh.core.commands import FreeKv
 from pdmesh.core.events import KvReleased, LoadReported
 from pdmesh.errors import ConfigError, InstanceUnavailable, OutboxFull
 from pdmesh.model import Epoch, GatewayId, InstanceId, RequestId, SamplingParams
-from pdmesh.sim.agenda import Agenda
-from pdmesh.testing.virtual_time import VirtualTimeLoop
 from pdmesh.wire.endpoint import check_bind, check_kv_devices, open_channel, serving
 from pdmesh.wire.link import FRAME_BYTES, FrameLink, open_link, serve_link
 from pdmesh.wire.messages import (
@@ -31,6 +29,8 @@ from pdmesh.wire.messages import (
     pack_token_ids,
     unpack_token_ids,
 )
+from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_testing.virtual_time import VirtualTimeLoop
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,6 @@ from pdmesh.errors import ConfigError
 from pdmesh.model import GRANULE_TOKENS, KvLayout, num_blocks_for
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
 from pdmesh.profiles import parse_latency
-from pdmesh.testing.checkpoints import TINY, write_config
-from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 from pdmesh.worker.engines import (
     EngineFacts,
     build_engine,
@@ -28,6 +26,8 @@ from pdmesh.worker.engines import (
     num_blocks_of,
 )
 from pdmesh.worker.measuring import step_s
+from pdmesh_testing.checkpoints import TINY, write_config
+from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 
 LAYOUT = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 BLOCK_BYTES = 32 * 65536

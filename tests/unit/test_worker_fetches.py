@@ -22,9 +22,9 @@ from pdmesh.engine.fake import FakeEngine, reference_output
 from pdmesh.kv.piece import PieceHeader
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.model import Epoch, PrefixHashes, TransferId
-from pdmesh.testing.reuse import FETCH, GREEDY, a_generation, granules_of, random_tokens, run, tell_of_fetch
-from pdmesh.testing.worker import RunningInstance, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh_testing.reuse import FETCH, GREEDY, a_generation, granules_of, random_tokens, run, tell_of_fetch
+from pdmesh_testing.worker import RunningInstance, running_instance
 
 pytestmark = pytest.mark.anyio
 

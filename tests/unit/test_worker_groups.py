@@ -28,9 +28,12 @@ from pdmesh.kv.incoming import WINDOW_CLOSED
 from pdmesh.kv.piece import PieceKind, unpack_header
 from pdmesh.model import GRANULE_TOKENS, Epoch, KvPart, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
-from pdmesh.testing.groups import admit_member, block_chunks, regroup, running_members
-from pdmesh.testing.kv import TransportMaker
-from pdmesh.testing.worker import (
+from pdmesh.transport.memory import MemoryFaults
+from pdmesh.transport.seal import MeshKey
+from pdmesh.wire.messages import Generation, PeerGone, PromptLogprobs
+from pdmesh_testing.groups import admit_member, block_chunks, regroup, running_members
+from pdmesh_testing.kv import TransportMaker
+from pdmesh_testing.worker import (
     DECODE_INSTANCE,
     RunningInstance,
     chunk_plans,
@@ -38,9 +41,6 @@ from pdmesh.testing.worker import (
     running_instance,
     with_prefix,
 )
-from pdmesh.transport.memory import MemoryFaults
-from pdmesh.transport.seal import MeshKey
-from pdmesh.wire.messages import Generation, PeerGone, PromptLogprobs
 
 pytestmark = pytest.mark.anyio
 

@@ -22,9 +22,9 @@ from pdmesh.core.events import (
 )
 from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
 from pdmesh.model import FinishReason, Role, SamplingParams
-from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.wire.messages import Generation, PeerGone, TurnOver
+from pdmesh_testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio
 

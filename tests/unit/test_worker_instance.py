@@ -22,7 +22,11 @@ from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_outp
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.model import FinishReason, InstanceId, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
-from pdmesh.testing.worker import (
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh.wire.messages import Generation, PeerHere, Prompt, PromptLogprobs
+from pdmesh.worker import steps
+from pdmesh.worker.plans import MAX_QUEUED_PLANS
+from pdmesh_testing.worker import (
     RunningInstance,
     a_shard,
     a_transfer,
@@ -31,10 +35,6 @@ from pdmesh.testing.worker import (
     prompt_of,
     running_instance,
 )
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import Generation, PeerHere, Prompt, PromptLogprobs
-from pdmesh.worker import steps
-from pdmesh.worker.plans import MAX_QUEUED_PLANS
 
 pytestmark = pytest.mark.anyio
 

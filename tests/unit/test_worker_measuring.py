@@ -17,11 +17,11 @@ from pdmesh.model import num_blocks_for
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 from pdmesh.policy.profile import shape_of
-from pdmesh.testing.checkpoints import write_checkpoint
 from pdmesh.worker import known_steps as known_steps_module
 from pdmesh.worker import measuring
 from pdmesh.worker.known_steps import KnownSteps, known_steps
 from pdmesh.worker.measuring import fits, measure_at_start, step_s
+from pdmesh_testing.checkpoints import write_checkpoint
 
 MIXED = StepShape((ChunkShape(32, 100), ChunkShape(7, 0)), 3, 60)
 

@@ -30,7 +30,9 @@ from pdmesh.kv.offload.disk import DiskSlots
 from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.kv.store import KvStore
 from pdmesh.model import GRANULE_TOKENS, PrefixHash, PrefixHashes, Role, SamplingParams
-from pdmesh.testing.worker import (
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh.wire.messages import Generation, pack_token_ids
+from pdmesh_testing.worker import (
     HASHER,
     RunningInstance,
     TierOf,
@@ -39,8 +41,6 @@ from pdmesh.testing.worker import (
     running_instance,
     with_prefix,
 )
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import Generation, pack_token_ids
 
 pytestmark = pytest.mark.anyio
 

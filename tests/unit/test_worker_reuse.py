@@ -28,17 +28,17 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.model import GRANULE_TOKENS, Epoch, IndexRange, KvPart, PrefixHash, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan
-from pdmesh.testing.groups import admit_member, block_chunks, running_members
-from pdmesh.testing.kv import TransportMaker
-from pdmesh.testing.reuse import GREEDY, a_generation, granules_of, output, random_tokens, run
-from pdmesh.testing.worker import (
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh_testing.groups import admit_member, block_chunks, running_members
+from pdmesh_testing.kv import TransportMaker
+from pdmesh_testing.reuse import GREEDY, a_generation, granules_of, output, random_tokens, run
+from pdmesh_testing.worker import (
     RunningInstance,
     chunk_plans,
     hand_over,
     make_generation,
     running_instance,
 )
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 
 pytestmark = pytest.mark.anyio
 

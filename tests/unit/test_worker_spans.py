@@ -16,9 +16,9 @@ from pdmesh.core.events import KvReleased, TransferFailed
 from pdmesh.engine.fake import FakeEngine
 from pdmesh.model import Role, SamplingParams
 from pdmesh.telemetry.tracing import OtelTracing, exporting
-from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.wire.messages import Generation
+from pdmesh_testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio
 

@@ -29,9 +29,11 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import IndexRange, PartMember, RequestId, SamplingParams, TransferId, TransferPurpose, num_blocks_for
 from pdmesh.plans import KvShard, StepPlan, TransferPlan
-from pdmesh.testing.checkpoints import TINY, write_checkpoint
-from pdmesh.testing.exactness import random_prompts
-from pdmesh.testing.worker import (
+from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh.wire.messages import Generation
+from pdmesh_testing.checkpoints import TINY, write_checkpoint
+from pdmesh_testing.exactness import random_prompts
+from pdmesh_testing.worker import (
     CAPABILITY,
     RunningInstance,
     chunk_plans,
@@ -40,8 +42,6 @@ from pdmesh.testing.worker import (
     prompt_of,
     running_instance,
 )
-from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import Generation
 
 pytestmark = pytest.mark.anyio
 

@@ -30,11 +30,11 @@ from pdmesh.core.events import (
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.kv.frames import WindowFrames
 from pdmesh.model import GRANULE_TOKENS, Epoch, Role, SamplingParams, TransferId, num_blocks_for
-from pdmesh.testing.reuse import FETCH, a_generation, granules_of, output, run, tell_of_fetch
-from pdmesh.testing.stepping import generate
-from pdmesh.testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
-from pdmesh.testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh_testing.reuse import FETCH, a_generation, granules_of, output, run, tell_of_fetch
+from pdmesh_testing.stepping import generate
+from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
+from pdmesh_testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio
 

@@ -43,10 +43,10 @@ from pdmesh.cli.options import (
     configured,
 )
 from pdmesh.cli.state import DEFAULT_NAME, state_folder
-from pdmesh.cli.study_commands import app as study_app
 from pdmesh.cli.tls import app as tls_app
 from pdmesh.errors import ConfigError
 from pdmesh.units import parse_seconds
+from pdmesh_lab.cli.commands import app as study_app
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
     from pdmesh.cli.http import Target

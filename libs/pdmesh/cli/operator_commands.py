@@ -172,8 +172,8 @@ def pool_advise(
     min_gain: MinGain = 3.0,
 ) -> None:
     """Simulate other pools and bundles on recent requests, and print how many would have met the targets."""
-    from pdmesh.cli.advise import AdviceOptions, run_advise
     from pdmesh.metrics import Slo
+    from pdmesh_lab.cli.advise import AdviceOptions, run_advise
 
     slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot)
     run_advise(asked, AdviceOptions(log=log, last_s=last, slo=slo, min_gain=min_gain / 100))
@@ -194,9 +194,9 @@ def pool_auto(
     once: Annotated[bool, Option("--once", help="Check once, make at most one change, and exit.")] = False,
 ) -> None:
     """Follow `pool advise`, one role at a time, and undo changes that make things worse. Ctrl-C exits."""
-    from pdmesh.cli.advise import AdviceOptions
-    from pdmesh.cli.auto import run_auto
     from pdmesh.metrics import Slo
+    from pdmesh_lab.cli.advise import AdviceOptions
+    from pdmesh_lab.cli.auto import run_auto
 
     options = AdviceOptions(log=log, last_s=last, slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot), min_gain=min_gain / 100)
     raise Exit(run_auto(asked, options, every_s=every, least=least, timeout_s=timeout, once=once))

@@ -1,4 +1,4 @@
-"""The named bundles. Bundles of papers are named here, and `pdmesh.studies` builds them."""
+"""The named bundles. Bundles of papers are named here, and `pdmesh_lab.studies` builds them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
     }
 )
 
-#: Bundles of papers and their baselines: `pdmesh.studies.bundles` is imported when one of them is chosen.
+#: Bundles of papers and their baselines: `pdmesh_lab.studies.bundles` is imported when one of them is chosen.
 STUDIED = (
     "lars",
     "lrs",
@@ -166,7 +166,7 @@ def make_bundle(name: str, config: PolicyConfig) -> Bundle:
 def _builders(name: str) -> Mapping[str, Callable[[PolicyConfig], Bundle]]:
     if name in BUNDLES:
         return BUNDLES
-    studied: Mapping[str, Callable[[PolicyConfig], Bundle]] = import_module("pdmesh.studies.bundles").BUNDLES
+    studied: Mapping[str, Callable[[PolicyConfig], Bundle]] = import_module("pdmesh_lab.studies.bundles").BUNDLES
     return studied
 
 

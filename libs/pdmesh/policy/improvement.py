@@ -5,8 +5,8 @@ only be as large as is worth it to those that come next. So the best *improvemen
 (Tetris, §5.1). It is found before by simulation, and looked up for the arrivals that are seen.
 
 Tetris finds a table for one mesh and the lengths that are usual there, by requests a second
-(`pdmesh.studies.first_tokens`). For a pipelined prefill the load stands for both: the seconds of work that come in a
-second, for each instance that prefills.
+(`pdmesh_lab.studies.first_tokens`). For a pipelined prefill the load stands for both: the seconds of work that come in
+a second, for each instance that prefills.
 """
 
 from __future__ import annotations
@@ -72,5 +72,5 @@ class ImprovementInForce:
 #: loads of 0.2 to 0.65 and at 0.95 within 1 % of the mean TTFT of the best of six rates for either, at 0.8 equal to it
 #: for the long prompts and within 4 % for the mixed ones (`benchmarks/group_rates.py`, 2026-11-23, 3 seeds of 250
 #: requests). Helpers give way to what comes, so the load has to be high before it is better not to ask them. So a price
-#: of their time (`pdmesh.studies.price`) is too high here: it made mixed prompts 18 to 63 % later.
+#: of their time (`pdmesh_lab.studies.price`) is too high here: it made mixed prompts 18 to 63 % later.
 RATES_BY_LOAD = ImprovementTable(((0.2, 0.02), (0.65, 0.05), (0.8, 0.2), (0.95, 0.3)))

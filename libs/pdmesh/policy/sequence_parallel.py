@@ -7,7 +7,7 @@ They are taken as equal, and as equally far from each other (one host, or one sw
 
 `ElasticPlanner` finds the best of all chains of sizes by a dynamic program: of two ways to have a group free at the
 same time, the one with more tokens done is never worse, so one number for each size is enough. Tetris's own search and
-groups of a fixed size, which it is compared with, are in `pdmesh.studies.planners`.
+groups of a fixed size, which it is compared with, are in `pdmesh_lab.studies.planners`.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class ElasticPlanner:
     ) -> tuple[PlannedChunk, ...]:
         """Plan like every planner, with the size of the least cost among those that are worth their instances.
 
-        That is its end, and ``price`` (`pdmesh.studies.price`) for each second that it keeps an instance from others:
-        from when that is free. If any ends ``within_s``, it is one of those.
+        That is its end, and ``price`` (`pdmesh_lab.studies.price`) for each second that it keeps an instance from
+        others: from when that is free. If any ends ``within_s``, it is one of those.
         """
         line = line_of(held, pool)
         num_instances, num_least = len(line), len(held) or 1

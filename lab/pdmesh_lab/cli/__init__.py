@@ -1,0 +1,1 @@
+"""Commands of the ``pdmesh`` command line that study a mesh."""

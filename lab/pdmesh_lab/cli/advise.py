@@ -1,0 +1,278 @@
+"""`pdmesh pool advise`: what other pools, or another bundle, would have made of the last minutes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import typer
+
+from pdmesh.cli.admin import target
+from pdmesh.cli.options import Asked, Output
+from pdmesh.cli.progress import progress_bar
+from pdmesh.cli.tables import Column, Table
+from pdmesh.core.events import InstanceJoined
+from pdmesh.decisions import MeshMembers, decode_decision
+from pdmesh.errors import ConfigError, ProtocolError
+from pdmesh.eventlog import EventLogReader, Header, core_of
+from pdmesh.garbage import rare_collections
+from pdmesh.metrics import NO_SLO, Slo
+from pdmesh.model import Role
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import GetDecisions, LatestDecisions
+from pdmesh_lab.cli.replay import Replay
+from pdmesh_lab.sim.advice import Foretold, Proposal, outlook, ranked, recent, recent_runs, splits, tpot_limit_s
+from pdmesh_lab.sim.recorded import Decision, RecordedRun, recorded_run
+from pdmesh_lab.sim.report import report
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.samples import fitted_model
+
+#: Fewer requests say nothing of what would be better.
+MIN_REQUESTS = 20
+
+#: Bundles that are tried beside the one in use.
+BUNDLES = ("fcfs", "pdmesh")
+
+#: Of all proposals, those that are printed.
+NUM_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviceOptions:
+    """The command's options, as given."""
+
+    log: Path | None  # default: the decisions in the scheduler's memory
+    last_s: float
+    slo: Slo
+    min_gain: float  # of the share of requests in time, 0 to 1, for which to change anything
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The proposals, the best one first, and the mesh as it is now."""
+
+    recorded: Foretold  # as it was, not simulated
+    now: Foretold
+    outlooks: Sequence[Foretold]
+    num_requests: int
+    min_gain: float
+    tpot_limit_s: float = inf  # at p99, where nobody has a target for it
+
+    @property
+    def best(self) -> Foretold | None:
+        """The proposal to change to; None if none is better by enough."""
+        best = self.outlooks[0]
+        return best if best.attainment - self.now.attainment >= self.min_gain else None
+
+    @property
+    def too_slow(self) -> Foretold | None:
+        """A proposal that would have more requests in time by enough, but is ruled out by its time per output token."""
+        others = (each for each in self.outlooks if (each.figures.all.tpot_s.p99 or 0.0) > self.tpot_limit_s)
+        other = max(others, key=lambda each: each.attainment, default=None)
+        if other is None or other.attainment - self.outlooks[0].attainment < self.min_gain:
+            return None
+        return other
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Decisions to learn from, and the mesh at their end."""
+
+    header: Header
+    run: RecordedRun
+    mesh: MeshMembers
+    source: str
+
+
+def recording_of(asked: Asked, options: AdviceOptions) -> Recording:
+    """Return what a log holds, if one is given, else what the scheduler of the mesh keeps in memory.
+
+    Raises PdmeshError if the log cannot be read, or no mesh can be asked.
+    """
+    if options.log is not None:
+        return read_log(options.log)
+    pages = anyio.run(_latest, asked)
+    header = msgspec.convert(msgspec.msgpack.decode(pages[0].header), Header)
+    mesh = MeshMembers(pages[0].bundle, {profile.instance_id: profile for profile in pages[0].profiles})
+    joined = [Decision(-inf, InstanceJoined(profile, ()), ()) for profile in pages[0].profiles]
+    decisions = chain(joined, (decode_decision(data) for page in pages for data in page.decisions))
+    return Recording(header, recorded_run(_followed(decisions, mesh)), mesh, "the scheduler's memory")
+
+
+def read_log(path: Path) -> Recording:
+    """Return what an event log holds. Raises ConfigError."""
+    try:
+        with EventLogReader(path) as log:
+            decisions = Replay(log, None)
+            mesh = MeshMembers(log.header.bundle)
+            run = recorded_run(_followed(decisions, mesh))
+            header = log.header
+    except OSError as error:
+        raise ConfigError(f"cannot read the event log {path}: {error.strerror}") from error
+    if not decisions.is_faithful:
+        raise ConfigError(f"{path} was written by another version of pdmesh, which decides differently")
+    return Recording(header, run, mesh, str(path))
+
+
+async def _latest(asked: Asked) -> list[LatestDecisions]:
+    _, address, security = target(asked.config, asked.state)
+    pages: list[LatestDecisions] = []
+    start: int | None = 0
+    while start is not None:
+        answer = await ask_scheduler(address, security, GetDecisions(start=start))
+        if not isinstance(answer, LatestDecisions):
+            raise ProtocolError("the scheduler sent an unexpected answer")
+        pages.append(answer)
+        if answer.next_start is not None and answer.next_start <= start:
+            raise ProtocolError("the scheduler sent a page twice")
+        start = answer.next_start
+    return pages
+
+
+def _followed(decisions: Iterable[Decision], mesh: MeshMembers) -> Iterator[Decision]:
+    for decision in decisions:
+        mesh.apply(decision)
+        yield decision
+
+
+def run_advise(asked: Asked, options: AdviceOptions) -> None:
+    """Print what would have been better. Raises ConfigError if the log does not contain enough."""
+    advice = advise(recording_of(asked, options), options, asked.output)
+    if asked.output is Output.JSON:
+        typer.echo(json.dumps(_as_json(advice), indent=2))
+    else:
+        _print(advice)
+
+
+def advise(recording: Recording, options: AdviceOptions, output: Output, *, same_bundle: bool = False) -> Advice:
+    """Simulate all proposals on the end of a recording; with ``same_bundle`` only proposals that keep the bundle.
+
+    Raises ConfigError if the recording does not contain enough.
+    """
+    run, mesh = recording.run, recording.mesh
+    arrivals = recent(run.arrivals, options.last_s)
+    if len(arrivals) < MIN_REQUESTS or not mesh.profiles:
+        raise ConfigError(
+            f"{len(arrivals)} requests finished in the last {options.last_s:g} s of {recording.source}: at least "
+            f"{MIN_REQUESTS} are needed for advice"
+        )
+    if options.slo == NO_SLO and all(each.slo_ttft_s is None and each.slo_tpot_s is None for each in arrivals):
+        raise ConfigError("the requests have no targets: set --slo-ttft or --slo-tpot")
+    bundles = dict.fromkeys((mesh.bundle, *(() if same_bundle else BUNDLES)))
+    return _compared(recording.header, run, mesh, tuple(bundles), options, output)
+
+
+def _compared(
+    header: Header, run: RecordedRun, mesh: MeshMembers, bundles: Sequence[str], options: AdviceOptions, output: Output
+) -> Advice:
+    try:
+        latency = fitted_model(run)
+    except ValueError:
+        raise ConfigError("there are no steps to fit a latency model to") from None
+    arrivals = recent(run.arrivals, options.last_s)
+    like = next(iter(mesh.profiles.values()))
+    long_tokens = header.config.policy.long_prompt_tokens
+    now = Proposal(mesh.pools, mesh.bundle)
+    proposals = dict.fromkeys([now, *(Proposal(p, b) for p in splits(now.pools.total) for b in bundles)])
+    outlooks: dict[Proposal, Foretold] = {}
+    with rare_collections(), progress_bar(output) as progress:
+        task = progress.add_task("simulating", total=len(proposals))
+        for proposal in proposals:
+            core = core_of(header, proposal.bundle)
+            outlooks[proposal] = outlook(proposal, core, arrivals, like, latency, options.slo, long_tokens)
+            progress.advance(task)
+    limit_s = tpot_limit_s(outlooks[now], options.slo, arrivals, header.config.policy.slo_tpot_s)
+    runs = recent_runs(run.result.requests, options.last_s)
+    was = SimResult(runs, run.result.instances, 0, 0)
+    return Advice(
+        recorded=Foretold(now, report(was, long_tokens=long_tokens, slo=options.slo)),
+        now=outlooks[now],
+        outlooks=ranked(list(outlooks.values()), outlooks[now], limit_s),
+        num_requests=len(arrivals),
+        min_gain=options.min_gain,
+        tpot_limit_s=limit_s,
+    )
+
+
+def command_of(now: Proposal, best: Proposal) -> list[str]:
+    """Return the commands to type for a proposal."""
+    pools = best.pools
+    commands: list[str] = []
+    if pools != now.pools:
+        sizes = " ".join(f"--{role} {pools.of(role)}" for role in Role)
+        commands.append(f"pdmesh pool resize {sizes}")
+    if best.bundle != now.bundle:
+        commands.append(f"pdmesh policy set {best.bundle}")
+    return commands
+
+
+def _print(advice: Advice) -> None:
+    numbers = ("in time", "+/-", "a second", "ttft p50", "ttft p99", "tpot p99")
+    table = Table([Column("pools"), Column("bundle"), *(Column(title, right=True) for title in numbers)])
+    _add(table, advice.recorded, "real")
+    _add(table, advice.now, "now")
+    for each in advice.outlooks[:NUM_SHOWN]:
+        if each is not advice.now:
+            _add(table, each, f"{100 * (each.attainment - advice.now.attainment):+.1f}")
+    table.show()
+    typer.echo(
+        f"{advice.num_requests} requests; all figures but the first line's are simulated, with a model of their steps"
+    )
+    if (other := advice.too_slow) is not None:
+        typer.echo(
+            f"{other.proposal.pools} ({other.proposal.bundle}) would have had more within targets, but takes more than "
+            f"{1e3 * advice.tpot_limit_s:.3g} ms per token; set the limit with --slo-tpot"
+        )
+    if advice.best is None:
+        typer.echo(f"no proposal is better by {100 * advice.min_gain:g} points: keep the mesh as it is")
+        return
+    for command in command_of(advice.now.proposal, advice.best.proposal):
+        typer.echo(f"  {command}")
+
+
+def _add(table: Table, each: Foretold, what: str) -> None:
+    figures = each.figures
+    goodput = figures.goodput_per_s
+    table.add(
+        str(each.proposal.pools),
+        each.proposal.bundle,
+        f"{each.attainment:.1%}",
+        what,
+        "" if goodput is None else f"{goodput:.3g}",
+        *map(_time, (figures.all.ttft_s.p50, figures.all.ttft_s.p99, figures.all.tpot_s.p99)),
+    )
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _as_json(advice: Advice) -> dict[str, Any]:
+    best = advice.best
+    return {
+        "num_requests": advice.num_requests,
+        "recorded": _figures(advice.recorded),
+        "now": _figures(advice.now),
+        "proposals": [_figures(each) for each in advice.outlooks],
+        "best": None if best is None else _figures(best),
+        "tpot_limit_s": advice.tpot_limit_s if isfinite(advice.tpot_limit_s) else None,
+        "commands": [] if best is None else command_of(advice.now.proposal, best.proposal),
+    }
+
+
+def _figures(each: Foretold) -> dict[str, Any]:
+    return {
+        "pools": msgspec.to_builtins(each.proposal.pools),
+        "bundle": each.proposal.bundle,
+        "attainment": each.attainment,
+        "figures": msgspec.to_builtins(each.figures),
+    }

@@ -1,0 +1,278 @@
+"""`pdmesh simulate`: one workload through a simulated mesh, once for each bundle, side by side."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pdmesh import __version__
+from pdmesh.cli.options import Output, write_file
+from pdmesh.cli.progress import advance, progress_bar
+from pdmesh.core.config import KvReservation
+from pdmesh.errors import ConfigError, PdmeshError
+from pdmesh.garbage import rare_collections
+from pdmesh.metrics import Slo
+from pdmesh.model import InstanceProfile, PoolCounts, Role
+from pdmesh.policy.batching import NOTHING_EXCLUSIVE
+from pdmesh.policy.bundles import make_bundle
+from pdmesh.policy.config import PolicyConfig
+from pdmesh.policy.latency import LatencyModel
+from pdmesh.policy.prefill_groups import Schedule
+from pdmesh_lab.cli.study import StudyOptions, described, make_study
+from pdmesh_lab.sim.faults import Death, NoisyModel, random_deaths
+from pdmesh_lab.sim.mesh import study_core
+from pdmesh_lab.sim.perfetto import chrome_trace
+from pdmesh_lab.sim.report import GroupReport, Percentiles, SimReport, report
+from pdmesh_lab.sim.result import SimResult
+from pdmesh_lab.sim.simulator import Simulator
+from pdmesh_lab.sim.workload import Arrival, ClosedLoop
+
+Instances = Sequence[tuple[InstanceProfile, LatencyModel]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions(StudyOptions):
+    """The command's options, as given."""
+
+    prefill: int
+    decode: int
+    mixed: int
+    prefill_pp: int
+    decode_pp: int
+    group_size: int
+    reserved: int
+    max_group_members: int
+    sequence_parallel: Schedule
+    noise: float
+    deaths: int
+    away_s: float
+    bundles: Sequence[str]
+    batchings: Sequence[str]  # none: each bundle's own
+    threshold: float | None
+    clients: int | None
+    think_s: float
+    max_tokens: int | None
+    kv_reservation: KvReservation
+    plot: Path | None
+    plot_modes: Path | None
+    perfetto: Path | None
+
+
+def run_simulate(options: SimulateOptions, output: Output) -> None:
+    """Simulate and print. Raises ConfigError for options that make no sense, TraceError for a trace."""
+    write_plot = None if options.plot is None else _plotter()
+    write_modes = None if options.plot_modes is None else _modes_plotter()
+    study = make_study(options, options.bundles)
+    mesh = study.mesh(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
+    if options.threshold is not None and "eb" not in options.batchings:
+        raise ConfigError("--threshold needs --batching eb")
+    policy = replace(
+        study.policy,
+        eb_threshold=options.threshold,
+        max_group_members=options.max_group_members,
+        sequence_parallel=options.sequence_parallel,
+        group_size=options.group_size,
+        reserved_instances=_reserved(options),
+        link_bytes_per_s=study.config.port_bytes_per_s,
+    )
+    mesh = replace(
+        mesh,
+        joins_groups=max(options.max_group_members, options.group_size) > 1,
+        prefill_stages=options.prefill_pp,
+        decode_stages=options.decode_pp,
+    )
+    if options.prefill_pp > 1 and options.group_size > 1:
+        raise ConfigError(
+            "--prefill-pp: instances of several stages compute no prompts together; set --group-size to 1"
+        )
+    if options.group_size > options.prefill + options.mixed:
+        raise ConfigError(
+            f"--group-size {options.group_size}: {options.prefill + options.mixed} instances compute prompts"
+        )
+    if options.group_size > 1 or options.reserved:
+        policy = replace(policy, long_prompt_tokens=study.long_tokens)
+    instances = mesh.instances(policy.latency)
+    arrivals, closed_loop = _asked(options, study.arrivals)
+    config = replace(study.config, deaths=_deaths(options, instances, arrivals))
+    cores = {
+        f"{bundle} {batching}".strip(): study_core(
+            bundle, replace(policy, batching=batching), options.seed, kv_reservation=options.kv_reservation
+        )
+        for bundle, batching in product(options.bundles, options.batchings or ("",))
+    }
+    if "eb" in options.batchings and not any(_has_modes(profile, options.bundles, policy) for profile, _ in instances):
+        raise ConfigError(f"--batching eb: {NOTHING_EXCLUSIVE}")
+    results: dict[str, SimResult] = {}
+    with rare_collections(), progress_bar(output) as progress:
+        for name, core in cores.items():
+            task = progress.add_task(name, total=len(arrivals))
+            simulator = Simulator(
+                core,
+                _noisy(options, instances),
+                arrivals,
+                config,
+                closed_loop=closed_loop,
+            )
+            results[name] = simulator.run(advance(progress, task))
+
+    slo = Slo(ttft_s=options.slo_ttft_s, tpot_s=options.slo_tpot_s)
+    reports = {name: report(result, long_tokens=study.long_tokens, slo=slo) for name, result in results.items()}
+    if options.perfetto is not None:
+        write_file(options.perfetto, json.dumps(chrome_trace(results)).encode())
+    if write_plot is not None and options.plot is not None:
+        write_file(options.plot, write_plot(results, study.long_tokens))
+    if write_modes is not None and options.plot_modes is not None:
+        write_file(options.plot_modes, write_modes(arrivals, policy))
+    if output is Output.JSON:
+        record = {
+            "pdmesh": __version__,
+            "options": msgspec.to_builtins(replace(options, plot=None, plot_modes=None, perfetto=None)),
+            "profile": msgspec.to_builtins(study.profile),
+            "policy": msgspec.to_builtins(policy),
+            "mesh": msgspec.to_builtins(mesh),
+            "bundles": {name: msgspec.to_builtins(figures) for name, figures in reports.items()},
+        }
+        typer.echo(json.dumps(record, indent=2))
+    else:
+        console = Console()
+        pools = PoolCounts(prefill=options.prefill, decode=options.decode, mixed=options.mixed)
+        console.print(f"{described(study.profile)}: {pools}", highlight=False)
+        console.print(figures_table(reports))
+
+
+def _reserved(options: SimulateOptions) -> int:
+    """How many instances join up to the last one that is reserved: those that only decode come before mixed ones.
+
+    Raises ConfigError if these were all that compute prompts, or fewer than a group has.
+    """
+    num_computing = options.prefill + options.mixed
+    if 0 < options.reserved < options.group_size:
+        raise ConfigError(f"--reserved {options.reserved}: that is less than --group-size {options.group_size}")
+    if options.reserved and options.reserved >= num_computing:
+        raise ConfigError(
+            f"--reserved {options.reserved} of {num_computing} that compute prompts leaves none for short ones"
+        )
+    return options.reserved + (options.decode if options.reserved > options.prefill else 0)
+
+
+def _has_modes(profile: InstanceProfile, bundles: Sequence[str], policy: PolicyConfig) -> bool:
+    """Whether an instance prefills and decodes under one of the bundles."""
+    if profile.role is not Role.DECODE:
+        return profile.role is Role.MIXED
+    return any(make_bundle(bundle, policy).local_prefill is not None for bundle in bundles)
+
+
+def _asked(options: SimulateOptions, arrivals: Sequence[Arrival]) -> tuple[Sequence[Arrival], ClosedLoop | None]:
+    """The requests with what they ask for, and the clients that send them, if they wait for each other."""
+    most = options.max_tokens
+    if most is not None:
+        arrivals = [
+            replace(arrival, num_output_tokens=min(arrival.num_output_tokens, most), max_tokens=most)
+            for arrival in arrivals
+        ]
+    if options.clients is None:
+        if options.think_s:
+            raise ConfigError("--think needs --clients")
+        return arrivals, None
+    return arrivals, ClosedLoop(num_clients=((0, options.clients),), think_s=options.think_s)
+
+
+def _noisy(options: SimulateOptions, instances: Instances) -> Instances:
+    """The same instances, each with its own noise, which every bundle meets anew from the seed."""
+    if not options.noise:
+        return instances
+    return [
+        (profile, NoisyModel(model, options.noise, random.Random(f"{options.seed} {profile.instance_id}")))
+        for profile, model in instances
+    ]
+
+
+def _deaths(options: SimulateOptions, instances: Instances, arrivals: Sequence[Arrival]) -> Sequence[Death]:
+    """Draw deaths while requests arrive."""
+    if not options.deaths:
+        return ()
+    if options.clients is not None:
+        raise ConfigError("--deaths cannot be combined with --clients")
+    names = [profile.instance_id for profile, _ in instances]
+    within_s = max((arrival.arrival_s for arrival in arrivals), default=0.0)
+    try:
+        return random_deaths(names, options.deaths, within_s, options.away_s, options.seed)
+    except ValueError as error:
+        raise ConfigError(f"--deaths {options.deaths}: {error}") from error
+
+
+# --- what is shown ---
+
+
+def figures_table(reports: Mapping[str, SimReport]) -> Table:
+    """Return a table of figures with one column for each bundle."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in reports:
+        table.add_column(name, justify="right")
+    runs = list(reports.values())
+    for name, groups in (("short", [run.short for run in runs]), ("long", [run.long for run in runs])):
+        if any(group.num_requests for group in groups):
+            for row in _group_rows(name, groups):
+                table.add_row(*row)
+    if any(run.goodput_per_s is not None for run in runs):
+        table.add_row("goodput, requests/s", *(_one(run.goodput_per_s) for run in runs))
+    table.add_row("output tokens/s", *(_one(run.output_tokens_per_s) for run in runs))
+    table.add_row("busy", *("-" if run.busy_share is None else f"{run.busy_share:.1%}" for run in runs))
+    if any(run.reused_share is not None for run in runs):
+        shares = ["-" if run.reused_share is None else f"{run.reused_share:.1%}" for run in runs]
+        table.add_row("prompt tokens reused", *shares)
+    table.add_row("makespan, s", *(_one(run.makespan_s) for run in runs))
+    return table
+
+
+def _group_rows(name: str, groups: Sequence[GroupReport]) -> Iterator[tuple[str, ...]]:
+    yield f"{name}: finished", *(f"{group.num_finished} of {group.num_requests}" for group in groups)
+    yield from _percentile_rows("TTFT", "s", [group.ttft_s for group in groups])
+    yield from _percentile_rows("queueing", "s", [group.queueing_s for group in groups])
+    yield from _percentile_rows("TPOT", "ms", [group.tpot_s for group in groups], 1e3)
+    yield "  JCT mean, s", *(_one(group.mean_jct_s) for group in groups)
+    yield "  requests/s", *(_one(group.requests_per_s) for group in groups)
+    yield "  preemptions", *(str(group.num_preemptions) for group in groups)
+    if any(group.num_restarts for group in groups):
+        yield "  restarts", *(str(group.num_restarts) for group in groups)
+
+
+def _percentile_rows(
+    name: str, unit: str, figures: Sequence[Percentiles], scale: float = 1.0
+) -> Iterator[tuple[str, ...]]:
+    yield f"  {name} p50, {unit}", *(_one(values.p50, scale) for values in figures)
+    yield "    p90", *(_one(values.p90, scale) for values in figures)
+    yield "    p99", *(_one(values.p99, scale) for values in figures)
+
+
+def _one(value: float | None, scale: float = 1.0) -> str:
+    if value is None:
+        return "-"
+    value *= scale
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _plotter() -> Callable[[Mapping[str, SimResult], int], bytes]:
+    try:
+        from pdmesh_lab.cli.plots import draw
+    except ImportError as error:
+        raise PdmeshError("--plot needs matplotlib: pip install 'pdmesh[plot]'") from error
+    return draw
+
+
+def _modes_plotter() -> Callable[[Sequence[Arrival], PolicyConfig], bytes]:
+    try:
+        from pdmesh_lab.cli.modes_plot import draw_modes
+    except ImportError as error:
+        raise PdmeshError("--plot-modes needs matplotlib: pip install 'pdmesh[plot]'") from error
+    return draw_modes

@@ -1,0 +1,133 @@
+"""Which pools, and which bundle, would have kept the targets of recorded requests: simulated with the same core.
+
+The same number of instances is shared out in other ways, and the requests of the last minutes are sent again. What is
+there now is simulated too: only simulated figures are compared with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from pdmesh.metrics import Slo
+from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
+from pdmesh.policy.latency import LatencyModel
+from pdmesh_lab.sim.report import SimReport, report
+from pdmesh_lab.sim.result import RequestRun
+from pdmesh_lab.sim.simulator import Core, Simulator
+from pdmesh_lab.sim.workload import Arrival
+
+#: Shares of requests in time that are this near are alike: what changes less is better then.
+TIE = 0.01
+
+#: Where nobody has a target for the time per output token, it may become so many times what it is.
+TPOT_STRETCH = 1.1
+
+#: Of the instances' number, when splits are tried; beyond it every so many are left out.
+MAX_SPLITS = 16
+
+
+class Proposal(NamedTuple):
+    """What could be otherwise."""
+
+    pools: PoolCounts
+    bundle: str
+
+    def num_changes(self, now: Proposal) -> int:
+        """Roles of instances, and the bundle."""
+        roles = sum(max(0, self.pools.of(role) - now.pools.of(role)) for role in Role)
+        return roles + (self.bundle != now.bundle)
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What a proposal would have made of the requests."""
+
+    proposal: Proposal
+    figures: SimReport
+
+    @property
+    def attainment(self) -> float:
+        return self.figures.all.slo_attainment or 0.0
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """The better, the less: the share of requests in time, then how many a second are, then how soon they begin."""
+        ttft_s = self.figures.all.ttft_s.p99
+        return -self.attainment, -(self.figures.goodput_per_s or 0.0), float("inf") if ttft_s is None else ttft_s
+
+
+def tpot_limit_s(now: Foretold, slo: Slo, arrivals: Sequence[Arrival], default_s: float) -> float:
+    """What a token may take at p99, in seconds, where nobody has a target for it: else a split that only starts
+    answers sooner would be best, whatever it does to those that are being written.
+
+    Infinite where there are targets: these are counted. ``default_s`` is what the policies themselves go by.
+    """
+    if slo.tpot_s is not None or any(arrival.slo_tpot_s is not None for arrival in arrivals):
+        return inf
+    return max(default_s, TPOT_STRETCH * (now.figures.all.tpot_s.p99 or 0.0))
+
+
+def ranked(outlooks: Sequence[Foretold], now: Foretold, limit_s: float) -> list[Foretold]:
+    """The best first. Of those that are alike (`TIE`), what is there, then what changes least.
+
+    Those whose time per output token is beyond ``limit_s`` come last.
+    """
+
+    def breaks(each: Foretold) -> bool:
+        return (each.figures.all.tpot_s.p99 or 0.0) > limit_s
+
+    best = max(each.attainment for each in outlooks if not breaks(each))
+
+    def rank(each: Foretold) -> tuple[bool, bool, int, tuple[float, float, float]]:
+        is_alike = each.attainment >= best - TIE
+        changes = each.proposal.num_changes(now.proposal) if is_alike else 0
+        return breaks(each), not is_alike, changes, each.rank
+
+    return sorted(outlooks, key=rank)
+
+
+def splits(total: int) -> Iterator[PoolCounts]:
+    """Yield other ways to share out a number of instances: apart, or all mixed."""
+    step = max(1, total // MAX_SPLITS)
+    for prefill in range(1, total, step):
+        yield PoolCounts(prefill=prefill, decode=total - prefill)
+    yield PoolCounts(prefill=0, decode=0, mixed=total)
+
+
+def recent(arrivals: Sequence[Arrival], last_s: float) -> list[Arrival]:
+    """Return the arrivals of the last ``last_s`` seconds, moved to begin at 0."""
+    if not arrivals:
+        return []
+    end_s = max(arrival.arrival_s for arrival in arrivals)
+    kept = [arrival for arrival in arrivals if arrival.arrival_s >= end_s - last_s]
+    start_s = min(arrival.arrival_s for arrival in kept)
+    return [replace(arrival, arrival_s=arrival.arrival_s - start_s) for arrival in kept]
+
+
+def recent_runs(runs: Sequence[RequestRun], last_s: float) -> list[RequestRun]:
+    """The same of what became of them."""
+    end_s = max((run.request.arrival_s for run in runs), default=0.0)
+    return [run for run in runs if run.request.arrival_s >= end_s - last_s]
+
+
+def outlook(
+    proposal: Proposal,
+    core: Core,
+    arrivals: Sequence[Arrival],
+    like: InstanceProfile,
+    latency: LatencyModel,
+    slo: Slo,
+    long_tokens: int,
+    on_ended: Callable[[int], None] | None = None,
+) -> Foretold:
+    """Simulate a proposal on instances ``like`` one that is there."""
+    instances = [
+        (replace(like, instance_id=InstanceId(f"{role}-{index}"), role=role), latency)
+        for role in Role
+        for index in range(proposal.pools.of(role))
+    ]
+    result = Simulator(core, instances, arrivals).run(on_ended)
+    return Foretold(proposal, report(result, long_tokens=long_tokens, slo=slo))

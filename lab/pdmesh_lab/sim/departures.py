@@ -1,0 +1,109 @@
+"""Prompts that a simulated instance computes, and their KV on its way to where they decode.
+
+KV moves layer by layer. A chunk's KV may move from the moment its step begins, except the last layer's, which may when
+the step has ended; so a transfer never lands before its prompt is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.model import GRANULE_TOKENS, NO_TRANSFER, RequestKey, TransferId
+from pdmesh.plans import TransferPlan
+from pdmesh_lab.sim.flows import SimulatedFlows
+from pdmesh_lab.sim.held import Held
+from pdmesh_lab.sim.result import RequestRun
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """A request whose prompt is computed here."""
+
+    held: Held
+    run: RequestRun
+    last_turn: int | None = None  # the planned step that had its latest chunk
+    granted_to: TransferId = NO_TRANSFER
+    granted_s: float = 0.0  # for the first time
+    computed_s: float | None = None
+    num_ready_bytes: float = 0.0  # of all that is computed, and may move
+    num_sent_bytes: float = 0.0  # of these, given to its receiver, or there before
+
+
+class SimulatedDepartures:
+    """Transfers that leave an instance."""
+
+    def __init__(self, flows: SimulatedFlows) -> None:
+        self._flows = flows
+        self.token_bytes = flows.layout.token_bytes
+        self.last_layer_share = 1 / flows.layout.num_layers
+        self.prefills: dict[RequestKey, Prefill] = {}
+
+    def num_kv_bytes(self, run: RequestRun, transfer: TransferPlan) -> int:
+        """Bytes that a transfer of a prompt's KV brings."""
+        num_there = transfer.num_reused_granules * GRANULE_TOKENS
+        return (run.current.num_prompt_tokens - num_there) * self.token_bytes
+
+    def began(self, prefill: Prefill, num_tokens: int) -> None:
+        """So many tokens of it are being computed: all layers but the last one may move."""
+        self._move(prefill, num_tokens * self.token_bytes * (1 - self.last_layer_share))
+
+    def ended(self, prefill: Prefill, num_tokens: int) -> None:
+        self._move(prefill, num_tokens * self.token_bytes * self.last_layer_share)
+
+    def came(self, key: RequestKey, num_tokens: int) -> None:
+        """Others computed so many tokens of it, and their KV is here now."""
+        self._move(self.prefills[key], num_tokens * self.token_bytes)
+
+    def forget(self, key: RequestKey) -> Prefill | None:
+        """Forget a prompt that ends, or decodes, where it is."""
+        prefill = self.prefills.pop(key, None)
+        if prefill is not None and prefill.held.transfer is not None:
+            self._flows.drop(key, prefill.held.transfer)
+        return prefill
+
+    def send(self, held: Held, transfer: TransferPlan) -> None:
+        """Send what is granted; to another receiver than before all that is computed goes."""
+        prefill = self.prefills[held.key]
+        if prefill.granted_to != transfer.transfer_id:
+            prefill.granted_to, prefill.granted_s = transfer.transfer_id, self._flows.agenda.now_s
+            prefill.num_sent_bytes = float(transfer.num_reused_granules * GRANULE_TOKENS * self.token_bytes)
+        self._move(prefill, 0.0)
+
+    def stop(self, held: Held, transfer: TransferPlan) -> None:
+        self.prefills[held.key].num_sent_bytes -= self._flows.drop(held.key, transfer)
+
+    def drained(self, key: RequestKey) -> None:
+        """All KV that may move so far has moved; it has landed if that is all of it.
+
+        Of a prompt longer than the room here each whole range has landed.
+        """
+        prefill = self.prefills[key]
+        if prefill.computed_s is None:
+            self._land_ranges(prefill)
+            return
+        held, run = prefill.held, prefill.run
+        assert held.transfer is not None
+        now_s = self._flows.agenda.now_s
+        num_bytes, duration_s = self.num_kv_bytes(run, held.transfer), now_s - prefill.granted_s
+        run.granted_s, run.landed_s, run.exposed_s = prefill.granted_s, now_s, now_s - prefill.computed_s
+        del self.prefills[key]
+        self._flows.land(held.transfer, key, duration_s)
+        sent_s = self._flows.alone_s(held.transfer, num_bytes)
+        self._flows.untimed.send(held, num_bytes, duration_s, run.exposed_s, sent_s=sent_s)
+
+    def _land_ranges(self, prefill: Prefill) -> None:
+        held = prefill.held
+        if held.num_blocks_at_once and held.transfer is not None:
+            duration_s = self._flows.agenda.now_s - prefill.granted_s
+            self._flows.land_ranges(held.transfer, held.key, held.num_computed_tokens, duration_s)
+
+    def _move(self, prefill: Prefill, num_bytes: float) -> None:
+        held = prefill.held
+        if not held.moves_on:
+            return
+        prefill.num_ready_bytes += num_bytes
+        if held.is_granted:
+            assert held.transfer is not None
+            num_unsent_bytes = max(0.0, prefill.num_ready_bytes - prefill.num_sent_bytes)
+            self._flows.send(held.key, held.transfer, num_unsent_bytes)
+            prefill.num_sent_bytes += num_unsent_bytes

@@ -1,0 +1,105 @@
+"""What a simulated instance does as a member of groups that compute prompts in turn: whom it waits for.
+
+A step with such a chunk is computed, and then waits for the KV before it if that is not here. When a member was lost,
+what was planned before ends instead, with nothing computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from pdmesh.model import InstanceProfile, RequestKey
+from pdmesh.plans import ChunkPlan, StepPlan
+from pdmesh.policy.pacing import lag
+from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_lab.sim.departures import SimulatedDepartures
+from pdmesh_lab.sim.exchange import SimulatedExchange
+from pdmesh_lab.sim.held import Held
+from pdmesh_lab.sim.planned_step import PlannedStep
+
+
+class SimulatedGroups:
+    """The prefill groups of one instance. ``end`` ends the step that is running."""
+
+    def __init__(
+        self,
+        profile: InstanceProfile,
+        *,
+        agenda: Agenda,
+        exchange: SimulatedExchange,
+        departures: SimulatedDepartures,
+        held: dict[RequestKey, Held],
+        end: Callable[[], None],
+        go_on: Callable[[PlannedStep], None],
+        parallel_step_s: float = 0.0,
+    ) -> None:
+        self._profile = profile
+        self._agenda = agenda
+        self._exchange = exchange
+        self._departures = departures
+        self._held = held
+        self._parallel_step_s = parallel_step_s
+        self._end = end
+        self._go_on = go_on
+
+    def lead(self, held: Held, steps: Iterable[StepPlan]) -> None:
+        """The leader's KV goes to those that joined; what it is computing now, in ``steps``, as it is computed."""
+        key, group = held.key, held.group
+        assert group is not None
+        is_new = not self._exchange.is_shared(key)
+        self._exchange.set_group(
+            key,
+            group,
+            num_computed_tokens=held.num_computed_tokens,
+            token_bytes=self._departures.token_bytes,
+            last_layer_share=self._departures.last_layer_share,
+            landed=partial(self._departures.came, key),
+        )
+        if is_new:
+            for chunk in [chunk for step in steps for chunk in step.chunks]:
+                if (chunk.request_id, chunk.epoch) == key:
+                    self._exchange.began(key, chunk, self._profile.instance_id)
+
+    def num_present_tokens(self, held: Held) -> int:
+        block_size = self._profile.kv_layout.block_size
+        return self._exchange.prefix_tokens(held.key) // block_size * block_size
+
+    def has_before(self, held: Held, chunk: ChunkPlan) -> bool:
+        return not self._exchange.is_shared(held.key) or self._since_s(held.key, chunk) is not None
+
+    def waits(self, step: PlannedStep) -> bool:
+        """Whether a step that is computed waits for others; it goes on by itself, or when its end is due."""
+        if step.plan.in_parallel and self._parallel_step_s and not step.has_met:
+            step.has_met = step.waits = True
+            step.end_s = self._agenda.now_s + self._parallel_step_s
+            step.end = self._agenda.at(step.end_s, self._end)
+            return True
+        for chunk in step.plan.chunks:
+            key = (chunk.request_id, chunk.epoch)
+            if not self._exchange.is_shared(key) or (held := self._held.get(key)) is None:
+                continue
+            since_s = self._since_s(key, chunk)
+            if since_s is None:
+                if step.plan.plan_id in held.given_up:
+                    continue
+                step.waits, step.end = True, None
+                self._exchange.wait(key, self._profile.instance_id, chunk.start, partial(self._go_on, step))
+                return True
+            end_s = since_s + step.duration_s * self._share_behind(key, step.plan)
+            if end_s > self._agenda.now_s:
+                step.waits = True
+                step.end = self._agenda.at(end_s, self._end)
+                return True
+        return False
+
+    def _since_s(self, key: RequestKey, chunk: ChunkPlan) -> float | None:
+        return self._exchange.since_s(key, self._profile.instance_id, chunk.start)
+
+    def _share_behind(self, key: RequestKey, plan: StepPlan) -> float:
+        """What is left of a chunk when all KV before it is here, at least."""
+        if plan.at_once:
+            return 0.0  # what its last layer waited for was written a layer's time before the end of the slice before
+        if plan.in_parallel:
+            return lag(self._profile.kv_layout.num_layers, self._exchange.num_members(key))
+        return self._departures.last_layer_share

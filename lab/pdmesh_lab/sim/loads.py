@@ -1,0 +1,45 @@
+"""KV that a simulated instance loads from its tier: one request's after another's, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdmesh.model import GRANULE_TOKENS, InstanceProfile, RequestKey
+from pdmesh_lab.sim.agenda import Agenda
+from pdmesh_lab.sim.held import Held
+from pdmesh_lab.sim.planned_step import PlannedStep
+
+
+class SimulatedLoads:
+    """The loads of one instance. ``end`` ends the step that is running."""
+
+    def __init__(self, profile: InstanceProfile, *, agenda: Agenda, end: Callable[[], None]) -> None:
+        self._granule_s = GRANULE_TOKENS * profile.kv_layout.token_bytes / profile.load_bytes_per_s
+        self._last_layer_share = 1 / profile.kv_layout.num_layers
+        self._agenda = agenda
+        self._end = end
+        self._ends_s = 0.0  # of the last one
+        self._loaded_s: dict[RequestKey, float] = {}
+
+    def begin(self, held: Held) -> None:
+        """Begin to load what a request is to reuse of the tier, behind what others load."""
+        if held.num_loaded_granules:
+            self._ends_s = max(self._agenda.now_s, self._ends_s) + held.num_loaded_granules * self._granule_s
+            self._loaded_s[held.key] = self._ends_s
+
+    def forget(self, key: RequestKey) -> None:
+        """Its chunk was computed, or never will be."""
+        self._loaded_s.pop(key, None)
+
+    def waits(self, step: PlannedStep) -> bool:
+        """Whether a step that is computed waits for KV from the tier: the last layer's, and that layer comes behind."""
+        if not self._loaded_s:
+            return False
+        keys = [(chunk.request_id, chunk.epoch) for chunk in step.plan.chunks]
+        loaded_s = max([self._loaded_s[key] for key in keys if key in self._loaded_s], default=0.0)
+        end_s = loaded_s + step.duration_s * self._last_layer_share
+        if not loaded_s or end_s <= self._agenda.now_s:
+            return False
+        step.waits = True
+        step.end = self._agenda.at(end_s, self._end)
+        return True

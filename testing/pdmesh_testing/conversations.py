@@ -1,0 +1,124 @@
+"""Conversations on a running mesh whose next turns find KV of earlier ones: in the tier, or on another instance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+from anyio.abc import TaskGroup
+
+from pdmesh.wire.messages import RequestRecord
+from pdmesh_testing.exactness import mismatches, random_prompts, reference
+from pdmesh_testing.mesh import RunningMesh
+
+Choice = dict[str, Any]
+
+#: For the other prompts to be placed.
+BUSY_LIMIT_S = 60.0
+
+
+async def ask(
+    mesh: RunningMesh, client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, salt: str = "ours"
+) -> tuple[Choice, RequestRecord]:
+    """Return the greedy choice, with its log-probabilities, and the record of its request."""
+    body = {
+        "model": mesh.model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "logprobs": 3,
+        "return_token_ids": True,
+        "cache_salt": salt,
+    }
+    response = await client.post("/v1/completions", json=body, timeout=300)
+    assert response.status_code == 200, response.text
+    choice: Choice = response.json()["choices"][0]
+    record = await anyio.to_thread.run_sync(mesh.request_record, response.json()["id"])
+    return choice, record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedTurn:
+    """A turn of 4,100 tokens, of which the first 4,000 were kept by an instance that was busy."""
+
+    cold: Choice  # of the same prompt, before anything was kept of it
+    warm: Choice
+    holder_id: str
+    computed_id: str  # the instance that computed the rest
+    fetched_id: str | None  # the instance that fetched
+    detail: str  # of the record: how much was fetched, and from where
+
+
+async def fetched_turn(mesh: RunningMesh, vocab_size: int, *, num_other_tokens: int) -> FetchedTurn:
+    """Ask a turn while prompts of ``num_other_tokens`` keep the holder of its prefix busy: 2P, and fcfs."""
+    turns: list[FetchedTurn] = []
+    async with mesh.client() as client, anyio.create_task_group() as tasks:
+        turns.append(await _turn_beside_others(mesh, client, tasks, vocab_size, num_other_tokens))
+    return turns[0]
+
+
+async def _turn_beside_others(
+    mesh: RunningMesh, client: httpx.AsyncClient, tasks: TaskGroup, vocab_size: int, num_other_tokens: int
+) -> FetchedTurn:
+    first, rest, between, *others = random_prompts([4000, 100, 200, *[num_other_tokens] * 2], vocab_size, 3)
+    second = [*first, *rest]
+    cold, _ = await ask(mesh, client, second, 16, salt="cold")
+    _, record = await ask(mesh, client, first, 1)
+    holder_id, busy = _computed_at(record), set[str]()
+    await ask(mesh, client, between, 1)  # instances take turns: the next one goes to the holder
+    for number, other in enumerate(others, 1):
+        tasks.start_soon(ask, mesh, client, other, 1)
+        with anyio.fail_after(BUSY_LIMIT_S):
+            while len(busy := await _computing(mesh)) < number:  # noqa: ASYNC110  # of another process
+                await anyio.sleep(0.01)
+        if holder_id in busy:
+            break
+    assert holder_id in busy
+    warm, record = await ask(mesh, client, second, 16)
+    (fetched,) = [entry for entry in record.entries if entry.what == "fetched"]
+    return FetchedTurn(
+        cold=cold,
+        warm=warm,
+        holder_id=holder_id,
+        computed_id=_computed_at(record),
+        fetched_id=fetched.instance_id,
+        detail=fetched.detail,
+    )
+
+
+async def _computing(mesh: RunningMesh) -> set[str]:
+    """The prefill instances that have something to compute."""
+    instances = (await mesh.state()).instances
+    return {each.instance_id for each in instances if each.role == "prefill" and each.num_queued_tokens}
+
+
+def _computed_at(record: RequestRecord) -> str:
+    (instance_id,) = {entry.instance_id for entry in record.entries if entry.what == "chunk"}
+    assert instance_id is not None
+    return instance_id
+
+
+async def turns_from_the_tier(mesh: RunningMesh, checkpoint: Path, vocab_size: int, num_users: int) -> None:
+    """Let users speak in turn, and then all at once, of whom the cache holds few.
+
+    AssertionError names answers that differ from those of `transformers`, or says that the tier was of no use.
+    """
+    stems = random_prompts([400] * num_users, vocab_size, 3)
+    asked = [reference(checkpoint, stem, 40) for stem in stems]
+    turns = [
+        reference(checkpoint, [*each.prompt, *each.token_ids, *rest], 24)
+        for each, rest in zip(asked, random_prompts([50] * num_users, vocab_size, 4), strict=True)
+    ]
+    async with mesh.client() as client:
+        one_by_one = await mismatches(client, mesh.model, [*asked, *turns], concurrency=1)
+        num_loaded_tokens = mesh.total("kv_offload_loaded_tokens")
+        crowd = await mismatches(client, mesh.model, [*turns, *asked] * 2, concurrency=6)
+    assert one_by_one + crowd == []
+    assert num_loaded_tokens >= num_users * 128
+    assert mesh.total("kv_offload_lost_granules") == 0
+    assert mesh.total("num_stale_prefixes") == 0

@@ -1,0 +1,60 @@
+"""What the tests of engines on a device (``tests/gpu``) have in common.
+
+``GPU_TESTS_DEVICE=cpu`` runs those of them that use `DEVICE` where there is no device: that finds their own mistakes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from pdmesh.engine.base import SequenceSlice
+from pdmesh.engine.runner import TorchEngine
+from pdmesh.model import SamplingParams, num_blocks_for
+from pdmesh_testing.stepping import SteppedRequest, new_sequence, separate_tables, step
+
+DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
+HAS_DEVICE = DEVICE != "cpu"
+
+#: Of tests that use `DEVICE`: they are skipped where it is missing.
+MARKS = [pytest.mark.gpu] if HAS_DEVICE else []
+
+_PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.0, logprobs=0)
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    """The same ids for each length."""
+    rng = random.Random(num_tokens)
+    return [rng.randrange(320) for _ in range(num_tokens)]
+
+
+def drawn_in_any_order(engine: TorchEngine, lengths: list[int], max_tokens: int) -> list[SteppedRequest]:
+    """Steps of whoever is drawn, in chunks of any length: graphs, those between layers, and kernel by kernel."""
+    tables = separate_tables(engine, [length + max_tokens for length in lengths])
+    generations = [
+        SteppedRequest(new_sequence(prompt_of(length), table, _PARAMS), max_tokens)
+        for length, table in zip(lengths, tables, strict=True)
+    ]
+    rng = random.Random(0)
+    while running := [generation for generation in generations if not generation.done]:
+        chosen = rng.sample(running, rng.randint(1, len(running)))
+        step(engine, [(generation, rng.choice([1, 16, 33, 2000])) for generation in chosen])
+    return generations
+
+
+def drawn_logprobs(generations: list[SteppedRequest]) -> list[float]:
+    """Log-probabilities of what was drawn."""
+    drawn = [each for generation in generations for result in generation.results for each in result.drawn]
+    return [each.logprobs.logprob for each in drawn if each.logprobs is not None]
+
+
+def scored(engine: TorchEngine, generation: SteppedRequest) -> list[float]:
+    """Log-probabilities of what was drawn, computed as one prompt."""
+    tokens = generation.sequence.token_ids.tolist()
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    sequence = new_sequence(tokens, list(range(num_blocks_for(len(tokens), 16))), params)
+    part = SequenceSlice(sequence=sequence, start=0, num_tokens=len(tokens), sample=False, prompt_logprobs=True)
+    (result,) = engine.execute([part])
+    return [entry.logprob for entry in result.prompt_logprobs[generation.sequence.num_prompt_tokens - 1 :]]

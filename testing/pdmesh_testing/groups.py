@@ -1,0 +1,116 @@
+"""Instances that compute prompts together, without a scheduler: for tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from pdmesh.config import TransferConfig
+from pdmesh.core.commands import AdmitPrefill, SetGroup
+from pdmesh.engine.base import Engine
+from pdmesh.model import Role, num_blocks_for
+from pdmesh.plans import ChunkPlan, PrefillGroup
+from pdmesh.transport.base import KvTransport
+from pdmesh.wire.messages import Generation
+from pdmesh_testing.worker import RunningInstance, a_transfer, introduce, prompt_of, running_instance
+
+#: Of all groups here.
+GROUP_CAPABILITY = 0x6E0B5
+
+
+@asynccontextmanager
+async def running_members(
+    engines: Iterable[Engine], transports: Iterable[KvTransport], *, config: TransferConfig | None = None
+) -> AsyncGenerator[list[RunningInstance]]:
+    """Instances member-0, member-1, … on open transports."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                running_instance(engine, transport, role=Role.MIXED, config=config, instance_id=f"member-{number}")
+            )
+            for number, (engine, transport) in enumerate(zip(engines, transports, strict=True))
+        ]
+
+
+def group_of(
+    members: Sequence[RunningInstance],
+    capability: int = GROUP_CAPABILITY,
+    lost: Collection[RunningInstance] = (),
+) -> PrefillGroup:
+    return PrefillGroup(
+        member_ids=tuple(member.instance.instance_id for member in members),
+        capability=capability,
+        lost_ids=tuple(member.instance.instance_id for member in members if member in lost),
+    )
+
+
+def admit_member(
+    member: RunningInstance,
+    generation: Generation,
+    members: Sequence[RunningInstance],
+    *,
+    decode: RunningInstance | None = None,
+    capability: int = GROUP_CAPABILITY,
+    num_reused: int = 0,
+    keeps_prefix: bool = False,
+) -> None:
+    """Let one of ``members`` hold the request, and tell it who they are.
+
+    Its leader hands it over to ``decode``, or decodes itself if None. So many granules of it are kept there.
+    """
+    leads = member is members[0]
+    num_kept = generation.max_tokens_left - 1 if leads and decode is None else 0
+    shard = member.shard(num_blocks_for(generation.num_tokens + num_kept, member.block_size))
+    num_blocks = num_blocks_for(generation.num_tokens, member.block_size)
+    command = AdmitPrefill(
+        instance_id=member.instance.instance_id,
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        shards=(shard,),
+        transfer=a_transfer(shard, decode.shard(num_blocks)) if leads and decode is not None else None,
+        group=group_of(members, capability),
+        num_reused_granules=num_reused,
+        keeps_prefix=keeps_prefix,
+    )
+    introduce(*members)
+    member.instance.handle(command, prompt_of(generation))
+    if not leads:
+        regroup(member, generation, members, capability=capability)
+
+
+def regroup(
+    member: RunningInstance,
+    generation: Generation,
+    members: Sequence[RunningInstance],
+    *,
+    capability: int = GROUP_CAPABILITY,
+    lost: Collection[RunningInstance] = (),
+) -> None:
+    """Tell one of them who they all are, and who of them were lost."""
+    command = SetGroup(
+        instance_id=member.instance.instance_id,
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        group=group_of(members, capability, lost),
+    )
+    introduce(*members)
+    member.instance.handle(command)
+
+
+def block_chunks(generation: Generation, block_size: int, sizes: Sequence[int], start: int = 0) -> list[ChunkPlan]:
+    """The prompt from ``start`` on in chunks of so many blocks; the last size is repeated until it is used up."""
+    plans: list[ChunkPlan] = []
+    while start < generation.num_tokens:
+        num_tokens = min(sizes[min(len(plans), len(sizes) - 1)] * block_size, generation.num_tokens - start)
+        end = start + num_tokens
+        plans.append(
+            ChunkPlan(
+                request_id=generation.request_id,
+                epoch=generation.epoch,
+                start=start,
+                num_tokens=num_tokens,
+                is_last=end == generation.num_tokens,
+            )
+        )
+        start = end
+    return plans

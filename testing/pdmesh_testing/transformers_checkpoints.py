@@ -1,0 +1,215 @@
+"""Small random checkpoints of any architecture, made and saved by transformers itself. Imports it late.
+
+A model has odd sizes and, where its architecture allows them, windows shorter than the tests' prompts. Weights are
+drawn so that greedy output wanders over the vocabulary, as those of `pdmesh_testing.checkpoints`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pdmesh.engine.architectures import architectures, undescribed_architectures
+from pdmesh.engine.architectures.base import Architecture
+from pdmesh_testing.tokenizers import write_tokenizer
+
+#: Of every architecture, unless its options say otherwise.
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+    "tie_word_embeddings": False,
+}
+_GAIN, _LOGITS_STD = 1.5, 3.0
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+    "long_factor": [1.5 + 0.7 * pair for pair in range(6)],
+    "original_max_position_embeddings": 80,  # passed while 75 + 12 tokens are computed
+    "partial_rotary_factor": 0.75,
+}
+
+#: Beyond each architecture's defaults: fields of its configuration.
+_GRANITE = {
+    "embedding_multiplier": 1.7,
+    "logits_scaling": 0.8,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+_VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "gemma": [{"head_dim": 16}],
+    "gemma2": [
+        {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+        {"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
+    ],
+    "gemma3_text": [{"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 7}],
+    "glm": [{"head_dim": 16, "attention_bias": False}],
+    "glm4": [{"head_dim": 16}],
+    "granite": [_GRANITE],
+    "ministral": [
+        {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 24},
+    ],
+    "gpt_oss": [
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "head_dim": 16,
+            "swiglu_limit": 1.5,
+            "tie_word_embeddings": True,
+        }
+    ],
+    "mixtral": [{"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24}],
+    "olmoe": [{"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}],
+    "qwen3_moe": [
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "head_dim": 24,
+        },
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 2},
+    ],
+    "olmo2": [{"attention_bias": True}],
+    "olmo3": [{"sliding_window": 24}],
+    "smollm3": [{"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 24}],
+    "starcoder2": [{"use_bias": False}, {"sliding_window": 24}],
+    "mistral": [{"sliding_window": 24}, {"head_dim": 24, "sliding_window": None, "tie_word_embeddings": True}],
+    "phi3": [
+        {"sliding_window": 24, "num_key_value_heads": 4},
+        {
+            "rope_parameters": _LONGROPE,
+            "original_max_position_embeddings": 80,
+            "max_position_embeddings": 320,
+            "tie_word_embeddings": True,
+        },
+    ],
+    "cohere": [{"use_qk_norm": True, "logit_scale": 0.7}],
+    "cohere2": [{"sliding_window": 24}],
+    "exaone4": [{"sliding_window": 24}],
+    "gpt_neox": [{"use_parallel_residual": False, "attention_bias": False}],
+    "granitemoe": [{**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2}],
+    "opt": [{"word_embed_proj_dim": 32, "ffn_dim": 96}],
+    "vaultgemma": [{"head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 2.0}],
+    "qwen2": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}],
+    "qwen3": [{"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "head_dim": 16}],
+}
+
+#: What an architecture's configuration class cannot do without.
+_NEEDED: dict[str, dict[str, Any]] = {
+    "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "ministral": {"head_dim": 24},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16},
+}
+
+
+#: The part of a model that sees images, as small as its class allows.
+_QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [], "fullatt_block_indexes": [0],
+}  # fmt: skip
+_VISION: dict[str, dict[str, Any]] = {
+    "Mistral3ForConditionalGeneration": {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+    },
+    "Qwen2_5_VLForConditionalGeneration": _QWEN_VISION,
+    "Qwen3VLForConditionalGeneration": _QWEN_VISION,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN_VISION,
+}  # fmt: skip
+
+
+def model_variants() -> dict[str, list[dict[str, Any]]]:
+    """Options of models of each architecture that is described, the most particular first, its defaults last."""
+    return _variants_of(architectures())
+
+
+def undescribed_variants() -> dict[str, list[dict[str, Any]]]:
+    """The same of each one that transformers' own modules compute."""
+    return _variants_of(undescribed_architectures())
+
+
+def _variants_of(served: Mapping[str, Architecture]) -> dict[str, list[dict[str, Any]]]:
+    return {
+        architecture.model_type: [
+            {**_NEEDED.get(architecture.model_type, {}), **options}
+            for options in [*_VARIANTS.get(architecture.model_type, []), {}]
+        ]
+        for architecture in served.values()
+    }
+
+
+def transformers_config(model_type: str, **options: Any) -> Any:
+    """The configuration of a small model, transformers' own; ``options`` are its fields."""
+    import transformers
+
+    hf: Any = transformers  # only partly typed
+    return hf.AutoConfig.for_model(model_type, **{**_SHAPE, **options})
+
+
+def write_transformers_checkpoint(
+    directory: Path, model_type: str, *, seed: int = 0, sharded: bool = False, dtype: str = "float32", **options: Any
+) -> Path:
+    """Write a whole model directory and return it; ``options`` are fields of the architecture's configuration."""
+    import torch
+    import transformers
+
+    hf: Any = transformers  # only partly typed
+    hf.logging.disable_progress_bar()
+    config = transformers_config(model_type, **options)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _save(model, directory, config.vocab_size, seed, dtype, "64KB" if sharded else "5GB")
+    write_tokenizer(directory, vocab_size=config.vocab_size, model_max_length=config.max_position_embeddings)
+    return directory
+
+
+def write_wrapped_checkpoint(directory: Path, class_name: str, *, seed: int = 0, **text: Any) -> Path:
+    """Write a model that sees images, too, by transformers' class of it; ``text`` are fields of its text model."""
+    import torch
+    import transformers
+
+    hf: Any = transformers  # only partly typed
+    hf.logging.disable_progress_bar()
+    kind = getattr(hf, class_name)
+    shape = {**_SHAPE, **text}
+    config = kind.config_class(text_config=shape, vision_config=_VISION[class_name], tie_word_embeddings=False)
+    model = kind._from_config(config, dtype=torch.float32)
+    _save(model, directory, shape["vocab_size"], seed, "float32", "5GB")
+    write_tokenizer(directory, vocab_size=shape["vocab_size"], model_max_length=shape["max_position_embeddings"])
+    return directory
+
+
+def _save(model: Any, directory: Path, vocab_size: int, seed: int, dtype: str, shard_size: str) -> None:
+    """Draw a model's weights, and save it."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            noise = torch.empty_like(parameter).normal_(generator=generator)
+            if name.endswith(".sinks"):  # transformers leaves these and some biases as memory was
+                parameter.copy_(noise)
+            elif name.endswith(".bias"):
+                parameter.copy_(noise * 0.3)
+            elif parameter.dim() == 1:
+                parameter.add_(noise, alpha=0.1)
+            else:
+                deviation = _LOGITS_STD if parameter.shape[0] == vocab_size else _GAIN
+                parameter.copy_(noise * (deviation / parameter.shape[-1] ** 0.5))
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)
