@@ -26,10 +26,11 @@ import anyio
 import httpx
 from report import Limits, heading
 
+from pdmesh.decisions import Decision
 from pdmesh.eventlog import EventLogReader, Header, core_of, replay
 from pdmesh.metrics import percentile
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh_lab.sim.recorded import Decision, RecordedRun, recorded_run
+from pdmesh_lab.sim.recorded import RecordedRun, recorded_run
 from pdmesh_lab.sim.result import RequestRun
 from pdmesh_lab.sim.samples import fitted_model
 from pdmesh_lab.sim.simulator import Simulator

@@ -28,6 +28,7 @@ from report import heading
 
 from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
 from pdmesh.core.instances.own_steps import OwnSteps
+from pdmesh.decisions import Decision
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.eventlog import EventLogReader, core_of, replay
 from pdmesh.model import OWN_STEPS_PER_REPORT, Epoch, InstanceId, OwnDecodeSteps, RequestId, Role
@@ -39,7 +40,7 @@ from pdmesh.policy.refine import Refinement
 from pdmesh.profiles import parse_latency
 from pdmesh.wire.messages import EventMessage
 from pdmesh.worker.measuring import measure_at_start, step_s
-from pdmesh_lab.sim.recorded import Decision, recorded_run
+from pdmesh_lab.sim.recorded import recorded_run
 from pdmesh_lab.sim.samples import measured_steps
 from pdmesh_testing.checkpoints import LLAMA_82M, write_checkpoint
 from pdmesh_testing.mesh import RunningMesh, running_mesh

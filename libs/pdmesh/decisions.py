@@ -6,7 +6,7 @@ import functools
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -25,7 +25,6 @@ from pdmesh.core.events import (
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.errors import ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
-from pdmesh_lab.sim.recorded import Decision
 
 #: How long decisions are kept, in seconds.
 RECENT_S = 600.0
@@ -44,6 +43,14 @@ _HASHES = frozenset({"chain", "drop", "offload", "evict"})
 _HASHES_OF = {
     kind: names for kind in get_args(Command) if (names := tuple(_HASHES.intersection(kind.__struct_fields__)))
 }
+
+
+class Decision(NamedTuple):
+    """An event, and what the core answered."""
+
+    now_s: float
+    event: Event
+    commands: Sequence[Command]
 
 
 @dataclass(slots=True)

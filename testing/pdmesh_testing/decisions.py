@@ -8,8 +8,8 @@ from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.decisions import Decision
 from pdmesh.policy.bundles import make_bundle
-from pdmesh_lab.sim.recorded import Decision
 
 
 class RememberingCore(SchedulerCore):

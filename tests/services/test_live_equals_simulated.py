@@ -38,6 +38,7 @@ from pdmesh.core.commands import (
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import Event, HelperJoined, InstanceEvent, LoadReported
 from pdmesh.core.lives import Lives
+from pdmesh.decisions import Decision
 from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import (
     Epoch,
@@ -74,7 +75,7 @@ from pdmesh_lab.sim.agenda import Agenda
 from pdmesh_lab.sim.exchange import SimulatedExchange
 from pdmesh_lab.sim.instance import SimContext, SimInstance
 from pdmesh_lab.sim.links import FlowId, SimulatedLinks
-from pdmesh_lab.sim.recorded import Decision, recorded_run
+from pdmesh_lab.sim.recorded import recorded_run
 from pdmesh_lab.sim.result import RequestRun
 from pdmesh_lab.sim.simulator import GATEWAY, SimConfig, Simulator
 from pdmesh_lab.sim.workload import Arrival

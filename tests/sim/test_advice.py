@@ -17,7 +17,7 @@ from pdmesh.core.commands import Command
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import Event
 from pdmesh.core.operator_events import OperationRequested
-from pdmesh.decisions import RecentDecisions, decode_decision
+from pdmesh.decisions import Decision, RecentDecisions, decode_decision
 from pdmesh.errors import ConfigError, InstanceUnavailable
 from pdmesh.eventlog import EventLogWriter, Header
 from pdmesh.metrics import Slo
@@ -28,7 +28,7 @@ from pdmesh_lab.cli.advise import AdviceOptions, advise, command_of, read_log
 from pdmesh_lab.cli.auto import next_flip, run_auto
 from pdmesh_lab.sim.advice import Foretold, Proposal, ranked, recent, splits, tpot_limit_s
 from pdmesh_lab.sim.mesh import MeshShape
-from pdmesh_lab.sim.recorded import Decision, recorded_run
+from pdmesh_lab.sim.recorded import recorded_run
 from pdmesh_lab.sim.report import SimReport
 from pdmesh_lab.sim.simulator import Core, Simulator
 from pdmesh_lab.sim.workload import Arrival

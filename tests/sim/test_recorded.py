@@ -20,10 +20,11 @@ from pdmesh.core.events import (
     RequestFinished,
     StepDone,
 )
+from pdmesh.decisions import Decision
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
-from pdmesh_lab.sim.recorded import Decision, RecordedRun, recorded_run
+from pdmesh_lab.sim.recorded import RecordedRun, recorded_run
 from pdmesh_lab.sim.result import SimResult
 from pdmesh_lab.sim.samples import fitted_model, step_overhead_s
 from pdmesh_lab.sim.simulator import SimConfig, Simulator

@@ -11,10 +11,9 @@ import pytest
 from pdmesh.core.commands import GrowKv, SetRole, WakeAt
 from pdmesh.core.events import InstanceJoined, InstanceLost, KvReleased, OffloadedLost, RequestArrived, Tick
 from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, MeshMembers, RecentDecisions, decode_decision
+from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, Decision, MeshMembers, RecentDecisions, decode_decision
 from pdmesh.errors import ProtocolError
 from pdmesh.model import Epoch, GatewayId, InstanceId, PoolCounts, PrefixHash, RequestId, Resident, Role
-from pdmesh_lab.sim.recorded import Decision
 from pdmesh_testing.core import a_request
 from pdmesh_testing.modelled import modelled_profile
 

@@ -19,7 +19,7 @@ from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.progress import progress_bar
 from pdmesh.cli.tables import Column, Table
 from pdmesh.core.events import InstanceJoined
-from pdmesh.decisions import MeshMembers, decode_decision
+from pdmesh.decisions import Decision, MeshMembers, decode_decision
 from pdmesh.errors import ConfigError, ProtocolError
 from pdmesh.eventlog import EventLogReader, Header, core_of
 from pdmesh.garbage import rare_collections
@@ -29,7 +29,7 @@ from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetDecisions, LatestDecisions
 from pdmesh_lab.cli.replay import Replay
 from pdmesh_lab.sim.advice import Foretold, Proposal, outlook, ranked, recent, recent_runs, splits, tpot_limit_s
-from pdmesh_lab.sim.recorded import Decision, RecordedRun, recorded_run
+from pdmesh_lab.sim.recorded import RecordedRun, recorded_run
 from pdmesh_lab.sim.report import report
 from pdmesh_lab.sim.result import SimResult
 from pdmesh_lab.sim.samples import fitted_model

@@ -1,4 +1,7 @@
-"""The commands that study a mesh: `simulate`, `plan`, `replay`, `profile`. They import what they need when they run."""
+"""The commands that study a mesh. They import what they need when they run.
+
+`pdmesh.cli` finds both groups by the entry points `pdmesh.commands` of this distribution.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,12 @@ from typing import Annotated, Literal
 from typer import Argument, Exit, Option
 
 from pdmesh.cli.commands import Commands
-from pdmesh.cli.options import (
-    DEVICE,
-    DTYPE,
-    MODEL,
-    Decode,
-    Given,
-    Mixed,
-    Output,
-    OutputFormat,
-    Prefill,
-    SloTpot,
-    SloTtft,
-    configured,
-)
+from pdmesh.cli.operator_commands import DEFAULT_TIMEOUT_S, Timeout
+from pdmesh.cli.options import Asked, Decode, Mixed, Output, OutputFormat, Prefill, asks_scheduler
 from pdmesh.units import parse_seconds
 
-app = Commands("study")
+app = Commands("pdmesh")
+pool_app = Commands("pool")
 
 # Options of the panels of help.
 _workload = functools.partial(Option, rich_help_panel="Workload")
@@ -72,6 +64,30 @@ ControlDelay = Annotated[float, _network(min=0, help="Delay between scheduler an
 Seed = Annotated[int, Option(help="The same seed gives the same bytes.")]
 PerfettoFile = Annotated[
     Path | None, _output(metavar="FILE.json", help="Write the instances' timelines, for ui.perfetto.dev.")
+]
+
+
+SloTtft = Annotated[
+    float | None, Option(parser=parse_seconds, rich_help_panel="Targets", help="Target for the time to first token.")
+]
+SloTpot = Annotated[
+    float | None, Option(parser=parse_seconds, rich_help_panel="Targets", help="Target for the time per output token.")
+]
+
+# Options of advice.
+LogFile = Annotated[
+    Path | None, Option("--log", metavar="FILE", help="Event log of a scheduler. [default: what it has in memory]")
+]
+Last = Annotated[float, Option("--last", min=1, parser=parse_seconds, help="How much of the latest events to use.")]
+MinGain = Annotated[
+    float,
+    Option(
+        "--min-gain",
+        min=0,
+        max=100,
+        metavar="POINTS",
+        help="Least gain that counts, in percentage points of requests within targets.",
+    ),
 ]
 
 
@@ -293,21 +309,42 @@ def replay(
     raise Exit(run_replay(options, output))
 
 
-@app.command(example="pdmesh profile --model ./my-model --prefill 2 --decode 2")
-@configured(MODEL, DTYPE, DEVICE)
-def profile(
-    given: Given,
-    file: Annotated[Path | None, Option(help="File to write. [default: MODEL.profile.json]")] = None,
-    prefill: Prefill = None,
-    decode: Decode = None,
-    mixed: Mixed = 0,
-    seconds: Annotated[float, Option(min=1, parser=parse_seconds, help="How long to measure.")] = 30.0,
+@pool_app.command("advise", example="pdmesh pool advise --slo-ttft 0.5 --last 600")
+@asks_scheduler
+def pool_advise(
+    asked: Asked,
+    log: LogFile = None,
+    last: Last = 300.0,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    min_gain: MinGain = 3.0,
 ) -> None:
-    """Measure how long steps of a model take on this machine, and write a profile for the scheduler."""
-    from pdmesh.cli.plan import make_pools
-    from pdmesh.cli.profile import ProfileOptions, run_profile
-    from pdmesh.cli.up import resolved
+    """Simulate other pools and bundles on recent requests, and print how many would have met the targets."""
+    from pdmesh.metrics import Slo
+    from pdmesh_lab.cli.advise import AdviceOptions, run_advise
 
-    run_profile(
-        resolved(given.config()), ProfileOptions(file=file, pools=make_pools(prefill, decode, mixed), limit_s=seconds)
-    )
+    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot)
+    run_advise(asked, AdviceOptions(log=log, last_s=last, slo=slo, min_gain=min_gain / 100))
+
+
+@pool_app.command("auto", example="pdmesh pool auto --slo-ttft 0.5 --every 120")
+@asks_scheduler
+def pool_auto(
+    asked: Asked,
+    log: LogFile = None,
+    last: Last = 300.0,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    min_gain: MinGain = 3.0,
+    every: Annotated[float, Option(min=1, parser=parse_seconds, help="Time between two checks.")] = 60.0,
+    least: Annotated[int, Option(min=1, help="Least number of prefill and of decode instances to keep.")] = 1,
+    timeout: Timeout = DEFAULT_TIMEOUT_S,
+    once: Annotated[bool, Option("--once", help="Check once, make at most one change, and exit.")] = False,
+) -> None:
+    """Follow `pool advise`, one role at a time, and undo changes that make things worse. Ctrl-C exits."""
+    from pdmesh.metrics import Slo
+    from pdmesh_lab.cli.advise import AdviceOptions
+    from pdmesh_lab.cli.auto import run_auto
+
+    options = AdviceOptions(log=log, last_s=last, slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot), min_gain=min_gain / 100)
+    raise Exit(run_auto(asked, options, every_s=every, least=least, timeout_s=timeout, once=once))

@@ -12,17 +12,19 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pdmesh.cli.options import Output, write_file
+from pdmesh.cli.options import Output
 from pdmesh.core.commands import Command
 from pdmesh.core.events import Event, Tick
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
+from pdmesh.decisions import Decision
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import Entry, EventLogError, EventLogReader, commands_digest, core_of
 from pdmesh_lab.cli.simulate import figures_table
+from pdmesh_lab.cli.study import write_file
 from pdmesh_lab.cli.what_if import WhatIf, what_if
 from pdmesh_lab.sim.perfetto import chrome_trace
-from pdmesh_lab.sim.recorded import Decision, recorded_run
+from pdmesh_lab.sim.recorded import recorded_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdmesh import __version__
-from pdmesh.cli.options import Output, write_file
+from pdmesh.cli.options import Output
 from pdmesh.cli.progress import advance, progress_bar
 from pdmesh.core.config import KvReservation
 from pdmesh.errors import ConfigError, PdmeshError
@@ -27,7 +27,7 @@ from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LatencyModel
 from pdmesh.policy.prefill_groups import Schedule
-from pdmesh_lab.cli.study import StudyOptions, described, make_study
+from pdmesh_lab.cli.study import StudyOptions, described, make_study, write_file
 from pdmesh_lab.sim.faults import Death, NoisyModel, random_deaths
 from pdmesh_lab.sim.mesh import study_core
 from pdmesh_lab.sim.perfetto import chrome_trace

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 
-from pdmesh.errors import ConfigError
+from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.model import KvLayout
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
@@ -172,3 +172,11 @@ def _workload(options: StudyOptions, long_range: tuple[int, int]) -> list[Arriva
     if options.long_percentile is not None:
         arrivals = with_long_inputs(arrivals, options.long_percentile, long_range, rng)
     return with_rate_scaled(arrivals, options.rate_scale)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file. Raises PdmeshError if that fails."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise PdmeshError(f"cannot write {path}: {error.strerror}") from error

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-from pdmesh.core.commands import AdmitPrefill, Command, Outcome, RunStep
+from pdmesh.core.commands import AdmitPrefill, Outcome, RunStep
 from pdmesh.core.events import (
     DecodeStepsDone,
-    Event,
     InstanceJoined,
     InstanceLost,
     RequestArrived,
@@ -23,18 +21,11 @@ from pdmesh.core.events import (
     StepDone,
 )
 from pdmesh.core.lives import Life, Lives
+from pdmesh.decisions import Decision
 from pdmesh.model import InstanceId, InstanceProfile, OwnDecodeSteps, RequestId
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh_lab.sim.result import InstanceRun, RequestRun, SimResult, StepSpan
 from pdmesh_lab.sim.workload import Arrival
-
-
-class Decision(NamedTuple):
-    """An event, and what the core answered."""
-
-    now_s: float
-    event: Event
-    commands: Sequence[Command]
 
 
 @dataclass(frozen=True, slots=True)

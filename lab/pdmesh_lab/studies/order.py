@@ -7,13 +7,23 @@ from dataclasses import dataclass
 from math import inf
 
 from pdmesh.model import Request
-from pdmesh.policy.order import ByPlace, rounded, work_class_s
+from pdmesh.policy.order import rounded, work_class_s
 from pdmesh.policy.prediction import Prediction
 from pdmesh.policy.views import Rank
 
 
+class _ByPlace:
+    """An order that time does not change. Python cannot inherit from the product's, which mypyc may have compiled."""
+
+    def keys(self, ranks: Sequence[Rank], now_s: float) -> Sequence[tuple[float, ...]]:
+        return [(rank.place,) for rank in ranks]
+
+    def keeps_key_until_s(self, rank: Rank) -> float:
+        return inf
+
+
 @dataclass(frozen=True)
-class FcfsOfEachKind(ByPlace):
+class FcfsOfEachKind(_ByPlace):
     """First come, first served, where neither short nor long prompts wait behind the other kind."""
 
     long_prompt_tokens: int
@@ -23,7 +33,7 @@ class FcfsOfEachKind(ByPlace):
 
 
 @dataclass(frozen=True)
-class LeastSlack(ByPlace):
+class LeastSlack(_ByPlace):
     """LRS, least remaining slack: the earliest latest start of what is left. Time takes the same from every slack."""
 
     prediction: Prediction
@@ -53,7 +63,7 @@ class LeastRelativeSlack:
 
 
 @dataclass(frozen=True)
-class ShortFirst(ByPlace):
+class ShortFirst(_ByPlace):
     """Short prompts before long ones, each kind first come, first served. Long ones can starve.
 
     This is PecSched's preemption (§5.1), and its baseline "priority". Without ``preempts`` a long prompt that has been

@@ -46,7 +46,6 @@ from pdmesh.cli.state import DEFAULT_NAME, state_folder
 from pdmesh.cli.tls import app as tls_app
 from pdmesh.errors import ConfigError
 from pdmesh.units import parse_seconds
-from pdmesh_lab.cli.commands import app as study_app
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
     from pdmesh.cli.http import Target
@@ -367,6 +366,26 @@ def doctor(
     raise Exit(run_doctor(given.config(), output, os.environ))
 
 
+@app.command(example="pdmesh profile --model ./my-model --prefill 2 --decode 2")
+@configured(MODEL, DTYPE, DEVICE)
+def profile(
+    given: Given,
+    file: Annotated[Path | None, Option(help="File to write. [default: MODEL.profile.json]")] = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    mixed: Mixed = 0,
+    seconds: Annotated[float, Option(min=1, parser=parse_seconds, help="How long to measure.")] = 30.0,
+) -> None:
+    """Measure how long steps of a model take on this machine, and write a profile for the scheduler."""
+    from pdmesh.cli.plan import make_pools
+    from pdmesh.cli.profile import ProfileOptions, run_profile
+    from pdmesh.cli.up import resolved
+
+    run_profile(
+        resolved(given.config()), ProfileOptions(file=file, pools=make_pools(prefill, decode, mixed), limit_s=seconds)
+    )
+
+
 @app.command(example="pdmesh gateway --model ./my-model --scheduler 10.0.0.1:5000 --port 8000")
 @configured(MODEL, DIAL, HOST, PORT)
 def gateway(given: Given) -> None:
@@ -440,7 +459,7 @@ def version() -> None:
     typer.echo(f"{__version__} (CPU kernels: {kernels}; core: {core_build()})")
 
 
-app.infos |= study_app.infos | operator_app.infos
+app.infos |= operator_app.infos
 for group in (pool_app, ops_app, requests_app, policy_app, config_app, keys_app, tls_app):
     app.add_typer(group)
 

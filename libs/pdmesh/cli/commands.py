@@ -36,6 +36,12 @@ PANELS = (
 #: Other tools' words for commands of ours.
 OTHER_WORDS = {"pull": "up", "start": "up", "kill": "down", "rm": "down", "bench": "profile", "benchmark": "profile"}
 
+#: Entry points by which other distributions add commands: the name is a group's, the value one of `Commands`.
+ENTRY_POINTS = "pdmesh.commands"
+
+#: Commands of other distributions, with the extra that installs them.
+EXTRAS = dict.fromkeys(("simulate", "plan", "replay", "advise", "auto"), "lab")
+
 _WANTED = {int: "a whole number", float: "a number", parse_seconds: "a duration such as 30s or 5m"}
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", parse_seconds: "DURATION"}
 
@@ -57,6 +63,14 @@ class Commands(typer.Typer):
         )
         self.default = default
         self.infos: dict[str, CommandInfo] = {}  # a command has an entry for each alias
+
+    @functools.cached_property
+    def all_infos(self) -> dict[str, CommandInfo]:
+        """Commands with those that installed distributions add. Reading entry points takes some CPU time."""
+        from importlib.metadata import entry_points
+
+        added = [each.load() for each in entry_points(group=ENTRY_POINTS, name=str(self.info.name))]
+        return {name: info for commands in (self, *added) for name, info in commands.infos.items()}
 
     def command(self, name: str | None = None, *, example: str = "", **settings: Any) -> Callable[[F], F]:
         """Register a command. ``name`` may have aliases behind it: ``"up, serve"``."""
@@ -106,11 +120,14 @@ class _Group(TyperGroup):
 
     def list_commands(self, ctx: Context) -> list[str]:
         """Return the names of all commands, without aliases."""
-        return [*dict.fromkeys(str(info.name).partition(", ")[0] for info in self.app.infos.values()), *self.commands]
+        names = (str(info.name).partition(", ")[0] for info in self.app.all_infos.values())
+        return [*dict.fromkeys(names), *self.commands]
 
     def get_command(self, ctx: Context, cmd_name: str) -> AnyCommand | None:
         """Build the command that a name or an alias means."""
         info = self.app.infos.get(cmd_name)
+        if info is None and cmd_name not in self.commands:
+            info = self.app.all_infos.get(cmd_name)
         if info is None:
             return super().get_command(ctx, cmd_name)
         return get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode=None)
@@ -126,7 +143,9 @@ class _Group(TyperGroup):
         """Find the named command, or suggest a similar name."""
         name = args[0]
         if self.get_command(ctx, name) is None and not ctx.resilient_parsing and not name.startswith("-"):
-            known = [*self.app.infos, *self.commands]
+            if name in EXTRAS:
+                ctx.fail(f"`{ctx.command_path} {name}` is not installed: run `pip install 'pdmesh[{EXTRAS[name]}]'`")
+            known = [*self.app.all_infos, *self.commands]
             meant = next(iter(difflib.get_close_matches(name, known, n=1)), OTHER_WORDS.get(name))
             hint = f": did you mean {meant}?" if meant in known else ""
             ctx.fail(f"no command is called {name!r}{hint}")
@@ -134,7 +153,7 @@ class _Group(TyperGroup):
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the list of commands with their aliases and the first paragraph of their help."""
-        rows = [(str(info.name), info.short_help or "") for info in dict.fromkeys(self.app.infos.values())]
+        rows = [(str(info.name), info.short_help or "") for info in dict.fromkeys(self.app.all_infos.values())]
         rows += [(name, group.help or "") for name, group in self.commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from typer import Argument, Exit, Option
 
 from pdmesh.cli.commands import Commands
-from pdmesh.cli.options import Asked, SloTpot, SloTtft, asks_scheduler, new_operation_id
+from pdmesh.cli.options import Asked, asks_scheduler, new_operation_id
 from pdmesh.errors import ConfigError
 from pdmesh.units import parse_seconds
 
@@ -40,20 +39,6 @@ StartTimeout = Annotated[
 ]
 PoolSize = Annotated[int | None, Option(min=0, max=1024, help="Number of instances. [default: as now]")]
 Force = Annotated[bool, Option("--force", help="Do it even if this is the last instance that can prefill, or decode.")]
-LogFile = Annotated[
-    Path | None, Option("--log", metavar="FILE", help="Event log of a scheduler. [default: what it has in memory]")
-]
-Last = Annotated[float, Option("--last", min=1, parser=parse_seconds, help="How much of the latest events to use.")]
-MinGain = Annotated[
-    float,
-    Option(
-        "--min-gain",
-        min=0,
-        max=100,
-        metavar="POINTS",
-        help="Least gain that counts, in percentage points of requests within targets.",
-    ),
-]
 Wait = Annotated[bool, Option("--wait/--no-wait", help="Wait until the operation has ended.")]
 
 
@@ -159,47 +144,6 @@ def pool_resize(
     if all(size is None for size in sizes.values()):
         raise ConfigError("no pool size is given: use --prefill, --decode or --mixed")
     raise Exit(resize(asked, sizes, timeout_s=timeout, start_timeout_s=start_timeout, wait=wait))
-
-
-@pool_app.command("advise", example="pdmesh pool advise --slo-ttft 0.5 --last 600")
-@asks_scheduler
-def pool_advise(
-    asked: Asked,
-    log: LogFile = None,
-    last: Last = 300.0,
-    slo_ttft: SloTtft = None,
-    slo_tpot: SloTpot = None,
-    min_gain: MinGain = 3.0,
-) -> None:
-    """Simulate other pools and bundles on recent requests, and print how many would have met the targets."""
-    from pdmesh.metrics import Slo
-    from pdmesh_lab.cli.advise import AdviceOptions, run_advise
-
-    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot)
-    run_advise(asked, AdviceOptions(log=log, last_s=last, slo=slo, min_gain=min_gain / 100))
-
-
-@pool_app.command("auto", example="pdmesh pool auto --slo-ttft 0.5 --every 120")
-@asks_scheduler
-def pool_auto(
-    asked: Asked,
-    log: LogFile = None,
-    last: Last = 300.0,
-    slo_ttft: SloTtft = None,
-    slo_tpot: SloTpot = None,
-    min_gain: MinGain = 3.0,
-    every: Annotated[float, Option(min=1, parser=parse_seconds, help="Time between two checks.")] = 60.0,
-    least: Annotated[int, Option(min=1, help="Least number of prefill and of decode instances to keep.")] = 1,
-    timeout: Timeout = DEFAULT_TIMEOUT_S,
-    once: Annotated[bool, Option("--once", help="Check once, make at most one change, and exit.")] = False,
-) -> None:
-    """Follow `pool advise`, one role at a time, and undo changes that make things worse. Ctrl-C exits."""
-    from pdmesh.metrics import Slo
-    from pdmesh_lab.cli.advise import AdviceOptions
-    from pdmesh_lab.cli.auto import run_auto
-
-    options = AdviceOptions(log=log, last_s=last, slo=Slo(ttft_s=slo_ttft, tpot_s=slo_tpot), min_gain=min_gain / 100)
-    raise Exit(run_auto(asked, options, every_s=every, least=least, timeout_s=timeout, once=once))
 
 
 @ops_app.command("list, ls", example="pdmesh ops -o json")

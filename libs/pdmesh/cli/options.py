@@ -15,8 +15,7 @@ from typer import Option
 
 from pdmesh.cli.commands import parameters_of, with_first
 from pdmesh.cli.state import DEFAULT_NAME, StateFolder, state_folder
-from pdmesh.errors import ConfigError, PdmeshError
-from pdmesh.units import parse_seconds
+from pdmesh.errors import ConfigError
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration
     from pdmesh.config import MeshConfig
@@ -57,13 +56,6 @@ Decode = Annotated[
     int | None, Option("--decode", min=0, rich_help_panel="Pools", help="Decode instances. [default: 1]")
 ]
 Mixed = Annotated[int, Option("--mixed", min=0, rich_help_panel="Pools", help="Instances that prefill and decode.")]
-
-SloTtft = Annotated[
-    float | None, Option(parser=parse_seconds, rich_help_panel="Targets", help="Target for the time to first token.")
-]
-SloTpot = Annotated[
-    float | None, Option(parser=parse_seconds, rich_help_panel="Targets", help="Target for the time per output token.")
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +98,6 @@ HOST = Flag(
     panel="Network",
 )
 PORT = Flag("--port", "gateway.port", "HTTP port; 0 takes a free one. [default: 8000]", metavar="PORT", panel="Network")
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file. Raises PdmeshError if that fails."""
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise PdmeshError(f"cannot write {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The named bundles. Bundles of papers are named here, and `pdmesh_lab.studies` builds them."""
+"""The named bundles. Bundles of papers are named here, and the laboratory builds them (`pdmesh_lab.studies`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 
 from pdmesh.errors import ConfigError
@@ -95,7 +96,9 @@ BUNDLES: Mapping[str, Callable[[PolicyConfig], Bundle]] = MappingProxyType(
     }
 )
 
-#: Bundles of papers and their baselines: `pdmesh_lab.studies.bundles` is imported when one of them is chosen.
+#: Distribution package with the bundles of papers and their baselines, imported when one of them is chosen.
+LABORATORY = "pdmesh_lab"
+
 STUDIED = (
     "lars",
     "lrs",
@@ -144,17 +147,19 @@ BUNDLE_NAMES = tuple(sorted((*BUNDLES, *STUDIED)))
 
 
 def check_bundle_name(name: str) -> None:
-    """Raise ConfigError if no bundle is called ``name``."""
+    """Raise ConfigError if no bundle is called ``name``, or if its package is not installed."""
     if name not in BUNDLE_NAMES:
         near = difflib.get_close_matches(name, BUNDLE_NAMES, 1)
         meant = f"did you mean {near[0]}? There are" if near else "use one of"
         raise ConfigError(f"no policy bundle is called {name!r}: {meant} {', '.join(BUNDLE_NAMES)}")
+    if name in STUDIED and find_spec(LABORATORY) is None:
+        raise ConfigError(f"the bundle {name!r} of a paper is not installed: run `pip install 'pdmesh[lab]'`")
 
 
 def make_bundle(name: str, config: PolicyConfig) -> Bundle:
     """Build the bundle called ``name``, with the batching of ``config`` if that names one.
 
-    Raises ConfigError if there is none of that name.
+    Raises ConfigError if there is none of that name, or if its package is not installed.
     """
     check_bundle_name(name)
     bundle = _builders(name)[name](config)
@@ -166,7 +171,7 @@ def make_bundle(name: str, config: PolicyConfig) -> Bundle:
 def _builders(name: str) -> Mapping[str, Callable[[PolicyConfig], Bundle]]:
     if name in BUNDLES:
         return BUNDLES
-    studied: Mapping[str, Callable[[PolicyConfig], Bundle]] = import_module("pdmesh_lab.studies.bundles").BUNDLES
+    studied: Mapping[str, Callable[[PolicyConfig], Bundle]] = import_module(f"{LABORATORY}.studies.bundles").BUNDLES
     return studied
 
 
