@@ -1,13 +1,15 @@
-"""Build wheels with compiled CPU kernels and a compiled scheduling core: what ``make wheels`` runs.
+"""Build wheels of all distributions, that of pdmesh with compiled kernels and core: what ``make wheels`` runs.
 
     python deploy/wheels.py                       # into dist/: for this machine, and for aarch64 by a cross compiler
     python deploy/wheels.py --cxx aarch64-linux-gnu-g++
 
-Each is built from the unpacked sdist, so that the checkout's own kernels stay, and is given the oldest manylinux tag
-that its symbols allow. Torch's libgomp is not copied into it: a second one would be a second pool of threads.
+Each wheel of pdmesh is built from the unpacked sdist, so that the checkout's own kernels stay, and is given the oldest
+manylinux tag that its symbols allow. Torch's libgomp is not copied into it: a second one would be a second pool of
+threads.
 
 The core is compiled for this Python and this machine, unless ``PDMESH_COMPILE_CORE=0`` says otherwise. Where that
-fails, and for another machine, it is plain Python, and what is printed says so.
+fails, and for another machine, it is plain Python, and what is printed says so. `pdmesh-lab` and `pdmesh-testing` are
+plain Python.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ CROSS_COMPILER = "aarch64-linux-gnu-g++"
 #: Asks for a compiled core (`build_hook.py`).
 SWITCH = "PDMESH_COMPILE_CORE"
 
+#: Folders of the other distributions.
+PURE = ("lab", "testing")
+
 #: The newest glibc that a wheel may ask for: what torch's and UCX's wheels ask for.
 NEWEST_GLIBC = (2, 28)
 
@@ -51,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for compiler in compilers:
             wheel = build(compiler, given.out)
             sys.stdout.write(f"{wheel} (core: {'compiled by mypyc' if has_compiled_core(wheel) else 'Python'})\n")
+        for folder in PURE:
+            sys.stdout.write(f"{build_pure(folder, given.out)}\n")
     except BuildFailed as failure:
         sys.stderr.write(f"{failure}\n")
         return 1
@@ -79,6 +86,15 @@ def build(compiler: str, out: Path) -> Path:
             )
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy(done, out))
+
+
+def build_pure(folder: str, out: Path) -> Path:
+    """Build the wheel of a distribution in plain Python."""
+    with tempfile.TemporaryDirectory() as name:
+        run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", name], cwd=ROOT / folder)
+        (built,) = Path(name).glob("*.whl")
+        out.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(built, out))
 
 
 def build_wheel(compiler: str, folder: Path) -> Path:

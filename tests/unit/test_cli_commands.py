@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from pdmesh import __version__
 from pdmesh.cli.app import app
+from pdmesh.cli.operator_commands import pool_app
 from pdmesh.cli.process_id import ProcessId, wait_for_end
 from pdmesh.config import MeshConfig
 from pdmesh.config_sources import COMPOSE_VARIABLES, variable_of
@@ -119,6 +120,19 @@ def test_a_question_to_a_mesh_loads_no_library_that_takes_long(machine: Machine)
         [sys.executable, "-c", program], env=machine.environ, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.stdout == "1 []\n", done.stderr
+
+
+@pytest.mark.parametrize("typed", ["simulate", "plan", "replay", "pool advise", "pool auto"])
+def test_without_the_laboratory_its_commands_say_what_to_install(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    for commands in (app, pool_app):
+        monkeypatch.delattr(commands, "all_infos")  # cached
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    done = machine.run_here(*typed.split())
+    assert done.returncode == 2
+    assert f"pdmesh: `pdmesh {typed}` is not installed: run `pip install 'pdmesh[lab]'`" in done.stderr
+    assert not any(line.split()[:1] == typed.split()[-1:] for line in machine.run_here("--help").stdout.splitlines())
 
 
 def commands_of(group: object, *names: str) -> Iterator[tuple[str, ...]]:

@@ -20,6 +20,7 @@ from typing import Any
 import grimp
 import pytest
 
+from pdmesh import __version__ as VERSION
 from pdmesh_testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,7 @@ def test_the_wheel_works_without_the_source(unpacked: Path) -> None:
     modules = [*PRODUCT, *(f"{package}.main" for package in PRODUCT if package != "pdmesh"), "pdmesh.cli.app"]
     program = (
         "import importlib, pathlib, sys\n"
+        "sys.modules |= {'pdmesh_lab': None, 'pdmesh_testing': None}\n"  # importing them fails
         f"for name in {modules!r}:\n"
         "    file = pathlib.Path(importlib.import_module(name).__file__)\n"
         f"    assert file.is_relative_to({str(unpacked)!r}), file\n"
@@ -76,6 +78,28 @@ def test_the_wheel_works_without_the_source(unpacked: Path) -> None:
     # PYTHONPATH comes before what the editable install adds.
     environ = {**os.environ, "PYTHONPATH": str(unpacked)}
     subprocess.run([sys.executable, "-c", program], env=environ, cwd=unpacked, check=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_the_other_distributions_have_a_wheel_each(wheels: ModuleType, tmp_path: Path) -> None:
+    for folder in ("lab", "testing"):
+        package = f"pdmesh_{folder}"
+        with zipfile.ZipFile(wheels.build_pure(folder, tmp_path)) as archive:
+            names = archive.namelist()
+        assert {name.partition("/")[0] for name in names} == {package, f"{package}-{VERSION}.dist-info"}
+        wanted = {str(file.relative_to(ROOT / folder)) for file in (ROOT / folder / package).rglob("*.py")}
+        assert {f"{package}/py.typed", f"{package}-{VERSION}.dist-info/licenses/LICENSE", *wanted} <= set(names)
+
+
+def test_distributions_that_fit_each_other_have_one_version() -> None:
+    assert settings_of_tools()["project"]["version"] == VERSION
+    extras = settings_of_tools()["project"]["optional-dependencies"]
+    assert extras["lab"] == [f"pdmesh-lab=={VERSION}"]
+    for folder, needs in {"lab": ["pdmesh"], "testing": ["pdmesh", "pdmesh-lab"]}.items():
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        assert (project["name"], project["version"]) == (f"pdmesh-{folder}", VERSION)
+        pinned = [each for each in project["dependencies"] if each.startswith("pdmesh")]
+        assert pinned == [f"{name}=={VERSION}" for name in needs]
 
 
 def kernels_of_a_mesh(package: Path, folder: Path, **environ: str) -> set[str]:

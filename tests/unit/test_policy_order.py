@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from pdmesh.errors import ConfigError
 from pdmesh.policy.bundles import BUNDLE_NAMES, STUDIED, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_lab.studies.bundles import BUNDLES as STUDIES
@@ -14,6 +15,12 @@ from pdmesh_testing.core import a_request
 
 def test_studies_build_all_that_is_asked_of_them() -> None:
     assert tuple(sorted(STUDIES)) == STUDIED
+
+
+def test_a_bundle_of_a_paper_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh.policy.bundles.LABORATORY", "pdmesh_nowhere")
+    with pytest.raises(ConfigError, match=r"'medha' of a paper is not installed: run `pip install 'pdmesh\[lab\]'`"):
+        make_bundle("medha", PolicyConfig())
 
 
 @pytest.mark.parametrize("bundle", BUNDLE_NAMES)

@@ -266,7 +266,7 @@ def _plotter() -> Callable[[Mapping[str, SimResult], int], bytes]:
     try:
         from pdmesh_lab.cli.plots import draw
     except ImportError as error:
-        raise PdmeshError("--plot needs matplotlib: pip install 'pdmesh[plot]'") from error
+        raise PdmeshError("--plot needs matplotlib: pip install 'pdmesh-lab[plot]'") from error
     return draw
 
 
@@ -274,5 +274,5 @@ def _modes_plotter() -> Callable[[Sequence[Arrival], PolicyConfig], bytes]:
     try:
         from pdmesh_lab.cli.modes_plot import draw_modes
     except ImportError as error:
-        raise PdmeshError("--plot-modes needs matplotlib: pip install 'pdmesh[plot]'") from error
+        raise PdmeshError("--plot-modes needs matplotlib: pip install 'pdmesh-lab[plot]'") from error
     return draw_modes

@@ -66,7 +66,7 @@ class Commands(typer.Typer):
 
     @functools.cached_property
     def all_infos(self) -> dict[str, CommandInfo]:
-        """Commands with those that installed distributions add. Reading entry points takes some CPU time."""
+        """Commands of this group, with commands that installed distributions add. Reading entry points takes time."""
         from importlib.metadata import entry_points
 
         added = [each.load() for each in entry_points(group=ENTRY_POINTS, name=str(self.info.name))]
