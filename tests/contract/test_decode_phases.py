@@ -11,7 +11,6 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import DecodeStepsDone, Event, RequestFinished, StepDone
 from pdmesh.core.instances.own_steps import HOLD_LIMIT_S, OwnSteps
-from pdmesh.engine.fake import FakeEngine, reference_output
 from pdmesh.model import Epoch, GatewayId, OwnDecodeSteps, Request, RequestId, RequestKey, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
@@ -21,6 +20,7 @@ from pdmesh_lab.sim.exchange import SimulatedExchange
 from pdmesh_lab.sim.instance import SimContext, SimInstance
 from pdmesh_lab.sim.links import SimulatedLinks
 from pdmesh_lab.sim.result import RequestRun
+from pdmesh_testing.fake_engine import FakeEngine, reference_output
 from pdmesh_testing.modelled import ModelledInstance, modelled_profile
 from pdmesh_testing.sim import UNEVEN_MODEL
 from pdmesh_testing.worker import RunningInstance, a_shard, make_generation, running_instance

@@ -23,7 +23,6 @@ from pdmesh.core.events import (
     StepDone,
     TokenLinkReported,
 )
-from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
 from pdmesh.errors import InstanceUnavailable, ProtocolError, leaves
 from pdmesh.model import Epoch, FinishReason, InstanceId, RequestId, Role, SamplingParams, num_blocks_for
 from pdmesh.plans import StepPlan
@@ -42,6 +41,7 @@ from pdmesh.worker import plans, token_links
 from pdmesh.worker.runtime import run_worker, serve_instance
 from pdmesh.worker.threads import EngineThread
 from pdmesh.worker.token_links import NUM_REMEMBERED, Unconfirmed, open_token_links
+from pdmesh_testing.fake_engine import FakeEngine, StepGate, reference_output
 from pdmesh_testing.scripted_peers import ScriptedGateway, ScriptedScheduler, serving_gateway, serving_scheduler
 from pdmesh_testing.worker import a_shard, chunk_plans, make_generation, prompt_of
 
@@ -452,6 +452,6 @@ async def test_run_worker_builds_it_all_from_the_configuration() -> None:
 def test_the_runtime_needs_no_torch() -> None:
     code = (
         "import sys, pdmesh.worker.runtime, pdmesh.worker.engines, pdmesh_prefill.main, pdmesh_decode.main,"
-        " pdmesh.engine.fake; sys.exit('torch' in sys.modules)"
+        " pdmesh_testing.fake_engine; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, PoolConfig, WorkerConfig
-from pdmesh.engine import fake
 from pdmesh.errors import ConfigError
 from pdmesh.model import GRANULE_TOKENS, KvLayout, num_blocks_for
 from pdmesh.policy.latency import PROFILES, ChunkShape, StepShape
@@ -26,6 +25,7 @@ from pdmesh.worker.engines import (
     num_blocks_of,
 )
 from pdmesh.worker.measuring import step_s
+from pdmesh_testing import fake_engine as fake
 from pdmesh_testing.checkpoints import TINY, write_config
 from pdmesh_testing.transformers_checkpoints import model_variants, write_transformers_checkpoint
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice, SliceResult
-from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, reference_output
 from pdmesh.kv.elsewhere import PartQuestion
 from pdmesh.model import FinishReason, KvLayout, RequestId, SamplingParams
+from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, reference_output
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 

@@ -18,11 +18,11 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
-from pdmesh.engine.fake import FakeEngine, reference_output
 from pdmesh.kv.piece import PieceHeader
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.model import Epoch, PrefixHashes, TransferId
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh_testing.fake_engine import FakeEngine, reference_output
 from pdmesh_testing.reuse import FETCH, GREEDY, a_generation, granules_of, random_tokens, run, tell_of_fetch
 from pdmesh_testing.worker import RunningInstance, running_instance
 

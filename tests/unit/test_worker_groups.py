@@ -23,7 +23,6 @@ from pdmesh.core.events import (
     TransferOffered,
     TransferSent,
 )
-from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.kv.incoming import WINDOW_CLOSED
 from pdmesh.kv.piece import PieceKind, unpack_header
 from pdmesh.model import GRANULE_TOKENS, Epoch, KvPart, Role, SamplingParams
@@ -31,6 +30,7 @@ from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, PeerGone, PromptLogprobs
+from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh_testing.groups import admit_member, block_chunks, regroup, running_members
 from pdmesh_testing.kv import TransportMaker
 from pdmesh_testing.worker import (

@@ -18,7 +18,6 @@ from pdmesh.config import TransferConfig
 from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, RunStep, SetRole
 from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished, StepDone
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
-from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.model import FinishReason, InstanceId, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
@@ -26,6 +25,7 @@ from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import Generation, PeerHere, Prompt, PromptLogprobs
 from pdmesh.worker import steps
 from pdmesh.worker.plans import MAX_QUEUED_PLANS
+from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh_testing.worker import (
     RunningInstance,
     a_shard,

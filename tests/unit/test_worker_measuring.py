@@ -11,7 +11,6 @@ import pytest
 
 from pdmesh.config import MeshConfig, WorkerConfig
 from pdmesh.engine.base import SequenceSlice
-from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, timed_by
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import num_blocks_for
 from pdmesh.policy.fit import fit
@@ -22,6 +21,7 @@ from pdmesh.worker import measuring
 from pdmesh.worker.known_steps import KnownSteps, known_steps
 from pdmesh.worker.measuring import fits, measure_at_start, step_s
 from pdmesh_testing.checkpoints import write_checkpoint
+from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, timed_by
 
 MIXED = StepShape((ChunkShape(32, 100), ChunkShape(7, 0)), 3, 60)
 

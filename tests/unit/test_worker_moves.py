@@ -27,7 +27,6 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
 )
-from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh.kv.moving import MoveSender
 from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, unpack_header
@@ -37,6 +36,7 @@ from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, TurnOver
+from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
 from pdmesh_testing.worker import RunningInstance, chunk_plans, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio

@@ -23,7 +23,6 @@ from pdmesh.core.events import (
     StepDone,
     TransferLanded,
 )
-from pdmesh.engine.fake import FakeEngine, reference_output
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.offload.disk import DiskSlots
@@ -32,6 +31,7 @@ from pdmesh.kv.store import KvStore
 from pdmesh.model import GRANULE_TOKENS, PrefixHash, PrefixHashes, Role, SamplingParams
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.wire.messages import Generation, pack_token_ids
+from pdmesh_testing.fake_engine import FakeEngine, reference_output
 from pdmesh_testing.worker import (
     HASHER,
     RunningInstance,

@@ -23,12 +23,12 @@ from pdmesh.core.events import (
     TransferLanded,
     TransferSent,
 )
-from pdmesh.engine.fake import FakeEngine, StepGate, reference_output
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.model import GRANULE_TOKENS, Epoch, IndexRange, KvPart, PrefixHash, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
+from pdmesh_testing.fake_engine import FakeEngine, StepGate, reference_output
 from pdmesh_testing.groups import admit_member, block_chunks, running_members
 from pdmesh_testing.kv import TransportMaker
 from pdmesh_testing.reuse import GREEDY, a_generation, granules_of, output, random_tokens, run

@@ -13,11 +13,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pdmesh.config import TransferConfig
 from pdmesh.core.events import KvReleased, TransferFailed
-from pdmesh.engine.fake import FakeEngine
 from pdmesh.model import Role, SamplingParams
 from pdmesh.telemetry.tracing import OtelTracing, exporting
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.wire.messages import Generation
+from pdmesh_testing.fake_engine import FakeEngine
 from pdmesh_testing.worker import RunningInstance, chunk_plans, hand_over, make_generation, running_instance
 
 pytestmark = pytest.mark.anyio

@@ -2,7 +2,7 @@
 
 An engine is blocking and single-threaded: the worker runtime calls `Engine.execute` on one worker thread, never two
 calls at a time, unless the engine has several stages. It decides nothing; it computes the batch it is given.
-``pdmesh.engine`` has the real one (torch), and ``pdmesh.engine.fake`` a stand-in of known speed.
+``pdmesh.engine`` has the real one (torch), and ``pdmesh_testing.fake_engine`` a stand-in of known speed.
 """
 
 from __future__ import annotations

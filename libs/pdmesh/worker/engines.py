@@ -65,7 +65,7 @@ def build_engine(
     worker = config.worker
     check_ranges(config)
     if worker.engine == "fake":
-        from pdmesh.engine.fake import FakeEngine, timed_by
+        from pdmesh_testing.fake_engine import FakeEngine, timed_by
 
         layout = _FAKE_LAYOUT if worker.fake_latency is None else _TIMED_LAYOUT
         layout = replace(layout, block_size=worker.block_size)

@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import anyio
 
-from pdmesh.engine.fake import reference_output
 from pdmesh.errors import RequestRejected
 from pdmesh.model import SamplingParams
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_testing.dst.plan import Ask
 from pdmesh_testing.dst.services import Gateway
 from pdmesh_testing.dst.timeline import Timeline
+from pdmesh_testing.fake_engine import reference_output
 
 TOKENS = "tokens as if undisturbed"
 ONE_END = "each request ends once, with a right end"

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TypeVar
 
-from pdmesh.engine.fake import FAKE_LAYOUT
 from pdmesh.model import Role
 from pdmesh_testing.dst.clients import expectation
 from pdmesh_testing.dst.engine import STEP_S
 from pdmesh_testing.dst.plan import MAX_MODEL_LEN, MAX_PROMPT_TOKENS, SCHEDULER, Ask, Fault, FaultKind, Plan
+from pdmesh_testing.fake_engine import FAKE_LAYOUT
 
 T = TypeVar("T")
 

@@ -15,12 +15,12 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import anyio
 
 from pdmesh.engine.base import LayerHook, SequenceSlice, SliceResult, StepFlight
-from pdmesh.engine.fake import FAKE_LAYOUT, FakeEngine, FakeKvStore
 from pdmesh.kv.gate import Wakeup
 from pdmesh.kv.offload.copies import Copy, CopyThread
 from pdmesh.threads import CallThreads
 from pdmesh.worker.threads import EngineThread
 from pdmesh_testing.dst.process import running_process
+from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, FakeKvStore
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class _Store(FakeKvStore):
 
 
 class SimulatedEngine(FakeEngine):
-    """`pdmesh.engine.fake.FakeEngine`, each step of which makes its process busy."""
+    """`pdmesh_testing.fake_engine.FakeEngine`, each step of which makes its process busy."""
 
     def __init__(self, *, num_blocks: int, max_model_len: int, copies_on_threads: bool) -> None:
         super().__init__(num_blocks=num_blocks, max_model_len=max_model_len)

@@ -13,7 +13,6 @@ import anyio
 import pdmesh.worker.runtime as worker_runtime
 import pdmesh_scheduler.main as scheduler_main
 from pdmesh.config import MeshConfig, SchedulerConfig, SecurityConfig, TransferConfig, WorkerConfig
-from pdmesh.engine.fake import FAKE_LAYOUT
 from pdmesh.engine.files import DefaultSampling, ModelInfo
 from pdmesh.model import GRANULE_TOKENS, GatewayId, Role
 from pdmesh.policy.config import PolicyConfig
@@ -33,6 +32,7 @@ from pdmesh_testing.dst.data_plane import DataPlane, SimulatedTransport
 from pdmesh_testing.dst.engine import STEP_S, TOKEN_S, SimulatedEngine, SimulatedThread
 from pdmesh_testing.dst.plan import Plan
 from pdmesh_testing.dst.process import running_process
+from pdmesh_testing.fake_engine import FAKE_LAYOUT
 
 SCHEDULER_ADDRESS = "127.0.0.1:7000"
 

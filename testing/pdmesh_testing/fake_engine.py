@@ -33,12 +33,12 @@ from pdmesh.engine.base import (
     with_draft,
 )
 from pdmesh.engine.ranks.share import RankShare
-from pdmesh.engine.turns import StageTurns
 from pdmesh.kv.elsewhere import KvElsewhere, PartQuestion
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import ComputePath, KvLayout, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
+from pdmesh_testing.turns import StageTurns
 
 #: Small enough for tests with thousands of blocks; one token's keys are one 32-bit word.
 FAKE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
