@@ -302,7 +302,7 @@ class WorkerConfig:
         str | None, one_of("prefill", "decode", "mixed"), "role of the instance; default: the service's"
     ] = None
     engine: Annotated[
-        str, one_of("torch", "fake"), "torch, or fake: a stand-in without a model, for tests and benchmarks"
+        str, one_of("torch", "fake"), "torch, or fake: a stand-in without a model (of `pdmesh-testing`)"
     ] = "torch"
     fake_latency: Annotated[
         str | None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pdmesh.cli.preflight import check_settings
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, PoolConfig, WorkerConfig
 from pdmesh.errors import ConfigError
 from pdmesh.model import GRANULE_TOKENS, KvLayout, num_blocks_for
@@ -160,6 +161,13 @@ def test_the_stand_in_takes_the_time_that_a_model_says(monkeypatch: pytest.Monke
 def test_what_is_no_latency_model_is_said_in_a_sentence(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build_engine(MeshConfig(worker=WorkerConfig(engine="fake", fake_latency=text)), 1)
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdmesh.worker.engines.entry_points", lambda **_: ())
+    for check in (check_settings, lambda config: build_engine(config, 1)):
+        with pytest.raises(ConfigError, match=r"worker\.engine is fake, which is not installed: run `pip install"):
+            check(MeshConfig(worker=WorkerConfig(engine="fake")))
 
 
 def test_a_profile_can_be_the_stand_ins() -> None:

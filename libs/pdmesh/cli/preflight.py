@@ -19,7 +19,14 @@ from pdmesh.host import free_host_bytes, is_loopback, num_startable_threads
 from pdmesh.policy.bundles import check_bundle_name
 from pdmesh.service import raise_descriptor_limit
 from pdmesh.wire.endpoint import check_bind
-from pdmesh.worker.engines import check_memory, check_ranges, check_ranks_can_compute, device_name, num_blocks_of
+from pdmesh.worker.engines import (
+    check_memory,
+    check_ranges,
+    check_ranks_can_compute,
+    device_name,
+    engine_entry,
+    num_blocks_of,
+)
 
 #: Of one of our processes (10 to 13 in a mesh of four that answers, 2026-11), and some to spare.
 THREADS_PER_PROCESS = 15
@@ -35,6 +42,8 @@ def check_settings(config: MeshConfig) -> None:
     if worker.engine == "torch":
         check_device(worker.device)
         check_cpu_level(worker.cpu_level)
+    else:
+        engine_entry(worker.engine)
     check_ranges(config)
     if worker.lora is not None and not (worker.lora / "adapter_config.json").exists():
         raise ConfigError(f"{worker.lora} holds no adapter_config.json: give the directory of a LoRA adapter (PEFT's)")

@@ -5,22 +5,22 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
 from pdmesh.config import HOST_KV_CACHE_BYTES, InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.engine.devices import may_have_device
-from pdmesh.engine.files import load_model_config, load_model_info, resolve_model, with_adapter
-from pdmesh.engine.identity import stand_in_identity, unchanged_weights
+from pdmesh.engine.files import load_model_config, resolve_model, with_adapter
+from pdmesh.engine.identity import unchanged_weights
 from pdmesh.engine.levels import compiled_levels
 from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.ranks.share import check_divisible, check_stages
 from pdmesh.errors import ConfigError
 from pdmesh.host import free_host_bytes
 from pdmesh.model import GRANULE_TOKENS, KvLayout, MeasuredStep, Role, num_blocks_for
-from pdmesh.profiles import parse_latency
 
 if TYPE_CHECKING:  # torch takes seconds to import, numpy a third of one
     from pdmesh.engine.base import Engine
@@ -32,15 +32,42 @@ if TYPE_CHECKING:  # torch takes seconds to import, numpy a third of one
 
 log = structlog.get_logger()
 
-#: Of the stand-in engine, unless configured.
-_FAKE_MODEL_LEN = 32_768
+#: Entry points of other distributions' engines, by the name in `worker.engine`. Each value is an `EngineMaker`.
+ENTRY_POINTS = "pdmesh.engines"
 
-#: What it says of itself where its steps take time, so that they are timed and learnt from like any other's.
-_FAKE_PARAMETERS, _FAKE_HEADS = 100_000_000, 2
 
-#: What it holds of a token. Steps that take time do so in many layers, between which others may wait or interrupt.
-_FAKE_LAYOUT = KvLayout(num_layers=2, num_kv_heads=_FAKE_HEADS, head_dim=64, block_size=16, dtype="float32")
-_TIMED_LAYOUT = KvLayout(num_layers=16, num_kv_heads=_FAKE_HEADS, head_dim=16, block_size=16, dtype="bfloat16")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What an instance's profile says about its model and hardware; the defaults say nothing."""
+
+    num_parameters: int = 0
+    num_heads: int = 0
+    device_name: str = ""
+    measured_steps: tuple[MeasuredStep, ...] = ()
+
+
+class EngineMaker(Protocol):
+    """Builder of an engine that another distribution has."""
+
+    def build(self, config: MeshConfig, num_stages: int) -> Engine:
+        """Build the engine on the thread that will execute its steps. Raises ConfigError."""
+        ...
+
+    def facts(self, config: MeshConfig) -> EngineFacts:
+        """Return unmeasured facts of the engine that `build` makes."""
+        ...
+
+
+def engine_entry(name: str) -> EntryPoint:
+    """Return the entry point of another distribution's engine. Raises ConfigError if no distribution has the engine."""
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        return entry
+    raise ConfigError(f"worker.engine is {name}, which is not installed: run `pip install pdmesh-testing` or use torch")
+
+
+def _maker(name: str) -> EngineMaker:
+    maker: EngineMaker = engine_entry(name).load()
+    return maker
 
 
 def served_model_name(config: MeshConfig) -> str:
@@ -59,30 +86,14 @@ def build_engine(
 ) -> Engine:
     """Load the model. Blocking; run on the thread that will execute the steps. Raises ConfigError.
 
-    ``ranks`` are the other ranks of the instance, of several stages all of them, which load their parts meanwhile. A
-    stand-in has its ``num_stages`` in this process. ``preloaded`` is a model in memory, which may be the one to serve.
+    ``ranks`` are the other ranks of the instance, of several stages all of them, which load their parts meanwhile. An
+    engine of another distribution has its ``num_stages`` in this process. ``preloaded`` is a model in memory, which may
+    be the one to serve.
     """
     worker = config.worker
     check_ranges(config)
-    if worker.engine == "fake":
-        from pdmesh_testing.fake_engine import FakeEngine, timed_by
-
-        layout = _FAKE_LAYOUT if worker.fake_latency is None else _TIMED_LAYOUT
-        layout = replace(layout, block_size=worker.block_size)
-        max_model_len = worker.max_model_len or _FAKE_MODEL_LEN
-        num_blocks = num_blocks_of(worker, layout, free_bytes=None, max_model_len=max_model_len)
-        step_s = None if worker.fake_latency is None else timed_by(parse_latency(worker.fake_latency))
-        return FakeEngine(
-            layout,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            checks_kv=False,
-            step_s=step_s,
-            num_stages=num_stages,
-            weights=_stand_in_weights(config.model),
-        )
     if worker.engine != "torch":
-        raise ConfigError(f"worker.engine is {worker.engine!r}: use torch or fake")
+        return _maker(worker.engine).build(config, num_stages)
     if config.model is None:
         raise ConfigError("no model is set: set model (PDMESH_MODEL) to a directory or a hub id")
 
@@ -111,13 +122,6 @@ def build_engine(
         **_ranks_of(ranks, num_stages),
         **_compute_options(worker),
     )
-
-
-def _stand_in_weights(model: str | None) -> str:
-    """Return what a stand-in says that it loaded: ``config.json`` of a model's directory, if it is given one."""
-    if model is None or not Path(model).expanduser().is_dir():
-        return stand_in_identity()
-    return stand_in_identity(load_model_info(resolve_model(model)).fingerprint.hex())
 
 
 def preload(config: MeshConfig) -> PreloadedModel | None:
@@ -255,8 +259,8 @@ def check_ranges(config: MeshConfig) -> None:
         raise ConfigError(
             f"{name} is {limit}, no multiple of worker.block_size, {worker.block_size}: whole blocks move"
         )
-    if worker.engine == "fake":
-        raise ConfigError(f"{name} is set, but worker.engine is fake, a stand-in that attends to nothing: set it to 0")
+    if worker.engine != "torch":
+        raise ConfigError(f"{name} is set, but the engine {worker.engine} cannot spread contexts: set it to 0")
     if (device := device_name(config)) != "cpu":
         raise ConfigError(f"{name} is set, but the device is {device}: contexts are spread on CPUs only so far")
 
@@ -321,7 +325,7 @@ def _bytes_of_a_weight(model: DecoderShape, layout: KvLayout) -> float:
 
 def device_name(config: MeshConfig) -> str:
     """Return the device that `build_engine` chose."""
-    if config.worker.engine == "fake" or config.worker.device == "cpu":
+    if config.worker.engine != "torch" or config.worker.device == "cpu":
         return "cpu"
     if config.worker.device == "auto" and not may_have_device():
         return "cpu"
@@ -330,21 +334,11 @@ def device_name(config: MeshConfig) -> str:
     return str(torch_device(config.worker.device))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """What an instance's profile says about its model and hardware; the defaults say nothing."""
-
-    num_parameters: int = 0
-    num_heads: int = 0
-    device_name: str = ""
-    measured_steps: tuple[MeasuredStep, ...] = ()
-
-
 def engine_facts(config: MeshConfig) -> EngineFacts:
-    """Return unmeasured facts of the engine that `build_engine` makes; a stand-in that takes no time has none."""
-    if config.worker.engine == "fake" and config.worker.fake_latency is not None:
-        return EngineFacts(num_parameters=_FAKE_PARAMETERS, num_heads=_FAKE_HEADS, device_name="stand-in")
-    if config.worker.engine == "fake" or config.model is None:
+    """Return unmeasured facts of the engine that `build_engine` makes."""
+    if config.worker.engine != "torch":
+        return _maker(config.worker.engine).facts(config)
+    if config.model is None:
         return EngineFacts()
     model = load_model_config(resolve_model(config.model))
     return EngineFacts(
