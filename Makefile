@@ -30,7 +30,7 @@ FUZZ_SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 # A compiler that was installed since is a reason to compile the kernels.
-STATE := $(shell { cat pyproject.toml lab/pyproject.toml testing/pyproject.toml constraints.txt; find libs/pdmesh/engine/csrc -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cat; \
+STATE := $(shell { cat pyproject.toml */pyproject.toml constraints.txt; find libs/pdmesh/engine/csrc -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cat; \
   command -v c++ g++; echo $$CXX; } | sha256sum | cut -c1-16)
 RUN_STAMP := $(VENV)/.run-$(STATE)
 TEST_STAMP := $(VENV)/.test-$(STATE)

@@ -30,7 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUGS = Path(__file__).with_suffix(".toml")
 NOT_COPIED = (".*", "__pycache__", "build", "dist")
-SOURCES = ("libs", "services/gateway", "services/scheduler", "services/prefill", "services/decode", "lab", "testing")
+SERVICES = ("services/gateway", "services/scheduler", "services/prefill", "services/decode")
+SOURCES = ("libs", *SERVICES, "kubernetes", "lab", "testing")
 
 #: It looks whether bugs can be planted, which a planted one cannot.
 OF_THESE_BUGS = "tests/unit/test_planted_bugs.py"

@@ -48,8 +48,8 @@ REFRESH_S, PATIENCE_S = 0.5, 15
 #: Has pip print its progress as numbers. The pip of a new environment may be too old for that.
 RAW = ("--progress-bar", "raw")
 
-#: Installs folders of this checkout. With -v the build says which kernel it compiles.
-EDITABLE = ("-v", "--no-deps", "--no-build-isolation", "--editable")
+#: Folders with a distribution each. pdmesh comes first; its build says with -v which kernel it compiles.
+FOLDERS = (".", "./kubernetes", "./lab", "./testing")
 
 #: Size of all packages but torch, by purpose (Python 3.11 on x86-64).
 DOWNLOADS = {"run": "0.13 GB", "test": "0.29 GB"}
@@ -190,7 +190,10 @@ def install(purpose: str, torch: str) -> None:
                 )
                 for share in shares
             ),
-            Part("pdmesh and its CPU kernels", pip(*EDITABLE, ".", "--editable", "./lab", "--editable", "./testing")),
+            Part(
+                "pdmesh and its CPU kernels",
+                pip("-v", "--no-deps", "--no-build-isolation", *(f"--editable={folder}" for folder in FOLDERS)),
+            ),
         ]
     )
     if not any(ROOT.glob("libs/pdmesh/engine/_kernels*.so")):

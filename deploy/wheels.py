@@ -8,8 +8,8 @@ manylinux tag that its symbols allow. Torch's libgomp is not copied into it: a s
 threads.
 
 The core is compiled for this Python and this machine, unless ``PDMESH_COMPILE_CORE=0`` says otherwise. Where that
-fails, and for another machine, it is plain Python, and what is printed says so. `pdmesh-lab` and `pdmesh-testing` are
-plain Python.
+fails, and for another machine, it is plain Python, and what is printed says so. The other distributions are plain
+Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CROSS_COMPILER = "aarch64-linux-gnu-g++"
 SWITCH = "PDMESH_COMPILE_CORE"
 
 #: Folders of the other distributions.
-PURE = ("lab", "testing")
+PURE = ("kubernetes", "lab", "testing")
 
 #: The newest glibc that a wheel may ask for: what torch's and UCX's wheels ask for.
 NEWEST_GLIBC = (2, 28)

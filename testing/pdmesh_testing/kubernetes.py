@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pdmesh.kubernetes import KubernetesApi
+from pdmesh_kubernetes.api import KubernetesApi
 
 NAMESPACE = "models"
 STATEFUL_SETS = f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets"

@@ -29,10 +29,8 @@ TOUCHED_CPU_S = 150.0
 CHANGE_AGE_S = 4 * 3600
 
 #: Folders below which a module's import name begins.
-SOURCE_ROOTS = (
-    *("libs", "services/gateway", "services/scheduler", "services/prefill", "services/decode"),
-    *("lab", "testing"),
-)
+_SERVICES = ("services/gateway", "services/scheduler", "services/prefill", "services/decode")
+SOURCE_ROOTS = ("libs", *_SERVICES, "kubernetes", "lab", "testing")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import pytest
 from pdmesh import watched_file
 from pdmesh.cli.tls import LOCAL_HOSTS, make_certificates
 from pdmesh.config import StandbyConfig
+from pdmesh_kubernetes.lease_store import RECORD, KubernetesStore
 from pdmesh_scheduler.standby.etcd_store import open_etcd
 from pdmesh_scheduler.standby.file_store import FileStore
-from pdmesh_scheduler.standby.kubernetes_store import RECORD, KubernetesStore
 from pdmesh_scheduler.standby.leadership import LeaseRecord
 from pdmesh_scheduler.standby.store import LeaseStore, StoredRecord, StoreUnavailable
 from pdmesh_testing.certificates import make_expired

@@ -58,6 +58,7 @@ unpack() {
         cp -r "$carry/modules/." "$site/flashinfer/data/aot/"
     fi
     sources=$PWD/libs:$PWD/services/gateway:$PWD/services/scheduler:$PWD/services/prefill:$PWD/services/decode
+    sources=$sources:$PWD/kubernetes:$PWD/lab:$PWD/testing
     export PYTHONPATH="$site:$sources:$PWD" FLASHINFER_WORKSPACE_BASE="$work" MAX_JOBS="${MAX_JOBS:-6}" PYTHONUNBUFFERED=1
 }
 

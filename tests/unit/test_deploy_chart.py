@@ -20,12 +20,12 @@ import anyio
 import msgspec.yaml
 import pytest
 
-from pdmesh.cli.kubernetes_actuator import KubernetesActuator
 from pdmesh.config_sources import CONFIG_FILE_VARIABLE, load_config
 from pdmesh.core.commands import DesiredProcesses
 from pdmesh.engine.known_models import KNOWN_MODELS
 from pdmesh.model import InstanceId, PoolMember, Role
-from pdmesh_scheduler.standby.kubernetes_store import KubernetesStore
+from pdmesh_kubernetes.actuator import KubernetesActuator
+from pdmesh_kubernetes.lease_store import KubernetesStore
 from pdmesh_scheduler.standby.leadership import LeaseRecord
 from pdmesh_scheduler.standby.store import StoreUnavailable
 from pdmesh_testing.checkpoints import write_checkpoint

@@ -112,7 +112,7 @@ def test_commands_that_pages_and_messages_name_exist() -> None:
     assert isinstance(group, TyperGroup)
     context = typer.Context(group)
     texts = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
-    texts += [path for folder in ("lab", "libs", "services") for path in (ROOT / folder).rglob("*.py")]
+    texts += [path for folder in ("kubernetes", "lab", "libs", "services") for path in (ROOT / folder).rglob("*.py")]
     named = {
         found
         for path in texts

@@ -21,7 +21,7 @@ _MOST = 0.01
 
 
 def _docstrings() -> Iterator[tuple[str, str]]:
-    for folder in ("lab", "libs", "services", "testing"):
+    for folder in ("kubernetes", "lab", "libs", "services", "testing"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             if "_pb2" in file.name:
                 continue

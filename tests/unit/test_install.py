@@ -21,9 +21,6 @@ from pdmesh_testing.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 
-#: Folders of the distributions beside pdmesh.
-OTHERS = ("lab", "testing")
-
 
 def script(name: str) -> ModuleType:
     return load_script(ROOT / f"deploy/{name}.py")
@@ -72,9 +69,11 @@ def test_sections_of_the_constraints_are_what_packages_ask_for(install: ModuleTy
     # A build of torch for CUDA, and another Python, ask for more: that is resolved.
     if "+cpu" in importlib.metadata.version("torch") and sys.version_info < (3, 12):
         assert to_run <= pins["to run"] | pins["to install"]
-    lab, testing = (tomllib.loads((ROOT / f"{name}/pyproject.toml").read_text())["project"] for name in OTHERS)
-    wanted = [*extras["test"], *extras["lint"], *lab["optional-dependencies"]["plot"]]
-    wanted += [each for each in lab["dependencies"] + testing["dependencies"] if not each.startswith("pdmesh")]
+    wanted = [*extras["test"], *extras["lint"]]
+    for folder in install.FOLDERS:
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        wanted += [*project["dependencies"], *project.get("optional-dependencies", {}).get("plot", [])]
+    wanted = [each for each in wanted if not each.startswith("pdmesh")]
     assert asked_for(wanted) <= set().union(*pins.values())
 
 

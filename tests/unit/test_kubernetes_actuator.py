@@ -11,12 +11,12 @@ import anyio
 import anyio.abc
 import pytest
 
-from pdmesh.cli.kubernetes_actuator import KubernetesActuator
 from pdmesh.core.commands import DesiredProcesses
 from pdmesh.core.operator_events import MAX_ENDED
 from pdmesh.core.operators.actuators import number_of
-from pdmesh.kubernetes import KubernetesError
 from pdmesh.model import InstanceId, PoolMember, Role
+from pdmesh_kubernetes.actuator import KubernetesActuator
+from pdmesh_kubernetes.api import KubernetesError
 from pdmesh_testing.kubernetes import PODS, FakeCluster, Rule, asking
 
 pytestmark = pytest.mark.anyio

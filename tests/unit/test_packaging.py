@@ -33,7 +33,7 @@ PRODUCT = {
     "pdmesh_decode": ROOT / "services/decode",
 }
 
-PACKAGES = {**PRODUCT, "pdmesh_lab": ROOT / "lab", "pdmesh_testing": ROOT / "testing"}
+PACKAGES = {**PRODUCT, **{f"pdmesh_{name}": ROOT / name for name in ("kubernetes", "lab", "testing")}}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_the_wheel_works_without_the_source(unpacked: Path) -> None:
     modules = [*PRODUCT, *(f"{package}.main" for package in PRODUCT if package != "pdmesh"), "pdmesh.cli.app"]
     program = (
         "import importlib, pathlib, sys\n"
-        "sys.modules |= {'pdmesh_lab': None, 'pdmesh_testing': None}\n"  # importing them fails
+        "sys.modules |= {f'pdmesh_{name}': None for name in ('kubernetes', 'lab', 'testing')}\n"  # importing them fails
         f"for name in {modules!r}:\n"
         "    file = pathlib.Path(importlib.import_module(name).__file__)\n"
         f"    assert file.is_relative_to({str(unpacked)!r}), file\n"
@@ -82,7 +82,7 @@ def test_the_wheel_works_without_the_source(unpacked: Path) -> None:
 
 @pytest.mark.slow
 def test_the_other_distributions_have_a_wheel_each(wheels: ModuleType, tmp_path: Path) -> None:
-    for folder in ("lab", "testing"):
+    for folder in wheels.PURE:
         package = f"pdmesh_{folder}"
         with zipfile.ZipFile(wheels.build_pure(folder, tmp_path)) as archive:
             names = archive.namelist()
@@ -94,8 +94,9 @@ def test_the_other_distributions_have_a_wheel_each(wheels: ModuleType, tmp_path:
 def test_distributions_that_fit_each_other_have_one_version() -> None:
     assert settings_of_tools()["project"]["version"] == VERSION
     extras = settings_of_tools()["project"]["optional-dependencies"]
-    assert extras["lab"] == [f"pdmesh-lab=={VERSION}"]
-    for folder, needs in {"lab": ["pdmesh"], "testing": ["pdmesh", "pdmesh-lab"]}.items():
+    assert all(extras[name] == [f"pdmesh-{name}=={VERSION}"] for name in ("kubernetes", "lab"))
+    needed = {"kubernetes": ["pdmesh"], "lab": ["pdmesh"], "testing": ["pdmesh", "pdmesh-kubernetes", "pdmesh-lab"]}
+    for folder, needs in needed.items():
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         assert (project["name"], project["version"]) == (f"pdmesh-{folder}", VERSION)
         pinned = [each for each in project["dependencies"] if each.startswith("pdmesh")]

@@ -164,7 +164,7 @@ def test_what_is_no_latency_model_is_said_in_a_sentence(text: str, said: str) ->
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdmesh.worker.engines.entry_points", lambda **_: ())
+    monkeypatch.setattr("pdmesh.extensions.entry_points", lambda **_: ())
     for check in (check_settings, lambda config: build_engine(config, 1)):
         with pytest.raises(ConfigError, match=r"worker\.engine is fake, which is not installed: run `pip install"):
             check(MeshConfig(worker=WorkerConfig(engine="fake")))

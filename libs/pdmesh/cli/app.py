@@ -431,7 +431,10 @@ def actuator(
     if compose:
         from pdmesh.cli.compose_actuator import run_actuator
     else:
-        from pdmesh.cli.kubernetes_actuator import run_actuator
+        from pdmesh.extensions import extension
+
+        wanted, install = "the actuator of Kubernetes", "pdmesh[kubernetes]"
+        run_actuator = extension("pdmesh.actuators", "kubernetes", wanted=wanted, install=install).load()
 
     raise Exit(run_actuator(given.config()))
 

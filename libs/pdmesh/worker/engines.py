@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,10 +18,13 @@ from pdmesh.engine.levels import compiled_levels
 from pdmesh.engine.model_config import DecoderShape
 from pdmesh.engine.ranks.share import check_divisible, check_stages
 from pdmesh.errors import ConfigError
+from pdmesh.extensions import extension
 from pdmesh.host import free_host_bytes
 from pdmesh.model import GRANULE_TOKENS, KvLayout, MeasuredStep, Role, num_blocks_for
 
 if TYPE_CHECKING:  # torch takes seconds to import, numpy a third of one
+    from importlib.metadata import EntryPoint
+
     from pdmesh.engine.base import Engine
     from pdmesh.engine.loading import LoadedModel
     from pdmesh.engine.preloaded import PreloadedModel
@@ -60,9 +62,7 @@ class EngineMaker(Protocol):
 
 def engine_entry(name: str) -> EntryPoint:
     """Return the entry point of another distribution's engine. Raises ConfigError if no distribution has the engine."""
-    for entry in entry_points(group=ENTRY_POINTS, name=name):
-        return entry
-    raise ConfigError(f"worker.engine is {name}, which is not installed: run `pip install pdmesh-testing` or use torch")
+    return extension(ENTRY_POINTS, name, wanted=f"worker.engine is {name}, which", install="pdmesh-testing")
 
 
 def _maker(name: str) -> EngineMaker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError
-from pdmesh.kubernetes import open_kubernetes
+from pdmesh.extensions import extension
 from pdmesh.service import ServiceContext
 from pdmesh.wire.admin import ADMIN_METHOD
 from pdmesh.wire.dialing import is_wildcard
@@ -30,7 +30,6 @@ from pdmesh_scheduler.operators import Operators
 from pdmesh_scheduler.standby.etcd_store import open_etcd
 from pdmesh_scheduler.standby.file_store import FileStore
 from pdmesh_scheduler.standby.keeper import LeaseKeeper, LeaseLost
-from pdmesh_scheduler.standby.kubernetes_store import KubernetesStore
 from pdmesh_scheduler.standby.leadership import Candidate
 from pdmesh_scheduler.standby.mandate import Judge, Mandate
 from pdmesh_scheduler.standby.store import LeaseStore
@@ -42,6 +41,9 @@ SILENCE = 2 / 3
 
 #: For those who are told who leads to hear it.
 REFUSAL_LIMIT_S = 1.0
+
+#: Entry points of lease stores that other distributions have, by the name in `standby.store`.
+STORES = "pdmesh.lease_stores"
 
 #: Leads, with a mandate and on a port, until the service is told to stop.
 Lead = Callable[[MeshConfig, Mandate], Awaitable[None]]
@@ -192,7 +194,8 @@ async def _open_store(config: MeshConfig) -> AsyncGenerator[LeaseStore]:
         case "etcd":
             async with open_etcd(standby) as etcd:
                 yield etcd
-        case _:
-            kubernetes = config.kubernetes
-            async with open_kubernetes(kubernetes.api, kubernetes.account, limit_s=standby.lease_s) as api:
-                yield KubernetesStore(api, standby.name, standby.lease_s)
+        case name:
+            entry = extension(STORES, name, wanted=f"standby.store is {name}, which", install=f"pdmesh[{name}]")
+            opened: Callable[[MeshConfig], AbstractAsyncContextManager[LeaseStore]] = entry.load()
+            async with opened(config) as store:
+                yield store

@@ -28,10 +28,10 @@ from pdmesh.core.operator_events import MAX_ENDED, UNKNOWN_PID, ActuatorReported
 from pdmesh.core.operators.actuators import number_of
 from pdmesh.errors import ConfigError
 from pdmesh.failures import describe_exit
-from pdmesh.kubernetes import Forbidden, KubernetesApi, KubernetesError, open_kubernetes
 from pdmesh.model import InstanceId, ManagedProcess, Role
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
+from pdmesh_kubernetes.api import Forbidden, KubernetesApi, KubernetesError, open_kubernetes
 
 log = structlog.get_logger()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from pdmesh.kubernetes import Conflict, KubernetesApi, KubernetesError, Missing
+from pdmesh.config import MeshConfig
+from pdmesh_kubernetes.api import Conflict, KubernetesApi, KubernetesError, Missing, open_kubernetes
 from pdmesh_scheduler.standby.leadership import LeaseRecord
 from pdmesh_scheduler.standby.store import StoredRecord, StoreUnavailable, decode_record, encode_record
 
@@ -74,3 +76,11 @@ class KubernetesStore:
                 "renewTime": self._now().strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             },
         }
+
+
+@asynccontextmanager
+async def open_store(config: MeshConfig) -> AsyncGenerator[KubernetesStore]:
+    """Connect to the API server as the settings say. Raises ConfigError."""
+    kubernetes, standby = config.kubernetes, config.standby
+    async with open_kubernetes(kubernetes.api, kubernetes.account, limit_s=standby.lease_s) as api:
+        yield KubernetesStore(api, standby.name, standby.lease_s)
