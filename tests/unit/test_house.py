@@ -1,0 +1,193 @@
+"""Count what the house has of each kind, and fail where a number has risen: `RECORDED` is the table.
+
+`python tests/unit/test_house.py` prints the numbers and the places behind them. If your change lowers a number, lower
+its row. A row of lines is rounded up to a thousand, so that several changes fit below it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+#: The highest number allowed in each row.
+RECORDED = {
+    "pairs of core rooms that import each other": 14,
+    "commands": 22,
+    "KV events": 16,
+    "wire messages that accompany a command": 11,
+    "mentions of TransferPurpose outside core": 37,
+    "implementations of commands outside core": 54,
+    "product lines": 104_000,
+    "test lines": 72_000,
+    "benchmark lines": 22_000,
+    "files over 500 lines": 29,
+}
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "libs/pdmesh/core"
+
+PRODUCT = ("libs", "services")
+TESTS = ("tests",)
+BENCHMARKS = ("benchmarks",)
+
+#: Instance events about steps, requests and the instance itself. All others are about KV.
+NOT_ABOUT_KV = {
+    "DrainRequested",
+    "StepDone",
+    "DecodeStepsDone",
+    "RequestDropped",
+    "RequestFinished",
+    "TokenLinkReported",
+    "LoadReported",
+}
+
+MAX_FILE_LINES = 500
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def python_files(folders: tuple[str, ...]) -> list[Path]:
+    """Return the Python files below the folders that people wrote."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if "_pb2" not in path.name]
+
+
+def num_lines(path: Path) -> int:
+    return path.read_text().count("\n")
+
+
+def outside_core() -> Iterator[Path]:
+    return (path for path in python_files(PRODUCT) if CORE not in path.parents)
+
+
+# --- rooms of the core: its folders, and the modules beside them ---
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(CORE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> Iterator[str]:
+    """Yield the room of each import from the core, also inside functions and for types alone."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.module == "pdmesh.core":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pdmesh.core."):
+            yield str(node.module).split(".")[2]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[2] for alias in node.names if alias.name.startswith("pdmesh.core."))
+
+
+def mutual_imports() -> list[str]:
+    """Return the pairs of rooms that import each other."""
+    arrows = {(room_of(path), room) for path in CORE.rglob("*.py") for room in imported_rooms(path)}
+    rooms = sorted({room for arrow in arrows for room in arrow})
+    return [f"{a}, {b}" for a, b in combinations(rooms, 2) if {(a, b), (b, a)} <= arrows]
+
+
+# --- what passes between services ---
+
+
+def members_of_union(path: Path, name: str) -> list[str]:
+    """Return the classes of a union that a module assigns to ``name``, also of unions in it."""
+    assigned = {
+        target.id: node.value
+        for node in tree(path).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    if name not in assigned:
+        return [name]
+    parts = [node.id for node in ast.walk(assigned[name]) if isinstance(node, ast.Name)]
+    return [member for part in parts for member in members_of_union(path, part)]
+
+
+def commands() -> list[str]:
+    return members_of_union(CORE / "commands.py", "Command")
+
+
+def kv_events() -> list[str]:
+    return [name for name in members_of_union(CORE / "events.py", "InstanceEvent") if name not in NOT_ABOUT_KV]
+
+
+def accompanied() -> list[str]:
+    return members_of_union(ROOT / "libs/pdmesh/wire/messages/workers.py", "Accompanied")
+
+
+def implementations() -> list[str]:
+    """Return the places outside the core with a ``case`` for a command of an instance."""
+    names = set(members_of_union(CORE / "commands.py", "InstanceCommand"))
+    return [
+        f"{pattern.cls.id}: {path.relative_to(ROOT)}"
+        for path in outside_core()
+        for pattern in ast.walk(tree(path))
+        if isinstance(pattern, ast.MatchClass) and isinstance(pattern.cls, ast.Name) and pattern.cls.id in names
+    ]
+
+
+def mentions_of_purpose() -> list[str]:
+    found = Counter[str]()
+    for path in outside_core():
+        found[str(path.relative_to(ROOT))] += len(re.findall(r"\bTransferPurpose\b", path.read_text()))
+    return sorted(found.elements())
+
+
+# --- how much there is ---
+
+
+def lines(folders: tuple[str, ...]) -> int:
+    return sum(num_lines(path) for path in python_files(folders))
+
+
+def long_files() -> list[str]:
+    paths = python_files(PRODUCT + TESTS + BENCHMARKS)
+    return [f"{path.relative_to(ROOT)}: {num_lines(path)}" for path in paths if num_lines(path) > MAX_FILE_LINES]
+
+
+def places() -> dict[str, list[str]]:
+    """Return what stands behind each number that is a count of places."""
+    return {
+        "pairs of core rooms that import each other": mutual_imports(),
+        "commands": commands(),
+        "KV events": kv_events(),
+        "wire messages that accompany a command": accompanied(),
+        "mentions of TransferPurpose outside core": mentions_of_purpose(),
+        "implementations of commands outside core": implementations(),
+        "files over 500 lines": long_files(),
+    }
+
+
+def counted() -> dict[str, int]:
+    """Return the numbers of today, by the rows of `RECORDED`."""
+    found = {row: len(where) for row, where in places().items()}
+    amounts = {"product lines": PRODUCT, "test lines": TESTS, "benchmark lines": BENCHMARKS}
+    found |= {row: lines(folders) for row, folders in amounts.items()}
+    return {row: found[row] for row in RECORDED}
+
+
+def table() -> str:
+    rows = (f"{row:<45} {number:>7,} of {RECORDED[row]:>7,}\n" for row, number in counted().items())
+    return "".join(rows)
+
+
+def test_no_number_of_the_house_rises() -> None:
+    sys.stdout.write(table())
+    behind = places()
+    risen = {row: (number, behind.get(row)) for row, number in counted().items() if number > RECORDED[row]}
+    assert not risen, f"more than recorded at the head of this file: {risen}"
+
+
+if __name__ == "__main__":
+    for row, where in places().items():
+        sys.stdout.write("\n  ".join([f"{row}:", *where]) + "\n")
+    sys.stdout.write(table())
