@@ -41,10 +41,10 @@ import httpx
 from report import Limits, heading
 
 from pdmesh.config import SecurityConfig
+from pdmesh.core.batching.modes import BatchingView
 from pdmesh.core.commands import Command, RunStep
 from pdmesh.core.events import DecodeStepsDone, Event, InstanceJoined, RequestFinished, StepDone
 from pdmesh.core.operator_events import BatchingChangeRequested
-from pdmesh.core.steps.batching import BatchingView
 from pdmesh.eventlog import EventLogReader, core_of
 from pdmesh.model import OwnDecodeSteps
 from pdmesh.plans import StepPlan

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from pdmesh.core.copies.on_demand import OnDemandKv
 from pdmesh.core.events import Event, RequestArrived
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.on_demand import OnDemandKv
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import RequestId, Role
 from pdmesh.plans import ResidentContext

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pdmesh.core.batching.step_slots import StepSlots
 from pdmesh.core.commands import (
     AdmitPrefill,
     Command,
@@ -60,7 +61,6 @@ from pdmesh.core.events import (
     TransferPaused,
 )
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.operator_events import (
     ActuatorLost,
     ActuatorReported,

@@ -11,6 +11,7 @@ import pytest
 
 from pdmesh.core.commands import ForgetRequest, PlaceDecode, Reject, Restart, SetMembers
 from pdmesh.core.config import CoreConfig, KvReservation
+from pdmesh.core.copies.lost_parts import FIND_ROOM_S
 from pdmesh.core.events import (
     DrainRequested,
     Event,
@@ -24,10 +25,9 @@ from pdmesh.core.events import (
     Tick,
 )
 from pdmesh.core.instances.allocations import AllocationKind
-from pdmesh.core.phases import Phase
-from pdmesh.core.requests import MAX_LOST_PARTS
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import MAX_LOST_PARTS
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.transfers.lost_parts import FIND_ROOM_S
 from pdmesh.model import Epoch, InstanceId, Request, RequestId, RequestKey, Role, TransferPurpose
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig

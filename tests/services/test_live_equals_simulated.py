@@ -37,7 +37,7 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import Event, HelperJoined, InstanceEvent, LoadReported
-from pdmesh.core.lives import Lives
+from pdmesh.core.requests.lives import Lives
 from pdmesh.decisions import Decision
 from pdmesh.eventlog import EventLogReader, EventLogWriter, Header, replay
 from pdmesh.model import (

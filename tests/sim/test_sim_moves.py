@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pdmesh.core.commands import Command, Outcome, PlaceDecode
 from pdmesh.core.config import KvReservation
+from pdmesh.core.copies.rebalancing import COOL_DOWN_S
 from pdmesh.core.events import Event, MoveFailed, MoveSent
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.core.transfers.rebalancing import COOL_DOWN_S
 from pdmesh.model import InstanceId, RequestId, TransferPurpose
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel

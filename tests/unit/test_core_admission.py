@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.commands import Reject
-from pdmesh.core.config import CoreConfig
-from pdmesh.core.events import RequestArrived
-from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.kv_growth import Growth
-from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.operator_events import BundleChangeRequested
-from pdmesh.core.requests import RequestState
-from pdmesh.core.waiting.admission import (
+from pdmesh.core.admission.admission import (
     HORIZON_S,
     MAX_REJECT_TTL_S,
     MAX_RETRY_AFTER_S,
@@ -28,6 +20,14 @@ from pdmesh.core.waiting.admission import (
     Pace,
     Refusal,
 )
+from pdmesh.core.commands import Reject
+from pdmesh.core.config import CoreConfig
+from pdmesh.core.events import RequestArrived
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.kv_growth import Growth
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.operator_events import BundleChangeRequested
+from pdmesh.core.requests.request import RequestState
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import InstanceId, RejectReason, Role
 from pdmesh.policy.config import PolicyConfig

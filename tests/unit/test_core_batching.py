@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pdmesh.core.batching.modes import BatchingView
 from pdmesh.core.commands import Command, RunStep, WakeAt
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, RequestArrived, RequestCancelled, RequestFinished, Tick
 from pdmesh.core.operator_events import BatchingChangeRequested, BundleChangeRequested
-from pdmesh.core.steps.batching import BatchingView
 from pdmesh.errors import ConfigError
 from pdmesh.model import Epoch, FinishReason, InstanceId, Request, RequestId, Role
 from pdmesh.plans import StepPlan

@@ -21,7 +21,7 @@ from pdmesh.core.operators.judging import (
     why_worse,
 )
 from pdmesh.core.operators.records import OperationView
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import (
     InstanceId,
     InstanceProfile,

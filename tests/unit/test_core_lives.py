@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, FreeKv, Outcome, PlaceDecode, Reject
 from pdmesh.core.events import Event, KvReleased, RequestArrived, RequestCancelled, RequestFinished, StepDone, Tick
-from pdmesh.core.lives import Chunk, Forgotten, Lives, Milestone
+from pdmesh.core.requests.lives import Chunk, Forgotten, Lives, Milestone
 from pdmesh.model import (
     Epoch,
     FinishReason,

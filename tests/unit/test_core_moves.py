@@ -17,6 +17,7 @@ from pdmesh.core.commands import (
     Restart,
     ResumeDecode,
 )
+from pdmesh.core.copies.moves import MAX_AT_ONCE
 from pdmesh.core.events import (
     DrainRequested,
     GatewayLost,
@@ -32,7 +33,6 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
 from pdmesh.core.operators.records import OperationView
-from pdmesh.core.transfers.moves import MAX_AT_ONCE
 from pdmesh.model import (
     Epoch,
     InstanceId,

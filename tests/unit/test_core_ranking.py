@@ -12,7 +12,7 @@ from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.lengths import Lengths
 from pdmesh.core.instances.ranking import Decoders, Ranking
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import InstanceId, PrefixHash, Role
 from pdmesh.policy.placement import Apart

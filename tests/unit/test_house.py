@@ -17,7 +17,7 @@ from pathlib import Path
 
 #: The highest number allowed in each row.
 RECORDED = {
-    "pairs of core rooms that import each other": 14,
+    "pairs of core rooms that import each other": 0,
     "commands": 22,
     "KV events": 16,
     "wire messages that accompany a command": 11,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.steps.batching import BatchingView
+from pdmesh.core.batching.modes import BatchingView
 from pdmesh.policy.batching import Mode
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
 

@@ -215,18 +215,25 @@ def settings_of_tools() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def rows_of_the_docs() -> list[set[str]]:
-    """The packages of each row of the table of layers, from the top."""
-    page = (ROOT / "docs/architecture.md").read_text()
-    table = page.split("\n## Layers\n")[1].split("\n## ")[0]
+def rows_of_the_docs(page: str = "architecture.md", section: str = "Layers") -> list[set[str]]:
+    """The packages of each row of a page's table of layers, from the top."""
+    text = (ROOT / "docs" / page).read_text()
+    table = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return [set(re.findall(r"`(\w+(?:\.\w+)?)`", row)) for row in rows]
 
 
-def test_the_layers_that_the_docs_print_are_those_that_are_checked() -> None:
+@pytest.mark.parametrize(
+    ("contract", "page", "section"),
+    [
+        ("rows import from rows below", "architecture.md", "Layers"),
+        ("rooms of the core import from rooms below", "architecture/core.md", "Rooms"),
+    ],
+)
+def test_the_layers_that_the_docs_print_are_those_that_are_checked(contract: str, page: str, section: str) -> None:
     contracts = settings_of_tools()["tool"]["importlinter"]["contracts"]
-    (layers,) = [contract for contract in contracts if contract["type"] == "layers"]
-    assert [set(row.split(" | ")) for row in layers["layers"]] == rows_of_the_docs()
+    (layers,) = [each for each in contracts if each["name"] == contract]
+    assert [set(row.split(" | ")) for row in layers["layers"]] == rows_of_the_docs(page, section)
     assert "ignore_imports" not in layers
 
 

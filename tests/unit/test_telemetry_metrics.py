@@ -25,7 +25,7 @@ from pdmesh.core.events import (
     Tick,
     TransferSent,
 )
-from pdmesh.core.lives import Lives
+from pdmesh.core.requests.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.frames import FrameMap, WindowFrames

@@ -20,7 +20,7 @@ from pdmesh.core.events import (
     RequestFinished,
     StepDone,
 )
-from pdmesh.core.lives import Life, Lives
+from pdmesh.core.requests.lives import Life, Lives
 from pdmesh.decisions import Decision
 from pdmesh.model import InstanceId, InstanceProfile, OwnDecodeSteps, RequestId
 from pdmesh.plans import ChunkPlan, StepPlan

@@ -1,7 +1,7 @@
 """Who decodes on an instance: in which step each resident ends, needs more room, or has none left.
 
 Residents draw a token each in every step that they take part in. A resident whose tokens fill its blocks stands still
-until it is granted more (`pdmesh.core.instances.on_demand`); it says so, as a worker does, and before, when it has room
+until it is granted more (`pdmesh.core.copies.on_demand`); it says so, as a worker does, and before, when it has room
 for little more. Who was freed takes part in no step that begins afterwards. Steps are counted, not timed.
 """
 

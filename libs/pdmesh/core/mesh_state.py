@@ -27,12 +27,12 @@ from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.numbers import Numbers
 from pdmesh.core.instances.revisions import NewRequestShares, weights_for_new
-from pdmesh.core.recovery.cut_pairs import CutPairs
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
+from pdmesh.core.requests.transfer import Transfer
 from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
 from pdmesh.core.transfers.broker import TransferBroker
+from pdmesh.core.transfers.cut_pairs import CutPairs
 from pdmesh.core.transfers.link_rates import MeasuredLinks
-from pdmesh.core.transfers.transfer import Transfer
 from pdmesh.core.waiting.computing import Computing
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import (

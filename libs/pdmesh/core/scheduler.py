@@ -18,8 +18,20 @@ from itertools import chain, islice
 from math import inf
 from typing import get_args
 
+from pdmesh.core.admission.admission import Admission
+from pdmesh.core.admission.new_requests import NewRequests
+from pdmesh.core.batching.local_work import LocalWork
+from pdmesh.core.batching.modes import BatchingView, Modes
 from pdmesh.core.commands import SHARED_BLAME, Command, DesiredProcesses, Outcome, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
+from pdmesh.core.copies.fetches import Fetches
+from pdmesh.core.copies.handover import HandOvers
+from pdmesh.core.copies.moves import Moves
+from pdmesh.core.copies.on_demand import OnDemandKv
+from pdmesh.core.copies.parts import Parts
+from pdmesh.core.copies.rebalancing import Rebalancer
+from pdmesh.core.copies.receivers import do_without
+from pdmesh.core.copies.reports import TransferReports
 from pdmesh.core.events import (
     CacheReported,
     DecodeReserved,
@@ -57,8 +69,8 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.handlers import Handlers
 from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
+from pdmesh.core.instances.feasibility import unready_reason
 from pdmesh.core.instances.kv_growth import Growth
-from pdmesh.core.instances.on_demand import OnDemandKv
 from pdmesh.core.instances.revisions import RevisionView, revisions
 from pdmesh.core.integrity import check_integrity
 from pdmesh.core.mesh_state import MeshState
@@ -69,27 +81,15 @@ from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.operators.judging import Judge
 from pdmesh.core.operators.records import OperationView
-from pdmesh.core.phases import Phase
 from pdmesh.core.recovery.membership import Membership
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.recovery.unheard import on_token_link
-from pdmesh.core.requests import RequestView
-from pdmesh.core.steps.batching import BatchingView, Modes
-from pdmesh.core.steps.local_work import LocalWork
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import RequestView
 from pdmesh.core.steps.packing import Packer
-from pdmesh.core.steps.placing import unready_reason
 from pdmesh.core.steps.step_reports import StepReports
-from pdmesh.core.transfers.fetches import Fetches
-from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.transfers.link_rates import LinkRate
-from pdmesh.core.transfers.moves import Moves
-from pdmesh.core.transfers.parts import Parts
-from pdmesh.core.transfers.rebalancing import Rebalancer
-from pdmesh.core.transfers.receivers import do_without
-from pdmesh.core.transfers.reports import TransferReports
-from pdmesh.core.waiting.admission import Admission
 from pdmesh.core.waiting.fairness import TenantView
-from pdmesh.core.waiting.new_requests import NewRequests
 from pdmesh.model import NO_TRANSFER, InstanceId, RequestId, RequestKey
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig

@@ -37,7 +37,7 @@ from pdmesh.core.events import (
     RequestArrived,
     Tick,
 )
-from pdmesh.core.lives import Lives
+from pdmesh.core.requests.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.eventlog import EventLogWriter
 from pdmesh.model import GatewayId, InstanceId, InstanceProfile

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from pdmesh.config import MeshConfig
 from pdmesh.core.config import CoreConfig, KvReservation, LatencyLearning
-from pdmesh.core.lives import Lives
+from pdmesh.core.requests.lives import Lives
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogWriter, Header

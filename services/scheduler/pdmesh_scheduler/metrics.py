@@ -20,7 +20,7 @@ from pdmesh.core.events import (
     TransferFailed,
     TransferLanded,
 )
-from pdmesh.core.lives import Attempt, Chunk, CrossedClass
+from pdmesh.core.requests.lives import Attempt, Chunk, CrossedClass
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, OwnDecodeSteps, TransferPurpose
 from pdmesh.policy.batching import Mode

@@ -10,7 +10,7 @@ from collections import Counter
 
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.policy.bundle import Bundle
 
 

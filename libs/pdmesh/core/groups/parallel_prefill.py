@@ -13,7 +13,7 @@ from math import ceil
 
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId, RequestKey
 from pdmesh.plans import StepPlan
 from pdmesh.policy.bundle import Bundle

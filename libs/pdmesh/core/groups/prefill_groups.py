@@ -27,6 +27,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from math import inf
 
+from pdmesh.core.batching.modes import Modes
+from pdmesh.core.batching.step_slots import StepSlots
 from pdmesh.core.commands import AdmitPrefill, RunStep
 from pdmesh.core.events import HelperJoined
 from pdmesh.core.groups.formation import Formation
@@ -34,11 +36,9 @@ from pdmesh.core.groups.parallel_prefill import ParallelPrefill, in_flight_s
 from pdmesh.core.groups.recovery import GroupRecovery, tell_group
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.phases import Phase
-from pdmesh.core.requests import RequestState
-from pdmesh.core.steps.batching import Modes
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import RequestState
 from pdmesh.core.waiting.queue import in_order
 from pdmesh.model import InstanceId, RequestKey
 from pdmesh.plans import ChunkPlan, PrefillGroup, StepPlan

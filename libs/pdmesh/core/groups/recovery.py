@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from pdmesh.core.commands import SetGroup
 from pdmesh.core.events import GroupPrefix
-from pdmesh.core.groups.state import GroupState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.group import GroupState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId
 from pdmesh.policy.bundle import Bundle
 

@@ -6,7 +6,7 @@ from pdmesh.core.instances.batching_state import BatchingState
 from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.occupied import OccupiedInstance
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.plans import StepPlan
 from pdmesh.policy.profile import device_class_of

@@ -6,6 +6,7 @@ from collections import Counter
 from math import inf
 
 from pdmesh.core.commands import DesiredProcesses
+from pdmesh.core.copies.moves import Moves
 from pdmesh.core.handlers import Handlers
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import (
@@ -24,7 +25,6 @@ from pdmesh.core.operators.pools import Pools
 from pdmesh.core.operators.records import OperationRecords
 from pdmesh.core.operators.replacements import Replacements
 from pdmesh.core.operators.rolling import RollingRestarts
-from pdmesh.core.transfers.moves import Moves
 from pdmesh.model import OperationKind, Role
 
 

@@ -1,7 +1,7 @@
 """Operators' operations: an instance is drained, used again, or given another role, and nobody's stream breaks.
 
 An operation is refused before it changes anything, or runs until nothing is left on the instance that has to leave it.
-What decodes there moves to other instances with its KV, where there is room (`pdmesh.core.transfers.moves`). What is
+What decodes there moves to other instances with its KV, where there is room (`pdmesh.core.copies.moves`). What is
 still there at its time limit starts again elsewhere, under the next epoch and with the same tokens. An operator may
 also move one request.
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pdmesh.core.commands import SetRole, StopInstance
+from pdmesh.core.copies.moves import Moves
+from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.instances.allocations import HAVE_SEATS, MOVES_AWAY, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.revisions import can_serve, have_pair
@@ -29,10 +31,8 @@ from pdmesh.core.operators.judging import (
     why_worse,
 )
 from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
-from pdmesh.core.requests import RequestState
-from pdmesh.core.transfers.moves import Moves
-from pdmesh.core.transfers.receivers import do_without
-from pdmesh.core.transfers.transfer import Move
+from pdmesh.core.requests.request import RequestState
+from pdmesh.core.requests.transfer import Move
 from pdmesh.model import (
     InstanceId,
     ManagedProcess,

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdmesh.core.commands import SHARED_BLAME
+from pdmesh.core.copies.receivers import has_all_kv, lose_receiver
 from pdmesh.core.groups.recovery import lose_helper
+from pdmesh.core.instances.feasibility import could_place
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.recovery.suspects import computing
-from pdmesh.core.requests import RequestState
-from pdmesh.core.steps.placing import could_place
-from pdmesh.core.transfers.receivers import has_all_kv, lose_receiver
-from pdmesh.core.transfers.transfer import TransferState
+from pdmesh.core.requests.request import RequestState
+from pdmesh.core.requests.transfer import TransferState
 from pdmesh.model import InstanceId
 from pdmesh.policy.bundle import Bundle
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from pdmesh.core.commands import Outcome
+from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.phases import Phase
 from pdmesh.core.recovery.orphans import Orphans
 from pdmesh.core.recovery.spread import SpreadResidents
 from pdmesh.core.recovery.suspects import Deaths
-from pdmesh.core.requests import RequestState
-from pdmesh.core.transfers.receivers import do_without
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import (
     Epoch,
     GatewayId,

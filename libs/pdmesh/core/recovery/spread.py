@@ -12,8 +12,8 @@ from math import inf
 
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.phases import Phase
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId, RequestKey, Resident
 
 

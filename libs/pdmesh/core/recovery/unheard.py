@@ -7,11 +7,11 @@ requests that it was given, and of no others.
 
 from __future__ import annotations
 
+from pdmesh.core.copies.moves import Moves
+from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.events import TokenLinkReported
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.steps.placing import have_way
-from pdmesh.core.transfers.moves import Moves
-from pdmesh.core.transfers.receivers import do_without
+from pdmesh.core.transfers.cut_pairs import have_way
 
 
 def on_token_link(mesh: MeshState, moves: Moves, event: TokenLinkReported, now_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.plans import ChunkPlan
 from pdmesh.policy.views import PartialStep
 

@@ -2,7 +2,7 @@
 
 An instance's running prompts and the first in line compete for its next plan. So a more urgent request takes the step
 after the ones in flight, and a prompt that it overtakes is preempted at a chunk boundary: its KV stays where it is.
-Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.instances.step_slots`).
+Where the bundle lets it, it takes a step *before* the ones in flight (`pdmesh.core.batching.step_slots`).
 """
 
 from __future__ import annotations
@@ -10,29 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
+from pdmesh.core.batching.local_work import LocalWork
+from pdmesh.core.batching.modes import Modes
+from pdmesh.core.batching.step_slots import StepSlots
 from pdmesh.core.commands import RunStep
+from pdmesh.core.copies.fetches import Fetches
+from pdmesh.core.copies.handover import HandOvers
 from pdmesh.core.groups.prefill_groups import GroupPlanner
+from pdmesh.core.instances.feasibility import as_placed, could_place, is_held_whole
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.revisions import have_pair
-from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
-from pdmesh.core.steps.batching import Modes
-from pdmesh.core.steps.local_work import LocalWork
+from pdmesh.core.requests.request import RequestState
 from pdmesh.core.steps.one_step import StepSlot, next_chunk
-from pdmesh.core.steps.placing import (
-    Placement,
-    Wait,
-    as_placed,
-    could_place,
-    is_held_whole,
-    place,
-    place_locally,
-    room_or_turn,
-)
+from pdmesh.core.steps.placing import Placement, Wait, place, place_locally, room_or_turn
 from pdmesh.core.steps.reusing import PrefillCandidate, Reusing
-from pdmesh.core.transfers.fetches import Fetches
-from pdmesh.core.transfers.handover import HandOvers
 from pdmesh.core.waiting.queue import in_order
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, Role
 from pdmesh.plans import StepPlan

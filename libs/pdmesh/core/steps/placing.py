@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from enum import Enum, auto
 from itertools import islice
 from typing import NamedTuple
 
+from pdmesh.core.copies.handover import HandOvers
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import NOTHING_KEPT, Decoders
-from pdmesh.core.instances.revisions import can_serve
-from pdmesh.core.recovery.cut_pairs import CutPairs
-from pdmesh.core.transfers.handover import HandOvers
+from pdmesh.core.transfers.cut_pairs import CutPairs, have_way
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Request
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.views import InstanceView
@@ -91,23 +88,6 @@ def place(
         across = ((offer.exact_group, decoders.across(firsts, offer)) for offer in offers)
         firsts = {name: first for name, first in across if first is not None} | firsts
     return _place(request, offers, firsts, decoders, bundle, handovers, now_s, depths, slow_from=slow_from)
-
-
-def have_way(request: Request, instances: Collection[InstanceState], cut: CutPairs) -> bool:
-    """Whether there are instances for a request that reach each other and its gateway, as far as is known."""
-    unheard = cut.of(request.gateway_id)
-    heard = [each for each in instances if each.is_usable and each.instance_id not in unheard]
-    decoders = [each for each in heard if each.role_decodes]
-    if not any(each.is_usable and each.role_decodes for each in instances):
-        return any(each.decodes_locally for each in heard)
-    return any(
-        each.exact_group == prefill.exact_group
-        and each.instance_id not in cut.of(prefill.instance_id)
-        and (each is not prefill or not each.num_parts(request))
-        for prefill in heard
-        if prefill.role_prefills
-        for each in decoders
-    )
 
 
 def _place_around(
@@ -238,49 +218,3 @@ def room_or_turn(is_long: bool, others: bool) -> Wait:
 
 def _num_kept_tokens(depths: Mapping[int, int], instance: InstanceState) -> int:
     return depths.get(instance.number, 0) * GRANULE_TOKENS
-
-
-def could_place(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> bool:
-    """Whether some pair of the instances could take the request if they were empty.
-
-    Where contexts are spread, as many as it may come to need: what it has drawn is part of its prompt if it is resumed.
-    Or, if not ``by_number``, with others like them: one that was lost is soon there again.
-    """
-    able = _able(as_placed(request, instances), instances, by_number=by_number)
-    return next(able, None) is not None
-
-
-def is_held_whole(request: Request, instances: Collection[InstanceState]) -> bool:
-    """Whether a usable instance that could compute the prompt, if all were empty, has room for all of it."""
-    return any(each.is_usable and not each.gives_back(request) for each in _able(request, instances))
-
-
-def as_placed(request: Request, instances: Collection[InstanceState]) -> Request:
-    """Return the request as one that decodes elsewhere if it ends with a prompt that no instance holds whole."""
-    if request.ends_with_prompt and not is_held_whole(request, instances):
-        return replace(request, always_moves=True)
-    return request
-
-
-def _able(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> Iterator[InstanceState]:
-    """Yield the instances that could compute a prompt, if there are others to decode it; see `could_place`."""
-    able = Counter([instance.kv_group for instance in instances if instance.could_decode(request)])
-    for instance in instances:
-        if not instance.could_prefill(request):
-            continue
-        num_parts = instance.most_parts(request) if by_number else 0
-        num_others = able[instance.kv_group] - (num_parts > 0 and instance.could_decode(request))
-        if num_others > num_parts or (not num_parts and instance.could_finish(request)):
-            yield instance
-
-
-def unready_reason(instances: Iterable[InstanceState]) -> str | None:
-    """Why no request can be served now; None if one can."""
-    takers = [instance for instance in instances if instance.is_usable]
-    if can_serve(takers):
-        return None
-    if not any(instance.role_prefills for instance in takers):
-        return "no prefill instance is there"
-    if not any(instance.role_decodes for instance in takers):
-        return "no decode instance is there"
-    return "no prefill and decode instance have the same model, weights and KV layout"

@@ -13,12 +13,12 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+from pdmesh.core.copies.fetches import Fetches
 from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.loading import reusable
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
-from pdmesh.core.steps.loading import reusable
+from pdmesh.core.requests.request import RequestState
 from pdmesh.core.steps.placing import MAX_ASKED
-from pdmesh.core.transfers.fetches import Fetches
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.reuse import ReuseCost
@@ -51,7 +51,9 @@ class Reusing:
 
     def look_at(self, head: RequestState, reuse: ReuseCost | None) -> Mapping[int, int]:
         """Return how many granules of the head need not be computed where, by the instance's number."""
-        depths, self._loads = reusable(self._mesh, head.request, reuse)
+        depths, self._loads = reusable(
+            head.request, self._mesh.depths(head.request), self._mesh.kept_where, self._mesh.by_number, reuse
+        )
         return depths
 
     def num_loaded(self, instance: InstanceState) -> int:

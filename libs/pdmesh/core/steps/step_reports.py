@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from pdmesh.core.admission.admission import Admission
 from pdmesh.core.commands import SHARED_BLAME
 from pdmesh.core.events import DecodeStepsDone, RequestFinished, StepDone
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
-from pdmesh.core.waiting.admission import Admission
 
 
 class StepReports:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import RequestKey
 
 #: By first offer; what is not offered yet comes after that, by arrival.

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from pdmesh.core.transfers.transfer import Transfer, TransferState
+from pdmesh.core.requests.transfer import Transfer, TransferState
 from pdmesh.model import InstanceId, PrefixHashes, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import KvShard, TransferPlan
 

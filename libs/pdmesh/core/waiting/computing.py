@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdmesh.core.phases import Phase
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import PrefixHash, Request, RequestKey
 
 

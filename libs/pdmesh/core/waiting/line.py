@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.core.waiting.fairness import priced_tokens
 from pdmesh.model import Epoch, RequestId
 from pdmesh.policy.seams import PrefillOrder

@@ -9,7 +9,7 @@ from math import inf
 from operator import attrgetter, itemgetter
 
 from pdmesh.core.instances.lengths import Lengths
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.core.waiting.fairness import TokenCounters
 from pdmesh.core.waiting.line import Line
 from pdmesh.model import RequestKey

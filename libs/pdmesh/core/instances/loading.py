@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.model import GRANULE_TOKENS, Request
 from pdmesh.policy.reuse import ReuseCost
 
@@ -17,15 +18,23 @@ class Reusable(NamedTuple):
     loads: Mapping[int, int]  # of these, to be loaded
 
 
-def reusable(mesh: MeshState, request: Request, reuse: ReuseCost | None) -> Reusable:
-    """Return what can be reused of a prompt; of a tier, where loading takes less time than computing it."""
-    kept = mesh.depths(request)
-    if reuse is None or not request.prefix or not len(mesh.kept_where.offloaded):
+def reusable(
+    request: Request,
+    kept: Mapping[int, int],
+    kept_where: KeptWhere,
+    by_number: Mapping[int, InstanceState],
+    reuse: ReuseCost | None,
+) -> Reusable:
+    """Return what can be reused of a prompt: what caches have, and what takes less time to load than to compute.
+
+    ``kept`` counts the cached granules of the prompt, by the number of the instance.
+    """
+    if reuse is None or not request.prefix or not len(kept_where.offloaded):
         return Reusable(kept, {})
     depths, loads = dict(kept), dict[int, int]()
     chain = request.chain
-    for number, depth in mesh.kept_where.depths_with_tiers(chain, len(chain)).items():
-        num_kept, instance = kept.get(number, 0), mesh.by_number[number]
+    for number, depth in kept_where.depths_with_tiers(chain, len(chain)).items():
+        num_kept, instance = kept.get(number, 0), by_number[number]
         if depth > num_kept and reuse.pays(
             request, num_kept * GRANULE_TOKENS, depth * GRANULE_TOKENS, instance.load_s(depth - num_kept)
         ):

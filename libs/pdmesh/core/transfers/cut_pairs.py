@@ -6,7 +6,10 @@ Nobody else knows of it: each of them reports to the scheduler as ever.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection, Set
+
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.model import Request
 
 #: The oldest of more are forgotten.
 MAX_PAIRS = 4096
@@ -59,6 +62,23 @@ class CutPairs:
     def of(self, one: str) -> Set[str]:
         """Return those that it could not reach."""
         return self._others.get(one, _NOBODY)
+
+
+def have_way(request: Request, instances: Collection[InstanceState], cut: CutPairs) -> bool:
+    """Whether there are instances for a request that reach each other and its gateway, as far as is known."""
+    unheard = cut.of(request.gateway_id)
+    heard = [each for each in instances if each.is_usable and each.instance_id not in unheard]
+    decoders = [each for each in heard if each.role_decodes]
+    if not any(each.is_usable and each.role_decodes for each in instances):
+        return any(each.decodes_locally for each in heard)
+    return any(
+        each.exact_group == prefill.exact_group
+        and each.instance_id not in cut.of(prefill.instance_id)
+        and (each is not prefill or not each.num_parts(request))
+        for prefill in heard
+        if prefill.role_prefills
+        for each in decoders
+    )
 
 
 def _pair(one: str, other: str) -> tuple[str, str]:

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+from pdmesh.core.batching.modes import Modes
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.lengths import Lengths
 from pdmesh.core.instances.ranking import Decoders, Ranked, Ranking, ranked
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
-from pdmesh.core.steps.batching import Modes
+from pdmesh.core.requests.request import RequestState
 from pdmesh.core.waiting.queue import first_of
 from pdmesh.model import InstanceId
 from pdmesh.policy.batching import Mode

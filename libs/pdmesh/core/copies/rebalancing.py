@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
 
+from pdmesh.core.copies.moves import MAX_FAILED, Moves
 from pdmesh.core.events import MoveSent
 from pdmesh.core.instances.allocations import Allocation
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
-from pdmesh.core.transfers.moves import MAX_FAILED, Moves
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId
 from pdmesh.policy.rebalancing import Rebalancing
 from pdmesh.policy.seams import DecodePlacement

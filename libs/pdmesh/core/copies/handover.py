@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from pdmesh.core.batching.step_slots import StepSlots
+from pdmesh.core.copies.receivers import keep, receive
 from pdmesh.core.instances.decoding import DecodingSums
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.ranking import Decoders
-from pdmesh.core.instances.step_slots import StepSlots
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.core.transfers.awaiting_decode import Wanted
-from pdmesh.core.transfers.receivers import keep, receive
 from pdmesh.model import InstanceId, Request, Role
 from pdmesh.policy.bundle import Bundle
 

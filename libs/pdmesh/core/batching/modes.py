@@ -11,7 +11,7 @@ from pdmesh.core.instances.batching_state import BatchingState
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.lengths_seen import LengthsSeen
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import GRANULE_TOKENS, Role
 from pdmesh.plans import StepPlan
 from pdmesh.policy.batching import Batching, DecodePhase, Load, Mode, ModeChoice, other_mode

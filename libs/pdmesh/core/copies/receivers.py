@@ -1,6 +1,6 @@
 """A request loses the instance that was to receive its KV, and gets another, or decodes where it is computed.
 
-What is computed of it stays where that was done. Who receives it next is chosen in `pdmesh.core.transfers.handover`.
+What is computed of it stays where that was done. Who receives it next is chosen in `pdmesh.core.copies.handover`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pdmesh.core.commands import KeepKv, WithdrawTransfer
 from pdmesh.core.groups.recovery import lose_helper
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId
 
 

@@ -1,8 +1,11 @@
-"""What instances report of KV transfers; the ends of moves are in `pdmesh.core.transfers.moves`."""
+"""What instances report of KV transfers; the ends of moves are in `pdmesh.core.copies.moves`."""
 
 from __future__ import annotations
 
 from pdmesh.core.commands import SHARED_BLAME
+from pdmesh.core.copies.fetches import Fetches
+from pdmesh.core.copies.parts import Parts
+from pdmesh.core.copies.receivers import has_all_kv, lose_receiver
 from pdmesh.core.events import (
     DecodeReserved,
     TransferFailed,
@@ -13,10 +16,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.transfers.fetches import Fetches
-from pdmesh.core.transfers.parts import Parts
-from pdmesh.core.transfers.receivers import has_all_kv, lose_receiver
-from pdmesh.core.transfers.transfer import Side, Transfer, TransferState
+from pdmesh.core.requests.transfer import Side, Transfer, TransferState
 from pdmesh.model import MAX_REQUEST_TOKENS, NO_TRANSFER
 
 

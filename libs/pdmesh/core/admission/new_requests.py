@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdmesh.core.admission.admission import Admission, work_us
 from pdmesh.core.commands import Outcome
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestCancelled
 from pdmesh.core.groups.prefill_groups import GroupPlanner
+from pdmesh.core.instances.feasibility import could_place, unready_reason
+from pdmesh.core.instances.loading import reusable
 from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.judging import Judge
 from pdmesh.core.operators.operations import COME_BACK_S
 from pdmesh.core.recovery.reconcile import Reconciler
-from pdmesh.core.requests import RequestState
-from pdmesh.core.steps.loading import reusable
-from pdmesh.core.steps.placing import could_place, unready_reason
-from pdmesh.core.waiting.admission import Admission, work_us
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import GRANULE_TOKENS, RejectReason, Request, short_weights
 from pdmesh.policy.bundle import Bundle
 
@@ -57,7 +57,8 @@ class NewRequests:
                 mesh.ignore("RequestArrived")  # sent again after a reconnect
                 return
             mesh.end(known, Outcome.SUPERSEDED)
-        num_reused = max(reusable(mesh, request, bundle.reuse).depths.values(), default=0) * GRANULE_TOKENS
+        reused = reusable(request, mesh.depths(request), mesh.kept_where, mesh.by_number, bundle.reuse)
+        num_reused = max(reused.depths.values(), default=0) * GRANULE_TOKENS
         rank = bundle.order.rank(request, num_reused, None, num_reused)
         state = mesh.open(request, rank, work_us(request, choice.learner.model, num_reused), num_reused)
         if request.epoch > 0:

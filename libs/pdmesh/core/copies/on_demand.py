@@ -5,7 +5,7 @@ at once, the oldest first; what cannot be granted waits for the next release. A 
 precedence over younger ones: of these, those are retracted that cost the least work to bring back for each block that
 they free. So the oldest on an instance always goes on, and no two ever retract each other in turns. Where there is
 another instance that has room, what would take longer to compute again than to move is moved instead, and already
-when somebody asks in vain, long before that cannot go on (`pdmesh.core.transfers.rebalancing`).
+when somebody asks in vain, long before that cannot go on (`pdmesh.core.copies.rebalancing`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from pdmesh.core.commands import GrowKv
+from pdmesh.core.copies.parts import can_resume
+from pdmesh.core.copies.rebalancing import Rebalancer
 from pdmesh.core.instances.allocations import READ_BY_STEPS, Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.phases import Phase
-from pdmesh.core.requests import RequestState
-from pdmesh.core.transfers.parts import can_resume
-from pdmesh.core.transfers.rebalancing import Rebalancer
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId, RequestId, RequestKey
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.bundle import Bundle

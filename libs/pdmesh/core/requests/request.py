@@ -1,7 +1,7 @@
 """What the core knows of each request, and the one place where that changes.
 
-A request goes through the phases of `pdmesh.core.phases`. Its methods are its transitions. Nobody else assigns a field
-of it.
+A request goes through the phases of `pdmesh.core.requests.phases`. Its methods are its transitions. No other module
+assigns its fields.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-from pdmesh.core.groups.state import GroupState
-from pdmesh.core.phases import DECODES, FACTS, IN_PREFILL, TRANSITIONS, Facts, IllegalTransition, Phase
-from pdmesh.core.transfers.transfer import Move, PartMove, Transfer
+from pdmesh.core.requests.group import GroupState
+from pdmesh.core.requests.phases import DECODES, FACTS, IN_PREFILL, TRANSITIONS, Facts, IllegalTransition, Phase
+from pdmesh.core.requests.transfer import Move, PartMove, Transfer
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PartMember, PrefixHash, Request, RequestId, RequestKey
 from pdmesh.plans import KvShard, PrefillGroup
 from pdmesh.policy.seams import PrefillOrder

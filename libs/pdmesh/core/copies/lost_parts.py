@@ -2,7 +2,7 @@
 
 The request stands still where it decodes. An instance with room for the range gets the range's tokens from there, asks
 those that hold the ranges before it, as a decode would, and computes the range's KV. Then it is the range's next
-holder (`pdmesh.core.transfers.parts`), and the request decodes on, in the same epoch. One that finds no room in time,
+holder (`pdmesh.core.copies.parts`), and the request decodes on, in the same epoch. One that finds no room in time,
 or whose context loses ranges again and again, starts again from its transcript.
 """
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
+from pdmesh.core.copies.moves import MAX_FAILED
+from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.events import PartLost
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.phases import Phase
-from pdmesh.core.requests import RequestState
-from pdmesh.core.transfers.moves import MAX_FAILED
-from pdmesh.core.transfers.receivers import do_without
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import RequestKey
 
 #: So long a request stands still for an instance with room for its lost range. One that died is mostly started again

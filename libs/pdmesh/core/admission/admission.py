@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
+from pdmesh.core.requests.request import RequestState
 from pdmesh.model import Request, RequestKey
 from pdmesh.policy.latency import ChunkShape, LatencyModel, StepShape
 from pdmesh.policy.seams import PrefillOrder

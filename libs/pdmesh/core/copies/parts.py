@@ -4,7 +4,7 @@ Where a context decodes, a range that is full is handed on to a further instance
 of others' contexts goes to instances that stay. The range is copied while the request decodes on. Once it has landed,
 the instance where it decodes is told of its members; when it says that it asks these from now on, the one that held the
 range before has it no longer. Until it is told, all goes on as it was if the copy comes to nothing. A range that is
-lost goes the same way, but that it is computed again (`pdmesh.core.transfers.lost_parts`).
+lost goes the same way, but that it is computed again (`pdmesh.core.copies.lost_parts`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import replace
 from functools import partial
 
 from pdmesh.core.commands import SetHome, WithdrawTransfer
+from pdmesh.core.copies.lost_parts import LostParts
+from pdmesh.core.copies.moves import MAX_AT_ONCE, MAX_FAILED
 from pdmesh.core.events import MembersSet
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
+from pdmesh.core.instances.feasibility import could_place
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.phases import Phase
-from pdmesh.core.requests import RequestState
-from pdmesh.core.steps.placing import could_place
-from pdmesh.core.transfers.lost_parts import LostParts
-from pdmesh.core.transfers.moves import MAX_AT_ONCE, MAX_FAILED
-from pdmesh.core.transfers.transfer import PartMove, Transfer
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import RequestState
+from pdmesh.core.requests.transfer import PartMove, Transfer
 from pdmesh.model import InstanceId, RequestKey, TransferId, TransferPurpose
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.seams import DecodePlacement

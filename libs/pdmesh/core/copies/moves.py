@@ -16,9 +16,9 @@ from pdmesh.core.events import MoveFailed, MoveSent
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.phases import Phase
-from pdmesh.core.requests import RequestState
-from pdmesh.core.transfers.transfer import Move
+from pdmesh.core.requests.phases import Phase
+from pdmesh.core.requests.request import RequestState
+from pdmesh.core.requests.transfer import Move
 from pdmesh.model import InstanceId, RequestKey, TransferPurpose, short_weights
 from pdmesh.policy.on_demand import granted_blocks
 from pdmesh.policy.seams import DecodePlacement

@@ -15,8 +15,8 @@ from pdmesh.core.commands import FetchKept
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests import RequestState
-from pdmesh.core.transfers.transfer import Transfer
+from pdmesh.core.requests.request import RequestState
+from pdmesh.core.requests.transfer import Transfer
 from pdmesh.model import GRANULE_TOKENS, Epoch, InstanceId, PrefixHash, RequestId, RequestKey, TransferPurpose
 
 #: From one instance, or to one, at once: two are sent, and the next are ready.

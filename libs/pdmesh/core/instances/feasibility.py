@@ -1,0 +1,57 @@
+"""Which requests the instances could serve if they were empty; a request that none could serve never gets a place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.revisions import can_serve
+from pdmesh.model import Request
+
+
+def could_place(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> bool:
+    """Whether some pair of the instances could take the request if they were empty.
+
+    Where contexts are spread, as many as it may come to need: what it has drawn is part of its prompt if it is resumed.
+    Or, if not ``by_number``, with others like them: one that was lost is soon there again.
+    """
+    able = _able(as_placed(request, instances), instances, by_number=by_number)
+    return next(able, None) is not None
+
+
+def is_held_whole(request: Request, instances: Collection[InstanceState]) -> bool:
+    """Whether a usable instance that could compute the prompt, if all were empty, has room for all of it."""
+    return any(each.is_usable and not each.gives_back(request) for each in _able(request, instances))
+
+
+def as_placed(request: Request, instances: Collection[InstanceState]) -> Request:
+    """Return the request as one that decodes elsewhere if it ends with a prompt that no instance holds whole."""
+    if request.ends_with_prompt and not is_held_whole(request, instances):
+        return replace(request, always_moves=True)
+    return request
+
+
+def _able(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> Iterator[InstanceState]:
+    """Yield the instances that could compute a prompt, if there are others to decode it; see `could_place`."""
+    able = Counter([instance.kv_group for instance in instances if instance.could_decode(request)])
+    for instance in instances:
+        if not instance.could_prefill(request):
+            continue
+        num_parts = instance.most_parts(request) if by_number else 0
+        num_others = able[instance.kv_group] - (num_parts > 0 and instance.could_decode(request))
+        if num_others > num_parts or (not num_parts and instance.could_finish(request)):
+            yield instance
+
+
+def unready_reason(instances: Iterable[InstanceState]) -> str | None:
+    """Why no request can be served now; None if one can."""
+    takers = [instance for instance in instances if instance.is_usable]
+    if can_serve(takers):
+        return None
+    if not any(instance.role_prefills for instance in takers):
+        return "no prefill instance is there"
+    if not any(instance.role_decodes for instance in takers):
+        return "no decode instance is there"
+    return "no prefill and decode instance have the same model, weights and KV layout"
