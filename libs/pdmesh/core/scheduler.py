@@ -86,7 +86,7 @@ from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.recovery.unheard import on_token_link
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestView
-from pdmesh.core.steps.packing import Packer
+from pdmesh.core.steps.packer import Packer
 from pdmesh.core.steps.step_reports import StepReports
 from pdmesh.core.transfers.link_rates import LinkRate
 from pdmesh.core.waiting.fairness import TenantView

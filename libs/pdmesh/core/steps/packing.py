@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from pdmesh.core.batching.local_work import LocalWork
 from pdmesh.core.batching.modes import Modes
 from pdmesh.core.batching.step_slots import StepSlots
 from pdmesh.core.commands import RunStep
@@ -23,7 +22,7 @@ from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.request import RequestState
 from pdmesh.core.steps.one_step import StepSlot, next_chunk
-from pdmesh.core.steps.placing import Placement, Wait, place, place_locally, room_or_turn
+from pdmesh.core.steps.placing import Placement, Wait, place, place_locally
 from pdmesh.core.steps.reusing import PrefillCandidate, Reusing
 from pdmesh.core.waiting.queue import in_order
 from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, Role
@@ -40,81 +39,6 @@ SPREAD_CHUNK_TOKENS = 128
 
 #: So many requests step aside in one round, for instances that keep their prefixes.
 MAX_ASIDE = 64
-
-
-class Packer:
-    """Turns room into step plans, in rounds. A request is placed only when its first chunk is packed."""
-
-    def __init__(
-        self,
-        mesh: MeshState,
-        plans_in_flight: int,
-        bundle: Bundle,
-        modes: Modes,
-        handovers: HandOvers,
-        fetches: Fetches,
-        local_work: LocalWork,
-    ) -> None:
-        self._mesh = mesh
-        self._modes = modes
-        self._local_work = local_work
-        self._handovers = handovers
-        self._fetches = fetches
-        self._step_slots = StepSlots(mesh, plans_in_flight, bundle, modes)
-        self.prefill_groups = GroupPlanner(mesh, modes)
-
-    def pack(self, bundle: Bundle, now_s: float) -> None:
-        """Give every instance with room for a plan something to do."""
-        step_slots = self._step_slots
-        self._local_work.look_at(bundle)
-        self._modes.look_at(bundle)
-        if self._mesh.recovering:
-            self.prefill_groups.recover(bundle, now_s)
-        step_slots.update(bundle)
-        self._handovers.find_receivers(step_slots, bundle, now_s)
-        step_slots.update(bundle)
-        instances, for_waiting = step_slots.computing(), step_slots.for_waiting()
-        has_helped = not for_waiting and self._help(bundle, now_s)
-        while has_helped or instances or for_waiting:
-            if instances or for_waiting:
-                # Those that get nothing now get nothing in the next round either: room only shrinks.
-                packed = Round(
-                    self._mesh,
-                    step_slots,
-                    self._modes,
-                    self.prefill_groups,
-                    self._handovers,
-                    self._fetches,
-                    bundle,
-                    now_s,
-                    instances,
-                    for_waiting,
-                )
-                instances, for_waiting = packed.pack(), False
-                step_slots.update(bundle)
-            has_helped = self._help(bundle, now_s)
-            if has_helped:
-                instances = step_slots.computing()  # it may be a leader's turn
-        if self._mesh.in_prefill_phase:
-            self._end_prefill_phases(now_s)
-            step_slots.update(bundle)
-
-    def _help(self, bundle: Bundle, now_s: float) -> bool:
-        """Whether somebody was given a chunk of another's prompt."""
-        has_helped = self.prefill_groups.help(self._step_slots, bundle, now_s)
-        if has_helped:
-            self._step_slots.update(bundle)
-        return has_helped
-
-    def _end_prefill_phases(self, now_s: float) -> None:
-        """Let the residents decode where there is room for a plan and there was no prompt for it."""
-        for instance in list(self._mesh.in_prefill_phase.values()):
-            if not (instance.reachable and self._step_slots.has_room(instance) and self._modes.ends_phase(instance)):
-                continue
-            plan = StepPlan(plan_id=instance.next_plan_id, chunks=(), with_decodes=True)
-            instance.begin_plan(plan, now_s)
-            self._modes.sent(instance, plan, now_s)
-            self._mesh.commands.append(RunStep(instance_id=instance.instance_id, plan=plan))
 
 
 class Round:
@@ -204,48 +128,90 @@ class Round:
                     return
 
     def _place_for(self, head: RequestState) -> Placement | Wait:
-        """Return where the head goes, or what it waits for. Running prompts take their part of the steps first."""
-        mesh, bundle, request = self._mesh, self._bundle, head.request
-        self._weights = request.weights or self._new_weights
+        """Return where the head goes, or what it waits for: four questions, in this order."""
+        self._weights = head.request.weights or self._new_weights
         if self._weights is not None:
-            request = head.use_weights(self._weights)
-        is_begun_by_others = self._weights != self._new_weights
-        if is_begun_by_others and not have_pair(self._usable_of(request.weights)):
-            return self._place_to_finish(request)
-        if self._prefill_groups.awaits_members(head, bundle):
+            head.use_weights(self._weights)
+        if self._has_older_weights and not have_pair(self._usable_of(head.request.weights)):
+            return self._place_to_finish(head.request)
+        wait = self._wait_to_begin(head)
+        if wait is not None:
+            return wait
+        self._plan_before(head)
+        depths, computing = self._look_up_cached(head)
+        found = self._find_taker(head, depths, computing)
+        return self._other_way(head, depths, found) if isinstance(found, Wait) else found
+
+    def _wait_to_begin(self, head: RequestState) -> Wait | None:
+        """May it begin? Return what the head waits for before any instance is asked; None if it may begin.
+
+        A prompt for a group of a fixed size waits for enough free members. Where contexts are spread, a request begins
+        only if the mesh could also resume it.
+        """
+        if self._prefill_groups.awaits_members(head, self._bundle):
             return Wait.FOR_TURN
-        if mesh.spreads_contexts:
-            if not could_place(request, mesh.kinds):
-                return Wait.FOR_INSTANCE  # or it could not be resumed
-            request = head.place_as(as_placed(request, mesh.kinds))
-            self._is_held_whole = is_held_whole(request, mesh.kinds)
+        if self._mesh.spreads_contexts:
+            kinds = self._mesh.kinds
+            if not could_place(head.request, kinds):
+                return Wait.FOR_INSTANCE
+            head.place_as(as_placed(head.request, kinds))
+            self._is_held_whole = is_held_whole(head.request, kinds)
+        return None
+
+    def _plan_before(self, head: RequestState) -> None:
+        """Plan the running prompts that come before the head: their chunks go into each step first."""
         for step_slot in list(self._step_slots.values()):
             if step_slot.running:
                 line = self._in_order([*step_slot.running, head])
                 self._plan_running(step_slot, line[: line.index(head)])
-        offers, depths = self._offers(head), self._reusing.look_at(head, bundle.reuse if self._is_held_whole else None)
-        computing = mesh.computing.shared_with(request)
+
+    def _look_up_cached(self, head: RequestState) -> tuple[Mapping[int, int], list[RequestState]]:
+        """Where is it cached? Return its cached blocks by instance number, and prompts being computed that share some.
+
+        An instance that its gateway could not hear lately counts for neither. A prompt that no instance holds whole
+        reuses nothing.
+        """
+        mesh, request = self._mesh, head.request
+        depths = self._reusing.look_at(head, self._bundle.reuse if self._is_held_whole else None)
         if not self._is_held_whole:
-            depths, computing = {}, []  # what is kept of it is of no use
-        if unheard := mesh.cut.of(request.gateway_id):  # what these keep is of no use to it
-            depths = {
-                number: depth for number, depth in depths.items() if mesh.by_number[number].instance_id not in unheard
-            }
+            return {}, []
+        computing = mesh.computing.shared_with(request)
+        if unheard := mesh.cut.of(request.gateway_id):
+            heard = [number for number in depths if mesh.by_number[number].instance_id not in unheard]
+            depths = {number: depths[number] for number in heard}
             computing = [state for state in computing if state.prefill_ids[0] not in unheard]
-        if (depths or computing) and bundle.reuse is not None:
-            local = self._place_beside_decodes(head, depths, bundle.reuse)
-            if local is not None:
+        return depths, computing
+
+    def _find_taker(
+        self, head: RequestState, depths: Mapping[int, int], computing: list[RequestState]
+    ) -> Placement | Wait:
+        """Who takes it? Return the place of the head, or why it has none now.
+
+        If some of the prompt is cached, costs decide: it goes beside the decodes where it is cached, to the cheapest
+        offer, or waits for a cheaper instance. Otherwise the first offer in the policy's order takes it.
+        """
+        offers: Iterable[InstanceState] = self._offers(head)
+        reuse = self._bundle.reuse
+        if reuse is not None and (depths or computing):
+            if (local := self._place_beside_decodes(head, depths, reuse)) is not None:
                 return local
-            by_cost = self._reusing.cheapest(head, depths, computing, bundle, offers, self._may_begin)
-            if isinstance(by_cost, PrefillCandidate):
-                self._reusing.wait_for(head, by_cost, bundle.reuse)
+            cheapest = self._reusing.cheapest(head, depths, computing, self._bundle, offers, self._may_begin)
+            if isinstance(cheapest, PrefillCandidate):
+                self._reusing.wait_for(head, cheapest, reuse)
                 return Wait.FOR_KEPT
-            offers = by_cost
-        placement = place(
-            request,
+            offers = cheapest
+        return self._place_on(head, offers, depths)
+
+    def _place_on(
+        self, head: RequestState, offers: Iterable[InstanceState], depths: Mapping[int, int]
+    ) -> Placement | Wait:
+        """Place the head on one of ``offers`` by the hard rules and the policy."""
+        mesh = self._mesh
+        return place(
+            head.request,
             offers,
             self._known.decoders,
-            bundle,
+            self._bundle,
             self._handovers,
             self._now_s,
             spans_classes=mesh.spans_classes,
@@ -254,33 +220,51 @@ class Round:
             instances=[each for each in mesh.instances.values() if self._has_weights(each)] if mesh.cut else (),
             slow_from=mesh.slow_from if mesh.links.are_uneven else None,
         )
-        if is_begun_by_others and placement in (Wait.FOR_ROOM, Wait.FOR_STEP_SLOT):
+
+    def _other_way(self, head: RequestState, depths: Mapping[int, int], wait: Wait) -> Placement | Wait:
+        """What else would it wait for? Return that, or a place beside decodes that saves the wait.
+
+        A request with older weights waits for their instances, and others may go past it. Without room it waits for
+        room, for its turn, or for an instance that could ever take it. Without a step slot a short prompt may be
+        computed where it decodes; a long one waits for its turn behind other long ones.
+        """
+        if wait is not Wait.FOR_ROOM and wait is not Wait.FOR_STEP_SLOT:
+            return wait
+        if self._has_older_weights:
             return Wait.FOR_WEIGHTS
-        if placement is Wait.FOR_ROOM:
-            is_long = bundle.is_long(request, head.num_reused_tokens)
-            wait = room_or_turn(is_long, self._known.any_long)
-            never = wait is Wait.FOR_ROOM and not could_place(request, mesh.kinds)
-            return Wait.FOR_INSTANCE if never else wait
-        if placement is not Wait.FOR_STEP_SLOT:
-            return placement
-        is_long = bundle.is_long(request, head.num_reused_tokens)
-        if bundle.local_prefill is not None and not is_long:
-            local = place_locally(
-                request,
-                self._local_offers(head),
-                self._known.least_queued,
-                bundle,
-                self._handovers,
-                self._modes.beside,
-                depths,
-            )
-            if local is not None:
-                return local
-        in_group = bundle.group_policy is not None and bundle.group_policy.group_size > 1
-        others = is_long and (
-            in_group or any(o.step.longest_tokens >= bundle.long_prompt_tokens for o in self._step_slots.values())
+        is_long = self._bundle.is_long(head.request, head.num_reused_tokens)
+        if wait is Wait.FOR_ROOM:
+            if is_long and self._known.any_long:
+                return Wait.FOR_TURN
+            return Wait.FOR_ROOM if could_place(head.request, self._mesh.kinds) else Wait.FOR_INSTANCE
+        local = None if is_long else self._place_locally(head, depths)
+        if local is not None:
+            return local
+        return Wait.FOR_TURN if is_long and self._others_are_long() else Wait.FOR_STEP_SLOT
+
+    def _place_locally(self, head: RequestState, depths: Mapping[int, int]) -> Placement | None:
+        """Place the head on a decode instance that computes it, too, if the bundle allows it and that pays."""
+        return place_locally(
+            head.request,
+            self._local_offers(head),
+            self._known.least_queued,
+            self._bundle,
+            self._handovers,
+            self._modes.beside,
+            depths,
         )
-        return Wait.FOR_TURN if others else Wait.FOR_STEP_SLOT
+
+    def _others_are_long(self) -> bool:
+        """Whether a long prompt must queue behind others: for a group, or for a step that has a long prompt."""
+        group_policy, least = self._bundle.group_policy, self._bundle.long_prompt_tokens
+        if group_policy is not None and group_policy.group_size > 1:
+            return True
+        return any(step_slot.step.longest_tokens >= least for step_slot in self._step_slots.values())
+
+    @property
+    def _has_older_weights(self) -> bool:
+        """Whether the head was begun by weights that new requests are not placed on."""
+        return self._weights != self._new_weights
 
     def _place_beside_decodes(
         self, head: RequestState, depths: Mapping[int, int], reuse: ReuseCost

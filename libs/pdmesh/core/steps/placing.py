@@ -211,10 +211,5 @@ def place_locally(
     return None
 
 
-def room_or_turn(is_long: bool, others: bool) -> Wait:
-    """Return what a request without room waits for; a long one, if there are ``others``, for its turn."""
-    return Wait.FOR_TURN if others and is_long else Wait.FOR_ROOM
-
-
 def _num_kept_tokens(depths: Mapping[int, int], instance: InstanceState) -> int:
     return depths.get(instance.number, 0) * GRANULE_TOKENS
