@@ -17,7 +17,7 @@ from pathlib import Path
 
 #: The highest number allowed in each row.
 RECORDED = {
-    "pairs of core rooms that import each other": 0,
+    "pairs of core folders that import each other": 0,
     "commands": 22,
     "KV events": 16,
     "wire messages that accompany a command": 11,
@@ -69,15 +69,15 @@ def outside_core() -> Iterator[Path]:
     return (path for path in python_files(PRODUCT) if CORE not in path.parents)
 
 
-# --- rooms of the core: its folders, and the modules beside them ---
+# --- folders of the core, and the modules beside them ---
 
 
-def room_of(path: Path) -> str:
+def folder_of(path: Path) -> str:
     return path.relative_to(CORE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> Iterator[str]:
-    """Yield the room of each import from the core, also inside functions and for types alone."""
+def imported_folders(path: Path) -> Iterator[str]:
+    """Yield the folder of each import from the core, also inside functions and for types alone."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module == "pdmesh.core":
             yield from (alias.name for alias in node.names)
@@ -88,10 +88,10 @@ def imported_rooms(path: Path) -> Iterator[str]:
 
 
 def mutual_imports() -> list[str]:
-    """Return the pairs of rooms that import each other."""
-    arrows = {(room_of(path), room) for path in CORE.rglob("*.py") for room in imported_rooms(path)}
-    rooms = sorted({room for arrow in arrows for room in arrow})
-    return [f"{a}, {b}" for a, b in combinations(rooms, 2) if {(a, b), (b, a)} <= arrows]
+    """Return the pairs of folders that import each other."""
+    arrows = {(folder_of(path), folder) for path in CORE.rglob("*.py") for folder in imported_folders(path)}
+    folders = sorted({folder for arrow in arrows for folder in arrow})
+    return [f"{a}, {b}" for a, b in combinations(folders, 2) if {(a, b), (b, a)} <= arrows]
 
 
 # --- what passes between services ---
@@ -157,7 +157,7 @@ def long_files() -> list[str]:
 def places() -> dict[str, list[str]]:
     """Return what stands behind each number that is a count of places."""
     return {
-        "pairs of core rooms that import each other": mutual_imports(),
+        "pairs of core folders that import each other": mutual_imports(),
         "commands": commands(),
         "KV events": kv_events(),
         "wire messages that accompany a command": accompanied(),

@@ -227,7 +227,7 @@ def rows_of_the_docs(page: str = "architecture.md", section: str = "Layers") -> 
     ("contract", "page", "section"),
     [
         ("rows import from rows below", "architecture.md", "Layers"),
-        ("rooms of the core import from rooms below", "architecture/core.md", "Rooms"),
+        ("folders of the core import from rows below", "architecture/core.md", "Folders"),
     ],
 )
 def test_the_layers_that_the_docs_print_are_those_that_are_checked(contract: str, page: str, section: str) -> None:

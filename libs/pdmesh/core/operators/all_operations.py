@@ -24,6 +24,7 @@ from pdmesh.core.operators.operations import Operations
 from pdmesh.core.operators.pools import Pools
 from pdmesh.core.operators.records import OperationRecords
 from pdmesh.core.operators.replacements import Replacements
+from pdmesh.core.operators.request_moves import RequestMoves
 from pdmesh.core.operators.rolling import RollingRestarts
 from pdmesh.model import OperationKind, Role
 
@@ -35,7 +36,8 @@ class AllOperations:
         self._mesh = mesh
         self.records = records = OperationRecords()
         self.actuators = actuators = Actuators(mesh)
-        self.on_instances = Operations(mesh, records, actuators, moves, judge)
+        self.on_instances = Operations(mesh, records, actuators, judge)
+        self._request_moves = RequestMoves(mesh, records, moves)
         self._pools = Pools(mesh, records, actuators, self.on_instances)
         self._replacements = Replacements(records, actuators)
         self._rolling = RollingRestarts(mesh, records, actuators, self.on_instances, self._pools, self._replacements)
@@ -80,6 +82,7 @@ class AllOperations:
             return inf
         return min(
             self.on_instances.next_deadline_s,
+            self._request_moves.next_deadline_s,
             self._pools.next_deadline_s,
             self._replacements.next_deadline_s,
             self._rolling.next_deadline_s,
@@ -95,11 +98,15 @@ class AllOperations:
 
     def _requested(self, event: OperationRequested, now_s: float) -> None:
         is_of_service = event.kind is OperationKind.RESTART and self._replacements.takes(event.instance_id)
-        carrier = self._replacements if event.of_service or is_of_service else self.on_instances
-        carrier.request(event, now_s)
+        if event.of_service or is_of_service:
+            self._replacements.request(event, now_s)
+        elif event.kind is OperationKind.MOVE:
+            self._request_moves.request(event, now_s)
+        else:
+            self.on_instances.request(event, now_s)
 
     def _cancelled(self, event: OperationCancelled, now_s: float) -> None:
-        for carrier in (self._rolling, self._pools, self._replacements, self.on_instances):
+        for carrier in (self._rolling, self._pools, self._replacements, self._request_moves, self.on_instances):
             if carrier.cancel(event.operation_id, now_s):
                 return
         self._mesh.ignore("OperationCancelled")
@@ -115,10 +122,13 @@ class AllOperations:
         if not self.records.num_running:
             return
         self._replacements.advance(now_s)
+        self._request_moves.advance(now_s)
         self.on_instances.advance(now_s)
         while self._pools.advance(now_s) or self._rolling.advance(now_s):
+            self._request_moves.advance(now_s)
             self.on_instances.advance(now_s)
 
     def check_integrity(self) -> None:
         """Assert that what runs is what is remembered as running."""
         self.on_instances.check_integrity()
+        self._request_moves.check_integrity()

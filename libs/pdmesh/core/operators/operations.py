@@ -2,8 +2,7 @@
 
 An operation is refused before it changes anything, or runs until nothing is left on the instance that has to leave it.
 What decodes there moves to other instances with its KV, where there is room (`pdmesh.core.copies.moves`). What is
-still there at its time limit starts again elsewhere, under the next epoch and with the same tokens. An operator may
-also move one request.
+still there at its time limit starts again elsewhere, under the next epoch and with the same tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from pdmesh.core.commands import SetRole, StopInstance
-from pdmesh.core.copies.moves import Moves
 from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.instances.allocations import HAVE_SEATS, MOVES_AWAY, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -31,15 +29,12 @@ from pdmesh.core.operators.judging import (
     why_worse,
 )
 from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
-from pdmesh.core.requests.request import RequestState
-from pdmesh.core.requests.transfer import Move
 from pdmesh.model import (
     InstanceId,
     ManagedProcess,
     OperationId,
     OperationKind,
     OperationState,
-    RequestId,
     RequestKey,
     Role,
 )
@@ -62,8 +57,6 @@ class _Operation(OperationRecord):
     stopped_pid: int | None = None  # of the process that is to end
     by_actuator: bool = False  # which ends it; else it was told to
     back_by_s: float = inf  # then the next one has joined
-    moving: tuple[RequestState, Move] | None = None  # of a move
-    is_taken_back: bool = False
     role_before: Role | None = None  # of an instance that gets another one
     changed_s: float | None = None  # when it got that; it is judged from then on
     before: Standing | None = None  # how requests had fared by then
@@ -94,7 +87,6 @@ class _Operation(OperationRecord):
             began_s=now_s,
             instance_id=requested.instance_id,
             role=requested.role,
-            request_id=requested.request_id,
             requested=requested,
             by_actuator=requested.by_actuator,
             role_before=requested.role_before,
@@ -104,14 +96,10 @@ class _Operation(OperationRecord):
 class Operations:
     """Operations on instances, at most one each. What operators want outlives instances and schedulers."""
 
-    def __init__(
-        self, mesh: MeshState, records: OperationRecords, actuators: Actuators, moves: Moves, judge: Judge
-    ) -> None:
+    def __init__(self, mesh: MeshState, records: OperationRecords, actuators: Actuators, judge: Judge) -> None:
         self._mesh = mesh
         self._records = records
         self._actuators = actuators
-        self._moves = moves
-        self._moving: dict[OperationId, _Operation] = {}  # that move one request
         self._judge = judge
         self._taken_back_s: dict[InstanceId, float] = {}  # when a change of its role was
         self._running: dict[InstanceId, _Operation] = {}
@@ -147,9 +135,7 @@ class Operations:
 
     @property
     def next_deadline_s(self) -> float:
-        if not self._running and not self._moving:
-            return inf
-        return min([operation.deadline_s for operation in (*self._running.values(), *self._moving.values())])
+        return min([operation.deadline_s for operation in self._running.values()], default=inf)
 
     def running_on(self, instance_id: InstanceId) -> OperationRecord | None:
         """The operation that runs on an instance."""
@@ -180,9 +166,6 @@ class Operations:
             return  # asked again
         operation = _Operation.of(requested, now_s)
         self._records.add(operation)
-        if requested.kind is OperationKind.MOVE:
-            self._begin_move(operation, now_s)
-            return
         refusal = None if requested.again else self._refusal(requested, now_s)
         if requested.kind in (OperationKind.RESIZE, OperationKind.ROLLING):
             refusal = "this operation is for the whole mesh, not for one instance"
@@ -214,14 +197,9 @@ class Operations:
 
     def cancel(self, operation_id: OperationId, now_s: float) -> bool:
         """Whether it runs here; its instance is used as before."""
-        running = (*self._running.values(), *self._moving.values())
-        operation = next((each for each in running if each.operation_id == operation_id), None)
+        operation = next((each for each in self._running.values() if each.operation_id == operation_id), None)
         if operation is None:
             return False
-        if operation.moving is not None:
-            self._moves.cancel(operation.moving[0])
-            operation.is_taken_back = True
-            return True  # it may have landed all the same
         if instance := self._mesh.instances.get(operation.requested.instance_id):
             self._restore(operation, instance)
         self._end(operation, OperationState.CANCELLED, TAKEN_BACK, now_s)
@@ -279,10 +257,6 @@ class Operations:
 
     def advance(self, now_s: float) -> None:
         """Look what has left the instances since; after any event."""
-        if not self._running and not self._moving:
-            return
-        for operation in list(self._moving.values()):
-            self._look_at_move(operation, now_s)
         for operation in list(self._running.values()):
             instance = self._mesh.instances.get(operation.requested.instance_id)
             if instance is None:
@@ -387,41 +361,6 @@ class Operations:
         if state is not None and state.needs(instance.instance_id):
             do_without(self._mesh, state, instance.instance_id, f"instance {instance.instance_id} is drained")
 
-    # --- of one request ---
-
-    def _begin_move(self, operation: _Operation, now_s: float) -> None:
-        requested = operation.requested
-        state = self._mesh.requests.get(RequestId(requested.request_id or ""))
-        target = self._mesh.instances.get(requested.instance_id)
-        if state is None or target is None:
-            missing = (
-                f"request {requested.request_id!r} runs"
-                if state is None
-                else f"instance {requested.instance_id!r} is there"
-            )
-            self._end(operation, OperationState.REFUSED, f"no {missing}", now_s)
-        elif (why_not := self._moves.why_not(state, target)) is not None:
-            self._end(operation, OperationState.REFUSED, f"request {requested.request_id} {why_not}", now_s)
-        else:
-            operation.moving, operation.num_left = (state, self._moves.begin(state, target)), 1
-            self._moving[requested.operation_id] = operation
-
-    def _look_at_move(self, operation: _Operation, now_s: float) -> None:
-        assert operation.moving is not None
-        state, move = operation.moving
-        if self._mesh.find(state.key) is not state:
-            self._end(
-                operation, OperationState.FAILED, "the request ended, or started again, before it had moved", now_s
-            )
-        elif state.move is not move and state.decode_id == move.target_id:
-            self._end(operation, OperationState.DONE, "", now_s)
-        elif state.move is not move:
-            outcome = OperationState.CANCELLED if operation.is_taken_back else OperationState.FAILED
-            self._end(operation, outcome, f"the request stays on {state.decode_id}", now_s)
-        elif operation.deadline_s <= now_s and not operation.has_moved_all:
-            operation.has_moved_all = True
-            self._moves.cancel(state)
-
     # --- the end of one ---
 
     def _complete(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:
@@ -441,10 +380,8 @@ class Operations:
                     operation.changed_s = now_s
                     self._records.tell(operation, f"judged by {NUM_TO_JUDGE} requests, or for {JUDGE_S:g} s")
                     return
-            case OperationKind.RESIZE | OperationKind.ROLLING:
-                pass  # of pools, not of an instance (`pdmesh.core.operators.pools`)
-            case OperationKind.MOVE:
-                raise AssertionError("a move ends with its request")
+            case OperationKind.RESIZE | OperationKind.ROLLING | OperationKind.MOVE:
+                raise AssertionError(f"no {requested.kind} runs on one instance")
         self._end(operation, OperationState.DONE, "", now_s)
 
     def _stop(self, operation: _Operation, instance: InstanceState, now_s: float) -> None:
@@ -509,12 +446,9 @@ class Operations:
 
     def _end(self, operation: _Operation, state: OperationState, detail: str, now_s: float) -> None:
         self._records.end(operation, state, detail, now_s)
-        self._moving.pop(operation.requested.operation_id, None)
         if self._running.get(operation.requested.instance_id) is operation:
             del self._running[operation.requested.instance_id]
 
     def check_integrity(self) -> None:
         for instance_id, operation in self._running.items():
             assert operation.is_running, f"{instance_id}: {operation.requested.operation_id} is over"
-        for operation in self._moving.values():
-            assert operation.is_running, f"{operation.operation_id}, a move, is over"
