@@ -26,7 +26,7 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.operator_events import ActuatorReported, FailedStart, OperationRequested
-from pdmesh.core.operators.records import OperationView
+from pdmesh.core.operators.operation_records import OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import (
     NO_TRANSFER,

@@ -20,7 +20,7 @@ from pdmesh.core.operators.judging import (
     has_enough_data,
     why_worse,
 )
-from pdmesh.core.operators.records import OperationView
+from pdmesh.core.operators.operation_records import OperationView
 from pdmesh.core.requests.request import RequestState
 from pdmesh.model import (
     InstanceId,

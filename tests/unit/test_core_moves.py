@@ -17,7 +17,7 @@ from pdmesh.core.commands import (
     Restart,
     ResumeDecode,
 )
-from pdmesh.core.copies.moves import MAX_AT_ONCE
+from pdmesh.core.copies.decode_moves import MAX_AT_ONCE
 from pdmesh.core.events import (
     DrainRequested,
     GatewayLost,
@@ -32,7 +32,7 @@ from pdmesh.core.events import (
     TransferFailed,
 )
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
-from pdmesh.core.operators.records import OperationView
+from pdmesh.core.operators.operation_records import OperationView
 from pdmesh.model import (
     Epoch,
     InstanceId,

@@ -19,8 +19,8 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.events import InstanceJoined, InstanceLost, Tick
 from pdmesh.core.operator_events import OperationCancelled, OperationRequested
-from pdmesh.core.operators.operations import COME_BACK_S
-from pdmesh.core.operators.records import MAX_ENDED
+from pdmesh.core.operators.instance_operations import COME_BACK_S
+from pdmesh.core.operators.operation_records import MAX_ENDED
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, Role
 from pdmesh_testing.core import CoreBench, bench_of, named_profile, of
 

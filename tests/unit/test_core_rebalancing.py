@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh.core.commands import Command, FreeKv, GrowKv, PlaceDecode, Restart, RunStep
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.copies.moves import MAX_FAILED
+from pdmesh.core.copies.decode_moves import MAX_FAILED
 from pdmesh.core.copies.rebalancing import COOL_DOWN_S, LOOK_S
 from pdmesh.core.events import InstanceJoined, InstanceSuspected, KvLow, MoveFailed, MoveSent, Tick
 from pdmesh.core.operator_events import BundleChangeRequested

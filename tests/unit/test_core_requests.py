@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pdmesh.core.requests.request as requests
-from pdmesh.core.requests.group import GroupState
+from pdmesh.core.requests.group_state import GroupState
 from pdmesh.core.requests.phases import FACTS, TRANSITIONS, IllegalTransition, Phase
 from pdmesh.core.requests.request import RequestState
 from pdmesh.core.requests.transfer import Transfer
@@ -164,6 +164,6 @@ def test_only_their_own_modules_assign_a_request_s_fields() -> None:
                 called_on = node.func.value
                 if node.func.attr in _CHANGE and isinstance(called_on, ast.Attribute) and called_on.attr in _IN_PLACE:
                     found.add(path.relative_to(CORE).as_posix())
-    assert found - {"requests/lives.py"} == {"requests/request.py", "requests/group.py"}, (
+    assert found - {"requests/lives.py"} == {"requests/request.py", "requests/group_state.py"}, (
         "a `Life` is a record of its own, of the same words"
     )

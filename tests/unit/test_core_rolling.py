@@ -15,7 +15,7 @@ from pdmesh.core.operator_events import (
     OperationRequested,
     RollingRequested,
 )
-from pdmesh.core.operators.records import TAKEN_BACK
+from pdmesh.core.operators.operation_records import TAKEN_BACK
 from pdmesh.core.operators.replacements import SILENCE_LIMIT_S
 from pdmesh.model import InstanceId, InstanceProfile, ManagedProcess, OperationId, OperationKind, OperationState, Role
 from pdmesh_testing.core import CoreBench, a_report, bench_of, named_profile, of

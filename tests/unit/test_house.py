@@ -26,33 +26,37 @@ RECORDED = {
     "product lines": 104_000,
     "test lines": 72_000,
     "benchmark lines": 22_000,
-    "files over 500 lines": 29,
+    "files over 500 lines": 28,
+    "file names that occur more than once": 110,
 }
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "libs/pdmesh/core"
+WORKER_MESSAGES = ROOT / "libs/pdmesh/wire/messages/workers.py"
 
 PRODUCT = ("libs", "services")
 TESTS = ("tests",)
 BENCHMARKS = ("benchmarks",)
 
 #: Instance events about steps, requests and the instance itself. All others are about KV.
-NOT_ABOUT_KV = {
-    "DrainRequested",
-    "StepDone",
-    "DecodeStepsDone",
-    "RequestDropped",
-    "RequestFinished",
-    "TokenLinkReported",
-    "LoadReported",
-}
+NOT_ABOUT_KV = """
+DrainRequested StepDone DecodeStepsDone RequestDropped RequestFinished TokenLinkReported LoadReported
+"""
 
 MAX_FILE_LINES = 500
+
+#: Names that say what a file is to Python.
+NAMES_OF_PYTHON = {"__init__.py", "__main__.py", "main.py"}
+
+
+@cache
+def text(path: Path) -> str:
+    return path.read_text()
 
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(text(path))
 
 
 def python_files(folders: tuple[str, ...]) -> list[Path]:
@@ -62,7 +66,7 @@ def python_files(folders: tuple[str, ...]) -> list[Path]:
 
 
 def num_lines(path: Path) -> int:
-    return path.read_text().count("\n")
+    return text(path).count("\n")
 
 
 def outside_core() -> Iterator[Path]:
@@ -112,16 +116,8 @@ def members_of_union(path: Path, name: str) -> list[str]:
     return [member for part in parts for member in members_of_union(path, part)]
 
 
-def commands() -> list[str]:
-    return members_of_union(CORE / "commands.py", "Command")
-
-
 def kv_events() -> list[str]:
-    return [name for name in members_of_union(CORE / "events.py", "InstanceEvent") if name not in NOT_ABOUT_KV]
-
-
-def accompanied() -> list[str]:
-    return members_of_union(ROOT / "libs/pdmesh/wire/messages/workers.py", "Accompanied")
+    return [name for name in members_of_union(CORE / "events.py", "InstanceEvent") if name not in NOT_ABOUT_KV.split()]
 
 
 def implementations() -> list[str]:
@@ -130,6 +126,7 @@ def implementations() -> list[str]:
     return [
         f"{pattern.cls.id}: {path.relative_to(ROOT)}"
         for path in outside_core()
+        if "case " in text(path)
         for pattern in ast.walk(tree(path))
         if isinstance(pattern, ast.MatchClass) and isinstance(pattern.cls, ast.Name) and pattern.cls.id in names
     ]
@@ -138,7 +135,7 @@ def implementations() -> list[str]:
 def mentions_of_purpose() -> list[str]:
     found = Counter[str]()
     for path in outside_core():
-        found[str(path.relative_to(ROOT))] += len(re.findall(r"\bTransferPurpose\b", path.read_text()))
+        found[str(path.relative_to(ROOT))] += len(re.findall(r"\bTransferPurpose\b", text(path)))
     return sorted(found.elements())
 
 
@@ -154,16 +151,23 @@ def long_files() -> list[str]:
     return [f"{path.relative_to(ROOT)}: {num_lines(path)}" for path in paths if num_lines(path) > MAX_FILE_LINES]
 
 
+def repeated_names() -> list[str]:
+    """Return the names that several product files have."""
+    names = Counter(path.name for path in python_files(PRODUCT) if path.name not in NAMES_OF_PYTHON)
+    return sorted(f"{name}: {number}" for name, number in names.items() if number > 1)
+
+
 def places() -> dict[str, list[str]]:
     """Return what stands behind each number that is a count of places."""
     return {
         "pairs of core folders that import each other": mutual_imports(),
-        "commands": commands(),
+        "commands": members_of_union(CORE / "commands.py", "Command"),
         "KV events": kv_events(),
-        "wire messages that accompany a command": accompanied(),
+        "wire messages that accompany a command": members_of_union(WORKER_MESSAGES, "Accompanied"),
         "mentions of TransferPurpose outside core": mentions_of_purpose(),
         "implementations of commands outside core": implementations(),
         "files over 500 lines": long_files(),
+        "file names that occur more than once": repeated_names(),
     }
 
 

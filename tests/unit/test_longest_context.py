@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdmesh.core.commands import Command, Reject
 from pdmesh.core.events import InstanceJoined, InstanceLost, RequestArrived, Tick
 from pdmesh.core.operator_events import OperationRequested, ResizeRequested
-from pdmesh.core.operators.operations import COME_BACK_S
+from pdmesh.core.operators.instance_operations import COME_BACK_S
 from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, PoolCounts, RejectReason, Role
 from pdmesh_scheduler.longest_context import LongestContext
 from pdmesh_testing.core import CoreBench, a_report, a_request, named_profile

@@ -24,11 +24,11 @@ from pdmesh.core.batching.local_work import LocalWork
 from pdmesh.core.batching.modes import BatchingView, Modes
 from pdmesh.core.commands import SHARED_BLAME, Command, DesiredProcesses, Outcome, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
-from pdmesh.core.copies.fetches import Fetches
+from pdmesh.core.copies.context_ranges import Parts
+from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.handover import HandOvers
-from pdmesh.core.copies.moves import Moves
 from pdmesh.core.copies.on_demand import OnDemandKv
-from pdmesh.core.copies.parts import Parts
+from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.copies.rebalancing import Rebalancer
 from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.copies.reports import TransferReports
@@ -80,7 +80,7 @@ from pdmesh.core.operators.all_operations import AllOperations
 from pdmesh.core.operators.bundle_choice import BundleChoice
 from pdmesh.core.operators.desired import DesiredState
 from pdmesh.core.operators.judging import Judge
-from pdmesh.core.operators.records import OperationView
+from pdmesh.core.operators.operation_records import OperationView
 from pdmesh.core.recovery.membership import Membership
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.recovery.unheard import on_token_link

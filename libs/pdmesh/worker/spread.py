@@ -1,7 +1,7 @@
 """Contexts that are spread over several instances, on both sides: where they decode, and where others hold ranges.
 
 Where one decodes, its members change between two steps, and what it held itself of the first ranges is given back then.
-A range that others are to hold is copied before, while the request decodes on (`pdmesh.core.copies.parts`).
+A range that others are to hold is copied before, while the request decodes on (`pdmesh.core.copies.context_ranges`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pdmesh.core.operator_events import (
     BundleChangeRequested,
     EndedProcess,
 )
-from pdmesh.core.operators.records import OperationView
+from pdmesh.core.operators.operation_records import OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationId, OperationKind, OperationState
 from pdmesh.policy.views import InstanceView

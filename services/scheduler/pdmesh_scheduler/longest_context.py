@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from pdmesh.core.operators.operations import COME_BACK_S
+from pdmesh.core.operators.instance_operations import COME_BACK_S
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import InstanceId, InstanceProfile, OperationKind, Role
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import anyio
 
-from pdmesh.core.operators.records import OperationView
+from pdmesh.core.operators.operation_records import OperationView
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import OperationId, OperationState, PoolCounts, Role
 from pdmesh.wire.messages import OperationStatus

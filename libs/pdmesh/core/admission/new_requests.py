@@ -10,12 +10,12 @@ from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import RequestCancelled
 from pdmesh.core.groups.prefill_groups import GroupPlanner
 from pdmesh.core.instances.feasibility import could_place, unready_reason
-from pdmesh.core.instances.loading import reusable
+from pdmesh.core.instances.reusable import reusable
 from pdmesh.core.instances.revisions import have_pair
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
+from pdmesh.core.operators.instance_operations import COME_BACK_S
 from pdmesh.core.operators.judging import Judge
-from pdmesh.core.operators.operations import COME_BACK_S
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.requests.request import RequestState
 from pdmesh.model import GRANULE_TOKENS, RejectReason, Request, short_weights

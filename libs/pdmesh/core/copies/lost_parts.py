@@ -2,8 +2,8 @@
 
 The request stands still where it decodes. An instance with room for the range gets the range's tokens from there, asks
 those that hold the ranges before it, as a decode would, and computes the range's KV. Then it is the range's next
-holder (`pdmesh.core.copies.parts`), and the request decodes on, in the same epoch. One that finds no room in time,
-or whose context loses ranges again and again, starts again from its transcript.
+holder (`pdmesh.core.copies.context_ranges`), and the request decodes on, in the same epoch. One that finds no room in
+time, or whose context loses ranges again and again, starts again from its transcript.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from pdmesh.core.copies.moves import MAX_FAILED
+from pdmesh.core.copies.decode_moves import MAX_FAILED
 from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.events import PartLost
 from pdmesh.core.instances.instance import InstanceState

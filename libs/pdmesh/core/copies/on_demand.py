@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from pdmesh.core.commands import GrowKv
-from pdmesh.core.copies.parts import can_resume
+from pdmesh.core.copies.context_ranges import can_resume
 from pdmesh.core.copies.rebalancing import Rebalancer
 from pdmesh.core.instances.allocations import READ_BY_STEPS, Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
 
-from pdmesh.core.copies.moves import MAX_FAILED, Moves
+from pdmesh.core.copies.decode_moves import MAX_FAILED, Moves
 from pdmesh.core.events import MoveSent
 from pdmesh.core.instances.allocations import Allocation
 from pdmesh.core.instances.instance import InstanceState

@@ -1,10 +1,10 @@
-"""What instances report of KV transfers; the ends of moves are in `pdmesh.core.copies.moves`."""
+"""What instances report of KV transfers; the ends of moves are in `pdmesh.core.copies.decode_moves`."""
 
 from __future__ import annotations
 
 from pdmesh.core.commands import SHARED_BLAME
-from pdmesh.core.copies.fetches import Fetches
-from pdmesh.core.copies.parts import Parts
+from pdmesh.core.copies.context_ranges import Parts
+from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.copies.receivers import has_all_kv, lose_receiver
 from pdmesh.core.events import (
     DecodeReserved,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pdmesh.core.commands import SetGroup
 from pdmesh.core.events import GroupPrefix
 from pdmesh.core.mesh_state import MeshState
-from pdmesh.core.requests.group import GroupState
+from pdmesh.core.requests.group_state import GroupState
 from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId
 from pdmesh.policy.bundle import Bundle

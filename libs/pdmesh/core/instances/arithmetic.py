@@ -2,7 +2,7 @@
 
 Two instances of one class compute the same bits from the same tokens, so a request that goes from one to the other goes
 on with the tokens that it would have had. The core prefers to keep a request in its class (`pdmesh.core.steps.placing`,
-`pdmesh.core.copies.moves`); nothing here decides where requests go.
+`pdmesh.core.copies.decode_moves`); nothing here decides where requests go.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections import Counter
 from math import inf
 
 from pdmesh.core.commands import DesiredProcesses
-from pdmesh.core.copies.moves import Moves
+from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.handlers import Handlers
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import (
@@ -19,10 +19,10 @@ from pdmesh.core.operator_events import (
 )
 from pdmesh.core.operators.actuators import Actuators
 from pdmesh.core.operators.desired import DesiredState
+from pdmesh.core.operators.instance_operations import Operations
 from pdmesh.core.operators.judging import Judge
-from pdmesh.core.operators.operations import Operations
+from pdmesh.core.operators.operation_records import OperationRecords
 from pdmesh.core.operators.pools import Pools
-from pdmesh.core.operators.records import OperationRecords
 from pdmesh.core.operators.replacements import Replacements
 from pdmesh.core.operators.request_moves import RequestMoves
 from pdmesh.core.operators.rolling import RollingRestarts

@@ -1,10 +1,11 @@
 """Pools of other sizes: which instances get another role, which are started, which leave, and in which order.
 
-A resize is an operation. What it wants of single instances are operations too (`pdmesh.core.operators.operations`),
-under ids that begin with its own. It is refused before anything changes, or runs: roles change first, since that costs
-least; what is missing is started; only when all that is there does the rest leave. It is done when the processes of
-those that left have ended. What starts and stops processes (`pdmesh.core.operators.actuators`) is told which, and says
-which there are. A resize that fails, or is cancelled, is taken back by another one.
+A resize is an operation. Its steps on single instances are operations, too
+(`pdmesh.core.operators.instance_operations`), under ids that begin with its own. It is refused before anything changes,
+or runs: roles change first, since that costs least; what is missing is started; only when all that is there does the
+rest leave. It is done when the processes of those that left have ended. What starts and stops processes
+(`pdmesh.core.operators.actuators`) is told which, and says which there are. A resize that fails, or is cancelled, is
+taken back by another one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import FailedStart, OperationRequested, ResizeRequested
 from pdmesh.core.operators.actuators import Actuators
-from pdmesh.core.operators.operations import Operations
-from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
+from pdmesh.core.operators.instance_operations import Operations
+from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, PoolMember, Role
 
 #: For a process on which nothing is left to end, once its actuator has been told, beyond its grace.

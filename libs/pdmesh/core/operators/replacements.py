@@ -8,8 +8,8 @@ from math import inf
 
 from pdmesh.core.operator_events import ActuatorReported, OperationRequested
 from pdmesh.core.operators.actuators import Actuators
-from pdmesh.core.operators.operations import COME_BACK_S
-from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
+from pdmesh.core.operators.instance_operations import COME_BACK_S
+from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.model import ManagedProcess, OperationId, OperationState
 
 #: A replacement that no actuator has been heard of for so long has failed.

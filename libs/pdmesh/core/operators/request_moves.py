@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from pdmesh.core.copies.moves import Moves
+from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operator_events import OperationRequested
-from pdmesh.core.operators.records import OperationRecord, OperationRecords
+from pdmesh.core.operators.operation_records import OperationRecord, OperationRecords
 from pdmesh.core.requests.request import RequestState
 from pdmesh.core.requests.transfer import Move
 from pdmesh.model import OperationId, OperationState, RequestId

@@ -25,9 +25,9 @@ from pdmesh.core.operator_events import (
     RollingRequested,
 )
 from pdmesh.core.operators.actuators import Actuators
-from pdmesh.core.operators.operations import Operations
+from pdmesh.core.operators.instance_operations import Operations
+from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.core.operators.pools import Pools
-from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.core.operators.replacements import Replacements
 from pdmesh.model import InstanceId, OperationId, OperationKind, OperationState, PoolCounts, ProcessKind, Role
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pdmesh.core.copies.moves import Moves
+from pdmesh.core.copies.context_ranges import Parts
+from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.on_demand import OnDemandKv
-from pdmesh.core.copies.parts import Parts
 from pdmesh.core.copies.rebalancing import Rebalancer
 from pdmesh.core.events import DrainRequested, InstanceJoined, InstanceLost, InstanceSuspected, InstanceUnreachable
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.operators.bundle_choice import BundleChoice
-from pdmesh.core.operators.operations import Operations
+from pdmesh.core.operators.instance_operations import Operations
 from pdmesh.core.recovery.failure_detection import go_on_without, receive_elsewhere, start_elsewhere
 from pdmesh.core.recovery.reconcile import Reconciler
 

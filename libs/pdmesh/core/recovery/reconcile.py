@@ -14,7 +14,7 @@ from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.recovery.orphans import Orphans
-from pdmesh.core.recovery.spread import SpreadResidents
+from pdmesh.core.recovery.spread_residents import SpreadResidents
 from pdmesh.core.recovery.suspects import Deaths
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestState

@@ -7,7 +7,7 @@ requests that it was given, and of no others.
 
 from __future__ import annotations
 
-from pdmesh.core.copies.moves import Moves
+from pdmesh.core.copies.decode_moves import Moves
 from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.events import TokenLinkReported
 from pdmesh.core.mesh_state import MeshState

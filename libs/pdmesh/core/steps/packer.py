@@ -6,8 +6,8 @@ from pdmesh.core.batching.local_work import LocalWork
 from pdmesh.core.batching.modes import Modes
 from pdmesh.core.batching.step_slots import StepSlots
 from pdmesh.core.commands import RunStep
-from pdmesh.core.copies.fetches import Fetches
 from pdmesh.core.copies.handover import HandOvers
+from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.groups.prefill_groups import GroupPlanner
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.steps.packing import Round

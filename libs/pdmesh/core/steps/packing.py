@@ -13,8 +13,8 @@ from itertools import chain
 from pdmesh.core.batching.modes import Modes
 from pdmesh.core.batching.step_slots import StepSlots
 from pdmesh.core.commands import RunStep
-from pdmesh.core.copies.fetches import Fetches
 from pdmesh.core.copies.handover import HandOvers
+from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.groups.prefill_groups import GroupPlanner
 from pdmesh.core.instances.feasibility import as_placed, could_place, is_held_whole
 from pdmesh.core.instances.instance import InstanceState

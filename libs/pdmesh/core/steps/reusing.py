@@ -13,9 +13,9 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from pdmesh.core.copies.fetches import Fetches
+from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.loading import reusable
+from pdmesh.core.instances.reusable import reusable
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.request import RequestState
 from pdmesh.core.steps.placing import MAX_ASKED

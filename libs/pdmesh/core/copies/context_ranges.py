@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 from pdmesh.core.commands import SetHome, WithdrawTransfer
+from pdmesh.core.copies.decode_moves import MAX_AT_ONCE, MAX_FAILED
 from pdmesh.core.copies.lost_parts import LostParts
-from pdmesh.core.copies.moves import MAX_AT_ONCE, MAX_FAILED
 from pdmesh.core.events import MembersSet
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.feasibility import could_place

@@ -1,8 +1,8 @@
 """Operators' operations: an instance is drained, used again, or given another role, and nobody's stream breaks.
 
 An operation is refused before it changes anything, or runs until nothing is left on the instance that has to leave it.
-What decodes there moves to other instances with its KV, where there is room (`pdmesh.core.copies.moves`). What is
-still there at its time limit starts again elsewhere, under the next epoch and with the same tokens.
+What decodes there moves to other instances with its KV, where there is room (`pdmesh.core.copies.decode_moves`). What
+is still there at its time limit starts again elsewhere, under the next epoch and with the same tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pdmesh.core.operators.judging import (
     has_enough_data,
     why_worse,
 )
-from pdmesh.core.operators.records import TAKEN_BACK, OperationRecord, OperationRecords
+from pdmesh.core.operators.operation_records import TAKEN_BACK, OperationRecord, OperationRecords
 from pdmesh.model import (
     InstanceId,
     ManagedProcess,

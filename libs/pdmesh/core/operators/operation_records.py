@@ -1,8 +1,8 @@
 """Operators' operations as they are remembered, whoever carries them out.
 
-Operations on instances are `pdmesh.core.operators.operations`, on one request `pdmesh.core.operators.request_moves`, on
-pools `pdmesh.core.operators.pools`, on processes that are no instances `pdmesh.core.operators.replacements`, and on all
-processes `pdmesh.core.operators.rolling`.
+Operations on instances are `pdmesh.core.operators.instance_operations`, on one request
+`pdmesh.core.operators.request_moves`, on pools `pdmesh.core.operators.pools`, on processes that are no instances
+`pdmesh.core.operators.replacements`, and on all processes `pdmesh.core.operators.rolling`.
 """
 
 from __future__ import annotations
