@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from pdmesh.core.commands import (
@@ -23,16 +23,14 @@ from pdmesh.core.commands import (
 )
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
-from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth
-from pdmesh.core.instances.numbers import Numbers
-from pdmesh.core.instances.revisions import NewRequestShares, weights_for_new
+from pdmesh.core.instances.revisions import NewRequestShares
 from pdmesh.core.requests.request import RequestState
 from pdmesh.core.requests.transfer import Transfer
+from pdmesh.core.roster import Roster
 from pdmesh.core.transfers.awaiting_decode import AwaitingDecode
 from pdmesh.core.transfers.broker import TransferBroker
 from pdmesh.core.transfers.cut_pairs import CutPairs
-from pdmesh.core.transfers.link_rates import MeasuredLinks
 from pdmesh.core.waiting.computing import Computing
 from pdmesh.core.waiting.queue import WaitingQueue
 from pdmesh.model import (
@@ -57,32 +55,19 @@ class FromInstance(Protocol):
     def instance_id(self) -> InstanceId: ...
 
 
-class MeshState:
-    """Requests by id and by gateway, instances, the queue, the broker; and the commands under way."""
+class MeshState(Roster):
+    """The instances, requests by id and by gateway, the queue, the broker, and the commands under way."""
 
     def __init__(
         self, rng: random.Random, growth: Growth, max_lost_receivers: int = 0, cut_memory_s: float = 0.0
     ) -> None:
+        super().__init__()
         self.growth = growth
         self.max_lost_receivers = max_lost_receivers  # of one request's KV
         self.requests: dict[RequestId, RequestState] = {}
         self.of_gateway: dict[GatewayId, dict[RequestId, None]] = {}
-        self.instances: dict[InstanceId, InstanceState] = {}
-        self.numbers = Numbers()  # of the instances
-        self.kept_where = KeptWhere()  # the granules that these keep
-        self.by_number: dict[int, InstanceState] = {}
         self.computing = Computing()
-        self.suspected: dict[InstanceId, None] = {}  # silent instances
         self.cut = CutPairs(cut_memory_s)
-        self.links = MeasuredLinks()
-        self.changed: dict[InstanceId, None] = {}  # instances that changed since they were last looked at
-        self.in_prefill_phase: dict[
-            InstanceId, InstanceState
-        ] = {}  # their residents wait for the end of a prefill phase
-        self._kinds: list[InstanceState] | None = None
-        self.spreads_contexts = False  # some instance that joined holds no more than so much of one
-        self.exact_groups, self.kv_groups = Counter[str](), Counter[str]()  # of the instances that are there
-        self.weights = Counter[str]()  # identities of their weights
         self.shares = NewRequestShares()
         self.queue = WaitingQueue()
         self.awaiting_decode = AwaitingDecode()
@@ -115,94 +100,7 @@ class MeshState:
         """Count an event from outside that does not fit the mesh state; it changes nothing."""
         self.ignored[what] += 1
 
-    def regroup(self) -> None:
-        """An instance came or went, or has another role."""
-        self._kinds = None
-
-    @property
-    def kinds(self) -> Sequence[InstanceState]:
-        """One instance of each kind: what fits none of them fits no instance, even if it were empty.
-
-        All of those over which contexts are spread: these count.
-        """
-        if self._kinds is None:
-            kinds = {
-                (instance.kind, instance.number if instance.max_kv_tokens else 0): instance
-                for instance in self.instances.values()
-            }
-            self._kinds = list(kinds.values())
-        return self._kinds
-
-    # --- instances come and go ---
-
-    def add_instance(self, instance: InstanceState) -> None:
-        """Enter an instance whose number comes from `numbers`, or is that of its predecessor."""
-        self.instances[instance.instance_id] = self.by_number[instance.number] = instance
-        self.spreads_contexts |= instance.max_kv_tokens > 0
-        self.links.joined(instance.profile)
-        self.exact_groups[instance.exact_group] += 1
-        self.kv_groups[instance.kv_group] += 1
-        self.weights[instance.weights] += 1
-        self.regroup()
-
-    def remove_instance(self, instance_id: InstanceId) -> InstanceState | None:
-        """Take an instance out of the mesh state and return it; None if there is none. It keeps its number."""
-        self.in_prefill_phase.pop(instance_id, None)
-        self.suspected.pop(instance_id, None)
-        self.links.left(instance_id)
-        self.regroup()
-        instance = self.instances.pop(instance_id, None)
-        if instance is not None:
-            instance.kept.clear()
-            del self.by_number[instance.number]
-            self.exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
-            self.kv_groups -= Counter((instance.kv_group,))
-            self.weights -= Counter((instance.weights,))
-        return instance
-
-    @property
-    def spans_classes(self) -> bool:
-        """Whether instances of several arithmetic classes exchange KV."""
-        return len(self.exact_groups) > len(self.kv_groups)
-
-    @property
-    def new_weights(self) -> str | None:
-        """The weights identity that new requests are placed on; None if none can serve one."""
-        if len(self.weights) < 2:
-            return next(iter(self.weights), None)
-        return weights_for_new(self.instances.values())
-
-    def slow_from(
-        self, source: InstanceState, num_blocks: int, among: Collection[InstanceId] | None = None
-    ) -> Set[InstanceId]:
-        """Return those of all instances, or of ``among``, to which so much KV takes much longer than to others."""
-        if not self.links.are_uneven:
-            return frozenset()
-        layout = source.profile.kv_layout
-        num_bytes = num_blocks * layout.num_layers * layout.block_bytes
-        return self.links.slow_from(source.instance_id, num_bytes, self.instances if among is None else among)
-
-    def suspect(self, instance: InstanceState, suspected: bool) -> None:
-        """Note that an instance has fallen silent, or speaks again."""
-        instance.set_suspected(suspected)
-        if suspected:
-            self.suspected[instance.instance_id] = None
-        else:
-            self.suspected.pop(instance.instance_id, None)
-
     # --- a request begins ---
-
-    def depths(self, request: Request) -> Mapping[int, int]:
-        """How many granules of its prompt are kept where, by the instance's number; only where some are."""
-        if not request.prefix or not len(self.kept_where):
-            return {}
-        chain = request.chain
-        return self.kept_where.depths(chain, len(chain))
-
-    def num_kept_elsewhere(self, request: Request, instance: InstanceState) -> int:
-        """How many tokens of its prompt some other instance than this one keeps."""
-        depths = self.depths(request)
-        return GRANULE_TOKENS * max([depths[number] for number in depths if number != instance.number], default=0)
 
     def open(self, request: Request, rank: Rank, work_us: int = 0, num_reused_tokens: int = 0) -> RequestState:
         """Note a new request, of whose prompt so many tokens are kept somewhere."""

@@ -1,0 +1,119 @@
+"""The instances of a mesh, what they cache, the links between them, and sums over all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
+
+from pdmesh.core.instances.instance import InstanceState
+from pdmesh.core.instances.kept_where import KeptWhere
+from pdmesh.core.instances.numbers import Numbers
+from pdmesh.core.instances.revisions import weights_for_new
+from pdmesh.core.transfers.link_rates import MeasuredLinks
+from pdmesh.model import GRANULE_TOKENS, InstanceId, Request
+
+
+class Roster:
+    """Instances by id and by number. The mesh state adds requests to it."""
+
+    def __init__(self) -> None:
+        self.instances: dict[InstanceId, InstanceState] = {}
+        self.by_number: dict[int, InstanceState] = {}
+        self.numbers = Numbers()
+        self.kept_where = KeptWhere()  # granules that the instances have cached
+        self.links = MeasuredLinks()
+        self.suspected: dict[InstanceId, None] = {}  # silent instances
+        self.changed: dict[InstanceId, None] = {}  # instances that changed since the last look at them
+        #: Instances with residents that wait for the end of a prefill phase.
+        self.in_prefill_phase: dict[InstanceId, InstanceState] = {}
+        self.spreads_contexts = False  # an instance joined that holds at most a range of a context
+        self.exact_groups, self.kv_groups = Counter[str](), Counter[str]()  # numbers of instances
+        self.weights = Counter[str]()  # numbers of instances by weights identity
+        self._kinds: list[InstanceState] | None = None
+
+    def add_instance(self, instance: InstanceState) -> None:
+        """Add an instance. Its number comes from `numbers`, or is the number of its predecessor."""
+        self.instances[instance.instance_id] = self.by_number[instance.number] = instance
+        self.spreads_contexts |= instance.max_kv_tokens > 0
+        self.links.joined(instance.profile)
+        self.exact_groups[instance.exact_group] += 1
+        self.kv_groups[instance.kv_group] += 1
+        self.weights[instance.weights] += 1
+        self.regroup()
+
+    def remove_instance(self, instance_id: InstanceId) -> InstanceState | None:
+        """Remove an instance and return it; None if there is none. It keeps its number."""
+        self.in_prefill_phase.pop(instance_id, None)
+        self.suspected.pop(instance_id, None)
+        self.links.left(instance_id)
+        self.regroup()
+        instance = self.instances.pop(instance_id, None)
+        if instance is not None:
+            instance.kept.clear()
+            del self.by_number[instance.number]
+            self.exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
+            self.kv_groups -= Counter((instance.kv_group,))
+            self.weights -= Counter((instance.weights,))
+        return instance
+
+    @property
+    def spans_classes(self) -> bool:
+        """Whether instances of several arithmetic classes exchange KV."""
+        return len(self.exact_groups) > len(self.kv_groups)
+
+    @property
+    def new_weights(self) -> str | None:
+        """The weights identity that new requests are placed on; None if none can serve one."""
+        if len(self.weights) < 2:
+            return next(iter(self.weights), None)
+        return weights_for_new(self.instances.values())
+
+    def slow_from(
+        self, source: InstanceState, num_blocks: int, among: Collection[InstanceId] | None = None
+    ) -> Set[InstanceId]:
+        """Return the instances, of all or of ``among``, that ``num_blocks`` of KV reach much later than others."""
+        if not self.links.are_uneven:
+            return frozenset()
+        layout = source.profile.kv_layout
+        num_bytes = num_blocks * layout.num_layers * layout.block_bytes
+        return self.links.slow_from(source.instance_id, num_bytes, self.instances if among is None else among)
+
+    def suspect(self, instance: InstanceState, suspected: bool) -> None:
+        """Note that an instance has fallen silent, or speaks again."""
+        instance.set_suspected(suspected)
+        if suspected:
+            self.suspected[instance.instance_id] = None
+        else:
+            self.suspected.pop(instance.instance_id, None)
+
+    # --- what holds for all ---
+
+    def regroup(self) -> None:
+        """Note that an instance came or went, or has another role."""
+        self._kinds = None
+
+    @property
+    def kinds(self) -> Sequence[InstanceState]:
+        """One representative instance per kind. A request that fits none of them can never be placed.
+
+        Each instance that contexts are spread over represents itself, because their number counts.
+        """
+        if self._kinds is None:
+            kinds = {
+                (instance.kind, instance.number if instance.max_kv_tokens else 0): instance
+                for instance in self.instances.values()
+            }
+            self._kinds = list(kinds.values())
+        return self._kinds
+
+    def depths(self, request: Request) -> Mapping[int, int]:
+        """Return the number of cached granules of a prompt, by the number of each instance that has some."""
+        if not request.prefix or not len(self.kept_where):
+            return {}
+        chain = request.chain
+        return self.kept_where.depths(chain, len(chain))
+
+    def num_kept_elsewhere(self, request: Request, instance: InstanceState) -> int:
+        """Return how many tokens of a prompt an instance other than ``instance`` has cached, at most."""
+        depths = self.depths(request)
+        return GRANULE_TOKENS * max([depths[number] for number in depths if number != instance.number], default=0)
