@@ -26,7 +26,7 @@ RECORDED = {
     "product lines": 104_000,
     "test lines": 72_000,
     "benchmark lines": 22_000,
-    "files over 500 lines": 27,
+    "files over 500 lines": 26,
     "file names that occur more than once": 110,
 }
 

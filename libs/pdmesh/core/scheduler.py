@@ -22,7 +22,7 @@ from pdmesh.core.admission.admission import Admission
 from pdmesh.core.admission.new_requests import NewRequests
 from pdmesh.core.batching.local_work import LocalWork
 from pdmesh.core.batching.modes import BatchingView, Modes
-from pdmesh.core.commands import SHARED_BLAME, Command, DesiredProcesses, Outcome, WakeAt
+from pdmesh.core.commands import Command, DesiredProcesses, WakeAt
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.copies.context_ranges import Parts
 from pdmesh.core.copies.decode_moves import Moves
@@ -30,7 +30,6 @@ from pdmesh.core.copies.handover import HandOvers
 from pdmesh.core.copies.on_demand import OnDemandKv
 from pdmesh.core.copies.prefix_fetches import Fetches
 from pdmesh.core.copies.rebalancing import Rebalancer
-from pdmesh.core.copies.receivers import do_without
 from pdmesh.core.copies.reports import TransferReports
 from pdmesh.core.events import (
     CacheReported,
@@ -68,7 +67,6 @@ from pdmesh.core.events import (
     TransferSent,
 )
 from pdmesh.core.handlers import Handlers
-from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
 from pdmesh.core.instances.feasibility import unready_reason
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.revisions import RevisionView, revisions
@@ -84,13 +82,14 @@ from pdmesh.core.operators.operation_records import OperationView
 from pdmesh.core.recovery.membership import Membership
 from pdmesh.core.recovery.reconcile import Reconciler
 from pdmesh.core.recovery.unheard import on_token_link
+from pdmesh.core.request_ends import RequestEnds
 from pdmesh.core.requests.phases import Phase
 from pdmesh.core.requests.request import RequestView
 from pdmesh.core.steps.packer import Packer
 from pdmesh.core.steps.step_reports import StepReports
 from pdmesh.core.transfers.link_rates import LinkRate
 from pdmesh.core.waiting.fairness import TenantView
-from pdmesh.model import NO_TRANSFER, InstanceId, RequestId, RequestKey
+from pdmesh.model import InstanceId, RequestId, RequestKey
 from pdmesh.policy.bundle import Bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -341,10 +340,22 @@ class SchedulerCore:
             self._rebalancer,
             self._operations.on_instances,
         )
+        ends = RequestEnds(
+            self._mesh,
+            self._choice,
+            self._judge,
+            self._modes,
+            self._steps,
+            self._fetches,
+            self._parts,
+            self._moves,
+            self._on_demand,
+            self._reconciler,
+        )
         handlers.on_timed(RequestArrived, self._request_arrived)
         handlers.on(RequestCancelled, self._new_requests.cancelled)
-        handlers.on(RequestDropped, self._dropped)
-        handlers.on(RequestFinished, self._finished)
+        handlers.on(RequestDropped, ends.dropped)
+        handlers.on_timed(RequestFinished, ends.finished)
         handlers.on_timed(GatewayJoined, self._gateway_joined)
         handlers.on(GatewayLost, self._gateway_lost)
         handlers.on_timed(InstanceJoined, members.joined)
@@ -370,7 +381,7 @@ class SchedulerCore:
         handlers.on_timed(MoveFailed, self._moves.failed)
         handlers.on(MembersSet, self._members_set)
         handlers.on(PartLost, self._parts.lost_parts.heard)
-        handlers.on(KvReleased, self._released)
+        handlers.on(KvReleased, ends.released)
         handlers.on(KvLow, self._kv_low)
         self._operations.register(handlers)
         handlers.on(BundleChangeRequested, self._choice.change)
@@ -436,78 +447,12 @@ class SchedulerCore:
         if instance := self._mesh.instance_of(event):
             instance.set_quarantined(event.num_quarantined_blocks)
 
-    # --- requests come and end ---
+    # --- requests come ---
 
     def _request_arrived(self, event: RequestArrived, now_s: float) -> None:
         if event.unheard_id is not None and event.unheard_id in self._mesh.instances:
             self._mesh.cut.note(event.request.gateway_id, event.unheard_id, now_s)
         self._new_requests.arrived(event.request, self._choice, now_s)
-
-    def _finished(self, event: RequestFinished) -> None:
-        if event.instance_id in self._mesh.instances:
-            self._steps.own_steps(event)
-        state = self._mesh.find((event.request_id, event.epoch))
-        if state is None or not state.needs(event.instance_id):
-            self._mesh.ignore("RequestFinished")
-            return
-        self._modes.finished(state, event.num_output_tokens)
-        self._on_demand.ended(state, event.instance_id, event.num_output_tokens)
-        wait_s = None if state.placed_s is None else state.waited_s(self._now_s)
-        self._judge.finished(state.request, wait_s, state.first_token_s, event.num_output_tokens, self._now_s)
-        # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
-        spare = (event.instance_id, *(state.prefill_ids if state.decodes and state.transfer else ()))
-        if state.move is not None:  # perhaps back to where it came from
-            spare = tuple([name for name in spare if name != state.move.target_id])
-        if state.members or state.part_move is not None:
-            holders = [*state.decode_ids[1:], *([state.part_move.target_id] if state.part_move else [])]
-            spare = tuple([name for name in spare if name not in holders])
-        self._mesh.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
-
-    def _dropped(self, event: RequestDropped) -> None:
-        state = self._mesh.find((event.request_id, event.epoch))
-        if state is not None and state.needs(event.instance_id):
-            reason = f"instance {event.instance_id} does not serve it: {event.reason}"
-            do_without(self._mesh, state, event.instance_id, reason, blame=SHARED_BLAME)
-        elif (state is None or state.move is None or state.move.target_id != event.instance_id) and not (
-            self._fetches.failed((event.request_id, event.epoch))
-            or self._parts.failed((event.request_id, event.epoch), event.instance_id)
-        ):
-            self._mesh.ignore("RequestDropped")
-
-    def _released(self, event: KvReleased) -> None:
-        key = (event.request_id, event.epoch)
-        instance = self._mesh.instance_of(event)
-        if instance is None:
-            return
-        allocation = instance.give_back(key, event.transfer_id, event.granules, event.num_known)
-        if allocation is None:
-            self._mesh.ignore("KvReleased")
-            return
-        if allocation.kind in HAVE_SEATS:
-            self._modes.released(
-                instance,
-                self._choice.bundle,
-                self._choice.learner.estimate(instance.device_class),
-                was_computed_here=allocation.transfer_id == NO_TRANSFER,
-            )
-        self._reconciler.released(event.instance_id, key)
-        self._moves.released(event.instance_id, key)
-        if allocation.kind is AllocationKind.PART:
-            self._parts.released(event.instance_id, key)
-        state = self._mesh.find(key)
-        for member in allocation.told_members if state is None else ():
-            self._mesh.free(member.instance_id, key)
-        # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
-        # that nobody asked for leaves a request without its KV.
-        if (
-            state is not None
-            and state.needs(event.instance_id)
-            and not (state.transfer is not None and state.transfer.was_sent_by(event.instance_id))
-        ):
-            do_without(
-                self._mesh, state, event.instance_id, f"instance {event.instance_id} dropped its KV", blame=SHARED_BLAME
-            )
-        self._mesh.grant(self._mesh.broker.release_of(key, event.instance_id))
 
     # --- time ---
 

@@ -1,0 +1,116 @@
+"""Ends of requests as instances report them: an answer is complete, a request is refused, or KV is released."""
+
+from __future__ import annotations
+
+from pdmesh.core.batching.modes import Modes
+from pdmesh.core.commands import SHARED_BLAME, Outcome
+from pdmesh.core.copies.context_ranges import Parts
+from pdmesh.core.copies.decode_moves import Moves
+from pdmesh.core.copies.on_demand import OnDemandKv
+from pdmesh.core.copies.prefix_fetches import Fetches
+from pdmesh.core.copies.receivers import do_without
+from pdmesh.core.events import KvReleased, RequestDropped, RequestFinished
+from pdmesh.core.instances.allocations import HAVE_SEATS, AllocationKind
+from pdmesh.core.mesh_state import MeshState
+from pdmesh.core.operators.bundle_choice import BundleChoice
+from pdmesh.core.operators.judging import Judge
+from pdmesh.core.recovery.reconcile import Reconciler
+from pdmesh.core.steps.step_reports import StepReports
+from pdmesh.model import NO_TRANSFER
+
+
+class RequestEnds:
+    """Handlers of the reports that end a request on an instance, or take its KV away."""
+
+    def __init__(
+        self,
+        mesh: MeshState,
+        choice: BundleChoice,
+        judge: Judge,
+        modes: Modes,
+        steps: StepReports,
+        fetches: Fetches,
+        parts: Parts,
+        moves: Moves,
+        on_demand: OnDemandKv,
+        reconciler: Reconciler,
+    ) -> None:
+        self._mesh = mesh
+        self._choice = choice
+        self._judge = judge
+        self._modes = modes
+        self._steps = steps
+        self._fetches = fetches
+        self._parts = parts
+        self._moves = moves
+        self._on_demand = on_demand
+        self._reconciler = reconciler
+
+    def finished(self, event: RequestFinished, now_s: float) -> None:
+        """End a request that drew its last token."""
+        if event.instance_id in self._mesh.instances:
+            self._steps.own_steps(event)
+        state = self._mesh.find((event.request_id, event.epoch))
+        if state is None or not state.needs(event.instance_id):
+            self._mesh.ignore("RequestFinished")
+            return
+        self._modes.finished(state, event.num_output_tokens)
+        self._on_demand.ended(state, event.instance_id, event.num_output_tokens)
+        wait_s = None if state.placed_s is None else state.waited_s(now_s)
+        self._judge.finished(state.request, wait_s, state.first_token_s, event.num_output_tokens, now_s)
+        # The one that reports frees its own KV; after the landing so do the sources, when they hear of it.
+        spare = (event.instance_id, *(state.prefill_ids if state.decodes and state.transfer else ()))
+        if state.move is not None:  # perhaps back to where it came from
+            spare = tuple([name for name in spare if name != state.move.target_id])
+        if state.members or state.part_move is not None:
+            holders = [*state.decode_ids[1:], *([state.part_move.target_id] if state.part_move else [])]
+            spare = tuple([name for name in spare if name not in holders])
+        self._mesh.end(state, Outcome.FINISHED, num_output_tokens=event.num_output_tokens, spare=spare)
+
+    def dropped(self, event: RequestDropped) -> None:
+        """Let a request that an instance refuses go on without it, or start again."""
+        state = self._mesh.find((event.request_id, event.epoch))
+        if state is not None and state.needs(event.instance_id):
+            reason = f"instance {event.instance_id} does not serve it: {event.reason}"
+            do_without(self._mesh, state, event.instance_id, reason, blame=SHARED_BLAME)
+        elif (state is None or state.move is None or state.move.target_id != event.instance_id) and not (
+            self._fetches.failed((event.request_id, event.epoch))
+            or self._parts.failed((event.request_id, event.epoch), event.instance_id)
+        ):
+            self._mesh.ignore("RequestDropped")
+
+    def released(self, event: KvReleased) -> None:
+        """Take back the blocks of a request, and give them to what waits for them."""
+        key = (event.request_id, event.epoch)
+        instance = self._mesh.instance_of(event)
+        if instance is None:
+            return
+        allocation = instance.give_back(key, event.transfer_id, event.granules, event.num_known)
+        if allocation is None:
+            self._mesh.ignore("KvReleased")
+            return
+        if allocation.kind in HAVE_SEATS:
+            self._modes.released(
+                instance,
+                self._choice.bundle,
+                self._choice.learner.estimate(instance.device_class),
+                was_computed_here=allocation.transfer_id == NO_TRANSFER,
+            )
+        self._reconciler.released(event.instance_id, key)
+        self._moves.released(event.instance_id, key)
+        if allocation.kind is AllocationKind.PART:
+            self._parts.released(event.instance_id, key)
+        state = self._mesh.find(key)
+        for member in allocation.told_members if state is None else ():
+            self._mesh.free(member.instance_id, key)
+        # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
+        # that nobody asked for leaves a request without its KV.
+        if (
+            state is not None
+            and state.needs(event.instance_id)
+            and not (state.transfer is not None and state.transfer.was_sent_by(event.instance_id))
+        ):
+            do_without(
+                self._mesh, state, event.instance_id, f"instance {event.instance_id} dropped its KV", blame=SHARED_BLAME
+            )
+        self._mesh.grant(self._mesh.broker.release_of(key, event.instance_id))
