@@ -1,7 +1,7 @@
 """Count what the house has of each kind, and fail where a number has risen: `RECORDED` is the table.
 
 `python tests/unit/test_house.py` prints the numbers and the places behind them. If your change lowers a number, lower
-its row. A row of lines is rounded up to a thousand, so that several changes fit below it.
+its row. A row of lines is rounded up, so that several changes fit below it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ RECORDED = {
     "pairs of core folders that import each other": 0,
     "commands": 22,
     "KV events": 16,
-    "wire messages that accompany a command": 11,
-    "mentions of TransferPurpose outside core": 37,
-    "implementations of commands outside core": 54,
-    "product lines": 104_000,
-    "test lines": 72_000,
+    "wire messages that accompany a command": 1,
+    "mentions of TransferPurpose outside core": 38,
+    "implementations of commands outside core": 57,
+    "product lines": 84_000,
+    "lines of product, lab, testing and kubernetes": 105_000,
+    "test lines": 73_000,
     "benchmark lines": 22_000,
     "files over 500 lines": 26,
-    "file names that occur more than once": 110,
+    "file names that occur more than once": 109,
 }
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +36,7 @@ CORE = ROOT / "libs/pdmesh/core"
 WORKER_MESSAGES = ROOT / "libs/pdmesh/wire/messages/workers.py"
 
 PRODUCT = ("libs", "services")
-TESTS = ("tests",)
-BENCHMARKS = ("benchmarks",)
+HOUSE = (*PRODUCT, "lab", "testing", "kubernetes")
 
 #: Instance events about steps, requests and the instance itself. All others are about KV.
 NOT_ABOUT_KV = """
@@ -70,7 +70,7 @@ def num_lines(path: Path) -> int:
 
 
 def outside_core() -> Iterator[Path]:
-    return (path for path in python_files(PRODUCT) if CORE not in path.parents)
+    return (path for path in python_files(HOUSE) if CORE not in path.parents)
 
 
 # --- folders of the core, and the modules beside them ---
@@ -142,18 +142,14 @@ def mentions_of_purpose() -> list[str]:
 # --- how much there is ---
 
 
-def lines(folders: tuple[str, ...]) -> int:
-    return sum(num_lines(path) for path in python_files(folders))
-
-
 def long_files() -> list[str]:
-    paths = python_files(PRODUCT + TESTS + BENCHMARKS)
+    paths = python_files((*HOUSE, "tests", "benchmarks"))
     return [f"{path.relative_to(ROOT)}: {num_lines(path)}" for path in paths if num_lines(path) > MAX_FILE_LINES]
 
 
 def repeated_names() -> list[str]:
-    """Return the names that several product files have."""
-    names = Counter(path.name for path in python_files(PRODUCT) if path.name not in NAMES_OF_PYTHON)
+    """Return the names that several files have."""
+    names = Counter(path.name for path in python_files(HOUSE) if path.name not in NAMES_OF_PYTHON)
     return sorted(f"{name}: {number}" for name, number in names.items() if number > 1)
 
 
@@ -174,8 +170,13 @@ def places() -> dict[str, list[str]]:
 def counted() -> dict[str, int]:
     """Return the numbers of today, by the rows of `RECORDED`."""
     found = {row: len(where) for row, where in places().items()}
-    amounts = {"product lines": PRODUCT, "test lines": TESTS, "benchmark lines": BENCHMARKS}
-    found |= {row: lines(folders) for row, folders in amounts.items()}
+    amounts = {
+        "product lines": PRODUCT,
+        "lines of product, lab, testing and kubernetes": HOUSE,
+        "test lines": ("tests",),
+        "benchmark lines": ("benchmarks",),
+    }
+    found |= {row: sum(map(num_lines, python_files(folders))) for row, folders in amounts.items()}
     return {row: found[row] for row in RECORDED}
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from pdmesh.core.commands import (
     AdmitPrefill,
@@ -21,7 +19,7 @@ from pdmesh.core.commands import (
     SendKept,
     SetMembers,
 )
-from pdmesh.core.instances.allocations import Allocation, AllocationKind
+from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kv_growth import Growth
 from pdmesh.core.instances.revisions import NewRequestShares
@@ -48,13 +46,6 @@ from pdmesh.model import (
 from pdmesh.policy.views import Rank
 
 
-class FromInstance(Protocol):
-    """An event of one instance."""
-
-    @property
-    def instance_id(self) -> InstanceId: ...
-
-
 class MeshState(Roster):
     """The instances, requests by id and by gateway, the queue, the broker, and the commands under way."""
 
@@ -71,34 +62,16 @@ class MeshState(Roster):
         self.shares = NewRequestShares()
         self.queue = WaitingQueue()
         self.awaiting_decode = AwaitingDecode()
-        self.recovering: dict[
-            RequestKey, RequestState
-        ] = {}  # their groups lost a helper, and what of them is not known
+        #: Requests with groups that lost a helper. What the other members computed is not known yet.
+        self.recovering: dict[RequestKey, RequestState] = {}
         self.parts_lost: dict[RequestKey, RequestState] = {}  # decode, and lack a range of their contexts
         self.broker = TransferBroker(self._is_interrupted, self._is_computed, rng)
         self.moving: dict[RequestKey, RequestState] = {}  # decode, and are on their way to another instance
         self.commands: list[Command] = []
-        self.ignored: Counter[str] = Counter()
 
     def find(self, key: RequestKey) -> RequestState | None:
         state = self.requests.get(key[0])
         return state if state is not None and state.request.epoch == key[1] else None
-
-    def allocation_of(self, instance_id: InstanceId, key: RequestKey) -> Allocation | None:
-        """What a request has on an instance."""
-        instance = self.instances.get(instance_id)
-        return None if instance is None else instance.allocations.get(key)
-
-    def instance_of(self, event: FromInstance) -> InstanceState | None:
-        """The instance that an event is of; if it is not known, the event is ignored."""
-        instance = self.instances.get(event.instance_id)
-        if instance is None:
-            self.ignore(type(event).__name__)
-        return instance
-
-    def ignore(self, what: str) -> None:
-        """Count an event from outside that does not fit the mesh state; it changes nothing."""
-        self.ignored[what] += 1
 
     # --- a request begins ---
 

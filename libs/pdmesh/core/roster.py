@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Protocol
 
+from pdmesh.core.instances.allocations import Allocation
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.numbers import Numbers
 from pdmesh.core.instances.revisions import weights_for_new
 from pdmesh.core.transfers.link_rates import MeasuredLinks
-from pdmesh.model import GRANULE_TOKENS, InstanceId, Request
+from pdmesh.model import GRANULE_TOKENS, InstanceId, Request, RequestKey
+
+
+class FromInstance(Protocol):
+    """An event of one instance."""
+
+    @property
+    def instance_id(self) -> InstanceId: ...
 
 
 class Roster:
@@ -30,6 +39,23 @@ class Roster:
         self.exact_groups, self.kv_groups = Counter[str](), Counter[str]()  # numbers of instances
         self.weights = Counter[str]()  # numbers of instances by weights identity
         self._kinds: list[InstanceState] | None = None
+        self.ignored = Counter[str]()  # events that changed nothing, by kind
+
+    def allocation_of(self, instance_id: InstanceId, key: RequestKey) -> Allocation | None:
+        """Return what a request holds on an instance; None if it holds nothing there."""
+        instance = self.instances.get(instance_id)
+        return None if instance is None else instance.allocations.get(key)
+
+    def instance_of(self, event: FromInstance) -> InstanceState | None:
+        """Return the instance that reports an event. If it is not known, count the event as ignored."""
+        instance = self.instances.get(event.instance_id)
+        if instance is None:
+            self.ignore(type(event).__name__)
+        return instance
+
+    def ignore(self, what: str) -> None:
+        """Count an event from outside that does not fit the mesh state. It changes nothing."""
+        self.ignored[what] += 1
 
     def add_instance(self, instance: InstanceState) -> None:
         """Add an instance. Its number comes from `numbers`, or is the number of its predecessor."""
