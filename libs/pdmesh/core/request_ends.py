@@ -80,7 +80,7 @@ class RequestEnds:
             self._mesh.ignore("RequestDropped")
 
     def released(self, event: KvReleased) -> None:
-        """Take back the blocks of a request, and give them to what waits for them."""
+        """Take back the blocks of a request, and grant transfers that wait for its backend."""
         key = (event.request_id, event.epoch)
         instance = self._mesh.instance_of(event)
         if instance is None:
@@ -104,7 +104,7 @@ class RequestEnds:
         for member in allocation.told_members if state is None else ():
             self._mesh.free(member.instance_id, key)
         # A source frees when the acknowledgement reaches it, perhaps before we hear of the landing. Any other release
-        # that nobody asked for leaves a request without its KV.
+        # without a `FreeKv` leaves a request without its KV.
         if (
             state is not None
             and state.needs(event.instance_id)

@@ -1,4 +1,4 @@
-"""The instances of a mesh, what they cache, the links between them, and sums over all of them."""
+"""The instances of a mesh, their cached prefixes, the links between them, and sums over all of them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Roster:
         if instance is not None:
             instance.kept.clear()
             del self.by_number[instance.number]
-            self.exact_groups -= Counter((instance.exact_group,))  # drops what has no member left
+            self.exact_groups -= Counter((instance.exact_group,))  # drops groups without members
             self.kv_groups -= Counter((instance.kv_group,))
             self.weights -= Counter((instance.weights,))
         return instance
@@ -112,7 +112,7 @@ class Roster:
         else:
             self.suspected.pop(instance.instance_id, None)
 
-    # --- what holds for all ---
+    # --- sums and representatives ---
 
     def regroup(self) -> None:
         """Note that an instance came or went, or has another role."""
@@ -120,7 +120,7 @@ class Roster:
 
     @property
     def kinds(self) -> Sequence[InstanceState]:
-        """One representative instance per kind. A request that fits none of them can never be placed.
+        """Representative instances, one per kind. A request that fits none of them can never be placed.
 
         Each instance that contexts are spread over represents itself, because their number counts.
         """

@@ -1,4 +1,4 @@
-"""Which requests the instances could serve if they were empty; a request that none could serve never gets a place."""
+"""Hard limits of a mesh: the requests that its instances could serve if all of them were empty."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pdmesh.model import Request
 def could_place(request: Request, instances: Collection[InstanceState], *, by_number: bool = True) -> bool:
     """Whether some pair of the instances could take the request if they were empty.
 
-    Where contexts are spread, as many as it may come to need: what it has drawn is part of its prompt if it is resumed.
-    Or, if not ``by_number``, with others like them: one that was lost is soon there again.
+    If contexts are spread, there must be as many instances as the request may come to need: its output is part of the
+    prompt if it is resumed. If not ``by_number``, one instance of each kind is enough, since a lost one soon returns.
     """
     able = _able(as_placed(request, instances), instances, by_number=by_number)
     return next(able, None) is not None

@@ -25,7 +25,7 @@ def reusable(
     by_number: Mapping[int, InstanceState],
     reuse: ReuseCost | None,
 ) -> Reusable:
-    """Return what can be reused of a prompt: what caches have, and what takes less time to load than to compute.
+    """Return the reusable granules of a prompt: cached ones, and offloaded ones that load faster than they compute.
 
     ``kept`` counts the cached granules of the prompt, by the number of the instance.
     """

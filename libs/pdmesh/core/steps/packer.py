@@ -50,7 +50,7 @@ class Packer:
         has_helped = not for_waiting and self._help(bundle, now_s)
         while has_helped or instances or for_waiting:
             if instances or for_waiting:
-                # Those that get nothing now get nothing in the next round either: room only shrinks.
+                # An instance without a plan in this round has none in the next one either: room only shrinks.
                 packed = Round(
                     self._mesh,
                     step_slots,
@@ -67,13 +67,13 @@ class Packer:
                 step_slots.update(bundle)
             has_helped = self._help(bundle, now_s)
             if has_helped:
-                instances = step_slots.computing()  # it may be a leader's turn
+                instances = step_slots.computing()  # perhaps including a leader
         if self._mesh.in_prefill_phase:
             self._end_prefill_phases(now_s)
             step_slots.update(bundle)
 
     def _help(self, bundle: Bundle, now_s: float) -> bool:
-        """Whether somebody was given a chunk of another's prompt."""
+        """Let helpers compute chunks of other instances' prompts. Return whether one was found."""
         has_helped = self.prefill_groups.help(self._step_slots, bundle, now_s)
         if has_helped:
             self._step_slots.update(bundle)

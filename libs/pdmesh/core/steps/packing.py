@@ -128,7 +128,7 @@ class Round:
                     return
 
     def _place_for(self, head: RequestState) -> Placement | Wait:
-        """Return where the head goes, or what it waits for: four questions, in this order."""
+        """Place the head, or name the reason to wait, by four questions in order."""
         self._weights = head.request.weights or self._new_weights
         if self._weights is not None:
             head.use_weights(self._weights)
@@ -143,7 +143,7 @@ class Round:
         return self._other_way(head, depths, found) if isinstance(found, Wait) else found
 
     def _wait_to_begin(self, head: RequestState) -> Wait | None:
-        """May it begin? Return what the head waits for before any instance is asked; None if it may begin.
+        """Ask: may it begin? Return a reason to wait before any instance is asked; None if the head may begin.
 
         A prompt for a group of a fixed size waits for enough free members. Where contexts are spread, a request begins
         only if the mesh could also resume it.
@@ -166,7 +166,7 @@ class Round:
                 self._plan_running(step_slot, line[: line.index(head)])
 
     def _look_up_cached(self, head: RequestState) -> tuple[Mapping[int, int], list[RequestState]]:
-        """Where is it cached? Return its cached blocks by instance number, and prompts being computed that share some.
+        """Ask: where is it cached? Return cached granules by instance number, and running prompts that share some.
 
         An instance that its gateway could not hear lately counts for neither. A prompt that no instance holds whole
         reuses nothing.
@@ -185,7 +185,7 @@ class Round:
     def _find_taker(
         self, head: RequestState, depths: Mapping[int, int], computing: list[RequestState]
     ) -> Placement | Wait:
-        """Who takes it? Return the place of the head, or why it has none now.
+        """Ask: which instance takes it? Return the place of the head, or the reason to wait.
 
         If some of the prompt is cached, costs decide: it goes beside the decodes where it is cached, to the cheapest
         offer, or waits for a cheaper instance. Otherwise the first offer in the policy's order takes it.
@@ -222,7 +222,7 @@ class Round:
         )
 
     def _other_way(self, head: RequestState, depths: Mapping[int, int], wait: Wait) -> Placement | Wait:
-        """What else would it wait for? Return that, or a place beside decodes that saves the wait.
+        """Ask: what else would it wait for? Return that reason, or a place beside decodes that saves the wait.
 
         A request with older weights waits for their instances, and others may go past it. Without room it waits for
         room, for its turn, or for an instance that could ever take it. Without a step slot a short prompt may be
