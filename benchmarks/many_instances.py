@@ -148,7 +148,7 @@ class StandIn:
                 registration=lambda: RegisterWorker(profile=self._profile, residents=self._residents),
                 registered=lambda: None,
                 load=self._load,
-                handle=lambda _: None,
+                handle=lambda message, prompt: None,
                 check=lambda _: None,
                 lost=lambda: None,
             )

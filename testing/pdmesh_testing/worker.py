@@ -54,7 +54,7 @@ from pdmesh.telemetry.tracing import NoTracing, Tracing
 from pdmesh.transport.base import KvTransport
 from pdmesh.wire.messages import (
     Generation,
-    PeerHere,
+    PeersHere,
     Prompt,
     TokenMessage,
     TokenOut,
@@ -397,10 +397,9 @@ async def running_instance(
 
 def introduce(*instances: RunningInstance) -> None:
     """Send each instance the data addresses of all, as a scheduler does."""
+    here = PeersHere(data_addresses={each.instance.instance_id: each.address for each in instances})
     for each in instances:
-        here = PeerHere(instance_id=each.instance.instance_id, data_address=each.address)
-        for receiver in instances:
-            receiver.instance.handle(here)
+        each.instance.handle(here)
 
 
 def prompt_of(generation: Generation) -> Prompt:

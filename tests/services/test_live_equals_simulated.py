@@ -61,7 +61,7 @@ from pdmesh.wire.messages import (
     GatewayDown,
     GatewayUp,
     Generation,
-    PeerHere,
+    PeersHere,
     RegisterGateway,
     RegisterWorker,
     SchedulerHeartbeat,
@@ -245,7 +245,7 @@ class Worker:
                     elif isinstance(message, CommandMessage):
                         self.instance.take(message.command)
                     else:
-                        assert isinstance(message, SchedulerHeartbeat | PeerHere), message
+                        assert isinstance(message, SchedulerHeartbeat | PeersHere), message
 
     def _beat(self, interval_s: float) -> None:
         self._report(LoadReported(self.profile.instance_id, self.profile.num_blocks, 0, 0, 0))

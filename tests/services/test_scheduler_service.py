@@ -71,7 +71,7 @@ from pdmesh.wire.messages import (
     MeshStatus,
     OtherChoice,
     PeerGone,
-    PeerHere,
+    PeersHere,
     Policies,
     RegisterWorker,
     RequestRecord,
@@ -333,21 +333,15 @@ async def test_a_goodbye_loses_the_instance_at_once() -> None:
 async def test_every_instance_is_sent_the_others_addresses_before_it_needs_them() -> None:
     """A new stream begins with all of them: what its worker knew of another scheduler's instances is void."""
     async with running() as mesh, mesh.worker(decode()) as d:
-        assert await addresses(d, 1) == {"d": b"d"}
+        assert (await d.expect(PeersHere)).data_addresses == {"d": b"d"}
         async with mesh.worker(prefill()) as p, mesh.gateway() as g:
-            assert await addresses(p, 2) == {"d": b"d", "p": b"p"}
+            assert (await p.expect(PeersHere)).data_addresses == {"d": b"d", "p": b"p"}
             g.post(submit())
-            assert await addresses(d, 1) == {"p": b"p"}
+            assert (await d.expect(PeersHere)).data_addresses == {"p": b"p"}
             await d.expect(PlaceDecode)
         async with mesh.worker(replace(prefill(), data_address=b"another")):
             assert (await d.expect(PeerGone)).data_address == b"p"
-            assert await addresses(d, 1) == {"p": b"another"}
-
-
-async def addresses(peer: SchedulerPeer, count: int) -> dict[str, bytes]:
-    """Return the next addresses that a worker is sent."""
-    here = [await peer.expect(PeerHere) for _ in range(count)]
-    return {each.instance_id: each.data_address for each in here}
+            assert (await d.expect(PeersHere)).data_addresses == {"p": b"another"}
 
 
 async def test_the_others_are_told_of_a_data_address_that_is_gone() -> None:

@@ -22,7 +22,7 @@ from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
 from pdmesh.model import FinishReason, InstanceId, RequestId, Role, SamplingParams
 from pdmesh.plans import ChunkPlan, StepPlan
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
-from pdmesh.wire.messages import Generation, PeerHere, Prompt, PromptLogprobs
+from pdmesh.wire.messages import Generation, PeersHere, Prompt, PromptLogprobs
 from pdmesh.worker import steps
 from pdmesh.worker.plans import MAX_QUEUED_PLANS
 from pdmesh_testing.fake_engine import FAKE_LAYOUT, FakeEngine, StepGate, reference_output
@@ -499,7 +499,7 @@ def placement(generation: Generation, running: RunningInstance, source_id: str) 
 
 def expect(generation: Generation, running: RunningInstance, *, num_context_tokens: int) -> None:
     command = placement(generation, running, "elsewhere")
-    running.instance.handle(PeerHere(instance_id=InstanceId("elsewhere"), data_address=b"?"))
+    running.instance.handle(PeersHere(data_addresses={InstanceId("elsewhere"): b"?"}))
     running.instance.handle(command, Prompt(generation=generation, num_context_tokens=num_context_tokens))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.spread import PartHolder
@@ -15,8 +15,8 @@ class Addresses:
     def __init__(self) -> None:
         self._addresses: dict[InstanceId, bytes] = {}
 
-    def add(self, instance_id: InstanceId, data_address: bytes) -> None:
-        self._addresses[instance_id] = data_address
+    def add(self, data_addresses: Mapping[InstanceId, bytes]) -> None:
+        self._addresses.update(data_addresses)
 
     def remove(self, data_address: bytes) -> None:
         """Forget the instance at an address, unless it has another address by now."""
@@ -25,7 +25,7 @@ class Addresses:
     def clear(self) -> None:
         self._addresses.clear()
 
-    def of(self, instance_ids: Iterable[InstanceId]) -> list[bytes]:
+    def of(self, instance_ids: Iterable[InstanceId]) -> tuple[bytes, ...]:
         """Return these instances' addresses, in order. Raises ProtocolError if one is unknown."""
         instance_ids = tuple(instance_ids)
         unknown = [each for each in instance_ids if each not in self._addresses]
@@ -34,7 +34,7 @@ class Addresses:
                 f"the scheduler names instances whose addresses it has not sent: {', '.join(unknown)}; "
                 "please report this with the scheduler's log"
             )
-        return [self._addresses[each] for each in instance_ids]
+        return tuple([self._addresses[each] for each in instance_ids])
 
     def holders(self, members: Iterable[PartMember]) -> list[PartHolder]:
         """Return where the holders of a context's ranges answer, in order. Raises ProtocolError if one is unknown."""

@@ -60,7 +60,7 @@ from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, InstanceId, PrefixHashes, RequestId, RequestKey, Resident, Role, TransferPurpose
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
-from pdmesh.wire.messages import PeerGone, PeerHere, Prompt
+from pdmesh.wire.messages import PeerGone, PeersHere, Prompt
 from pdmesh.worker.addresses import Addresses
 from pdmesh.worker.arrivals import Arrivals
 from pdmesh.worker.block_tables import BlockTables
@@ -86,7 +86,7 @@ from pdmesh.worker.windows import Windows
 log = structlog.get_logger()
 
 #: What the scheduler tells an instance: core commands, and which peers there are.
-Instruction = InstanceCommand | PeerHere | PeerGone
+Instruction = InstanceCommand | PeersHere | PeerGone
 
 
 class Instance:
@@ -180,8 +180,8 @@ class Instance:
     def handle(self, message: Instruction, prompt: Prompt | None = None) -> None:
         """Take a message of the scheduler. Nothing that a peer can say makes it raise."""
         match message:
-            case PeerHere():
-                self._addresses.add(message.instance_id, message.data_address)
+            case PeersHere():
+                self._addresses.add(message.data_addresses)
             case PeerGone(data_address=data_address):
                 self._addresses.remove(data_address)
                 self._mover.forget(data_address)

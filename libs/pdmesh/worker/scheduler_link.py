@@ -19,8 +19,8 @@ from pdmesh.wire.messages import (
     EventMessage,
     Goodbye,
     PeerGone,
-    PeerHere,
     PeersChecked,
+    PeersHere,
     Prompt,
     RegisterWorker,
     SchedulerHeartbeat,
@@ -115,7 +115,7 @@ class WorkerSession:
         match message:
             case CommandMessage():
                 self._handle(message.command, message.prompt)
-            case PeerHere() | PeerGone():
+            case PeersHere() | PeerGone():
                 self._handle(message, None)
             case CheckPeers():
                 self._check(message)

@@ -49,7 +49,7 @@ from pdmesh.wire.messages import (
     Generation,
     MeshStatus,
     PeerGone,
-    PeerHere,
+    PeersHere,
     WorkerDown,
 )
 from pdmesh_scheduler.activity import ActivityFeed
@@ -290,22 +290,23 @@ class Driver:
     def _introduce(self, profile: InstanceProfile) -> None:
         """Send the address of an instance that joins to all, and theirs to it.
 
-        An instance that was given up, and is there after all, first closes its ends of what the others have closed.
+        After its loss the others have closed their endpoints. If the same process is back, it closes its own first.
         Otherwise the first message to each of them is lost, and seconds pass before that is noticed.
         """
         was_gone = profile.data_address in self._told_gone
         self._told_gone.pop(profile.data_address, None)
-        joined_id = profile.instance_id
-        here = PeerHere(instance_id=joined_id, data_address=profile.data_address)
-        for other_id, other in self._profiles.items():
-            if other_id != joined_id:
-                if was_gone:
-                    self._workers.post(joined_id, PeerGone(data_address=other.data_address))
-                self._workers.post(joined_id, PeerHere(instance_id=other_id, data_address=other.data_address))
-            self._workers.post(other_id, here)
+        here = PeersHere(data_addresses={profile.instance_id: profile.data_address})
+        for other in self._profiles.values():
+            if other.instance_id == profile.instance_id:
+                continue
+            self._workers.post(other.instance_id, here)
+            if was_gone:
+                self._workers.post(profile.instance_id, PeerGone(data_address=other.data_address))
+        addresses = {each.instance_id: each.data_address for each in self._profiles.values()}
+        self._workers.post(profile.instance_id, PeersHere(data_addresses=addresses))
 
     def _tell_gone(self, profile: InstanceProfile) -> None:
-        """Let the other instances free what they hold for this instance's KV transport."""
+        """Let the other instances free the endpoints and buffers that they have for this instance."""
         self._told_gone[profile.data_address] = None
         if len(self._told_gone) > MAX_TOLD_GONE:
             del self._told_gone[next(iter(self._told_gone))]

@@ -72,9 +72,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an instance needs to compute a request's prompt, or to decode it after a hand-over.
 
-    A receiver of KV gets a ``generation`` without tokens, unless sampling, drafts or lost KV need them.
+    A receiver of KV gets a ``generation`` without tokens, unless sampling, drafts or lost KV need them. The transcript
+    has ``num_context_tokens`` in any case.
     """
 
     generation: Generation
-    num_context_tokens: int  # of the whole transcript
+    num_context_tokens: int
     tail: bytes = b""  # packed tokens behind the last full granule, for a receiver that keeps the KV it generates

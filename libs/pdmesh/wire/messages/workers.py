@@ -61,14 +61,13 @@ class WelcomeWorker(Message, frozen=True, kw_only=True):
     silent_beats: int | None = None  # after so many heartbeats without an answer the leader is given up
 
 
-class PeerHere(Message, frozen=True, kw_only=True):
-    """The data address of a registered instance.
+class PeersHere(Message, frozen=True, kw_only=True):
+    """The data addresses of registered instances.
 
-    Precedes every command that names the instance. A new stream of a worker begins with one for each instance.
+    Precedes every command that names one of them. A new stream of a worker begins with all instances.
     """
 
-    instance_id: InstanceId
-    data_address: bytes
+    data_addresses: dict[InstanceId, bytes]
 
 
 class PeerGone(Message, frozen=True, kw_only=True):
@@ -89,4 +88,4 @@ class SchedulerHeartbeat(Message, frozen=True, kw_only=True):
     """The leader lives. Sent if the welcome says ``silent_beats``."""
 
 
-WorkerDown = StandingBy | SchedulerHeartbeat | WelcomeWorker | CommandMessage | PeerHere | PeerGone | CheckPeers
+WorkerDown = StandingBy | SchedulerHeartbeat | WelcomeWorker | CommandMessage | PeersHere | PeerGone | CheckPeers
