@@ -31,7 +31,19 @@ from typing import Any
 
 import msgspec
 
-from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Reject, Restart, SetRole, WakeAt
+from pdmesh.core.commands import (
+    AdmitPrefill,
+    Command,
+    ForgetRequest,
+    Hold,
+    Reject,
+    Restart,
+    SetPlaces,
+    SetRole,
+    Stop,
+    StopCopy,
+    WakeAt,
+)
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     DrainRequested,
@@ -51,7 +63,17 @@ from pdmesh.core.events import (
 )
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.model import Epoch, GatewayId, InstanceId, KvLayout, Request, RequestId, RequestKey, Role
+from pdmesh.model import (
+    Epoch,
+    GatewayId,
+    InstanceId,
+    KvLayout,
+    Request,
+    RequestId,
+    RequestKey,
+    Role,
+)
+from pdmesh.plans import PrefillGroup
 from pdmesh.policy.bundles import BUNDLE_NAMES, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
@@ -67,6 +89,9 @@ BASELINE = Path(__file__).with_suffix(".json")
 
 #: Types of events and commands: what they are called, what they were called.
 RENAMED: Mapping[str, str] = {"KvLow": "CreditLow"}
+
+#: What a command was by its ``how``.
+STOPPED: Mapping[str, str] = {"pause": "PauseTransfer", "withdraw": "WithdrawTransfer", "cancel": "CancelMove"}
 
 #: Fields that did not exist, as "Type.field" or "Type.field.field of that".
 ADDED: Sequence[str] = (
@@ -117,7 +142,6 @@ ADDED: Sequence[str] = (
     "MoveSent.sent_s",
     "MoveSent.destination_id",
     "TransferFailed.transfer_id",
-    "PauseTransfer.transfer_id",
     "FreeKv.transfer_id",
     "PlaceDecode.chain",
     "PlaceDecode.home_id",
@@ -205,10 +229,38 @@ TRANSLATED: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+def _split(said: Event | Command) -> tuple[str, dict[str, Any]]:
+    """StopCopy, Hold and SetPlaces were three commands each, and what is evicted three fields of its command"""
+    name, fields = type(said).__name__, msgspec.to_builtins(said)
+    fields.update(fields.pop("room", {}))
+    match said:
+        case StopCopy():
+            name = STOPPED[fields.pop("how")]
+            if said.how is Stop.PAUSE:
+                del fields["transfer_id"]
+        case Hold(decodes=False):
+            name = "GrowKv"
+        case Hold(ends_move=True):
+            name, fields["transfer_id"] = "ResumeDecode", fields.pop("move_id")
+            for field in ("num_blocks", "num_elsewhere_blocks", "decodes"):
+                fields.pop(field, None)
+        case Hold():
+            name = "KeepKv"
+            del fields["decodes"]
+        case SetPlaces(places=PrefillGroup()):
+            name, fields["group"] = "SetGroup", fields.pop("places")
+        case SetPlaces(places=str()):
+            name, fields["home_id"] = "SetHome", fields.pop("places")
+        case SetPlaces():
+            name, fields["members"] = "SetMembers", fields.pop("places")
+        case _:
+            pass
+    return name, fields
+
+
 def in_old_words(said: Event | Command) -> tuple[str, dict[str, Any]]:
     """An event or a command as 905a652 would have written it."""
-    name = type(said).__name__
-    fields = msgspec.to_builtins(said)
+    name, fields = _split(said)
     for path in _ADDED_TO.get(name, ()):
         inner = fields
         for step in path[:-1]:
@@ -677,6 +729,7 @@ def digests(
 
 def table() -> str:
     lines = [f"{new} was {old}" for new, old in RENAMED.items()]
+    lines.append(str(_split.__doc__))
     lines += [f"{name} is new" for name in ADDED]
     lines += [f"{name} is no more" for name in REMOVED]
     lines += [f"{name}, where it is answered with nothing, is new" for name in NEW_EVENTS]

@@ -25,6 +25,7 @@ from pdmesh.core.events import (
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.errors import ProtocolError
 from pdmesh.model import InstanceId, InstanceProfile, PoolCounts, Role
+from pdmesh.plans import NO_EVICTIONS
 
 #: How long decisions are kept, in seconds.
 RECENT_S = 600.0
@@ -37,11 +38,11 @@ PAGE_BYTES = 1 << 20
 _PLAIN = (Tick, LoadReported, CacheReported)
 
 #: Fields of commands that hold hashes of prompts.
-_HASHES = frozenset({"chain", "drop", "offload", "evict"})
+_HASHES: Mapping[str, object] = {"chain": (), "room": NO_EVICTIONS}
 
 #: The same, of each kind of command that has any.
 _HASHES_OF = {
-    kind: names for kind in get_args(Command) if (names := tuple(_HASHES.intersection(kind.__struct_fields__)))
+    kind: names for kind in get_args(Command) if (names := tuple(_HASHES.keys() & set(kind.__struct_fields__)))
 }
 
 
@@ -128,8 +129,8 @@ class RecentDecisions:
 
 
 def _without_hashes(command: Command) -> Command:
-    held = {name: () for name in _HASHES_OF.get(type(command), ()) if getattr(command, name)}
-    return msgspec.structs.replace(command, **held) if held else command
+    names = [name for name in _HASHES_OF.get(type(command), ()) if getattr(command, name) != _HASHES[name]]
+    return msgspec.structs.replace(command, **{name: _HASHES[name] for name in names}) if names else command
 
 
 def encode_decision(decision: Decision) -> bytes:

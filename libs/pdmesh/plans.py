@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from pdmesh.model import Epoch, InstanceId, KvPart, NumTokens, RequestId, TransferId, TransferPurpose
+from pdmesh.model import (
+    Epoch,
+    InstanceId,
+    KvPart,
+    NumTokens,
+    PrefixHashes,
+    RequestId,
+    TransferId,
+    TransferPurpose,
+)
 
 
 class KvShard(Struct, frozen=True, kw_only=True):
@@ -26,6 +35,19 @@ class KvShard(Struct, frozen=True, kw_only=True):
     def num_blocks(self) -> int:
         return self.part.blocks.size
 
+
+class Evictions(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Granules that an instance evicts, in this order, before a command takes its blocks.
+
+    ``drop`` leave the cache, ``offload`` move from the cache to the offload tier, and ``evict`` leave the tier.
+    """
+
+    drop: PrefixHashes = ()
+    offload: PrefixHashes = ()
+    evict: PrefixHashes = ()
+
+
+NO_EVICTIONS = Evictions()
 
 #: A group has no more members than this: workers keep a bit for each.
 MAX_GROUP_MEMBERS = 64

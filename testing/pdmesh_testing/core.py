@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pdmesh.core.commands import Command, PlaceDecode, RunStep
+from pdmesh.core.commands import Command, Hold, PlaceDecode, RunStep, SetPlaces, Stop, StopCopy
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     DecodeReserved,
@@ -44,7 +44,7 @@ from pdmesh.model import (
     Role,
     TransferId,
 )
-from pdmesh.plans import ChunkDone, StepPlan
+from pdmesh.plans import ChunkDone, PrefillGroup, StepPlan
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.views import InstanceView
@@ -237,9 +237,35 @@ class CoreBench:
         return next(view.num_free_blocks for view in self.core.instances if view.instance_id == instance_id)
 
 
-def of(command_type: type[CommandT], commands: list[Command]) -> list[CommandT]:
+def of(command_type: type[CommandT], commands: Sequence[Command]) -> list[CommandT]:
     """Return the commands of one type."""
     return [command for command in commands if isinstance(command, command_type)]
+
+
+def stopped(how: Stop, commands: Sequence[Command]) -> list[StopCopy]:
+    """Return the commands that stop a transfer in this way."""
+    return [command for command in of(StopCopy, commands) if command.how is how]
+
+
+def grown(commands: Sequence[Command]) -> list[Hold]:
+    """Return the commands that only give room."""
+    return [command for command in of(Hold, commands) if not command.decodes]
+
+
+def resumed(commands: Sequence[Command]) -> list[Hold]:
+    """Return the commands that end a move."""
+    return [command for command in of(Hold, commands) if command.ends_move]
+
+
+def kept_here(commands: Sequence[Command]) -> list[Hold]:
+    """Return the commands that let a prompt decode where it is computed."""
+    return [command for command in of(Hold, commands) if command.decodes and not command.ends_move]
+
+
+def regrouped(commands: Sequence[Command]) -> list[tuple[InstanceId, PrefillGroup]]:
+    """Return the groups that their members are sent."""
+    told = of(SetPlaces, commands)
+    return [(each.instance_id, each.places) for each in told if isinstance(each.places, PrefillGroup)]
 
 
 def bench_of(*names: str) -> CoreBench:

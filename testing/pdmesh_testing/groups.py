@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import AdmitPrefill, SetGroup
+from pdmesh.core.commands import AdmitPrefill, SetPlaces
 from pdmesh.engine.base import Engine
 from pdmesh.model import Role, num_blocks_for
 from pdmesh.plans import ChunkPlan, PrefillGroup
@@ -87,11 +87,11 @@ def regroup(
     lost: Collection[RunningInstance] = (),
 ) -> None:
     """Tell one of them who they all are, and who of them were lost."""
-    command = SetGroup(
+    command = SetPlaces(
         instance_id=member.instance.instance_id,
         request_id=generation.request_id,
         epoch=generation.epoch,
-        group=group_of(members, capability, lost),
+        places=group_of(members, capability, lost),
     )
     introduce(*members)
     member.instance.handle(command)

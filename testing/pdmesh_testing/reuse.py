@@ -22,7 +22,7 @@ from pdmesh.model import (
     TransferPurpose,
     blocks_of_granule,
 )
-from pdmesh.plans import TransferPlan
+from pdmesh.plans import Evictions, TransferPlan
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_testing.core import CoreBench, a_request, named_profile, of
 from pdmesh_testing.worker import (
@@ -132,7 +132,7 @@ def tell_of_fetch(
         transfer=plan,
         chain=chain,
         wanted_by=(RequestId("second"), Epoch(0)),
-        drop=drop,
+        room=Evictions(drop=drop),
     )
     introduce(source, destination)
     destination.instance.handle(fetch)

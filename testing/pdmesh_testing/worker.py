@@ -17,11 +17,11 @@ from pdmesh.core.commands import (
     AdmitPrefill,
     FreeKv,
     GrantTransfer,
-    KeepKv,
-    PauseTransfer,
+    Hold,
     PlaceDecode,
     RunStep,
-    WithdrawTransfer,
+    Stop,
+    StopCopy,
 )
 from pdmesh.core.events import InstanceEvent, OffloadedLost, TransferOffered
 from pdmesh.engine.base import Engine
@@ -48,7 +48,7 @@ from pdmesh.model import (
     blocks_of_granule,
     num_blocks_for,
 )
-from pdmesh.plans import ChunkPlan, KvShard, StepPlan, TransferPlan
+from pdmesh.plans import ChunkPlan, Evictions, KvShard, StepPlan, TransferPlan
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import NoTracing, Tracing
 from pdmesh.transport.base import KvTransport
@@ -165,9 +165,7 @@ class RunningInstance:
             awaits_receiver=awaits_receiver,
             num_reused_granules=num_reused,
             num_loaded_granules=num_loaded,
-            drop=drop,
-            offload=offload,
-            evict=evict,
+            room=Evictions(drop=drop, offload=offload, evict=evict),
         )
         self.instance.handle(command, prompt_of(self._hashed_for_own_weights(generation)))
 
@@ -273,32 +271,35 @@ class RunningInstance:
 
     def pause(self, request_id: str, epoch: int = 0) -> None:
         self.instance.handle(
-            PauseTransfer(
+            StopCopy(
                 instance_id=self.instance.instance_id,
                 request_id=RequestId(request_id),
                 epoch=Epoch(epoch),
                 transfer_id=TransferId(1),
+                how=Stop.PAUSE,
             )
         )
 
     def withdraw(self, request_id: str, *, number: int = 1) -> None:
         self.instance.handle(
-            WithdrawTransfer(
+            StopCopy(
                 instance_id=self.instance.instance_id,
                 request_id=RequestId(request_id),
                 epoch=Epoch(0),
                 transfer_id=TransferId(number),
+                how=Stop.WITHDRAW,
             )
         )
 
     def keep(self, generation: Generation) -> None:
         num_tokens = generation.num_tokens + generation.max_tokens_left - 1
         self.instance.handle(
-            KeepKv(
+            Hold(
                 instance_id=self.instance.instance_id,
                 request_id=generation.request_id,
                 epoch=generation.epoch,
                 num_blocks=num_blocks_for(num_tokens, self.block_size),
+                decodes=True,
             )
         )
 
@@ -403,7 +404,7 @@ def introduce(*instances: RunningInstance) -> None:
 
 
 def prompt_of(generation: Generation) -> Prompt:
-    """Return what goes with the command that admits a request."""
+    """Return the prompt that goes with the command that admits a request."""
     return Prompt(generation=generation, num_context_tokens=generation.num_tokens)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import Command, Restart, ResumeDecode
+from pdmesh.core.commands import Command, Hold, Restart
 from pdmesh.core.events import Event, MoveFailed, MoveSent
 from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import Role
@@ -39,7 +39,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             case _:
                 pass
         for command in commands:
-            counts["resumed"] += isinstance(command, ResumeDecode)
+            counts["resumed"] += isinstance(command, Hold) and command.ends_move
             counts["restarted"] += isinstance(command, Restart)
         return commands
 

@@ -24,15 +24,15 @@ from pdmesh.core.commands import (
     FetchKept,
     ForgetRequest,
     GrantTransfer,
-    GrowKv,
-    KeepKv,
-    PauseTransfer,
+    Hold,
     PlaceDecode,
     Reject,
     Restart,
     RunStep,
     SendKept,
     SetRole,
+    Stop,
+    StopCopy,
     WakeAt,
 )
 from pdmesh.core.config import CoreConfig, KvReservation
@@ -365,7 +365,7 @@ class MeshMachine(RuleBasedStateMachine):
                         may_be = preempted | {other for other in overtaken if not self.is_computed(other)}
                     assert may_be.issuperset(overtaken), "overtaken"
                     self.granted.add(key)
-                case PauseTransfer():
+                case StopCopy(how=Stop.PAUSE):
                     key = (command.request_id, command.epoch)
                     assert key in self.granted
                     assert key not in self.asked, f"{key} asked twice"
@@ -387,9 +387,9 @@ class MeshMachine(RuleBasedStateMachine):
                     self.ended.add(key)
                     self.waiting.pop(key, None)
                     self.ahead.pop(key, None)
-                case GrowKv():
+                case Hold(decodes=False):
                     self.check_growth(command)
-                case KeepKv():
+                case Hold(ends_move=False):
                     self.forget_receiver((command.request_id, command.epoch))
                     self.ahead.pop((command.request_id, command.epoch), None)
                 case Reject():
@@ -552,7 +552,7 @@ class MeshMachine(RuleBasedStateMachine):
             share = sum(there) / self.profiles[command.instance_id].num_blocks
             assert len(there) == 1 or share <= self.chosen.waiting_kv_share, f"{command}, beside {there}"
 
-    def check_growth(self, command: GrowKv) -> None:
+    def check_growth(self, command: Hold) -> None:
         key = (command.request_id, command.epoch)
         most = num_blocks_for(self.max_total_of[key], BLOCK_SIZE * self.scale)
         assert command.num_blocks <= most, f"{command}, of which {most} are of use"

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from pdmesh.core.commands import ForgetRequest, PlaceDecode, Reject, Restart, SetMembers
+from pdmesh.core.commands import ForgetRequest, PlaceDecode, Reject, Restart, SetPlaces
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.copies.lost_parts import FIND_ROOM_S
 from pdmesh.core.events import (
@@ -119,8 +119,8 @@ class Driver:
                     self.num_computed_again += 1
                 case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
                     self.num_moves += len(command.members) > 0
-                case SetMembers():
-                    self.most_members = max(self.most_members, len(command.members))
+                case SetPlaces(places=tuple() as members):
+                    self.most_members = max(self.most_members, len(members))
                 case Restart():
                     self.num_restarts += 1
                     request = self.running[command.request_id]

@@ -11,6 +11,7 @@ import pytest
 from pdmesh.core.instances.kept import HeldGranules, KeptHere
 from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.model import Epoch, PrefixHash, RequestId
+from pdmesh.plans import Evictions
 from pdmesh_lab.sim.held import Held
 from pdmesh_lab.sim.kept import SimulatedKept
 
@@ -60,7 +61,7 @@ class Both:
         self.store.end(held, staying)
 
     def drop(self, number: int) -> None:
-        self.store.make_room(*self.core.make_room(number))
+        self.store.make_room(self.core.make_room(number))
 
     def lose(self, rng: random.Random) -> None:
         """The tier loses a granule, and says so."""
@@ -154,7 +155,7 @@ class Apart(Both):
 
     def _command(self, act: Callable[[], object], num_granules: int = 0) -> None:
         room = self.core.make_room(num_granules)
-        self.commands.append(lambda: self.store.make_room(*room))
+        self.commands.append(lambda: self.store.make_room(room))
         self.commands.append(act)
 
     def computed(self, number: int, num_granules: int) -> None:
@@ -334,13 +335,17 @@ def test_what_the_cache_gives_up_goes_to_the_tier_and_stays_there_when_it_comes_
     """Giving it up again is no copy; room in the tier is made of what was used longest ago, leaves first."""
     here = a_tiered(3)
     old, young = keep(here, "a", [0, 1]), keep(here, "a", [2, 3])
-    assert here.make_room(2) == ((), (old[1], old[0]), ())
+    assert here.make_room(2) == Evictions(offload=(old[1], old[0]))
     assert here.depth(old, 2) == 0
     assert here.num_loadable(old, 0) == 2
     held = here.begin(old, 0, "a")
     here.computed(held, 2)
     here.end(held)
-    assert here.make_room(3) == ((old[1],), (young[1], young[0]), (old[0],))  # which the cache has
+    assert here.make_room(3) == Evictions(
+        drop=(old[1],),  # the tier has it
+        offload=(young[1], young[0]),
+        evict=(old[0],),
+    )
     assert here.num_loadable(young, 0) == 2
     assert here.num_loadable(old, here.depth(old, 2)) == 1
     here.check_integrity("here", [])
@@ -350,7 +355,7 @@ def test_a_tier_that_is_too_small_takes_the_beginnings_of_chains() -> None:
     """The end of a chain without its beginning is of no use."""
     here = a_tiered(2)
     chain = keep(here, "a", [0, 1, 2, 3])
-    assert here.make_room(4) == ((chain[3], chain[2]), (chain[1], chain[0]), ())
+    assert here.make_room(4) == Evictions(drop=(chain[3], chain[2]), offload=(chain[1], chain[0]))
     assert here.num_loadable(chain, 0) == 2
 
 
@@ -360,7 +365,7 @@ def test_what_a_live_request_may_be_loading_is_not_evicted() -> None:
     here.make_room(2)
     held = here.begin(chain, 0, "a")
     other = keep(here, "b", [5, 6])
-    assert here.make_room(2) == ((other[1], other[0]), (), ())
+    assert here.make_room(2) == Evictions(drop=(other[1], other[0]))
     here.end(held)
     here.check_integrity("here", [])
 

@@ -26,13 +26,12 @@ from pdmesh.core.commands import (
     ForgetRequest,
     FreeKv,
     GrantTransfer,
-    GrowKv,
+    Hold,
     Outcome,
-    PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
-    SetGroup,
+    StopCopy,
     WakeAt,
 )
 from pdmesh.core.config import CoreConfig, KvReservation
@@ -90,6 +89,7 @@ from pdmesh_scheduler.records import RequestRecords
 from pdmesh_scheduler.spans import SchedulerSpans
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_scheduler.workers import WorkerStreams
+from pdmesh_testing.core import regrouped
 from pdmesh_testing.decisions import RememberingCore
 from pdmesh_testing.examples import slow_beyond
 from pdmesh_testing.sim import UNEVEN_MODEL, InstanceCounts, a_workload, tiny_mesh
@@ -469,7 +469,7 @@ def test_the_same_by_credit_and_in_phases(mesh: InstanceCounts, batching: str) -
     assert tokens_of(served.runs) == tokens_of(runs)
     assert all(len(run.token_times_s) == run.num_output_tokens for run in runs)
     kinds = {type(command) for decision in decisions for command in decision.commands}
-    assert kinds >= {GrowKv, Restart, FreeKv}
+    assert kinds >= {Hold, Restart, FreeKv}
 
 
 @pytest.mark.parametrize("seed", slow_beyond(1, range(2)))
@@ -487,7 +487,7 @@ def test_the_same_where_instances_compute_prompts_in_turn(mesh: InstanceCounts, 
     assert tokens_of(served.runs) == tokens_of(runs)
     joined = [decision.event.request_id for decision in decisions if isinstance(decision.event, HelperJoined)]
     assert len(joined) > 3
-    sizes = {len(c.group.member_ids) for decision in decisions for c in decision.commands if isinstance(c, SetGroup)}
+    sizes = {len(group.member_ids) for decision in decisions for _, group in regrouped(decision.commands)}
     assert max(sizes) == 2, "of no more members than its layers"
 
 
@@ -497,7 +497,7 @@ def test_all_that_matters_happens_in_the_cases_above() -> None:
     for bundle in ("fcfs", "sjf", "lars", "pdmesh"):
         decisions, _ = simulate(an_overload(0), profiles_of({"prefill": 1, "decode": 1}), bundle)
         kinds |= {type(command) for decision in decisions for command in decision.commands}
-    assert kinds >= {PlaceDecode, GrantTransfer, PauseTransfer, Reject, WakeAt}
+    assert kinds >= {PlaceDecode, GrantTransfer, StopCopy, Reject, WakeAt}
 
 
 def test_heartbeats_decide_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.commands import Command, KeepKv, Outcome, PlaceDecode, Restart
+from pdmesh.core.commands import Command, Hold, Outcome, PlaceDecode, Restart
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import Event
 from pdmesh.core.instances.allocations import AllocationKind
@@ -60,7 +60,7 @@ class PressedCore:
                     self._overtakes_nobody((command.request_id, command.epoch))
                 case PlaceDecode():
                     self.num_moved += bool(self.before)
-                case KeepKv():
+                case Hold(decodes=True):
                     self._overtakes_nobody((command.request_id, command.epoch))
                 case Restart():
                     assert command.retracted, f"{command}: nothing fails here"

@@ -7,13 +7,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, Command, GrowKv, KeepKv, PlaceDecode, WakeAt
-from pdmesh.plans import ChunkDone, ChunkPlan, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan
+from pdmesh.core.commands import AdmitPrefill, Command, Hold, PlaceDecode, WakeAt
+from pdmesh.plans import ChunkDone, ChunkPlan, Evictions, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan
 
 #: They have fields of what is reused, and are as they were where nothing is.
-OMIT_DEFAULTS = (AdmitPrefill, PlaceDecode, KeepKv, GrowKv, TransferPlan)
+OMIT_DEFAULTS = (AdmitPrefill, PlaceDecode, Hold, TransferPlan, Evictions)
 
-RECORDS = (ChunkDone, ChunkPlan, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan)
+RECORDS = (ChunkDone, ChunkPlan, Evictions, KvShard, PrefillGroup, ResidentContext, StepPlan, TransferPlan)
 
 
 @pytest.mark.parametrize("struct", [*get_args(Command), *RECORDS], ids=lambda struct: struct.__name__)

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.commands import (
-    AdmitPrefill,
-    Command,
-    FreeKv,
-    GrantTransfer,
-    KeepKv,
-    PlaceDecode,
-    Restart,
-    RunStep,
-    WithdrawTransfer,
-)
+from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, Restart, RunStep, Stop
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     Event,
@@ -33,7 +23,7 @@ from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import Epoch, InstanceId, RequestId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh_testing.core import GATEWAY, CoreBench, a_role, of
+from pdmesh_testing.core import GATEWAY, CoreBench, a_role, kept_here, of, stopped
 from pdmesh_testing.modelled import modelled_profile
 
 P, D0, D1 = (InstanceId(name) for name in ("p", "d0", "d1"))
@@ -85,7 +75,7 @@ def test_another_receiver_gets_the_kv_and_nothing_is_computed_again(how: str, co
     (again,), (grant,) = of(PlaceDecode, commands), of(GrantTransfer, commands)
     assert again.transfer.capability != place.transfer.capability
     assert (grant.instance_id, grant.transfer) == (P, again.transfer)
-    withdrawn = [withdraw.transfer_id for withdraw in of(WithdrawTransfer, commands)]
+    withdrawn = [withdraw.transfer_id for withdraw in stopped(Stop.WITHDRAW, commands)]
     assert withdrawn == ([] if how == "times out" else [place.transfer.transfer_id]), "the source knows of it once"
     if not computed:
         bench.done(P, step.plan)
@@ -194,7 +184,7 @@ def test_it_decodes_where_it_is_if_it_may_and_nobody_else_has_room() -> None:
     bench.feed(a_role(P, Role.MIXED))
     bench.offered(P, "r")
     bench.done(P, step.plan)
-    (keep,) = of(KeepKv, bench.feed(InstanceLost(D0)))
+    (keep,) = kept_here(bench.feed(InstanceLost(D0)))
     assert (keep.instance_id, keep.num_blocks) == (P, 3)
     assert not of(Restart, bench.finish(P, "r"))
 

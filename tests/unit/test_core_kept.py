@@ -59,7 +59,7 @@ def test_kept_blocks_are_free_and_are_dropped_for_who_needs_them() -> None:
     serve(bench, a_prompt("a", 1000))
     assert bench.free_blocks("m") == 64
     admit = serve(bench, a_prompt("b", 1500, name=1))
-    assert admit.drop == hashes(7)[:3:-1]  # 47 blocks, of which 36 are free
+    assert admit.room.drop == hashes(7)[:3:-1]  # 47 blocks, of which 36 are free
     assert serve(bench, a_prompt("c", 1000)).num_reused_granules == 4
 
 
@@ -125,7 +125,7 @@ def test_residents_of_an_instance_that_joins_again_share_what_they_say() -> None
     bench.feed(CacheReported(M, (*hashes(4)[:1:-1], *hashes(2, 1)[::-1], *hashes(2)[::-1])))
     assert bench.free_blocks("m") == 64 - 8 - 2 * 4
     admit = serve(bench, a_prompt("c", 1400, name=2))
-    assert admit.drop == (hashes(4)[3], hashes(4)[2], hashes(2, 1)[1])
+    assert admit.room.drop == (hashes(4)[3], hashes(4)[2], hashes(2, 1)[1])
 
 
 def test_of_instances_about_as_free_the_one_that_keeps_most_decodes() -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, KeepKv, PlaceDecode, RunStep
+from pdmesh.core.commands import AdmitPrefill, PlaceDecode, RunStep
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, MoveSent, RequestArrived
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.model import InstanceId, Role
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh_testing.core import GATEWAY, CoreBench, a_request, a_role, of
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, a_role, kept_here, of
 from pdmesh_testing.modelled import modelled_profile
 
 #: Each prompt token takes 1 ms, each decode 1 ms and a step 10 ms.
@@ -50,7 +50,7 @@ def test_without_a_decode_instance_it_decodes_where_it_is_computed() -> None:
     assert bench.core.unready_reason is None
     assert compute(bench, "after") == []
     assert decoding_on(bench) == {"p": 2}, "also what had been computed for the lost one"
-    (kept,) = of(KeepKv, bench.commands)
+    (kept,) = kept_here(bench.commands)
     assert kept.request_id == "before"
 
 
@@ -105,7 +105,7 @@ def test_beside_a_full_decode_instance_it_decodes_once_waiting_costs_more() -> N
     compute(bench, "first")
     assert (list(bench.core.awaiting_decode), decoding_on(bench)) == ([("first", 0)], {"p": 0, "d": 2})
     compute(bench, "second")
-    assert [kept.request_id for kept in of(KeepKv, bench.commands)] == ["first", "second"]
+    assert [kept.request_id for kept in kept_here(bench.commands)] == ["first", "second"]
     assert decoding_on(bench) == {"p": 2, "d": 2}, "a second decode there costs 1 ms, the wait 6 ms"
 
 
@@ -150,7 +150,7 @@ def test_new_prompts_do_not_take_the_room_that_a_computed_one_waits_for() -> Non
         for run in of(RunStep, bench.arrive(name, prompt, output)):
             bench.done(run.instance_id, run.plan)
     bench.feed(InstanceLost(D))
-    assert not of(KeepKv, bench.commands), "the one behind waits, too"
+    assert not kept_here(bench.commands), "the one behind waits, too"
     assert not of(AdmitPrefill, bench.arrive("new", 60, 60))
     assert [key for key, _ in bench.core.awaiting_decode] == ["big", "small"]
 

@@ -6,17 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import (
-    CancelMove,
-    Command,
-    ForgetRequest,
-    FreeKv,
-    GrantTransfer,
-    Outcome,
-    PlaceDecode,
-    Restart,
-    ResumeDecode,
-)
+from pdmesh.core.commands import Command, ForgetRequest, FreeKv, GrantTransfer, Outcome, PlaceDecode, Restart, Stop
 from pdmesh.core.copies.decode_moves import MAX_AT_ONCE
 from pdmesh.core.events import (
     DrainRequested,
@@ -44,7 +34,7 @@ from pdmesh.model import (
     Role,
     TransferPurpose,
 )
-from pdmesh_testing.core import GATEWAY, CoreBench, bench_of, named_profile, of
+from pdmesh_testing.core import GATEWAY, CoreBench, bench_of, named_profile, of, resumed, stopped
 from pdmesh_testing.modelled import modelled_profile
 
 
@@ -206,7 +196,7 @@ def test_a_target_that_refuses_or_gives_up_leaves_it_where_it_is(refuses: bool) 
         if refuses
         else TransferFailed(who, request_id, epoch, transfer_id, "damaged")
     )
-    (resume,) = of(ResumeDecode, move.bench.released(move.target, "a"))
+    (resume,) = resumed(move.bench.released(move.target, "a"))
     assert resume.instance_id == move.source
     move.finished(move.source)
 
@@ -214,7 +204,7 @@ def test_a_target_that_refuses_or_gives_up_leaves_it_where_it_is(refuses: bool) 
 def test_after_the_commit_a_target_that_is_freed_before_it_landed_never_began() -> None:
     move = Move()
     assert [free.instance_id for free in of(FreeKv, move.failed(committed=True))] == [move.target]
-    assert [resume.instance_id for resume in of(ResumeDecode, move.bench.released(move.target, "a"))] == [move.source]
+    assert [resume.instance_id for resume in resumed(move.bench.released(move.target, "a"))] == [move.source]
     move.finished(move.source)
 
 
@@ -224,7 +214,7 @@ def test_after_the_commit_a_target_that_landed_before_it_was_freed_is_the_next_e
     assert of(Restart, move.landed())
     move.bench.released(move.target, "a")
     move.bench.released(move.source, "a")
-    assert not of(ResumeDecode, move.bench.commands)
+    assert not resumed(move.bench.commands)
     move.assert_empty()
 
 
@@ -232,7 +222,7 @@ def test_after_the_commit_a_target_that_landed_before_it_was_freed_is_the_next_e
 def test_a_target_that_dies_costs_an_epoch_only_after_the_commit(committed: bool) -> None:
     move = Move()
     commands = move.bench.feed(InstanceLost(InstanceId(move.target)))
-    assert [cancel.instance_id for cancel in of(CancelMove, commands)] == [move.source]
+    assert [cancel.instance_id for cancel in stopped(Stop.CANCEL, commands)] == [move.source]
     move.failed(committed=committed)
     assert move.restarted() is committed
     if committed:
@@ -253,7 +243,7 @@ def test_a_target_that_died_after_it_acknowledged_costs_an_epoch() -> None:
 def test_a_target_that_falls_silent_lets_the_source_go_on() -> None:
     move = Move()
     commands = move.bench.feed(InstanceSuspected(InstanceId(move.target)))
-    assert [cancel.instance_id for cancel in of(CancelMove, commands)] == [move.source]
+    assert [cancel.instance_id for cancel in stopped(Stop.CANCEL, commands)] == [move.source]
 
 
 @pytest.mark.parametrize("has_landed", [True, False])
@@ -262,7 +252,7 @@ def test_a_target_that_registers_again_says_by_that_whether_it_began(has_landed:
     again = move.bench.feed(
         InstanceJoined(named_profile(move.target), (a_resident(decoding=True),) if has_landed else ())
     )
-    assert bool(of(ResumeDecode, again)) is not has_landed
+    assert bool(resumed(again)) is not has_landed
     if has_landed:
         move.sent()
         move.bench.released(move.source, "a")
@@ -273,8 +263,8 @@ def test_a_target_that_registers_with_what_has_not_landed_is_freed_before_the_so
     move = Move()
     again = move.bench.feed(InstanceJoined(named_profile(move.target), (a_resident(decoding=False),)))
     assert [free.instance_id for free in of(FreeKv, again)] == [move.target]
-    assert not of(ResumeDecode, again)
-    assert [resume.instance_id for resume in of(ResumeDecode, move.bench.released(move.target, "a"))] == [move.source]
+    assert not resumed(again)
+    assert [resume.instance_id for resume in resumed(move.bench.released(move.target, "a"))] == [move.source]
     move.finished(move.source)
 
 
@@ -288,10 +278,10 @@ def test_another_process_in_the_place_of_the_target_does_not_say_whether_that_be
     if is_told:
         move.bench.feed(InstanceLost(InstanceId(move.target)))
     commands = move.bench.feed(InstanceJoined(replace(named_profile(move.target), pid=4321), ()))
-    assert not of(ResumeDecode, commands)
+    assert not resumed(commands)
     assert not move.restarted()
-    assert [cancel.instance_id for cancel in of(CancelMove, commands)] == [move.source]
-    assert not of(ResumeDecode, move.failed(committed=committed))
+    assert [cancel.instance_id for cancel in stopped(Stop.CANCEL, commands)] == [move.source]
+    assert not resumed(move.failed(committed=committed))
     assert move.restarted() is committed
     if committed:
         move.bench.released(move.source, "a")
@@ -308,7 +298,7 @@ def test_a_target_that_was_told_to_free_it_and_registers_without_it_may_have_beg
     move = Move()
     move.failed(committed=committed)
     again = replace(named_profile(move.target), pid=4321) if is_another else named_profile(move.target)
-    assert not of(ResumeDecode, move.bench.feed(InstanceJoined(again, ())))
+    assert not resumed(move.bench.feed(InstanceJoined(again, ())))
     assert move.restarted() is committed
     if committed:
         move.bench.released(move.source, "a")
@@ -362,13 +352,13 @@ def test_what_ends_on_its_way_is_freed_on_both_sides(how: str) -> None:
     for name in (move.source, move.target):
         move.bench.released(name, "a")
     move.assert_empty()
-    assert not of(ResumeDecode, move.bench.commands)
+    assert not resumed(move.bench.commands)
     assert move.is_(OperationState.FAILED)
 
 
 def test_an_operator_takes_a_move_back() -> None:
     move = Move()
-    assert of(CancelMove, move.bench.feed(OperationCancelled(OperationId("x"))))
+    assert stopped(Stop.CANCEL, move.bench.feed(OperationCancelled(OperationId("x"))))
     move.failed(committed=False)
     move.bench.released(move.target, "a")
     assert move.is_(OperationState.CANCELLED)
@@ -378,7 +368,7 @@ def test_an_operator_takes_a_move_back() -> None:
 def test_a_move_that_takes_too_long_is_taken_back() -> None:
     move = Move()
     move.bench.now_s += 10.0
-    assert of(CancelMove, move.bench.feed(Tick()))
+    assert stopped(Stop.CANCEL, move.bench.feed(Tick()))
     move.failed(committed=False)
     move.bench.released(move.target, "a")
     assert move.is_(OperationState.FAILED)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pdmesh.core.commands import AdmitPrefill, FreeKv, GrowKv, PlaceDecode, Reject, Restart, RunStep
+from pdmesh.core.commands import AdmitPrefill, FreeKv, PlaceDecode, Reject, Restart, RunStep
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.events import GatewayJoined, InstanceJoined, KvLow, RequestArrived, Tick
 from pdmesh.core.instances.kv_growth import Growth
@@ -14,7 +14,7 @@ from pdmesh.model import Epoch, InstanceId, RequestId, Resident, Role
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.on_demand import RemainingTokens, risk_score, safe_room
-from pdmesh_testing.core import GATEWAY, CoreBench, FixedGrowth, a_request, of
+from pdmesh_testing.core import GATEWAY, CoreBench, FixedGrowth, a_request, grown, of
 from pdmesh_testing.modelled import modelled_profile
 
 M = InstanceId("m")
@@ -41,7 +41,7 @@ class OnDemandBench(CoreBench):
             ResidentContext(request_id=RequestId(name), epoch=Epoch(0), num_tokens=n) for name, n in residents
         )
         commands = self.feed(KvLow(M, contexts))
-        return [(grow.request_id, grow.num_blocks) for grow in of(GrowKv, commands)]
+        return [(grow.request_id, grow.num_blocks) for grow in grown(commands)]
 
 
 def test_a_request_is_admitted_with_its_prompt_and_two_blocks_and_grows_as_it_says() -> None:
@@ -94,7 +94,7 @@ def test_the_one_that_is_stuck_takes_precedence_over_younger_ones_and_never_over
     assert [free.request_id for free in of(FreeKv, bench.commands)] == ["c"]
     bench.low(("b", 17))
     assert len(of(Restart, bench.commands)) == 1, "what is being freed is enough"
-    assert [(grow.request_id, grow.num_blocks) for grow in of(GrowKv, bench.released("m", "c"))] == [("b", 5)]
+    assert [(grow.request_id, grow.num_blocks) for grow in grown(bench.released("m", "c"))] == [("b", 5)]
 
 
 def test_the_oldest_goes_on_to_its_end_whatever_the_others_do() -> None:
@@ -141,7 +141,7 @@ def test_residents_that_join_again_are_granted_what_was_lost_on_the_way() -> Non
         max_total_tokens=30,
     )
     commands = bench.feed(InstanceJoined(modelled_profile("m", Role.MIXED), (resident,)))
-    assert [(grow.request_id, grow.num_blocks) for grow in of(GrowKv, commands)] == [("a", 8)]
+    assert [(grow.request_id, grow.num_blocks) for grow in grown(commands)] == [("a", 8)]
 
 
 def test_admission_leaves_room_for_what_residents_will_need() -> None:

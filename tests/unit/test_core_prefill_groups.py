@@ -7,17 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import (
-    AdmitPrefill,
-    Command,
-    FreeKv,
-    GrantTransfer,
-    PauseTransfer,
-    PlaceDecode,
-    Restart,
-    RunStep,
-    SetGroup,
-)
+from pdmesh.core.commands import AdmitPrefill, Command, FreeKv, GrantTransfer, PlaceDecode, Restart, RunStep, Stop
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import (
     DrainRequested,
@@ -40,7 +30,7 @@ from pdmesh.plans import ChunkDone, ChunkPlan, StepPlan
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.improvement import ImprovementInForce, ImprovementTable
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh_testing.core import GATEWAY, CoreBench, a_request, of
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, of, regrouped, stopped
 from pdmesh_testing.modelled import modelled_profile
 
 #: A second for each token, and for each step half of one. Chunks of groups have 64 tokens.
@@ -147,12 +137,12 @@ def test_whoever_has_an_opening_takes_the_next_chunk() -> None:
     assert admit.group is not None
     assert admit.group.member_ids == (LEADER, HELPER)
     commands = join(bench)
-    told = of(SetGroup, commands)
-    assert [(each.instance_id, each.group.member_ids) for each in told] == [
+    told = regrouped(commands)
+    assert [(name, group.member_ids) for name, group in told] == [
         (LEADER, (LEADER, HELPER)),
         (HELPER, (LEADER, HELPER)),
     ]
-    assert {each.group.capability for each in told} == {admit.group.capability}
+    assert {group.capability for _, group in told} == {admit.group.capability}
     assert [(name, chunk.start) for name, chunk in chunks_of(commands)] == [(HELPER, 64), (LEADER, 128), (HELPER, 192)]
     running = Running(bench)
     assert [(name, chunk.start) for name, chunk in chunks_of(running.end(LEADER))] == [(LEADER, 256)]
@@ -345,8 +335,8 @@ def test_without_a_helper_the_others_go_on_from_what_they_have(loss: Event) -> N
     running.end(LEADER)
     commands = bench.feed(loss)
     assert not of(Restart, commands)
-    (told,) = of(SetGroup, commands)
-    assert (told.instance_id, told.group.member_ids, told.group.lost_ids) == (LEADER, (LEADER, HELPER), (HELPER,))
+    ((name, group),) = regrouped(commands)
+    assert (name, group.member_ids, group.lost_ids) == (LEADER, (LEADER, HELPER), (HELPER,))
     assert not chunks_of(commands), "nothing is planned before it is known what is missing"
     while running.plans()[LEADER]:
         assert not chunks_of(running.end_without(LEADER))
@@ -370,11 +360,11 @@ def test_what_a_silent_helper_has_in_flight_keeps_no_backend_from_others() -> No
         running.end_without(LEADER)
     assert running.plans()[HELPER]
     bench.arrive("other", 16)
-    assert [pause.request_id for pause in of(PauseTransfer, bench.offered(LEADER, "other"))] == ["long"]
+    assert [pause.request_id for pause in stopped(Stop.PAUSE, bench.offered(LEADER, "other"))] == ["long"]
     assert [grant.request_id for grant in of(GrantTransfer, bench.paused(LEADER, "long"))] == ["other"]
     late = running.end(HELPER)
     assert not of(Restart, late)
-    assert not of(PauseTransfer, late)
+    assert not stopped(Stop.PAUSE, late)
 
 
 def test_what_the_lost_one_computed_counts_if_the_leader_has_it() -> None:
@@ -406,7 +396,7 @@ def test_what_is_left_of_the_group_goes_on_together() -> None:
     running = Running(bench)
     assert {name for name, _ in chunks_of(bench.commands)} == {LEADER, HELPER, third}
     commands = bench.feed(InstanceLost(HELPER))
-    assert {told.instance_id for told in of(SetGroup, commands)} == {LEADER, third}
+    assert {name for name, _ in regrouped(commands)} == {LEADER, third}
     while running.plans()[third]:
         assert not chunks_of(running.end_without(third))
     assert not chunks_of(prefix(bench, 0)), "the leader has chunks in flight"
@@ -415,7 +405,7 @@ def test_what_is_left_of_the_group_goes_on_together() -> None:
     assert [chunk.start for _, chunk in chunks_of(commands)][:2] == [64, 128]
     assert {name for name, _ in chunks_of(commands)} == {LEADER, third}
     commands = bench.feed(InstanceLost(third))
-    assert [(told.instance_id, told.group.lost_ids) for told in of(SetGroup, commands)] == [(LEADER, (HELPER, third))]
+    assert [(name, group.lost_ids) for name, group in regrouped(commands)] == [(LEADER, (HELPER, third))]
     while running.plans()[LEADER]:
         running.end(LEADER)
     assert chunks_of(prefix(bench, 128, 2))
@@ -522,7 +512,7 @@ def test_all_members_and_who_was_asked_are_freed_when_the_client_goes_away() -> 
     join(bench)
     commands = bench.feed(RequestCancelled(GATEWAY, *KEY))
     assert {free.instance_id for free in of(FreeKv, commands)} == {LEADER, HELPER, "p2", "d"}
-    assert not of(SetGroup, join(bench, "p2")), "it hears that it is late"
+    assert not regrouped(join(bench, "p2")), "it hears that it is late"
 
 
 def test_a_helper_that_ends_its_last_chunk_after_the_leader_breaks_nothing() -> None:

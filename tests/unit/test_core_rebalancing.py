@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.commands import Command, FreeKv, GrowKv, PlaceDecode, Restart, RunStep
+from pdmesh.core.commands import Command, FreeKv, PlaceDecode, Restart, RunStep
 from pdmesh.core.config import CoreConfig, KvReservation
 from pdmesh.core.copies.decode_moves import MAX_FAILED
 from pdmesh.core.copies.rebalancing import COOL_DOWN_S, LOOK_S
@@ -17,7 +17,7 @@ from pdmesh.model import Epoch, InstanceId, RequestId, Role, TransferPurpose
 from pdmesh.plans import ResidentContext
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
-from pdmesh_testing.core import GATEWAY, CoreBench, FixedGrowth, of
+from pdmesh_testing.core import GATEWAY, CoreBench, FixedGrowth, grown, of
 from pdmesh_testing.modelled import modelled_profile
 
 #: A millisecond for each token of a prompt and of a decode; two prompts of 8 tokens are more than a move takes.
@@ -85,7 +85,7 @@ def test_who_asks_in_vain_has_somebody_younger_move_before_anybody_stands_still(
     assert (who in ("r1", "r2"), where) == (True, "b")
     assert not of(Restart, bench.commands)
     assert not moves_in(bench.low("a", ("r0", 11))), "what is on its way is enough"
-    grows = of(GrowKv, bench.move_landed(who, "a", "b"))
+    grows = grown(bench.move_landed(who, "a", "b"))
     assert [grow.request_id for grow in grows if grow.instance_id == "a"] == ["r0"]
 
 

@@ -15,7 +15,7 @@ from pdmesh.core.commands import (
     Reject,
     Restart,
     RunStep,
-    SetMembers,
+    SetPlaces,
     WakeAt,
 )
 from pdmesh.core.events import (
@@ -300,11 +300,11 @@ def test_the_home_of_a_context_that_is_found_asks_all_members_again(waits: str) 
     events: list[Event] = [home_of(MEMBERS), holds_range("m0", 0), holds_range("m1", 1)]
     events.insert(0 if waits == "before" else 3, waits_for(("a", 0)))
     bench.feed(PartLost(D, RequestId("a"), Epoch(0), 1))
-    told = [members for event in events for members in of(SetMembers, bench.feed(event))]
-    assert [(each.instance_id, each.members) for each in told] == [("d", MEMBERS)]
+    told = [members for event in events for members in of(SetPlaces, bench.feed(event))]
+    assert [(each.instance_id, each.places) for each in told] == [("d", MEMBERS)]
     bench.feed(home_of(MEMBERS))
-    again = of(SetMembers, bench.feed(home_of(MEMBERS)))
-    assert [each.members for each in again] == [MEMBERS]
+    again = of(SetPlaces, bench.feed(home_of(MEMBERS)))
+    assert [each.places for each in again] == [MEMBERS]
 
 
 def test_all_that_hold_a_range_are_freed_if_its_home_does_not_register() -> None:

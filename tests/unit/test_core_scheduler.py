@@ -13,12 +13,13 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     Outcome,
-    PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
     RunStep,
     SetRole,
+    Stop,
+    StopCopy,
     WakeAt,
 )
 from pdmesh.core.config import CoreConfig
@@ -54,7 +55,7 @@ from pdmesh.model import (
 )
 from pdmesh.plans import ChunkDone
 from pdmesh.policy.config import PolicyConfig
-from pdmesh_testing.core import GATEWAY, CoreBench, a_request, a_role, of
+from pdmesh_testing.core import GATEWAY, CoreBench, a_request, a_role, of, stopped
 from pdmesh_testing.modelled import modelled_profile
 
 P, D, M = InstanceId("p"), InstanceId("d"), InstanceId("m")
@@ -475,11 +476,13 @@ def test_a_preempted_request_gives_its_backend_to_one_that_waits() -> None:
     bench.arrive("b", prompt=4)
     (third,) = of(RunStep, bench.done("p", first))
     assert [chunk.request_id for chunk in third.plan.chunks] == ["a"]
-    assert of(PauseTransfer, offered("a")) == []  # the second chunk of the long one is still to come
+    assert stopped(Stop.PAUSE, offered("a")) == []  # the second chunk of the long one is still to come
     (fourth, pause) = bench.done("p", second)[-2:]
     assert isinstance(fourth, RunStep)
     transfer_id = bench.transfers["long"]
-    assert pause == PauseTransfer(instance_id=P, request_id=RequestId("long"), epoch=Epoch(0), transfer_id=transfer_id)
+    assert pause == StopCopy(
+        instance_id=P, request_id=RequestId("long"), epoch=Epoch(0), transfer_id=transfer_id, how=Stop.PAUSE
+    )
     assert bench.paused(D, "long") == []  # from the wrong side
     assert bench.paused(P, "a") == []  # nobody asked it
     commands = bench.paused(P, "long")
@@ -503,7 +506,7 @@ def test_a_request_that_ends_while_its_backend_comes_back_frees_it_once(answered
         bench.arrive(request_id, prompt=4)
     for plan in plans:
         bench.done("p", plan)
-    assert len(of(PauseTransfer, bench.offered(P, "a"))) == 1
+    assert len(stopped(Stop.PAUSE, bench.offered(P, "a"))) == 1
     bench.feed(RequestCancelled(GATEWAY, RequestId("long"), Epoch(0)))
     if answered:
         assert of(GrantTransfer, bench.paused(P, "long")) == []

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdmesh.core.commands import GrowKv, SetRole, WakeAt
+from pdmesh.core.commands import Hold, SetRole, WakeAt
 from pdmesh.core.events import InstanceJoined, InstanceLost, KvReleased, OffloadedLost, RequestArrived, Tick
 from pdmesh.core.operator_events import BundleChangeRequested
 from pdmesh.decisions import PAGE_DECISIONS, RECENT_S, Decision, MeshMembers, RecentDecisions, decode_decision
 from pdmesh.errors import ProtocolError
 from pdmesh.model import Epoch, GatewayId, InstanceId, PoolCounts, PrefixHash, RequestId, Resident, Role
+from pdmesh.plans import Evictions
 from pdmesh_testing.core import a_request
 from pdmesh_testing.modelled import modelled_profile
 
@@ -45,8 +46,8 @@ def test_no_hashes_of_commands_and_reports_are_kept() -> None:
     """An instance that holds 100,000 tokens has hundreds of hashes, and decisions are many."""
     recent = RecentDecisions("fcfs", 10)
     key: dict[str, Any] = {"instance_id": P0.instance_id, "request_id": RequestId("r"), "epoch": Epoch(0)}
-    grown = GrowKv(**key, num_blocks=3, num_elsewhere_blocks=1)
-    full = msgspec.structs.replace(grown, drop=HASHES, offload=HASHES, evict=HASHES)
+    grown = Hold(**key, num_blocks=3, num_elsewhere_blocks=1)
+    full = msgspec.structs.replace(grown, room=Evictions(drop=HASHES, offload=HASHES, evict=HASHES))
     released = KvReleased(**key, num_known=1)
     resident = Resident(
         request_id=RequestId("r"),

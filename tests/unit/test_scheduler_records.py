@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdmesh.cli.request_view import computed_again, computed_by, summary
-from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart, RunStep, SetGroup
+from pdmesh.core.commands import AdmitPrefill, Command, ForgetRequest, Outcome, Restart, RunStep, SetPlaces
 from pdmesh.core.events import (
     Event,
     GroupPrefix,
@@ -336,8 +336,8 @@ def test_members_of_a_group_with_their_chunks_and_waits(prefix: int, num_again: 
     told.tell(HelperJoined(other, *key), [steps[0], steps[1], steps[2]], 0.1)
     told.tell(done(steps[0]), [], 0.2)
     told.tell(done(steps[1], waited_s=0.025), [], 0.3)
-    lost = SetGroup(
-        instance_id=I, request_id=key[0], epoch=key[1], group=msgspec.structs.replace(group, lost_ids=(other,))
+    lost = SetPlaces(
+        instance_id=I, request_id=key[0], epoch=key[1], places=msgspec.structs.replace(group, lost_ids=(other,))
     )
     told.tell(Tick(), [lost], 0.4)
     told.tell(GroupPrefix(I, *key, prefix, 1), [steps[3]], 0.5)

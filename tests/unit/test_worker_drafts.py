@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import GrowKv
+from pdmesh.core.commands import Hold
 from pdmesh.core.events import KvLow, KvReleased, MoveSent, RequestFinished, StepDone
 from pdmesh.model import RequestId, Role, SamplingParams, num_blocks_for
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
@@ -161,7 +161,7 @@ async def test_drafts_take_no_more_room_than_there_is() -> None:
             assert any(isinstance(report, KvLow) for report in running.reports)
             num_blocks += 1
             running.instance.handle(
-                GrowKv(
+                Hold(
                     instance_id=running.instance.instance_id,
                     request_id=RequestId("r"),
                     epoch=generation.epoch,

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import CancelMove, ResumeDecode
+from pdmesh.core.commands import Hold, Stop, StopCopy
 from pdmesh.core.events import (
     DecodeReserved,
     KvReleased,
@@ -183,14 +183,27 @@ def resume(source: RunningInstance, name: str = "r", number: int = 2) -> None:
     """The scheduler says that the target never began."""
     what = RequestId(name), Epoch(0), TransferId(number)
     source.instance.handle(
-        ResumeDecode(instance_id=source.instance.instance_id, request_id=what[0], epoch=what[1], transfer_id=what[2])
+        Hold(
+            instance_id=source.instance.instance_id,
+            request_id=what[0],
+            epoch=what[1],
+            num_blocks=1,
+            decodes=True,
+            move_id=what[2],
+        )
     )
 
 
 def cancel(source: RunningInstance, name: str = "r", number: int = 2) -> None:
     what = RequestId(name), Epoch(0), TransferId(number)
     source.instance.handle(
-        CancelMove(instance_id=source.instance.instance_id, request_id=what[0], epoch=what[1], transfer_id=what[2])
+        StopCopy(
+            instance_id=source.instance.instance_id,
+            request_id=what[0],
+            epoch=what[1],
+            transfer_id=what[2],
+            how=Stop.CANCEL,
+        )
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import GrowKv
+from pdmesh.core.commands import Hold
 from pdmesh.core.events import (
     CacheReported,
     KvReleased,
@@ -26,7 +26,7 @@ from pdmesh.core.events import (
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.model import GRANULE_TOKENS, Epoch, IndexRange, KvPart, PrefixHash, RequestId, Role, SamplingParams
-from pdmesh.plans import ChunkPlan
+from pdmesh.plans import ChunkPlan, Evictions
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh_testing.fake_engine import FakeEngine, StepGate, reference_output
 from pdmesh_testing.groups import admit_member, block_chunks, running_members
@@ -303,12 +303,12 @@ async def test_what_is_dropped_is_free() -> None:
         assert instance.pool.num_kept == 4 * 32
         instance.free("r")
         instance.instance.handle(
-            GrowKv(
+            Hold(
                 instance_id=instance.instance.instance_id,
                 request_id=RequestId("gone"),
                 epoch=Epoch(0),
                 num_blocks=1,
-                drop=granules_of(prompts[2]),
+                room=Evictions(drop=granules_of(prompts[2])),
             )
         )
         instance.assert_all_free(num_kept=2)

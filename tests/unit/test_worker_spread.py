@@ -12,7 +12,7 @@ import anyio.lowlevel
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import GrantTransfer, GrowKv, PlaceDecode, SetHome, SetMembers, WithdrawTransfer
+from pdmesh.core.commands import GrantTransfer, Hold, PlaceDecode, SetPlaces, Stop, StopCopy
 from pdmesh.core.events import (
     DecodeReserved,
     KvLow,
@@ -150,7 +150,7 @@ class Scheduler:
         blocks = IndexRange(number * size, (number + 1) * size)
         transfer = plan(self.home, target, blocks, TransferPurpose.LOST_PART, self.num_transfers)
         for member, _ in before:
-            home = SetHome(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], home_id=name_of(target))
+            home = SetPlaces(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], places=name_of(target))
             introduce(member, target)
             member.instance.handle(home)
         introduce(self.home, target)
@@ -171,7 +171,7 @@ class Scheduler:
         await self.home.reported(MembersSet, KEY[0], count=count)
 
     def set_members(self) -> None:
-        command = SetMembers(instance_id=name_of(self.home), request_id=KEY[0], epoch=KEY[1], members=self.part_members)
+        command = SetPlaces(instance_id=name_of(self.home), request_id=KEY[0], epoch=KEY[1], places=self.part_members)
         introduce(self.home, *[member for member, _ in self.members])
         self.home.instance.handle(command)
 
@@ -195,7 +195,7 @@ class Scheduler:
         blocks = IndexRange(first, first + num_blocks)
         transfer = plan(source, target, blocks, TransferPurpose.MOVE, self.num_transfers)
         for member, _ in self.members:
-            home = SetHome(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], home_id=name_of(target))
+            home = SetPlaces(instance_id=name_of(member), request_id=KEY[0], epoch=KEY[1], places=name_of(target))
             introduce(member, target)
             member.instance.handle(home)
         introduce(source, target)
@@ -363,9 +363,9 @@ async def test_what_is_granted_as_a_range_leaves_is_of_the_whole_context(instanc
     await one.until(lambda: len(prompt) + len(one.tokens_of(KEY[0])) == 3 * BLOCK + 1)
     await Scheduler(one).hand_on(one, two, 0)
     assert one.pool.num_held == 1
-    one.instance.handle(GrowKv(instance_id=name_of(one), request_id=KEY[0], epoch=KEY[1], num_blocks=5))
+    one.instance.handle(Hold(instance_id=name_of(one), request_id=KEY[0], epoch=KEY[1], num_blocks=5))
     assert one.pool.num_held == 3
-    grown = GrowKv(
+    grown = Hold(
         instance_id=name_of(one), request_id=KEY[0], epoch=KEY[1], num_blocks=4, num_elsewhere_blocks=RANGE // BLOCK
     )
     one.instance.handle(grown)
@@ -386,8 +386,12 @@ async def test_a_range_that_is_not_there_or_not_wanted_is_not_sent(instances: li
     two.free(KEY[0])
     await two.reported(KvReleased, KEY[0])
     transfer = scheduler.begin_part(one, two, 0)
-    withdraw = WithdrawTransfer(
-        instance_id=name_of(one), request_id=KEY[0], epoch=KEY[1], transfer_id=transfer.transfer_id
+    withdraw = StopCopy(
+        instance_id=name_of(one),
+        request_id=KEY[0],
+        epoch=KEY[1],
+        transfer_id=transfer.transfer_id,
+        how=Stop.WITHDRAW,
     )
     one.instance.handle(withdraw)
     two.free(KEY[0])

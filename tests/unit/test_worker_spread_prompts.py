@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from pdmesh.config import TransferConfig
-from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, RunStep, SetMembers
+from pdmesh.core.commands import AdmitPrefill, GrantTransfer, PlaceDecode, RunStep, SetPlaces
 from pdmesh.core.events import (
     DecodeReserved,
     KvReleased,
@@ -135,11 +135,11 @@ class HandOver:
         members = self.members[:num_ranges]
         for member in members:
             await member.reported(TransferLanded, ID)
-        command = SetMembers(
+        command = SetPlaces(
             instance_id=self.prefill.instance.instance_id,
             request_id=ID,
             epoch=self.generation.epoch,
-            members=tuple(
+            places=tuple(
                 [PartMember(instance_id=each.instance.instance_id, capability=CAPABILITY) for each in members]
             ),
         )

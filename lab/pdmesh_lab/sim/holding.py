@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdmesh.core.commands import AdmitPrefill, FetchKept, GrowKv, KeepKv, PlaceDecode, SendKept
+from pdmesh.core.commands import AdmitPrefill, FetchKept, Hold, PlaceDecode, SendKept
 from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported, OffloadedLost, RequestDropped
 from pdmesh.model import InstanceProfile, PrefixHashes, RequestKey, TransferId
 from pdmesh_lab.sim.held import Held
@@ -13,7 +13,7 @@ from pdmesh_lab.sim.residents import Residents
 from pdmesh_lab.sim.surroundings import Surroundings
 
 _TakesBlocks = AdmitPrefill | PlaceDecode | FetchKept | SendKept
-_MakesRoom = AdmitPrefill | PlaceDecode | FetchKept | KeepKv | GrowKv
+_MakesRoom = AdmitPrefill | PlaceDecode | FetchKept | Hold
 
 
 class Holding:
@@ -53,7 +53,7 @@ class Holding:
         return True
 
     def _make_room(self, command: _MakesRoom) -> None:
-        if lost := self.kept.make_room(command.drop, command.offload, command.evict):
+        if lost := self.kept.make_room(command.room):
             self._report(OffloadedLost(self.instance_id, lost))
 
     def _take_blocks(self, held: Held, num_blocks: int) -> None:
@@ -64,11 +64,10 @@ class Holding:
     def num_free_blocks(self) -> int:
         return self.profile.num_blocks - self._num_own_blocks - self.kept.num_blocks
 
-    def _grow(self, held: Held, command: GrowKv | KeepKv) -> bool:
+    def _grow(self, held: Held, command: Hold) -> bool:
         """Let a request hold so many blocks in all. False if it has as many."""
         num_more = command.num_blocks - held.num_blocks
-        if isinstance(command, GrowKv):
-            num_more += command.num_elsewhere_blocks - self._num_elsewhere_blocks(held)
+        num_more += command.num_elsewhere_blocks - self._num_elsewhere_blocks(held)
         if num_more <= 0:
             return False
         held.num_blocks += num_more

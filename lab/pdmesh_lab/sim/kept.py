@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdmesh.model import PrefixHash, PrefixHashes, blocks_of_granule
+from pdmesh.plans import Evictions
 from pdmesh_lab.sim.held import Held
 
 
@@ -96,21 +97,19 @@ class SimulatedKept:
         held.kept.clear()
         return num_kept * self._granule_blocks
 
-    def make_room(
-        self, drop: Iterable[PrefixHash], offload: Iterable[PrefixHash] = (), evict: Iterable[PrefixHash] = ()
-    ) -> PrefixHashes:
-        """Give up what a command names, as in `pdmesh.core.instances.offloaded.RoomMade`.
+    def make_room(self, room: Evictions) -> PrefixHashes:
+        """Evict what a command names.
 
         Return what the tier loses for it: the scheduler may not know of all that is there, if it heard late of a loss.
         """
-        for granule in evict:
+        for granule in room.evict:
             has_it = self._offloaded.pop(granule, self._lost) is None
             assert has_it or granule in self._lost, "a granule is to be evicted that the tier does not have"
-        for granule in (*drop, *offload):
+        for granule in (*room.drop, *room.offload):
             assert not self._owners.pop(granule), "a granule is to be dropped that requests have"
             if granule in self._offloaded:
                 self._offloaded[granule] = self._offloaded.pop(granule)
-        for granule in offload:
+        for granule in room.offload:
             assert granule not in self._offloaded, "a granule is to be offloaded again"
             self._offloaded[granule] = None
             self._lost.discard(granule)

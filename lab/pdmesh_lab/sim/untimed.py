@@ -22,24 +22,19 @@ from typing import assert_never
 
 from pdmesh.core.commands import (
     AdmitPrefill,
-    CancelMove,
     FetchKept,
     FreeKv,
     GrantTransfer,
-    GrowKv,
+    Hold,
     InstanceCommand,
-    KeepKv,
-    PauseTransfer,
     PlaceDecode,
-    ResumeDecode,
     RunStep,
     SendKept,
-    SetGroup,
-    SetHome,
-    SetMembers,
+    SetPlaces,
     SetRole,
+    Stop,
+    StopCopy,
     StopInstance,
-    WithdrawTransfer,
 )
 from pdmesh.core.events import (
     DecodeReserved,
@@ -72,17 +67,7 @@ from pdmesh_lab.sim.surroundings import Surroundings
 from pdmesh_lab.sim.transferring import Transferring
 
 #: Commands for a request that is here.
-_OfHeld = (
-    SetGroup
-    | SetMembers
-    | GrantTransfer
-    | PauseTransfer
-    | WithdrawTransfer
-    | KeepKv
-    | GrowKv
-    | CancelMove
-    | ResumeDecode
-)
+_OfHeld = SetPlaces | GrantTransfer | StopCopy | Hold
 
 _UNWANTED = "it is not wanted any more"
 
@@ -148,8 +133,6 @@ class UntimedInstance(Transferring):
                 else:
                     self.plans.append(plan)
                 self._surroundings.planned(plan)
-            case SetHome():
-                pass
             case FreeKv():
                 self._free((command.request_id, command.epoch), command.transfer_id)
             case SetRole(role=role):
@@ -157,7 +140,7 @@ class UntimedInstance(Transferring):
             case StopInstance():
                 self.is_told_to_stop = True
             case _:
-                if isinstance(command, KeepKv | GrowKv):
+                if isinstance(command, Hold):
                     self._make_room(command)
                 held = self.held.get((command.request_id, command.epoch))
                 if held is not None:  # else it ended while this was on its way
@@ -166,9 +149,8 @@ class UntimedInstance(Transferring):
     def _obey_for(self, held: Held, command: _OfHeld) -> None:
         """Obey what concerns a request that is here."""
         match command:
-            case SetGroup():
-                if not held.is_computed:
-                    self._regroup(held, command.group)
+            case SetPlaces():
+                self._set_places(held, command)
             case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE and held.stands_still:
                 pass  # that it lost a range is told, and it starts again
             case GrantTransfer(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
@@ -183,54 +165,70 @@ class UntimedInstance(Transferring):
                     self._stand_still(held)
                 held.handing = transfer
                 self._surroundings.sends(held)
-            case SetMembers():
-                held.next_members = command.members
-                self._surroundings.stirs()
             case GrantTransfer(transfer=transfer):
                 assert held.is_offered, f"{command} without an offer"
                 assert not held.is_granted, f"{command} twice"
                 assert held.transfer in (transfer, None), f"{command} of another transfer"
                 held.transfer, held.is_granted = transfer, True
                 self._surroundings.sends(held)
-            case PauseTransfer() if held.transfer is not None:  # else it failed here, too
-                assert held.is_granted, f"{command} without a grant"
-                assert not held.is_computed, f"{command}, but all of it is computed"
-                self._surroundings.stops_sending(held)
-                held.is_granted = False
-                self._report(TransferPaused(self.instance_id, *held.key, command.transfer_id))
-            case PauseTransfer():
-                pass
-            case WithdrawTransfer() if held.handing is not None:
-                if held.handing.transfer_id == command.transfer_id:
-                    self._surroundings.stops_sending(held)
-                    held.handing = None
-            case WithdrawTransfer() if held.is_decoding or held.is_part or held.stands_still:
-                pass  # all of the range had been sent
-            case WithdrawTransfer():
-                if held.transfer is not None:
-                    assert held.transfer.transfer_id == command.transfer_id, f"{command} of another transfer"
-                    self._surroundings.stops_sending(held)
-                    held.lose_receiver()
-            case KeepKv():
+            case StopCopy():
+                self._stop_copy(held, command)
+            case Hold(decodes=False):
+                if self._grow(held, command) and self.residents.grow(held.key, self._num_context_blocks(held)):
+                    self._surroundings.stirs()
+            case Hold(ends_move=True):
+                if held.is_leaving_by(command.move_id):
+                    self._stay(held)
+            case Hold():
                 assert held.moves_on, f"{command}, and its KV is to stay"
                 assert held.transfer is None, f"{command}, and its KV moves"
                 self._grow(held, command)
                 held.moves_on = False
                 if held.is_computed:
                     self._decode(held)
-            case GrowKv():
-                if self._grow(held, command) and self.residents.grow(held.key, self._num_context_blocks(held)):
-                    self._surroundings.stirs()
-            case CancelMove():
-                if held.is_leaving_by(command.transfer_id):
-                    self.fail_move(held, _UNWANTED)
-                else:  # it never began here, or is over
-                    self._report(MoveFailed(self.instance_id, *held.key, command.transfer_id, False, _UNWANTED))
-            case ResumeDecode():
-                if held.is_leaving_by(command.transfer_id):
-                    self._stay(held)
             case _:
                 assert_never(command)
+
+    def _set_places(self, held: Held, command: SetPlaces) -> None:
+        """Take in which other instances have KV of a request that is here."""
+        match command.places:
+            case PrefillGroup() as group:
+                if not held.is_computed:
+                    self._regroup(held, group)
+            case str():
+                pass  # questions are answered wherever they come from
+            case members:
+                held.next_members = members
+                self._surroundings.stirs()
+
+    def _stop_copy(self, held: Held, command: StopCopy) -> None:
+        """Stop sending KV of a request that is here."""
+        match command.how:
+            case Stop.PAUSE:
+                if held.transfer is None:
+                    return  # the transfer failed here, too
+                assert held.is_granted, f"{command} without a grant"
+                assert not held.is_computed, f"{command}, but all of it is computed"
+                self._surroundings.stops_sending(held)
+                held.is_granted = False
+                self._report(TransferPaused(self.instance_id, *held.key, command.transfer_id))
+            case Stop.CANCEL if held.is_leaving_by(command.transfer_id):
+                self.fail_move(held, _UNWANTED)
+            case Stop.CANCEL:  # the move never began here, or is over
+                self._report(MoveFailed(self.instance_id, *held.key, command.transfer_id, False, _UNWANTED))
+            case Stop.WITHDRAW if held.handing is not None:
+                if held.handing.transfer_id == command.transfer_id:
+                    self._surroundings.stops_sending(held)
+                    held.handing = None
+            case Stop.WITHDRAW if held.is_decoding or held.is_part or held.stands_still:
+                pass  # all of the range had been sent
+            case Stop.WITHDRAW:
+                if held.transfer is not None:
+                    assert held.transfer.transfer_id == command.transfer_id, f"{command} of another transfer"
+                    self._surroundings.stops_sending(held)
+                    held.lose_receiver()
+            case _:
+                assert_never(command.how)
 
     def _copy_kept(self, command: FetchKept | SendKept) -> None:
         """Take part in a copy of granules that are kept, of no request."""

@@ -27,7 +27,7 @@ from pdmesh.model import (
     TransferId,
     TransferPurpose,
 )
-from pdmesh.plans import KvShard, PrefillGroup, StepPlan, TransferPlan
+from pdmesh.plans import NO_EVICTIONS, Evictions, KvShard, PrefillGroup, StepPlan, TransferPlan
 
 
 def _reused(num_granules: int, num_loaded_granules: int = 0) -> str:
@@ -74,16 +74,15 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
 
     ``shards`` say which instance holds what of its KV while its prompt is computed, the leader first; each is asked for
     its own. ``transfer`` moves it on; None means that it stays and decodes there, and the shards then have room for the
-    output, or, where it ``awaits_receiver``, that a later grant says where it goes (or KeepKv that it stays). A member
+    output, or, where it ``awaits_receiver``, that a later grant says where it goes (or `Hold` that it stays). A member
     of ``group`` that does not lead it is asked for one shard, its own copy, and has no transfer: it computes chunks,
     and passes their KV on to the other members. The first ``num_reused_granules`` of the request's chain are kept
     there: it shares their blocks, which count among those of its shard, and its chunks begin behind them. The last
-    ``num_loaded_granules`` of these are in its tier, and loaded into blocks of their own. ``drop`` are granules to give
-    up in the cache first, in this order, and with them those to ``offload``: the tier takes these, for which it gives
-    up those to ``evict``. A member that does not lead keeps what it computes if it ``keeps_prefix``.
+    ``num_loaded_granules`` of these are in its tier, and loaded into blocks of their own. A member
+    that does not lead keeps what it computes if it ``keeps_prefix``.
 
     Of a prompt that is longer than the instance's room only ``num_blocks_at_once`` are held: its first ranges are given
-    back (`SetMembers`) once they are at the transfer's destinations, which the chunks that follow ask for their part of
+    back (`SetPlaces`) once they are at the transfer's destinations, which the chunks that follow ask for their part of
     attention.
     """
 
@@ -93,9 +92,7 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
     awaits_receiver: bool = False
     num_reused_granules: int = 0
     num_loaded_granules: int = 0
-    drop: PrefixHashes = ()
-    offload: PrefixHashes = ()
-    evict: PrefixHashes = ()
+    room: Evictions = NO_EVICTIONS
     keeps_prefix: bool = False
     num_blocks_at_once: int = 0  # 0: all of its shard's
 
@@ -133,22 +130,6 @@ class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults
         return RecordLine("placed for prefill", blocks, self.instance_id)
 
 
-class SetGroup(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Tell a member of a request's group which its members are now: some were added, or lost. Absolute, and idempotent.
-
-    Where some were lost, chunks that came before this and wait for KV, now or later, end without a token; the leader
-    passes on what it has of the lost ones' KV, and answers with GroupPrefix.
-    """
-
-    group: PrefillGroup
-
-    @property
-    def record_line(self) -> RecordLine | None:
-        if self.group.lost_ids and self.instance_id == self.group.member_ids[0]:
-            return RecordLine("goes on without", f"{self.group.lost_ids[-1]}, which helped", self.instance_id)
-        return None  # the new members' own lines tell of it
-
-
 class RunStep(ToInstance, frozen=True, kw_only=True):
     """Queue a step plan on an instance."""
 
@@ -168,17 +149,14 @@ class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=
     Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws. ``chain`` is its own
     (`pdmesh.model.Request.chain`), and ``members`` hold the first ranges of its context, if it is spread. Of a range
     that was lost only tokens come: its KV is computed from these and from the ``members``, which hold the ranges before
-    it.
-    ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
+    it. The context of a range decodes on ``home_id``, by default on the first destination.
     """
 
     transfer: TransferPlan
     chain: PrefixHashes = ()
-    home_id: InstanceId | None = None  # where the context of a range decodes; None: the first destination
+    home_id: InstanceId | None = None
     members: tuple[PartMember, ...] = ()
-    drop: PrefixHashes = ()
-    offload: PrefixHashes = ()
-    evict: PrefixHashes = ()
+    room: Evictions = NO_EVICTIONS
 
     @property
     def receives_prompt(self) -> bool:
@@ -220,16 +198,13 @@ class FetchKept(ToInstanceOfRequest, frozen=True, kw_only=True):
     """Take granules that another instance keeps, and keep them: no request's, though one waits for them.
 
     ``chain`` are these and all before them, of which the instance keeps ``transfer.num_reused_granules``. It holds
-    blocks for all of them until they have landed. ``drop``, ``offload`` and ``evict`` are granules to give up first, as
-    in `AdmitPrefill`.
+    blocks for all of them until they have landed.
     """
 
     transfer: TransferPlan
     chain: PrefixHashes
     wanted_by: tuple[RequestId, Epoch]
-    drop: PrefixHashes = ()
-    offload: PrefixHashes = ()
-    evict: PrefixHashes = ()
+    room: Evictions = NO_EVICTIONS
 
     @property
     def num_blocks(self) -> int:
@@ -249,94 +224,87 @@ class SendKept(ToInstanceOfRequest, frozen=True, kw_only=True):
     chain: PrefixHashes
 
 
-class PauseTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Stop sending a preempted request's KV until the next grant; answered by TransferPaused."""
+class Stop(StrEnum):
+    """How a source stops a transfer.
 
-    transfer_id: TransferId
-
-
-class CancelMove(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Stop moving a running decode away, and go on with it unless the other may have begun; answered by MoveFailed."""
-
-    transfer_id: TransferId
-
-
-class WithdrawTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """A receiver is lost or gave up: send no more of the request's KV, and keep it for whom a later grant names."""
-
-    transfer_id: TransferId
-
-    @property
-    def record_line(self) -> RecordLine | None:
-        return RecordLine("receiver lost", "its KV is kept for another one", self.instance_id)
-
-
-class KeepKv(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
-    """The request decodes where its prompt is computed after all, and holds ``num_blocks`` there.
-
-    ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
+    * ``PAUSE``: wait for the next grant, because the request was preempted. Answered by TransferPaused.
+    * ``WITHDRAW``: keep the KV for a receiver that a later grant names, because this one is lost or refused.
+    * ``CANCEL``: continue to decode here, unless the receiver of the move may have begun. Answered by MoveFailed.
     """
 
-    num_blocks: int
-    drop: PrefixHashes = ()
-    offload: PrefixHashes = ()
-    evict: PrefixHashes = ()
-
-    @property
-    def record_line(self) -> RecordLine | None:
-        return RecordLine("stays to decode", f"{self.num_blocks} blocks", self.instance_id)
+    PAUSE = "pause"
+    WITHDRAW = "withdraw"
+    CANCEL = "cancel"
 
 
-class ResumeDecode(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Go on decoding a request that was to move: the other instance never began, and never will."""
+class StopCopy(ToInstanceOfRequest, frozen=True, kw_only=True):
+    """Send no more of a request's KV by a transfer."""
 
     transfer_id: TransferId
+    how: Stop
 
     @property
     def record_line(self) -> RecordLine | None:
-        return RecordLine("decodes on", "its move is over", self.instance_id)
+        if self.how is Stop.WITHDRAW:
+            return RecordLine("receiver lost", "its KV is kept for another one", self.instance_id)
+        return None
 
 
-class SetHome(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Tell who holds a range of a context that it may decode on ``home_id`` soon: answer questions from there, too."""
+class Hold(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
+    """Let a request hold ``num_blocks`` on the instance in all. Idempotent: no block is taken away.
 
-    home_id: InstanceId
-
-
-class SetMembers(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Tell where a context decodes who holds its first ranges, one each, in their order; answered by MembersSet.
-
-    Absolute, and idempotent. What the instance held itself of these ranges it gives back, between two steps. Where a
-    prompt is computed that is longer than the instance's room, likewise: as many blocks are there for what follows.
+    Other instances hold ``num_elsewhere_blocks`` of its context. Each block that they hold beyond these makes
+    ``num_blocks`` one smaller. With ``decodes``, the request decodes here from now on, although its KV was to leave
+    after the prompt, or by the move ``move_id``, whose receiver never began. Without, only its room grows: such a
+    command comes every few tokens, and is no part of the request's life.
     """
 
-    members: tuple[PartMember, ...]
-
-    @property
-    def member_ids(self) -> tuple[InstanceId, ...]:
-        return tuple([member.instance_id for member in self.members])
-
-    @property
-    def record_line(self) -> RecordLine | None:
-        return RecordLine("spread", f"its first ranges are on {', '.join(self.member_ids)}", self.instance_id)
-
-
-class GrowKv(ToInstance, frozen=True, kw_only=True, omit_defaults=True):
-    """Let a request hold ``num_blocks`` on the instance in all. Idempotent: it never takes any away.
-
-    Others hold ``num_elsewhere_blocks`` of its context: if they are more by now, it holds so many fewer.
-    ``drop``, ``offload`` and ``evict`` are granules to give up first, as in `AdmitPrefill`.
-
-    Of the instance's memory, not of the request's life: it comes every few tokens.
-    """
-
-    request_id: RequestId
-    epoch: Epoch
     num_blocks: int
     num_elsewhere_blocks: int = 0
-    drop: PrefixHashes = ()
-    offload: PrefixHashes = ()
-    evict: PrefixHashes = ()
+    decodes: bool = False
+    move_id: TransferId = NO_TRANSFER
+    room: Evictions = NO_EVICTIONS
+
+    @property
+    def ends_move(self) -> bool:
+        """Whether the request decodes on because its move is over."""
+        return self.move_id != NO_TRANSFER
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        if self.ends_move:
+            return RecordLine("decodes on", "its move is over", self.instance_id)
+        return RecordLine("stays to decode", f"{self.num_blocks} blocks", self.instance_id) if self.decodes else None
+
+
+class SetPlaces(ToInstanceOfRequest, frozen=True, kw_only=True):
+    """Name the other instances that have KV of a request, or ask for it. Absolute, and idempotent.
+
+    ``places`` are one of three:
+
+    * The group that computes the prompt, for its members: some were added, or lost. If some were lost, earlier chunks
+      that wait for KV end without a token. The leader passes on the KV of the lost members that it has, and answers
+      with GroupPrefix.
+    * The holders of the context's first ranges, one each, in their order, for the instance where it decodes. Between
+      two steps it frees its own blocks of these ranges, and answers with MembersSet. Where a prompt is computed that is
+      longer than the instance's room, the freed blocks are for the tokens that follow.
+    * The instance where the context may soon decode, for the holder of a range: it answers questions from there, too.
+    """
+
+    places: PrefillGroup | tuple[PartMember, ...] | InstanceId
+
+    @property
+    def record_line(self) -> RecordLine | None:
+        match self.places:
+            case PrefillGroup(lost_ids=lost_ids, member_ids=member_ids):
+                if lost_ids and self.instance_id == member_ids[0]:
+                    return RecordLine("goes on without", f"{lost_ids[-1]}, which helped", self.instance_id)
+                return None
+            case str():
+                return None
+            case members:
+                holders = ", ".join([member.instance_id for member in members])
+                return RecordLine("spread", f"its first ranges are on {holders}", self.instance_id)
 
 
 class FreeKv(ToInstanceOfRequest, frozen=True, kw_only=True):
@@ -437,21 +405,7 @@ GatewayCommand = Reject | Restart | ForgetRequest
 
 #: For an instance, about one of its requests.
 InstanceRequestCommand = (
-    AdmitPrefill
-    | SetGroup
-    | PlaceDecode
-    | GrantTransfer
-    | FetchKept
-    | SendKept
-    | SetHome
-    | SetMembers
-    | PauseTransfer
-    | WithdrawTransfer
-    | KeepKv
-    | CancelMove
-    | ResumeDecode
-    | GrowKv
-    | FreeKv
+    AdmitPrefill | PlaceDecode | GrantTransfer | FetchKept | SendKept | StopCopy | Hold | SetPlaces | FreeKv
 )
 InstanceCommand = InstanceRequestCommand | RunStep | SetRole | StopInstance
 

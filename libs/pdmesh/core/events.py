@@ -220,7 +220,7 @@ class TransferOffered(RequestReport):
 
 @dataclass(frozen=True, slots=True)
 class TransferPaused(RequestReport):
-    """A source has stopped sending a request's KV, as PauseTransfer asked: no piece of it is under way."""
+    """A source has stopped sending a request's KV, as StopCopy asked: no piece of it is under way."""
 
     transfer_id: TransferId
 
@@ -308,7 +308,7 @@ class MoveSent(RequestReport):
 class MoveFailed(RequestReport):
     """An instance has stopped moving a running decode away.
 
-    It decodes on by itself, unless the new instance may have begun: then (``committed``) it waits for ResumeDecode.
+    It decodes on by itself, unless the new instance may have begun: then (``committed``) it waits for a `Hold`.
     """
 
     transfer_id: TransferId

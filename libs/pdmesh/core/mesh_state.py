@@ -12,12 +12,13 @@ from pdmesh.core.commands import (
     FreeKv,
     GrantTransfer,
     Outcome,
-    PauseTransfer,
     PlaceDecode,
     Reject,
     Restart,
     SendKept,
-    SetMembers,
+    SetPlaces,
+    Stop,
+    StopCopy,
 )
 from pdmesh.core.instances.allocations import AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -104,7 +105,7 @@ class MeshState(Roster):
 
     def set_members(self, key: RequestKey, instance_id: InstanceId, members: tuple[PartMember, ...]) -> None:
         """Tell an instance where a context decodes, or is computed, who holds its first ranges."""
-        self.commands.append(SetMembers(instance_id=instance_id, request_id=key[0], epoch=key[1], members=members))
+        self.commands.append(SetPlaces(instance_id=instance_id, request_id=key[0], epoch=key[1], places=members))
 
     # --- it is placed ---
 
@@ -163,7 +164,6 @@ class MeshState(Roster):
             share=request.share,
         )
         prefill.defer(state.key, awaits_receiver)
-        room = prefill.make_room()
         self.commands.append(
             AdmitPrefill(
                 instance_id=prefill.instance_id,
@@ -174,9 +174,7 @@ class MeshState(Roster):
                 awaits_receiver=awaits_receiver,
                 num_reused_granules=num_reused,
                 num_loaded_granules=num_loaded,
-                drop=room.drop,
-                offload=room.offload,
-                evict=room.evict,
+                room=prefill.make_room(),
                 num_blocks_at_once=num_held_blocks if gives_back else 0,
             )
         )
@@ -231,7 +229,6 @@ class MeshState(Roster):
         members: tuple[PartMember, ...] = (),
     ) -> None:
         """Tell a receiver, which has taken its blocks, what comes there, and what it is to give up for that."""
-        room = receiver.make_room()
         self.commands.append(
             PlaceDecode(
                 instance_id=receiver.instance_id,
@@ -241,9 +238,7 @@ class MeshState(Roster):
                 chain=chain,
                 home_id=home_id,
                 members=members,
-                drop=room.drop,
-                offload=room.offload,
-                evict=room.evict,
+                room=receiver.make_room(),
             )
         )
 
@@ -296,11 +291,12 @@ class MeshState(Roster):
             request_id, epoch = transfer.key
             for source_id in transfer.source_ids:
                 self.commands.append(
-                    PauseTransfer(
+                    StopCopy(
                         instance_id=source_id,
                         request_id=request_id,
                         epoch=epoch,
                         transfer_id=transfer.plan.transfer_id,
+                        how=Stop.PAUSE,
                     )
                 )
 

@@ -40,7 +40,7 @@ class Arrivals:
     def expect(self, command: PlaceDecode, prompt: Prompt | None) -> None:
         """Make room for a request whose prompt others compute."""
         transfer = command.transfer
-        self._context.tables.make_room(command)
+        self._context.tables.make_room(command.room)
         if not command.receives_prompt:
             self._spread.expect_hand_over(command, prompt)
             return

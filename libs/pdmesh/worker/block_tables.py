@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import structlog
 
@@ -13,6 +12,7 @@ from pdmesh.kv.blocks import BlockPool
 from pdmesh.kv.kept import KeptGranules
 from pdmesh.kv.offload.tier import OffloadTier
 from pdmesh.model import GRANULE_TOKENS, InstanceId, PrefixHash, PrefixHashes
+from pdmesh.plans import Evictions
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import pack_token_ids
 from pdmesh.worker.sequences import Drawn, LocalRequest, Stage
@@ -30,17 +30,6 @@ class StalePrefix(PdmeshError):
 
 class StaleOffload(PdmeshError):
     """A request is to load KV that the offload tier does not have, or lost."""
-
-
-class MakesRoom(Protocol):
-    """A command that names granules to give up: see `pdmesh.core.commands.AdmitPrefill`."""
-
-    @property
-    def drop(self) -> PrefixHashes: ...
-    @property
-    def offload(self) -> PrefixHashes: ...
-    @property
-    def evict(self) -> PrefixHashes: ...
 
 
 class BlockTables:
@@ -70,14 +59,14 @@ class BlockTables:
 
     # --- blocks for requests ------------------------------------------------------------------------------------------
 
-    def make_room(self, command: MakesRoom) -> None:
-        """Give up what the scheduler names. What the tier cannot take of it, the scheduler is told."""
+    def make_room(self, room: Evictions) -> None:
+        """Evict what the scheduler names. Report to it which granules the tier cannot take."""
         kept, tier = self.kept, self.tier
         if tier is not None:
-            tier.evict(command.evict)
-            tier.touch(command.drop)
-        lost = [granule for granule in command.offload if not self._offload(granule)]
-        kept.drop((*command.drop, *command.offload))
+            tier.evict(room.evict)
+            tier.touch(room.drop)
+        lost = [granule for granule in room.offload if not self._offload(granule)]
+        kept.drop((*room.drop, *room.offload))
         if lost:
             self._report(OffloadedLost(self._instance_id, tuple(lost)))
 

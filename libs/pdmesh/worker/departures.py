@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import structlog
 
-from pdmesh.core.commands import GrantTransfer, KeepKv, WithdrawTransfer
+from pdmesh.core.commands import GrantTransfer, Hold, StopCopy
 from pdmesh.core.events import TransferFailed, TransferPaused, TransferSent
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.outcome import SentTransfer
@@ -51,16 +51,16 @@ class Departures:
         if request.trace is not None:
             request.trace.transfer_granted()
 
-    def withdraw(self, command: WithdrawTransfer) -> None:
+    def withdraw(self, command: StopCopy) -> None:
         """Take a transfer back: its receiver is not to have the KV."""
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is not None and request.transfer is not None and request.transfer.transfer_id == command.transfer_id:
             self._context.mover.departures.withdraw(command.request_id, command.epoch)
             self._lose_receiver(request)
 
-    def keep(self, command: KeepKv) -> None:
+    def keep(self, command: Hold) -> None:
         """Decode a request here that was to move away."""
-        self._context.tables.make_room(command)
+        self._context.tables.make_room(command.room)
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None or request.sender is None:
             return  # it was freed meanwhile

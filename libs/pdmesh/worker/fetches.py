@@ -28,7 +28,7 @@ class KeptCopies:
     def fetch(self, command: FetchKept) -> None:
         """Make room for granules, and expect them."""
         transfer = command.transfer
-        self._context.tables.make_room(command)
+        self._context.tables.make_room(command.room)
         try:
             source_addresses = self._context.addresses.of(transfer.source_ids)
             num_blocks = self._num_blocks(command)

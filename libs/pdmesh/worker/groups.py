@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.core.commands import AdmitPrefill, SetGroup
+from pdmesh.core.commands import AdmitPrefill, SetPlaces
 from pdmesh.core.events import GroupPrefix, HelperJoined
 from pdmesh.errors import ProtocolError
 from pdmesh.kv.exchange import KvExchange
@@ -44,7 +44,7 @@ class PrefillGroups:
         else:
             self._context.report(HelperJoined(self._context.instance_id, request.request_id, request.epoch))
 
-    def regroup(self, command: SetGroup, newest_plan_id: int) -> None:
+    def regroup(self, command: SetPlaces, group: PrefillGroup, newest_plan_id: int) -> None:
         """Take the members that the group of a running prompt has from now on.
 
         If one was lost, chunks planned until now end where they would wait, and the leader reports what it has.
@@ -53,12 +53,12 @@ class PrefillGroups:
         if request is None or request.stage is not Stage.PREFILLING:
             return  # freed, or computed, meanwhile
         try:
-            number, addresses = self._own_number(command.group), self._addresses(command.group)
+            number, addresses = self._own_number(group), self._addresses(group)
         except ProtocolError as error:
             self._context.endings.drop(request, str(error))
             return
         # without an exchange it leads a group that was formed while it computed
-        exchange = request.exchange or self._open(request, command.group)
+        exchange = request.exchange or self._open(request, group)
         num_lost = exchange.num_lost
         self._exchanges.set_members(request.request_id, request.epoch, number, addresses)
         if exchange.num_lost > num_lost:

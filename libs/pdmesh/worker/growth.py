@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdmesh.core.commands import GrowKv
+from pdmesh.core.commands import Hold
 from pdmesh.core.events import KvLow
 from pdmesh.kv.blocks import OutOfBlocks
 from pdmesh.model import num_blocks_for
@@ -49,9 +49,9 @@ class RoomGrowth:
         wanted = granted_blocks(request.num_own_tokens, most, request.block_size) - len(block_table)
         block_table.extend(self._context.tables.allocate_up_to(wanted))
 
-    def grow(self, command: GrowKv) -> None:
+    def grow(self, command: Hold) -> None:
         """Take what the scheduler grants."""
-        self._context.tables.make_room(command)
+        self._context.tables.make_room(command.room)
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None:
             return  # it ended meanwhile

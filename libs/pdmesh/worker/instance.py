@@ -21,25 +21,20 @@ import structlog
 
 from pdmesh.core.commands import (
     AdmitPrefill,
-    CancelMove,
     FetchKept,
     FreeKv,
     GrantTransfer,
-    GrowKv,
+    Hold,
     InstanceCommand,
     InstanceRequestCommand,
-    KeepKv,
-    PauseTransfer,
     PlaceDecode,
-    ResumeDecode,
     RunStep,
     SendKept,
-    SetGroup,
-    SetHome,
-    SetMembers,
+    SetPlaces,
     SetRole,
+    Stop,
+    StopCopy,
     StopInstance,
-    WithdrawTransfer,
 )
 from pdmesh.core.events import InstanceEvent, KvReleased, LoadReported
 from pdmesh.core.instances.own_steps import OwnSteps
@@ -57,7 +52,17 @@ from pdmesh.kv.outcome import (
     TransferOutcome,
 )
 from pdmesh.kv.store import KvStore
-from pdmesh.model import Epoch, InstanceId, PrefixHashes, RequestId, RequestKey, Resident, Role, TransferPurpose
+from pdmesh.model import (
+    Epoch,
+    InstanceId,
+    PrefixHashes,
+    RequestId,
+    RequestKey,
+    Resident,
+    Role,
+    TransferPurpose,
+)
+from pdmesh.plans import PrefillGroup
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import Tracing
 from pdmesh.wire.messages import PeerGone, PeersHere, Prompt
@@ -205,8 +210,6 @@ class Instance:
             case AdmitPrefill():
                 self._release_older(command.request_id, command.epoch)
                 self._intake.admit(command, prompt)
-            case SetGroup():
-                self._groups.regroup(command, self.plans.newest_plan_id)
             case PlaceDecode(transfer=transfer) if transfer.purpose is TransferPurpose.MOVE:
                 self._moves.expect(command)
             case PlaceDecode(transfer=transfer) if transfer.is_of_part:
@@ -223,27 +226,34 @@ class Instance:
                 self._fetches.fetch(command)
             case SendKept():
                 self._fetches.send(command)
-            case SetHome():
-                self._spread.rehome(command)
-            case SetMembers():
-                self._spread.respread(command)
-            case CancelMove():
-                self._moves.cancel(command)
-            case ResumeDecode():
-                self._moves.resume(command)
-            case PauseTransfer(request_id=request_id, epoch=epoch):
+            case StopCopy(how=Stop.PAUSE, request_id=request_id, epoch=epoch):
                 self._mover.departures.pause(request_id, epoch)
-            case WithdrawTransfer():
+            case StopCopy(how=Stop.CANCEL):
+                self._moves.cancel(command)
+            case StopCopy():
                 if not self._spread.withdraw(command):
                     self._departures.withdraw(command)
-            case KeepKv():
-                self._departures.keep(command)
-            case GrowKv():
+            case Hold(decodes=False):
                 self._growth.grow(command)
+            case Hold(ends_move=True):
+                self._moves.resume(command)
+            case Hold():
+                self._departures.keep(command)
+            case SetPlaces():
+                self._set_places(command)
             case FreeKv():
                 self._free(command)
             case _:
                 assert_never(command)
+
+    def _set_places(self, command: SetPlaces) -> None:
+        match command.places:
+            case PrefillGroup() as group:
+                self._groups.regroup(command, group, self.plans.newest_plan_id)
+            case str() as home_id:
+                self._spread.rehome(command, home_id)
+            case members:
+                self._spread.respread(command, members)
 
     def on_outcome(self, outcome: TransferOutcome) -> None:
         """Take the end, or a pause, of a KV transfer from the mover."""
@@ -365,7 +375,7 @@ class Instance:
         await self._sequences.settled()
 
     def registered(self) -> None:
-        """Note that a scheduler knows what it was told with the registration. It is about to name the peers."""
+        """Forget the reports that a scheduler has with the registration, and the addresses that it will send again."""
         self.dropped.clear()
         self._addresses.clear()
 

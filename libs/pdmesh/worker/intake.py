@@ -56,7 +56,7 @@ class Intake:
     def admit(self, command: AdmitPrefill, prompt: Prompt | None) -> None:
         """Take a request whose prompt is to be computed here, alone or in a group."""
         decodes = command.leads and not command.moves_on
-        self._context.tables.make_room(command)
+        self._context.tables.make_room(command.room)
         try:
             generation = check_prompt(command, prompt).generation
             self._groups.check(command)

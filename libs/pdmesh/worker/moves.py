@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import structlog
 
-from pdmesh.core.commands import CancelMove, GrantTransfer, PlaceDecode, ResumeDecode
+from pdmesh.core.commands import GrantTransfer, Hold, PlaceDecode, StopCopy
 from pdmesh.core.events import DecodeReserved, MoveFailed, MoveSent
 from pdmesh.engine.base import EngineSequence
 from pdmesh.errors import PdmeshError, ProtocolError
@@ -100,7 +100,7 @@ class MovingDecodes:
 
     # --- it does not leave after all ---
 
-    def cancel(self, command: CancelMove) -> None:
+    def cancel(self, command: StopCopy) -> None:
         """Send no more of it, and say whether it goes on here."""
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None:
@@ -111,10 +111,10 @@ class MovingDecodes:
             self._stay(request)
         self._failed(request, command.transfer_id, committed=committed, reason="it was taken back")
 
-    def resume(self, command: ResumeDecode) -> None:
+    def resume(self, command: Hold) -> None:
         """The target never began: go on here."""
         request = self._context.sequences.get(command.request_id, command.epoch)
-        if request is not None and request.leaving is not None and request.leaving.is_of(command.transfer_id):
+        if request is not None and request.leaving is not None and request.leaving.is_of(command.move_id):
             self._stay(request)
 
     def stay_all(self) -> None:
@@ -181,7 +181,7 @@ class MovingDecodes:
     def expect(self, command: PlaceDecode) -> None:
         """Make room for a request that comes with its KV."""
         transfer = command.transfer
-        self._context.tables.make_room(command)
+        self._context.tables.make_room(command.room)
         try:
             source_addresses = self._context.addresses.of(transfer.source_ids)
             holders = self._context.addresses.holders(command.members)

@@ -90,7 +90,7 @@ class Drawn(NamedTuple):
 
 
 class Respread(NamedTuple):
-    """Holders that the first ranges of a context are to have, and where these answer."""
+    """The next holders of a context's first ranges, and where they answer."""
 
     members: tuple[PartMember, ...]
     holders: list[PartHolder]

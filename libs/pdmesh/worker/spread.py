@@ -10,7 +10,7 @@ from functools import partial
 
 import structlog
 
-from pdmesh.core.commands import GrantTransfer, PlaceDecode, SetHome, SetMembers, WithdrawTransfer
+from pdmesh.core.commands import GrantTransfer, PlaceDecode, SetPlaces, StopCopy
 from pdmesh.core.events import DecodeReserved, MembersSet, PartLost, TransferFailed, TransferSent
 from pdmesh.errors import PdmeshError, ProtocolError
 from pdmesh.kv.blocks import OutOfBlocks
@@ -18,7 +18,7 @@ from pdmesh.kv.outcome import SentTransfer
 from pdmesh.kv.receiver import NO_BLOCK
 from pdmesh.kv.spread import PartHolder, SpreadKv
 from pdmesh.kv.transfer import KvDestination
-from pdmesh.model import IndexRange, TransferId, TransferPurpose
+from pdmesh.model import IndexRange, InstanceId, PartMember, TransferId, TransferPurpose
 from pdmesh.plans import TransferPlan
 from pdmesh.wire.messages import Prompt, pack_token_ids
 from pdmesh.worker.context import InstanceContext
@@ -55,7 +55,7 @@ class SpreadContexts:
 
     def expect(self, command: PlaceDecode) -> None:
         """Make room for a range of a context that decodes."""
-        self._context.tables.make_room(command)
+        self._context.tables.make_room(command.room)
         if command.transfer.purpose is TransferPurpose.LOST_PART:
             self._lost_ranges.expect(command, self._intake)
             return
@@ -98,9 +98,9 @@ class SpreadContexts:
             DecodeReserved(self._context.instance_id, request.request_id, request.epoch, transfer.transfer_id)
         )
 
-    def rehome(self, command: SetHome) -> None:
+    def rehome(self, command: SetPlaces, home_id: InstanceId) -> None:
         """Answer questions about a range from another instance, too. Raises ProtocolError if it is unknown."""
-        (address,) = self._context.addresses.of([command.home_id])
+        (address,) = self._context.addresses.of([home_id])
         self._context.mover.parts.rehome(command.request_id, command.epoch, address)
 
     # --- ranges that go elsewhere ---
@@ -149,7 +149,7 @@ class SpreadContexts:
         has_kv = blocks.size * request.block_size <= request.num_own_tokens - 1
         return request.stage is Stage.DECODING and has_kv and blocks.start == num_elsewhere_blocks
 
-    def withdraw(self, command: WithdrawTransfer) -> bool:
+    def withdraw(self, command: StopCopy) -> bool:
         """Send a range no further. False if this is no range's way."""
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is None or request.handing is None or request.handing.transfer_id != command.transfer_id:
@@ -263,11 +263,11 @@ class SpreadContexts:
 
     # --- whom a home asks ---
 
-    def respread(self, command: SetMembers) -> None:
+    def respread(self, command: SetPlaces, members: tuple[PartMember, ...]) -> None:
         """Let a context have these members, as soon as no step computes it. Raises ProtocolError if one is unknown."""
         request = self._context.sequences.get(command.request_id, command.epoch)
         if request is not None and (request.stage is Stage.DECODING or request.gives_back):
-            request.respread = Respread(command.members, self._context.addresses.holders(command.members))
+            request.respread = Respread(members, self._context.addresses.holders(members))
             self.between_steps(request)
 
     def between_steps(self, request: LocalRequest) -> None:

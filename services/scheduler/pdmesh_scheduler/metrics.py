@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdmesh.core.commands import AdmitPrefill, ForgetRequest, KeepKv, PlaceDecode, Reject, Restart
+from pdmesh.core.commands import AdmitPrefill, ForgetRequest, Hold, PlaceDecode, Reject, Restart
 from pdmesh.core.events import (
     DecodeStepsDone,
     InstanceJoined,
@@ -220,7 +220,7 @@ class SchedulerMetrics:
                 case RequestFinished() if attempt.placed_s is not None and what.instance_id in self._models:
                     taken_s = handled.now_s - attempt.placed_s
                     self._inference_time.labels(self._models[what.instance_id]).observe(taken_s)
-                case KeepKv() if attempt.num_receivers > 0:
+                case Hold(ends_move=False) if attempt.num_receivers > 0:
                     self._received_again.labels("source").inc()
                 case Chunk(is_last=True) if what.instance_id == life.prefill_id and attempt.outcome is None:
                     self._prefilled(attempt, what.instance_id, handled.now_s)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from pdmesh.core.commands import SetHome, WithdrawTransfer
+from pdmesh.core.commands import SetPlaces, Stop, StopCopy
 from pdmesh.core.copies.decode_moves import MAX_AT_ONCE, MAX_FAILED
 from pdmesh.core.copies.lost_parts import LostParts
 from pdmesh.core.events import MembersSet
@@ -156,11 +156,11 @@ class Parts:
         before = state.members[:number] if is_lost else ()
         for member in before:
             mesh.commands.append(
-                SetHome(
+                SetPlaces(
                     instance_id=member.instance_id,
                     request_id=state.key[0],
                     epoch=state.key[1],
-                    home_id=target.instance_id,
+                    places=target.instance_id,
                 )
             )
         mesh.expect_kv(target, state.key, transfer, home_id=state.decode_id, members=before)
@@ -261,11 +261,12 @@ class Parts:
         mesh.broker.withdraw(move.transfer)
         if tells_source and move.source_id in mesh.instances:
             mesh.commands.append(
-                WithdrawTransfer(
+                StopCopy(
                     instance_id=move.source_id,
                     request_id=request_id,
                     epoch=epoch,
                     transfer_id=move.transfer.plan.transfer_id,
+                    how=Stop.WITHDRAW,
                 )
             )
         mesh.free(move.target_id, state.key)

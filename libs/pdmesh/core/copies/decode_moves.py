@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdmesh.core.commands import CancelMove, ResumeDecode, SetHome
+from pdmesh.core.commands import Hold, SetPlaces, Stop, StopCopy
 from pdmesh.core.events import MoveFailed, MoveSent
 from pdmesh.core.instances.allocations import Allocation, AllocationKind
 from pdmesh.core.instances.instance import InstanceState
@@ -106,7 +106,7 @@ class Moves:
         )
         for member in state.members:
             mesh.commands.append(
-                SetHome(instance_id=member.instance_id, request_id=request_id, epoch=epoch, home_id=target.instance_id)
+                SetPlaces(instance_id=member.instance_id, request_id=request_id, epoch=epoch, places=target.instance_id)
             )
         mesh.expect_kv(target, state.key, transfer, chain=chain, members=state.members)
         mesh.grant(mesh.broker.offer(transfer))
@@ -173,12 +173,16 @@ class Moves:
     def _resume(self, state: RequestState, move: Move) -> None:
         request_id, epoch = state.key
         self._over(state)
+        source, allocation = self._where(state)
         self._mesh.commands.append(
-            ResumeDecode(
+            Hold(
                 instance_id=move.source_id,
                 request_id=request_id,
                 epoch=epoch,
-                transfer_id=move.transfer.plan.transfer_id,
+                num_blocks=allocation.num_blocks,
+                num_elsewhere_blocks=allocation.num_elsewhere_tokens // source.block_size,
+                decodes=True,
+                move_id=move.transfer.plan.transfer_id,
             )
         )
 
@@ -189,11 +193,12 @@ class Moves:
     def _tell_source(self, state: RequestState, move: Move) -> None:
         request_id, epoch = state.key
         self._mesh.commands.append(
-            CancelMove(
+            StopCopy(
                 instance_id=move.source_id,
                 request_id=request_id,
                 epoch=epoch,
                 transfer_id=move.transfer.plan.transfer_id,
+                how=Stop.CANCEL,
             )
         )
 

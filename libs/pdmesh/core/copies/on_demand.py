@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from pdmesh.core.commands import GrowKv
+from pdmesh.core.commands import Hold
 from pdmesh.core.copies.context_ranges import can_resume
 from pdmesh.core.copies.rebalancing import Rebalancer
 from pdmesh.core.instances.allocations import READ_BY_STEPS, Allocation, AllocationKind
@@ -153,17 +153,14 @@ class OnDemandKv:
 
     def _grant(self, instance: InstanceState, key: RequestKey, num_blocks: int) -> None:
         instance.grow(key, num_blocks)
-        room = instance.make_room()
         self._mesh.commands.append(
-            GrowKv(
+            Hold(
                 instance_id=instance.instance_id,
                 request_id=key[0],
                 epoch=key[1],
                 num_blocks=num_blocks,
                 num_elsewhere_blocks=instance.allocations[key].num_elsewhere_tokens // instance.block_size,
-                drop=room.drop,
-                offload=room.offload,
-                evict=room.evict,
+                room=instance.make_room(),
             )
         )
 

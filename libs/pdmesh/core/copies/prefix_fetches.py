@@ -111,7 +111,6 @@ class Fetches:
                 tenant=request.tenant,
                 share=request.share,
             )
-        room = destination.make_room()
         mesh.commands.append(
             FetchKept(
                 instance_id=destination.instance_id,
@@ -120,9 +119,7 @@ class Fetches:
                 transfer=transfer.plan,
                 chain=chain,
                 wanted_by=state.key,
-                drop=room.drop,
-                offload=room.offload,
-                evict=room.evict,
+                room=destination.make_room(),
             )
         )
         mesh.grant(mesh.broker.offer(transfer))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdmesh.core.commands import KeepKv, WithdrawTransfer
+from pdmesh.core.commands import Hold, Stop, StopCopy
 from pdmesh.core.groups.recovery import lose_helper
 from pdmesh.core.instances.instance import InstanceState
 from pdmesh.core.mesh_state import MeshState
@@ -64,11 +64,12 @@ def lose_receiver(mesh: MeshState, state: RequestState, *, told_by: InstanceId |
     for source_id in transfer.source_ids:
         if source_id != told_by:
             mesh.commands.append(
-                WithdrawTransfer(
+                StopCopy(
                     instance_id=source_id,
                     request_id=state.key[0],
                     epoch=state.key[1],
                     transfer_id=transfer.plan.transfer_id,
+                    how=Stop.WITHDRAW,
                 )
             )
     for destination_id in transfer.destination_ids:
@@ -96,16 +97,14 @@ def keep(mesh: MeshState, state: RequestState) -> None:
     num_blocks = instance.num_first_blocks(request)
     instance.keep(state.key, num_blocks, instance.num_decode_blocks(request))
     state.keep(instance.shard(num_blocks))
-    room = instance.make_room()
     mesh.commands.append(
-        KeepKv(
+        Hold(
             instance_id=instance.instance_id,
             request_id=state.key[0],
             epoch=state.key[1],
             num_blocks=num_blocks,
-            drop=room.drop,
-            offload=room.offload,
-            evict=room.evict,
+            decodes=True,
+            room=instance.make_room(),
         )
     )
     if state.is_computed:

@@ -332,7 +332,6 @@ class GroupPlanner:
             tenant=request.tenant,
             share=request.share,
         )
-        room = helper.make_room()
         mesh.commands.append(
             AdmitPrefill(
                 instance_id=helper.instance_id,
@@ -341,9 +340,7 @@ class GroupPlanner:
                 shards=(shard,),
                 transfer=None,
                 group=PrefillGroup(member_ids=(leader.instance_id, helper.instance_id), capability=capability),
-                drop=room.drop,
-                offload=room.offload,
-                evict=room.evict,
+                room=helper.make_room(),
                 keeps_prefix=keeps,
             )
         )

@@ -8,7 +8,7 @@ passes on. What came after it is computed again, with the same bits.
 
 from __future__ import annotations
 
-from pdmesh.core.commands import SetGroup
+from pdmesh.core.commands import SetPlaces
 from pdmesh.core.events import GroupPrefix
 from pdmesh.core.mesh_state import MeshState
 from pdmesh.core.requests.group_state import GroupState
@@ -31,7 +31,7 @@ def tell_group(mesh: MeshState, state: RequestState) -> None:
     assert state.group is not None, f"{state.key} has no group to tell"
     (request_id, epoch), group = state.key, state.group.told
     for member_id in group.living_ids:
-        mesh.commands.append(SetGroup(instance_id=member_id, request_id=request_id, epoch=epoch, group=group))
+        mesh.commands.append(SetPlaces(instance_id=member_id, request_id=request_id, epoch=epoch, places=group))
 
 
 class GroupRecovery:

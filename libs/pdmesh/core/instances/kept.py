@@ -19,8 +19,9 @@ from collections.abc import Iterable, Sequence
 
 from pdmesh.core.instances.idle import IdleGranules, IdleLine
 from pdmesh.core.instances.kept_where import KeptWhere
-from pdmesh.core.instances.offloaded import OffloadedHere, RoomMade
+from pdmesh.core.instances.offloaded import OffloadedHere
 from pdmesh.model import PrefixHash, blocks_of_granule
+from pdmesh.plans import NO_EVICTIONS, Evictions
 
 
 class HeldGranules:
@@ -227,17 +228,17 @@ class KeptHere:
 
     # --- what is given up ---
 
-    def make_room(self, num_granules: int) -> RoomMade:
+    def make_room(self, num_granules: int) -> Evictions:
         """Give up so many idle granules, or all there are, and what is kept there for nothing."""
         orphans, idle = self._take_orphans(), self._idle
         if num_granules <= 0:
-            return RoomMade(orphans)
+            return Evictions(drop=orphans) if orphans else NO_EVICTIONS
         given_up = idle.take(num_granules)
         self._where.discard_all(given_up, self._bit)
         if self.offloaded is None:
-            return RoomMade(orphans + tuple(given_up))
+            return Evictions(drop=orphans + tuple(given_up))
         room = self.offloaded.take_in(given_up, idle)
-        return room._replace(drop=orphans + room.drop)
+        return Evictions(drop=orphans + room.drop, offload=room.offload, evict=room.evict)
 
     def _take_orphans(self) -> tuple[PrefixHash, ...]:
         """Return what is kept there for nothing: the next command drops it.

@@ -13,7 +13,6 @@ from pdmesh.core.instances.empty import EmptyInstance
 from pdmesh.core.instances.kept import NOTHING, KeptHere
 from pdmesh.core.instances.kept_where import KeptWhere
 from pdmesh.core.instances.kv_growth import Growth, GrowthSums
-from pdmesh.core.instances.offloaded import RoomMade
 from pdmesh.model import (
     GRANULE_TOKENS,
     NO_TRANSFER,
@@ -29,7 +28,7 @@ from pdmesh.model import (
     TransferId,
     num_blocks_for,
 )
-from pdmesh.plans import KvShard
+from pdmesh.plans import Evictions, KvShard
 from pdmesh.policy.on_demand import Room
 
 
@@ -221,7 +220,7 @@ class OccupiedInstance(EmptyInstance):
         """Return how long loading so many granules from the tier takes."""
         return num_granules * self._granule_bytes / self.profile.load_bytes_per_s
 
-    def make_room(self) -> RoomMade:
+    def make_room(self) -> Evictions:
         """What is to be given up so that all that was taken finds free blocks: of what is kept and not used."""
         kept = self.kept
         num_short = kept.num_idle_blocks - self.num_free_blocks if kept.num_idle_blocks else 0

@@ -9,19 +9,11 @@ cache (`pdmesh.core.instances.idle`). What live requests have in their chains is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from pdmesh.core.instances.idle import IdleGranules, IdleLine
 from pdmesh.core.instances.kept_where import GranuleIndex
-from pdmesh.model import PrefixHash, PrefixHashes
-
-
-class RoomMade(NamedTuple):
-    """What a command gives up for the blocks that it takes, in this order."""
-
-    drop: PrefixHashes = ()  # in the cache
-    offload: PrefixHashes = ()  # in the cache, and it goes to the tier
-    evict: PrefixHashes = ()  # in the tier, for these
+from pdmesh.model import PrefixHash
+from pdmesh.plans import Evictions
 
 
 class OffloadedHere:
@@ -62,7 +54,7 @@ class OffloadedHere:
             line.num_live -= 1
             self._idle.add(granule, line)
 
-    def take_in(self, given_up: Mapping[PrefixHash, IdleLine], of: IdleGranules) -> RoomMade:
+    def take_in(self, given_up: Mapping[PrefixHash, IdleLine], of: IdleGranules) -> Evictions:
         """Take what is given up in the cache, in this order, and whose that was; as much of its end as there is room.
 
         What is here is used last by now.
@@ -85,7 +77,7 @@ class OffloadedHere:
         self._where.add_all(offloaded, self._bit)
         taken = set(offloaded)
         dropped = tuple([granule for granule in given_up if granule not in taken])
-        return RoomMade(dropped, offloaded, tuple(evicted))
+        return Evictions(drop=dropped, offload=offloaded, evict=tuple(evicted))
 
     def lose(self, granules: Iterable[PrefixHash]) -> None:
         """The instance has these no more, for a reason of its own."""

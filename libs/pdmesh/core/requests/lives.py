@@ -17,7 +17,7 @@ from pdmesh.core.commands import (
     FetchKept,
     ForgetRequest,
     GrantTransfer,
-    KeepKv,
+    Hold,
     Outcome,
     PlaceDecode,
     Reject,
@@ -222,6 +222,8 @@ class Lives:
                     self._fetches[command.request_id, command.epoch] = command
                     if len(self._fetches) > MAX_FETCHES:
                         self._fetches.popitem(last=False)
+                case Hold(decodes=False):
+                    pass
                 case ToInstanceOfRequest() | ToGateway():
                     self._commanded(command, now_s, found)
                 case _:
@@ -351,7 +353,7 @@ class Lives:
             case PlaceDecode() if command.receives_prompt:
                 attempt.num_receivers += 1
                 life.decode_id = command.instance_id
-            case KeepKv():
+            case Hold():
                 life.decode_id = command.instance_id
             case GrantTransfer() if life.granted_s is None:  # it may be granted again after a pause
                 life.granted_s = now_s
