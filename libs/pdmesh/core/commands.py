@@ -72,18 +72,18 @@ class ToGateway(Struct, frozen=True, kw_only=True):
 class AdmitPrefill(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
     """Hold blocks on ``instance_id`` for a request whose chunks follow in later plans.
 
-    ``shards`` say which instance holds what of its KV while its prompt is computed, the leader first; each is asked for
-    its own. ``transfer`` moves it on; None means that it stays and decodes there, and the shards then have room for the
-    output, or, where it ``awaits_receiver``, that a later grant says where it goes (or `Hold` that it stays). A member
-    of ``group`` that does not lead it is asked for one shard, its own copy, and has no transfer: it computes chunks,
-    and passes their KV on to the other members. The first ``num_reused_granules`` of the request's chain are kept
-    there: it shares their blocks, which count among those of its shard, and its chunks begin behind them. The last
-    ``num_loaded_granules`` of these are in its tier, and loaded into blocks of their own. A member
-    that does not lead keeps what it computes if it ``keeps_prefix``.
+    Each instance that computes the prompt gets the command with its own ``shards``; the first shard is the leader's.
+    ``transfer`` moves the KV on. Without a transfer the request stays and decodes there, with room for its output. If
+    it ``awaits_receiver``, a later grant names the receiver, or `Hold` lets it stay. A member of ``group`` that does
+    not lead has one shard, its own copy, and no transfer: it computes chunks and sends their KV to the other members.
+    It caches that KV only if it ``keeps_prefix``.
 
-    Of a prompt that is longer than the instance's room only ``num_blocks_at_once`` are held: its first ranges are given
-    back (`SetPlaces`) once they are at the transfer's destinations, which the chunks that follow ask for their part of
-    attention.
+    The first ``num_reused_granules`` of the request's chain are cached there. The request shares their blocks, which
+    count in its shard, and its chunks begin behind them. The last ``num_loaded_granules`` of these come from the
+    offload tier, into blocks of their own.
+
+    A prompt that is longer than the instance's room gets ``num_blocks_at_once`` blocks. Its first ranges are freed
+    (`SetPlaces`) once they are at the transfer's destinations, which later chunks ask for their part of attention.
     """
 
     shards: tuple[KvShard, ...]
@@ -144,12 +144,13 @@ _PLACED = {
 
 
 class PlaceDecode(ToInstanceOfRequest, frozen=True, kw_only=True, omit_defaults=True):
-    """Reserve blocks on a destination of ``transfer``, and expect the request's KV there, but for what is reused.
+    """Reserve blocks on a destination of ``transfer``, and expect the request's KV there, except for reused granules.
 
-    Of a move, the request itself comes with its KV: what it has drawn so far, and how it draws. ``chain`` is its own
-    (`pdmesh.model.Request.chain`), and ``members`` hold the first ranges of its context, if it is spread. Of a range
-    that was lost only tokens come: its KV is computed from these and from the ``members``, which hold the ranges before
-    it. The context of a range decodes on ``home_id``, by default on the first destination.
+    * A hand-over brings the KV of a prompt.
+    * A move brings the request with its KV. ``chain`` is the request's own (`pdmesh.model.Request.chain`), and
+      ``members`` hold the first ranges of a context that is spread.
+    * A range belongs to a context that decodes on ``home_id``, by default on the first destination. Of a lost range
+      only tokens come: the instance computes the KV from them and from the ``members``, which hold earlier ranges.
     """
 
     transfer: TransferPlan
@@ -195,10 +196,10 @@ class GrantTransfer(ToInstanceOfRequest, frozen=True, kw_only=True):
 
 
 class FetchKept(ToInstanceOfRequest, frozen=True, kw_only=True):
-    """Take granules that another instance keeps, and keep them: no request's, though one waits for them.
+    """Copy cached granules from another instance into the cache, for the request ``wanted_by``.
 
-    ``chain`` are these and all before them, of which the instance keeps ``transfer.num_reused_granules``. It holds
-    blocks for all of them until they have landed.
+    ``chain`` ends with these granules. The instance has the first ``transfer.num_reused_granules`` of ``chain``, and
+    holds blocks for all of it until the others have landed.
     """
 
     transfer: TransferPlan
