@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pdmesh.errors import ConfigError
-from pdmesh.policy.bundles import BUNDLE_NAMES, STUDIED, make_bundle
+from pdmesh.policy.bundles import BUNDLE_NAMES, STUDIED, installed_bundles, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh_lab.studies.bundles import BUNDLES as STUDIES
 from pdmesh_testing.core import a_request
@@ -21,6 +21,7 @@ def test_a_bundle_of_a_paper_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("pdmesh.policy.bundles.LABORATORY", "pdmesh_nowhere")
     with pytest.raises(ConfigError, match=r"'medha' of a paper is not installed: run `pip install 'pdmesh\[lab\]'`"):
         make_bundle("medha", PolicyConfig())
+    assert set(installed_bundles()) == set(BUNDLE_NAMES) - set(STUDIED)
 
 
 @pytest.mark.parametrize("bundle", BUNDLE_NAMES)

@@ -13,7 +13,7 @@ from pdmesh.cli.state import StateFolder
 from pdmesh.cli.tables import Column, Table
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError, ProtocolError
-from pdmesh.policy.bundles import ABOUT, ABOUT_BATCHING, BATCHINGS
+from pdmesh.policy.bundles import ABOUT, ABOUT_BATCHING, BATCHINGS, installed_bundles
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.messages import GetPolicies, Policies, SetBatching, SetPolicy
 
@@ -24,11 +24,12 @@ def list_policies(config: MeshConfig, state: StateFolder, output: Output) -> Non
     if config.scheduler_address or state.read() is not None:
         answer = _ask(config, state, GetPolicies())
         bundle, batching = answer.bundle, answer.batching
+    bundles = {name: ABOUT[name] for name in installed_bundles()}
     if output is Output.JSON:
-        known = {"bundles": dict(ABOUT), "batchings": dict(ABOUT_BATCHING), "bundle": bundle, "batching": batching}
+        known = {"bundles": bundles, "batchings": dict(ABOUT_BATCHING), "bundle": bundle, "batching": batching}
         typer.echo(json.dumps(known, indent=2))
         return
-    for title, about, in_use in (("bundle", ABOUT, bundle), ("batching", ABOUT_BATCHING, batching)):
+    for title, about, in_use in (("bundle", bundles, bundle), ("batching", ABOUT_BATCHING, batching)):
         table = Table([Column(""), Column(title), Column("")])
         for name, sentence in about.items():
             table.add("*" if name == in_use else "", name, sentence)

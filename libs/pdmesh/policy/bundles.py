@@ -146,13 +146,18 @@ ABOUT_BATCHING: Mapping[str, str] = MappingProxyType(
 BUNDLE_NAMES = tuple(sorted((*BUNDLES, *STUDIED)))
 
 
+def installed_bundles() -> tuple[str, ...]:
+    """Return the names of all bundles that can be chosen here."""
+    return BUNDLE_NAMES if find_spec(LABORATORY) is not None else tuple(sorted(BUNDLES))
+
+
 def check_bundle_name(name: str) -> None:
     """Raise ConfigError if no bundle is called ``name``, or if its package is not installed."""
     if name not in BUNDLE_NAMES:
         near = difflib.get_close_matches(name, BUNDLE_NAMES, 1)
         meant = f"did you mean {near[0]}? There are" if near else "use one of"
-        raise ConfigError(f"no policy bundle is called {name!r}: {meant} {', '.join(BUNDLE_NAMES)}")
-    if name in STUDIED and find_spec(LABORATORY) is None:
+        raise ConfigError(f"no policy bundle is called {name!r}: {meant} {', '.join(installed_bundles())}")
+    if name not in installed_bundles():
         raise ConfigError(f"the bundle {name!r} of a paper is not installed: run `pip install 'pdmesh[lab]'`")
 
 

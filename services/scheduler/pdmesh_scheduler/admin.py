@@ -31,7 +31,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
 from pdmesh.model import OperationKind, PoolCounts, RequestId, Role
 from pdmesh.policy.batching import NOTHING_EXCLUSIVE
-from pdmesh.policy.bundles import BATCHINGS, BUNDLE_NAMES, make_batching, make_bundle
+from pdmesh.policy.bundles import BATCHINGS, installed_bundles, make_batching, make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.ranges import out_of_range
 from pdmesh.wire.endpoint import is_ours
@@ -168,7 +168,9 @@ class Admin:
 
     def _policies(self) -> Policies:
         state = self.driver.state()
-        return Policies(bundle=state.bundle, bundles=BUNDLE_NAMES, batching=state.batching, batchings=tuple(BATCHINGS))
+        return Policies(
+            bundle=state.bundle, bundles=installed_bundles(), batching=state.batching, batchings=tuple(BATCHINGS)
+        )
 
     # --- changes ---
 
