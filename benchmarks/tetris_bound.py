@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.policy.sequence_parallel import GroupLatency
-from pdmesh_lab.studies.first_tokens import Prompt
+from pdmesh_lab.studies.first_tokens import PromptArrival
 
 
 class _Cost(NamedTuple):
@@ -69,7 +69,7 @@ def _least(costs: Sequence[_Cost], num_tokens: int) -> float:
     return total
 
 
-def num_late(prompts: Sequence[Prompt], work_s: Callable[[int], float], limit_s: float) -> int:
+def num_late(prompts: Sequence[PromptArrival], work_s: Callable[[int], float], limit_s: float) -> int:
     """The fewest who can be late where one server does everything, with ``work_s`` for so many tokens.
 
     Every prompt has the same time, so the order of deadlines is that of arrivals. Then one by one: if one would be

@@ -44,7 +44,7 @@ from pdmesh_lab.sim.simulator import SimConfig, Simulator
 from pdmesh_lab.sim.workload import Arrival
 from pdmesh_lab.studies.first_tokens import (
     PricedPlanner,
-    Prompt,
+    PromptArrival,
     first_tokens,
     first_tokens_by_price,
     improvement_table,
@@ -155,7 +155,7 @@ class Row(Protocol):
         """What it may know before: the lengths that come."""
         ...
 
-    def ttfts_s(self, prompts: Sequence[Prompt], per_s: float, limit_s: float) -> list[float]: ...
+    def ttfts_s(self, prompts: Sequence[PromptArrival], per_s: float, limit_s: float) -> list[float]: ...
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ class AtArrival:
             loads = [0.5 * step for step in range(1, 17)]
             self.table = improvement_table(planners, NUM_INSTANCES, lengths, loads, num_requests=300, seed=seed + 100)
 
-    def ttfts_s(self, prompts: Sequence[Prompt], per_s: float, limit_s: float) -> list[float]:
+    def ttfts_s(self, prompts: Sequence[PromptArrival], per_s: float, limit_s: float) -> list[float]:
         if self.table is None:
             planner = self._at(self.fixed_rate or 0.0)
             return first_tokens(prompts, NUM_INSTANCES, lambda _: planner)
@@ -200,7 +200,7 @@ class ByPrice:
     def expect(self, lengths: Sequence[int], seed: int) -> None:
         pass
 
-    def ttfts_s(self, prompts: Sequence[Prompt], per_s: float, limit_s: float) -> list[float]:
+    def ttfts_s(self, prompts: Sequence[PromptArrival], per_s: float, limit_s: float) -> list[float]:
         target_s = limit_s if self.has_target else math.inf
         return first_tokens_by_price(prompts, NUM_INSTANCES, self.planner, alone_s, target_s)
 
@@ -304,8 +304,8 @@ def trace(name: str, num_requests: int, seed: int, limits: Limits) -> list[list[
     limit_s = SLOWDOWN * statistics.fmean(known[BASELINE].ttfts_s(poisson(lengths, 0.02, 300, seed), 0.02, math.inf))
     workloads = [poisson(lengths, 1.0, num_requests, seed + index) for index in range(2)]
 
-    def at(per_s: float) -> list[list[Prompt]]:
-        return [[Prompt(each.arrival_s / per_s, each.num_tokens) for each in prompts] for prompts in workloads]
+    def at(per_s: float) -> list[list[PromptArrival]]:
+        return [[PromptArrival(each.arrival_s / per_s, each.num_tokens) for each in prompts] for prompts in workloads]
 
     def ttfts_s(row: Row, per_s: float) -> list[float]:
         return [found for prompts in at(per_s) for found in row.ttfts_s(prompts, per_s, limit_s)]

@@ -8,7 +8,13 @@ import pytest
 
 from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B, ChunkShape, StepShape
 from pdmesh.policy.sequence_parallel import ElasticPlanner, SequenceParallelPlanner
-from pdmesh_lab.studies.first_tokens import Prompt, first_tokens, first_tokens_by_price, improvement_table, poisson
+from pdmesh_lab.studies.first_tokens import (
+    PromptArrival,
+    first_tokens,
+    first_tokens_by_price,
+    improvement_table,
+    poisson,
+)
 from pdmesh_lab.studies.planners import ChunkwisePlanner, FixedPlanner
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
@@ -19,13 +25,13 @@ def by(planner: SequenceParallelPlanner) -> Callable[[float], SequenceParallelPl
 
 
 def test_prompts_wait_for_what_instances_were_given_before() -> None:
-    one = first_tokens([Prompt(0.0, 8192)], 1, by(FixedPlanner(LATENCY)))[0]
-    prompts = [Prompt(0.0, 8192), Prompt(0.1, 8192), Prompt(100.0, 8192)]
+    one = first_tokens([PromptArrival(0.0, 8192)], 1, by(FixedPlanner(LATENCY)))[0]
+    prompts = [PromptArrival(0.0, 8192), PromptArrival(0.1, 8192), PromptArrival(100.0, 8192)]
     assert first_tokens(prompts, 1, by(FixedPlanner(LATENCY))) == pytest.approx([one, 2 * one - 0.1, one])
 
 
 def test_fixed_groups_serve_side_by_side() -> None:
-    ttfts_s = first_tokens([Prompt(0.0, 32_768)] * 3, 16, by(FixedPlanner(LATENCY, 8)))
+    ttfts_s = first_tokens([PromptArrival(0.0, 32_768)] * 3, 16, by(FixedPlanner(LATENCY, 8)))
     assert ttfts_s == pytest.approx([ttfts_s[0], ttfts_s[0], 2 * ttfts_s[0]])
 
 
@@ -51,17 +57,17 @@ def alone_s(num_tokens: int) -> float:
     return LATENCY[1].step_s(StepShape((ChunkShape(num_tokens, 0),), 0, 0))
 
 
-def by_price(prompts: list[Prompt], num_instances: int, target_s: float = float("inf")) -> list[float]:
+def by_price(prompts: list[PromptArrival], num_instances: int, target_s: float = float("inf")) -> list[float]:
     return first_tokens_by_price(prompts, num_instances, ElasticPlanner(LATENCY), alone_s, target_s)
 
 
 def test_a_prompt_that_nobody_comes_after_takes_the_group_with_the_earliest_end() -> None:
     earliest_s = ElasticPlanner(LATENCY).plan(64_000, 0, (), [(0.0, f"p{index:02d}") for index in range(16)])[-1].end_s  # type: ignore[misc]
-    assert by_price([Prompt(0.0, 64_000)], 16) == [earliest_s]
+    assert by_price([PromptArrival(0.0, 64_000)], 16) == [earliest_s]
 
 
 def test_who_waits_makes_instances_dear_so_that_each_takes_fewer() -> None:
-    burst = [Prompt(0.0, 32_000)] * 16
+    burst = [PromptArrival(0.0, 32_000)] * 16
     found = by_price(burst, 16)
     greedy = first_tokens(burst, 16, by(ElasticPlanner(LATENCY)))
     assert sum(found) < 0.75 * sum(greedy)
@@ -77,8 +83,8 @@ def test_no_improvement_rate_serves_as_well_as_prices_at_any_load() -> None:
 
 
 def test_who_would_be_late_lets_those_pass_who_can_be_in_time_and_is_served_all_the_same() -> None:
-    one_s = by_price([Prompt(0.0, 32_000)], 1)[0]
-    prompts = [Prompt(0.0, 32_000), Prompt(0.1, 64_000), Prompt(0.2, 8_000)]
+    one_s = by_price([PromptArrival(0.0, 32_000)], 1)[0]
+    prompts = [PromptArrival(0.0, 32_000), PromptArrival(0.1, 64_000), PromptArrival(0.2, 8_000)]
     in_order = by_price(prompts, 1)
     passed = by_price(prompts, 1, target_s=2 * one_s)
     assert passed[0] == in_order[0] == one_s

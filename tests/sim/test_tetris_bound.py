@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh.policy.latency import TETRIS_A100_LLAMA_3_8B
 from pdmesh.policy.sequence_parallel import ElasticPlanner
-from pdmesh_lab.studies.first_tokens import Prompt
+from pdmesh_lab.studies.first_tokens import PromptArrival
 from pdmesh_testing.scripts import load_script
 
 LATENCY = TETRIS_A100_LLAMA_3_8B
@@ -23,7 +23,7 @@ def bound() -> ModuleType:
     return load_script(path)
 
 
-def fewest_late(prompts: list[Prompt], work_s: float, limit_s: float) -> int:
+def fewest_late(prompts: list[PromptArrival], work_s: float, limit_s: float) -> int:
     """By trying who is left out."""
     for late in range(len(prompts) + 1):
         for left_out in combinations(range(len(prompts)), late):
@@ -40,10 +40,10 @@ def fewest_late(prompts: list[Prompt], work_s: float, limit_s: float) -> int:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_fewest_late_are_those_of_every_choice(bound: ModuleType, seed: int) -> None:
     rng = random.Random(seed)
-    now_s, prompts = 0.0, list[Prompt]()
+    now_s, prompts = 0.0, list[PromptArrival]()
     for _ in range(9):
         now_s += rng.expovariate(0.5)
-        prompts.append(Prompt(now_s, rng.randint(1, 12)))
+        prompts.append(PromptArrival(now_s, rng.randint(1, 12)))
     limit_s = rng.uniform(6, 25)
     assert bound.num_late(prompts, lambda num_tokens: 0.5 * num_tokens, limit_s) == fewest_late(prompts, 0.5, limit_s)
 

@@ -101,6 +101,8 @@ def test_distributions_that_fit_each_other_have_one_version() -> None:
         assert (project["name"], project["version"]) == (f"pdmesh-{folder}", VERSION)
         pinned = [each for each in project["dependencies"] if each.startswith("pdmesh")]
         assert pinned == [f"{name}=={VERSION}" for name in needs]
+        # A copy, since the sdist of a folder has no files from outside.
+        assert (ROOT / folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def kernels_of_a_mesh(package: Path, folder: Path, **environ: str) -> set[str]:

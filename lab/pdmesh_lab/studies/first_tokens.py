@@ -21,8 +21,8 @@ from pdmesh.policy.sequence_parallel import FreeAt, PlannedChunk, SequenceParall
 from pdmesh_lab.studies.price import Demand
 
 
-class Prompt(NamedTuple):
-    """One that comes ``arrival_s`` after the first."""
+class PromptArrival(NamedTuple):
+    """Arrival of a prompt, in seconds after the first one."""
 
     arrival_s: float
     num_tokens: int
@@ -43,19 +43,19 @@ class PricedPlanner(Protocol):
     ) -> tuple[PlannedChunk, ...]: ...
 
 
-def poisson(lengths: Sequence[int], requests_per_s: float, num_requests: int, seed: int) -> list[Prompt]:
+def poisson(lengths: Sequence[int], requests_per_s: float, num_requests: int, seed: int) -> list[PromptArrival]:
     """Prompts of lengths drawn from ``lengths``, at random times."""
     rng = random.Random(seed)
-    prompts: list[Prompt] = []
+    prompts: list[PromptArrival] = []
     now_s = 0.0
     for _ in range(num_requests):
-        prompts.append(Prompt(now_s, rng.choice(lengths)))
+        prompts.append(PromptArrival(now_s, rng.choice(lengths)))
         now_s += rng.expovariate(requests_per_s)
     return prompts
 
 
 def first_tokens(
-    prompts: Sequence[Prompt], num_instances: int, planner_at: Callable[[float], SequenceParallelPlanner]
+    prompts: Sequence[PromptArrival], num_instances: int, planner_at: Callable[[float], SequenceParallelPlanner]
 ) -> list[float]:
     """Each prompt's time to first token; ``planner_at`` is asked at every arrival for its planner."""
     instances = _Instances(num_instances)
@@ -68,7 +68,7 @@ def first_tokens(
 
 
 def first_tokens_by_price(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptArrival],
     num_instances: int,
     planner: PricedPlanner,
     work_s: Callable[[int], float],
@@ -109,7 +109,7 @@ class _Line:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PromptArrival],
         num_instances: int,
         planner: PricedPlanner,
         work_s: Callable[[int], float],
