@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdmesh.kv.piece import PieceHeader
-    from pdmesh.transport.base import ReceivedPiece
+    from pdmesh.transport.kv_transport import ReceivedPiece
 
 DAMAGED, REFUSED, UNREAD, TAKEN, LATE = "damaged", "refused", "unread", "TAKEN", "late"
 

@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 
 from pdmesh.engine.files import resolve_model
-from pdmesh.engine.gguf.reader import TYPES
+from pdmesh.engine.gguf.gguf_reader import TYPES
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh_testing.checkpoints import write_checkpoint

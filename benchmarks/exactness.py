@@ -30,7 +30,7 @@ from typing import get_args
 import anyio
 from report import heading
 
-from pdmesh.demo.checkpoint import demo_checkpoint
+from pdmesh.demo.demo_checkpoint import demo_checkpoint
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.runner import TorchEngine
 from pdmesh_testing.checkpoints import TINY, Family, write_checkpoint

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pdmesh.engine import bitsandbytes
 from pdmesh.engine.config_fields import Fields
-from pdmesh.engine.gguf.reader import TYPES
+from pdmesh.engine.gguf.gguf_reader import TYPES
 from pdmesh.engine.model_config import Quantization, QuantizedFormat
 from pdmesh.engine.quantization import quantization_of
 from pdmesh.engine.quantized import Layout, layout_of

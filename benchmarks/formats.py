@@ -33,7 +33,7 @@ from peers import Peer
 from report import Limits, heading
 
 from pdmesh.engine.gguf.directory import WEIGHTS, config_of
-from pdmesh.engine.gguf.reader import read_header
+from pdmesh.engine.gguf.gguf_reader import read_header
 from pdmesh.engine.runner import TorchEngine
 from pdmesh_testing.checkpoints import write_config
 

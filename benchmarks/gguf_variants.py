@@ -26,8 +26,8 @@ import torch
 from tokenizers import Tokenizer
 
 from pdmesh.engine.files import load_model_info, resolve_model
-from pdmesh.engine.gguf.blocks import values_of
-from pdmesh.engine.gguf.reader import TYPES
+from pdmesh.engine.gguf.gguf_blocks import values_of
+from pdmesh.engine.gguf.gguf_reader import TYPES
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh_testing.gguf_files import GgufContent, content_of, encoded, write_parts

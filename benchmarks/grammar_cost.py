@@ -21,7 +21,7 @@ import numpy as np
 from cpu_levels import SHAPE
 from report import Limits, heading
 
-from pdmesh.demo.checkpoint import demo_checkpoint
+from pdmesh.demo.demo_checkpoint import demo_checkpoint
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.runner import TorchEngine

@@ -34,7 +34,7 @@ import httpx
 import msgspec
 from report import Limits, heading, quantile
 
-from pdmesh.cli.state import MeshRecord
+from pdmesh.cli.state_folder import MeshRecord
 from pdmesh_testing.checkpoints import LLAMA_82M, CheckpointShape, write_checkpoint
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from report import heading
 
-from pdmesh.demo.checkpoint import demo_checkpoint
+from pdmesh.demo.demo_checkpoint import demo_checkpoint
 from pdmesh.engine.files import load_model_config
 from pdmesh.engine.levels import processor_levels
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint

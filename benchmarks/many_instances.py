@@ -38,7 +38,7 @@ from pdmesh.config import SecurityConfig
 from pdmesh.core.commands import Command
 from pdmesh.core.events import Event, LoadReported
 from pdmesh.core.scheduler import SchedulerCore
-from pdmesh.demo.checkpoint import demo_checkpoint
+from pdmesh.demo.demo_checkpoint import demo_checkpoint
 from pdmesh.garbage import rare_collections
 from pdmesh.model import Epoch, GatewayId, InstanceId, RequestId, Resident, Role
 from pdmesh.policy.config import PolicyConfig

@@ -33,14 +33,14 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LLAMA_3_8B
 from pdmesh.policy.views import InstanceView
 from pdmesh.wire.messages import Activity, GatewayDown, InstanceStatus, MeshStatus
-from pdmesh_gateway.activity import ActivityHub
-from pdmesh_gateway.metrics import RecentLatencies
+from pdmesh_gateway.gateway_metrics import RecentLatencies
+from pdmesh_gateway.page_activity import ActivityHub
 from pdmesh_lab.sim.mesh import MeshShape, study_core
 from pdmesh_lab.sim.simulator import Simulator
 from pdmesh_lab.sim.workload import Synthetic, synthetic
 from pdmesh_scheduler.activity import FRAME_S, ActivityFeed
 from pdmesh_scheduler.observing import Handled
-from pdmesh_scheduler.peers import Peers
+from pdmesh_scheduler.peer_streams import Peers
 from pdmesh_testing.browser import find_chromium, open_page
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.running_gateway import running_gateway

@@ -34,7 +34,7 @@ from simulated import layout as kv_layout
 from simulated import number, table
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
-from pdmesh.engine.ranks.commands import Deltas, frame
+from pdmesh.engine.ranks.rank_commands import Deltas, frame
 from pdmesh.model import RequestId, SamplingParams
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.fit import fit

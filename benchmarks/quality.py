@@ -39,8 +39,8 @@ from torch import Tensor
 from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.files import load_model_config, resolve_model
 from pdmesh.engine.forward import step_spans
-from pdmesh.engine.loading import ComputeOptions, load_model
 from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_loading import ComputeOptions, load_model
 from pdmesh.engine.rope import rotation_order
 from pdmesh.engine.tensors import open_tensors
 from pdmesh.model import RequestId, SamplingParams

@@ -34,7 +34,7 @@ import msgspec
 from random_kills import SECOND_TURN, Answer, Answers, ask, ask_undisturbed, bodies_of
 from report import Limits, heading
 
-from pdmesh.cli.state import MeshRecord
+from pdmesh.cli.state_folder import MeshRecord
 from pdmesh.errors import PdmeshError
 from pdmesh.model import OperationKind, Role
 from pdmesh_testing.checkpoints import CheckpointShape, write_checkpoint

@@ -35,7 +35,7 @@ from pdmesh.model import OWN_STEPS_PER_REPORT, Epoch, InstanceId, OwnDecodeSteps
 from pdmesh.plans import ChunkDone
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.policy.profile import self_measured
+from pdmesh.policy.latency_profile import self_measured
 from pdmesh.policy.refine import Refinement
 from pdmesh.profiles import parse_latency
 from pdmesh.wire.messages import EventMessage

@@ -26,7 +26,7 @@ READ_BY_MSGSPEC = (
     "core/operator_events.py",
     "policy/config.py",
     "policy/latency.py",
-    "policy/profile.py",
+    "policy/latency_profile.py",
 )
 
 #: Nothing here is done often, and what is desired is kept and sent as it is.

@@ -11,7 +11,7 @@ from typing import Any
 from pdmesh.config import MeshConfig
 from pdmesh_kubernetes.api import Conflict, KubernetesApi, KubernetesError, Missing, open_kubernetes
 from pdmesh_scheduler.standby.leadership import LeaseRecord
-from pdmesh_scheduler.standby.store import StoredRecord, StoreUnavailable, decode_record, encode_record
+from pdmesh_scheduler.standby.lease_store import StoredRecord, StoreUnavailable, decode_record, encode_record
 
 #: The annotation that has the record. The Lease's own fields tell people the same.
 RECORD = "pdmesh/record"

@@ -10,7 +10,7 @@ import msgspec
 
 from pdmesh.errors import ConfigError
 from pdmesh.policy.latency import PROFILES, LinearLatencyModel
-from pdmesh.policy.profile import Profile, Subject, built_in_profile
+from pdmesh.policy.latency_profile import Profile, Subject, built_in_profile
 
 FORMAT = "pdmesh-profile-2"
 

@@ -25,7 +25,7 @@ from pdmesh.config import MeshConfig
 from pdmesh.config_sources import load_config
 from pdmesh.errors import ConfigError, ServiceSuperseded, leaves
 from pdmesh.failures import sentences
-from pdmesh.telemetry.logs import configure_logging
+from pdmesh.telemetry.log_lines import configure_logging
 from pdmesh.telemetry.tracing import NoTracing, Tracing, configure_tracing
 
 log = structlog.get_logger()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pdmesh.engine.compute import Compute, Loaded
+from pdmesh.engine.cuda.cuda_forward import DeviceForward
 from pdmesh.engine.cuda.flashinfer import FlashInfer
-from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.shared_cache import HANDLE_BYTES, DeviceAllocation
 from pdmesh.engine.kernels import Elementwise, TorchKernels
@@ -172,7 +172,7 @@ class FakeRecorder:
 
 
 def fake_cuda_compute(loaded: Loaded, library: FakeFlashInfer, streams: FakeStreams, recorder: FakeRecorder) -> Compute:
-    """What `pdmesh.engine.cuda.compute.cuda_compute` puts together, on the host and for any dtype."""
+    """What `pdmesh.engine.cuda.cuda_compute.cuda_compute` puts together, on the host and for any dtype."""
     store = DeviceKvStore(loaded.layout, loaded.num_blocks, streams)
     flashinfer = FlashInfer(
         library,

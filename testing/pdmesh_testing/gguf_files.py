@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pdmesh.engine.gguf.reader import read_header
+from pdmesh.engine.gguf.gguf_reader import read_header
 
 Floats = npt.NDArray[np.float32]
 #: Of each architecture, by transformers' name: options of its configuration that a file tells of.

@@ -10,7 +10,7 @@ from pdmesh.core.commands import AdmitPrefill, SetPlaces
 from pdmesh.engine.base import Engine
 from pdmesh.model import Role, num_blocks_for
 from pdmesh.plans import ChunkPlan, PrefillGroup
-from pdmesh.transport.base import KvTransport
+from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.wire.messages import Generation
 from pdmesh_testing.worker import RunningInstance, a_transfer, introduce, prompt_of, running_instance
 

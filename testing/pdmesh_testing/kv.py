@@ -12,8 +12,8 @@ from pdmesh.config import TransferConfig
 from pdmesh.kv.sharing import HostCache
 from pdmesh.kv.store import HostKvStore
 from pdmesh.model import IndexRange, KvLayout, KvPart
-from pdmesh.transport.base import KvTransport
 from pdmesh.transport.buffers import HEADER_BYTES
+from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.memory import MemoryFabric, MemoryTransport
 from pdmesh.transport.ucx import UcxTransport
 

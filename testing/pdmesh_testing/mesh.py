@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from pdmesh.cli.processes import ending_with_us
-from pdmesh.cli.state import MeshRecord
+from pdmesh.cli.state_folder import MeshRecord
 from pdmesh.config import SecurityConfig
 from pdmesh.model import Role
 from pdmesh.wire.admin import ask_scheduler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdmesh import __version__
-from pdmesh.policy.profile import Subject
+from pdmesh.policy.latency_profile import Subject
 from pdmesh.profiles import FORMAT, ProfileFile
 
 SUBJECT = Subject(

@@ -17,9 +17,12 @@ from torch import Tensor
 
 from pdmesh.engine.forward import DirectForward
 from pdmesh.engine.identity import weights_identity
-from pdmesh.engine.loading import ComputeOptions, load_model
+from pdmesh.engine.model_loading import ComputeOptions, load_model
 from pdmesh.engine.ranks.channel import StageChannel
-from pdmesh.engine.ranks.commands import (
+from pdmesh.engine.ranks.following import Follower
+from pdmesh.engine.ranks.group import EXCHANGE_BYTES, RankGroup, SharedMemoryGroup
+from pdmesh.engine.ranks.places import exchange_bytes, inlet_memory, outlet_memory
+from pdmesh.engine.ranks.rank_commands import (
     Command,
     OpenCache,
     Ready,
@@ -29,12 +32,9 @@ from pdmesh.engine.ranks.commands import (
     read_command,
     read_report,
 )
-from pdmesh.engine.ranks.elsewhere import AskedRows
-from pdmesh.engine.ranks.following import Follower
-from pdmesh.engine.ranks.group import EXCHANGE_BYTES, RankGroup, SharedMemoryGroup
-from pdmesh.engine.ranks.places import exchange_bytes, inlet_memory, outlet_memory
+from pdmesh.engine.ranks.rank_elsewhere import AskedRows
 from pdmesh.engine.ranks.share import RankShare
-from pdmesh.engine.ranks.staged import StageFollower
+from pdmesh.engine.ranks.staged_ranks import StageFollower
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError, InstanceUnavailable
 

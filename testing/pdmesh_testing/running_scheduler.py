@@ -35,7 +35,7 @@ from pdmesh.wire.messages import (
 )
 from pdmesh_scheduler.main import serve
 from pdmesh_scheduler.standby.leadership import LeaseRecord
-from pdmesh_scheduler.standby.store import StoredRecord, StoreUnavailable
+from pdmesh_scheduler.standby.lease_store import StoredRecord, StoreUnavailable
 
 MessageT = TypeVar("MessageT")
 
@@ -152,7 +152,7 @@ class SchedulerBench:
 
 
 class MemoryStore:
-    """A lease record in memory. Implements `pdmesh_scheduler.standby.store.LeaseStore`."""
+    """A lease record in memory. Implements `pdmesh_scheduler.standby.lease_store.LeaseStore`."""
 
     def __init__(self) -> None:
         self.stored = StoredRecord(None, None)

@@ -92,7 +92,7 @@ class ScriptedScheduler(ScriptedPeer):
                 tasks.start_soon(link.pump)
                 async for messages in link.frames():
                     if any(isinstance(message, RegisterWorker) for message in messages):
-                        link.post(WelcomeWorker(lease_s=5.0, heartbeat_s=self._heartbeat_s))
+                        link.post(WelcomeWorker(heartbeat_s=self._heartbeat_s))
                         self._link = link
                     self.reports.extend(m.event if isinstance(m, EventMessage) else m for m in messages)
                     self._notify()

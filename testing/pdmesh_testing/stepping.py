@@ -11,8 +11,8 @@ from unittest import mock
 from torch import Tensor
 
 from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice, SliceResult
-from pdmesh.engine.model import Transformer
 from pdmesh.engine.runner import TorchEngine
+from pdmesh.engine.transformer_model import Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)

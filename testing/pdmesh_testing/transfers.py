@@ -16,7 +16,7 @@ from pdmesh.kv.outcome import TransferOutcome
 from pdmesh.kv.sender import KvSender
 from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, KvLayout, RequestId
-from pdmesh.transport.base import KvTransport
+from pdmesh.transport.kv_transport import KvTransport
 from pdmesh_testing.kv import EVERYTHING, SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 
 REQUEST, EPOCH, CAPABILITY = RequestId("request"), Epoch(3), 0x1234_5678_9ABC_DEF0

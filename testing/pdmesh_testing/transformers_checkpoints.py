@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.engine.architectures import architectures, undescribed_architectures
-from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.architectures.description import Architecture
 from pdmesh_testing.tokenizers import write_tokenizer
 
 #: Of every architecture, unless its options say otherwise.

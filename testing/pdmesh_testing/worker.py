@@ -51,7 +51,7 @@ from pdmesh.model import (
 from pdmesh.plans import ChunkPlan, Evictions, KvShard, StepPlan, TransferPlan
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.telemetry.tracing import NoTracing, Tracing
-from pdmesh.transport.base import KvTransport
+from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.wire.messages import (
     Generation,
     PeersHere,
@@ -62,9 +62,9 @@ from pdmesh.wire.messages import (
 )
 from pdmesh.worker.drafts import Drafter
 from pdmesh.worker.instance import Instance
-from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.steps import run_steps
 from pdmesh.worker.threads import EngineThread
+from pdmesh.worker.worker_metrics import WorkerMetrics
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.repair import FREE_PIECES, SOUND_PIECES_EACH
 from pdmesh.model import Epoch, IndexRange, KvPart
-from pdmesh.transport.base import ReceivedPiece, SendBuffer
+from pdmesh.transport.kv_transport import ReceivedPiece, SendBuffer
 from pdmesh_testing.exchanges import (
     EPOCH,
     HEADS,

@@ -32,8 +32,8 @@ from pdmesh.kv.transfer import KvDestination
 from pdmesh.model import Epoch, IndexRange, KvPart, RequestId
 from pdmesh.transport import local
 from pdmesh.transport.address import peer_id, unpack_address
-from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES
+from pdmesh.transport.kv_transport import ReceivedPiece
 from pdmesh.transport.local import _HELLO, _HELLO_MAGIC, _OFFER, _OFFER_MAGIC, MAX_STRANGERS, _name
 from pdmesh.transport.prefix import HEAD_BYTES, FoundPiece, number_piece
 from pdmesh.transport.seal import CHECK_BYTES, MeshKey

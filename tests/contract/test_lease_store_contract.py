@@ -18,7 +18,7 @@ from pdmesh_kubernetes.lease_store import RECORD, KubernetesStore
 from pdmesh_scheduler.standby.etcd_store import open_etcd
 from pdmesh_scheduler.standby.file_store import FileStore
 from pdmesh_scheduler.standby.leadership import LeaseRecord
-from pdmesh_scheduler.standby.store import LeaseStore, StoredRecord, StoreUnavailable
+from pdmesh_scheduler.standby.lease_store import LeaseStore, StoredRecord, StoreUnavailable
 from pdmesh_testing.certificates import make_expired
 from pdmesh_testing.kubernetes import NAMESPACE, FakeApiServer, Rule, asking
 from pdmesh_testing.running_scheduler import MemoryStore

@@ -18,7 +18,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.policy.pacing import ChunkPace
-from pdmesh.transport.base import ReceivedPiece
+from pdmesh.transport.kv_transport import ReceivedPiece
 from pdmesh_testing.exchanges import HEADS, NUM_BLOCKS, NUM_LAYERS, Member, a_piece, open_members
 from pdmesh_testing.hooked import HookedStore
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, TransportMaker

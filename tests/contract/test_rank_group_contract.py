@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdmesh.engine.ranks import group as group_module
 from pdmesh.engine.ranks.group import EXCHANGE_BYTES, RankGroup, SharedMemoryGroup
-from pdmesh.engine.ranks.memory import create_memory, map_memory
+from pdmesh.engine.ranks.rank_memory import create_memory, map_memory
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.errors import InstanceUnavailable, PdmeshError, ProtocolError
 from pdmesh_testing.ranks import thread_groups
@@ -102,7 +102,7 @@ def test_ranks_that_do_not_do_the_same_are_told_apart() -> None:
 _PROCESS = """
 import socket, sys, torch
 from pdmesh.engine.ranks.group import EXCHANGE_BYTES, SharedMemoryGroup
-from pdmesh.engine.ranks.memory import map_memory
+from pdmesh.engine.ranks.rank_memory import map_memory
 from pdmesh.engine.ranks.share import RankShare
 rank, num_ranks, memory_fd, *sockets = map(int, sys.argv[1:])
 peers = [None if fd < 0 else socket.socket(fileno=fd) for fd in sockets]

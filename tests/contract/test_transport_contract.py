@@ -13,8 +13,8 @@ import anyio.lowlevel
 import pytest
 
 from pdmesh.errors import KvTransferError
-from pdmesh.transport.base import KvTransport, ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES, MAX_PIECES, MESSAGE_BYTES
+from pdmesh.transport.kv_transport import KvTransport, ReceivedPiece
 from pdmesh_testing.kv import SMALL_TRANSFER, TransportMaker, send_together
 
 pytestmark = pytest.mark.anyio

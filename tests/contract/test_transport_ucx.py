@@ -24,8 +24,8 @@ from pdmesh.config import TransferConfig
 from pdmesh.errors import ConfigError, KvTransferError
 from pdmesh.transport import ring
 from pdmesh.transport.address import pack_address, unpack_address
-from pdmesh.transport.base import ReceivedPiece
 from pdmesh.transport.buffers import HEADER_BYTES, MAX_PIECES, MESSAGE_BYTES
+from pdmesh.transport.kv_transport import ReceivedPiece
 from pdmesh.transport.prefix import PREFIX_BYTES
 from pdmesh.transport.reading import read_memory
 from pdmesh.transport.ucx import UcxTransport

@@ -14,7 +14,7 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import RequestId, Role
 from pdmesh.plans import ResidentContext
 from pdmesh_gateway.generate import Generator
-from pdmesh_gateway.transcript import Transcript
+from pdmesh_gateway.request_transcript import Transcript
 from pdmesh_testing.core import FixedGrowth
 from pdmesh_testing.dst.plan import MAX_MODEL_LEN, Ask, Fault, FaultKind, Plan
 from pdmesh_testing.dst.run import run

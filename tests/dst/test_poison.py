@@ -13,7 +13,7 @@ import pytest
 from pdmesh.core.commands import SHARED_BLAME
 from pdmesh.engine.base import SequenceSlice, SliceResult
 from pdmesh.model import Role
-from pdmesh_gateway.transcript import MAX_BLAME
+from pdmesh_gateway.request_transcript import MAX_BLAME
 from pdmesh_testing.dst.clients import SimulatedClient
 from pdmesh_testing.dst.engine import SimulatedEngine
 from pdmesh_testing.dst.plan import Ask, Fault, FaultKind, Plan

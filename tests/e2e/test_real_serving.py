@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from pdmesh.engine.files import load_model_info, resolve_model
 from pdmesh.engine.runner import TorchEngine
-from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_testing.exactness import complete, engine_reference, mismatches
 from pdmesh_testing.mesh import RunningMesh, running_mesh
 from pdmesh_testing.real_models import CACHE, real_model, token_ids

@@ -13,11 +13,11 @@ import torch
 from llguidance import LLMatcher
 
 from pdmesh.engine.attention import AttentionPlan, QuerySpan, TorchAttention
+from pdmesh.engine.cuda.cuda_forward import DeviceForward
+from pdmesh.engine.cuda.cuda_sampler import draw
 from pdmesh.engine.cuda.flashinfer import FlashInfer, FlashInferAttention
-from pdmesh.engine.cuda.forward import DeviceForward
 from pdmesh.engine.cuda.kv_store import DeviceKvStore
 from pdmesh.engine.cuda.page_tables import PageTables
-from pdmesh.engine.cuda.sampler import draw
 from pdmesh.engine.cuda.staging import PLAN_BYTES, Staging
 from pdmesh.engine.cuda.streams import CudaStreams
 from pdmesh.engine.guide import Guide

@@ -15,8 +15,8 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from pdmesh.engine import loading
-from pdmesh.engine.cuda.forward import DeviceForward
+from pdmesh.engine import model_loading as loading
+from pdmesh.engine.cuda.cuda_forward import DeviceForward
 from pdmesh.engine.cuda.graphs import DecodeGraphs, GraphOutput
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import FinishReason, SamplingParams

@@ -106,7 +106,7 @@ def test_kernels_on_aarch64_give_the_same_bits(
 
 GENERATE = """
 import json
-from pdmesh.demo.checkpoint import demo_checkpoint
+from pdmesh.demo.demo_checkpoint import demo_checkpoint
 from pdmesh.engine.levels import processor_levels
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import SamplingParams

@@ -31,7 +31,7 @@ from pdmesh.engine.architectures import architectures, parse_model_config
 from pdmesh.engine.files import load_model_config, load_model_info, resolve_model
 from pdmesh.errors import ConfigError
 from pdmesh.worker.engines import build_engine
-from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_lab.cli.replay import ReplayOptions, run_replay
 from pdmesh_testing.checkpoints import TINY, write_checkpoint
 from pdmesh_testing.gguf_files import write_gguf

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pdmesh.engine.base import SequenceSlice, SliceResult, StepFlight
-from pdmesh.engine.ranks.commands import Abandon, Step
 from pdmesh.engine.ranks.leading import LeadingForward
 from pdmesh.engine.ranks.pipeline import Pipeline
+from pdmesh.engine.ranks.rank_commands import Abandon, Step
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.model import SamplingParams

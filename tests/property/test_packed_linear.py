@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.engine.gguf.blocks import GROUPED, values_of
-from pdmesh.engine.gguf.reader import TYPES
+from pdmesh.engine.gguf.gguf_blocks import GROUPED, values_of
+from pdmesh.engine.gguf.gguf_reader import TYPES
 from pdmesh.engine.gguf.small_blocks import SMALL
 from pdmesh.engine.grouped import CODE_BITS, CodeKind, Factors, GroupedWeight, join_rows, of_blocks, of_float8
 from pdmesh.engine.kv_cache import TORCH_DTYPES

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pdmesh.engine.gguf.tokenizer import write_tokenizer
+from pdmesh.engine.gguf.gguf_tokenizer import write_tokenizer
 from pdmesh.errors import ConfigError
 from pdmesh_testing.examples import examples
 

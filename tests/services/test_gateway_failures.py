@@ -20,11 +20,11 @@ from pdmesh.model import Epoch
 from pdmesh.wire.messages import Generation, TokenOut
 from pdmesh_gateway.choices import Choice
 from pdmesh_gateway.generate import Generator
-from pdmesh_gateway.http.completions import CompletionsEndpoint
+from pdmesh_gateway.http.completions_endpoint import CompletionsEndpoint
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
-from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.transcript import Transcript
+from pdmesh_gateway.request_transcript import Transcript
 from pdmesh_testing.running_gateway import RunningGateway, running_gateway
 from pdmesh_testing.scripted_mesh import ScriptedMesh, echo_prompt, scripted_mesh
 

@@ -18,7 +18,7 @@ from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.core.commands import Reject
 from pdmesh.model import FinishReason, RejectReason
 from pdmesh.wire.messages import Generation, MeshStatus, MetricFamily, PromptLogprobs, Submit, TokenOut
-from pdmesh_gateway.scheduler_link import GatewaySession
+from pdmesh_gateway.gateway_session import GatewaySession
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.gateway import ready_gateway
 from pdmesh_testing.scripted_mesh import READY, echo_prompt, token_out
@@ -883,7 +883,7 @@ async def test_a_grammar_that_becomes_too_complex_is_the_clients_to_change(model
 async def test_metrics_are_of_the_moment_even_if_the_scheduler_says_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdmesh_gateway.scheduler_link.REFRESH_LIMIT_S", 30.0)
+    monkeypatch.setattr("pdmesh_gateway.gateway_session.REFRESH_LIMIT_S", 30.0)
     async with ready_gateway(model) as (client, mesh, _):
         bounds = (("_bucket", {"model_name": "m", "le": "+Inf"}, 3.0), ("_sum", {"model_name": "m"}, 17.0))
         steps = MetricFamily("pdmesh:iteration_tokens_total", "Tokens of a step", "histogram", bounds)
@@ -906,7 +906,7 @@ async def test_metrics_are_of_the_moment_even_if_the_scheduler_says_nothing(
         ):
             assert f"\npdmesh:{line}\n" in text
             assert f"\nvllm:{line}\n" in text
-        monkeypatch.setattr("pdmesh_gateway.scheduler_link.REFRESH_LIMIT_S", 0.01)
+        monkeypatch.setattr("pdmesh_gateway.gateway_session.REFRESH_LIMIT_S", 0.01)
         mesh.answers_heartbeats = False
         mesh.state = READY
         assert '\nvllm:kv_cache_usage_perc{model_name="tiny"} 0.5\n' in (await client.get("/metrics")).text

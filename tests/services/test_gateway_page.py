@@ -13,8 +13,8 @@ import pytest
 from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import InstanceId, RequestId
 from pdmesh.wire.messages import Activity, RequestActivity, StepBar
-from pdmesh_gateway.activity import MAX_FRAMES_AHEAD, MAX_WATCHERS, ActivityHub
-from pdmesh_gateway.metrics import NUM_NEW, RecentLatencies
+from pdmesh_gateway.gateway_metrics import NUM_NEW, RecentLatencies
+from pdmesh_gateway.page_activity import MAX_FRAMES_AHEAD, MAX_WATCHERS, ActivityHub
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.running_gateway import RunningGateway, running_gateway
 from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, scripted_mesh

@@ -14,9 +14,9 @@ from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.model import FinishReason
 from pdmesh.wire.messages import Generation, TokenLogprobs, TokenOut, unpack_token_ids
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.http.responses.background import MAX_EVENT_BYTES
-from pdmesh_gateway.http.responses.logprobs import TextLogprobs
-from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.http.responses.background_responses import MAX_EVENT_BYTES
+from pdmesh_gateway.http.responses.responses_logprobs import TextLogprobs
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_testing.gateway import ready_gateway
 from pdmesh_testing.running_gateway import RunningGateway
 from pdmesh_testing.scripted_mesh import Script, ScriptedMesh, echo_prompt, token_out

@@ -24,10 +24,11 @@ from pdmesh.wire import session
 from pdmesh.wire.endpoint import bind_socket, open_channel, serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, Generation, TokenOut, unpack_token_ids
-from pdmesh_gateway import generate, token_server, transcript
+from pdmesh_gateway import generate, token_server
+from pdmesh_gateway import request_transcript as transcript
+from pdmesh_gateway.gateway_session import GatewaySession, Outlook
 from pdmesh_gateway.http import server
-from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
-from pdmesh_gateway.transcript import MAX_BLAME
+from pdmesh_gateway.request_transcript import MAX_BLAME
 from pdmesh_testing.running_gateway import RunningGateway, running_gateway
 from pdmesh_testing.scripted_mesh import READY, ScriptedMesh, echo_prompt, scripted_mesh, silence, token_out
 

@@ -80,15 +80,15 @@ from pdmesh_lab.sim.simulator import GATEWAY, SimConfig, Simulator
 from pdmesh_lab.sim.workload import Arrival
 from pdmesh_scheduler.activity import ActivityFeed
 from pdmesh_scheduler.driver import Driver
-from pdmesh_scheduler.gateways import GatewayStreams
+from pdmesh_scheduler.gateway_streams import GatewayStreams
 from pdmesh_scheduler.history import MeshHistory
 from pdmesh_scheduler.mesh_check import MeshCheck
-from pdmesh_scheduler.metrics import SchedulerMetrics
-from pdmesh_scheduler.peers import Leases, Peers
-from pdmesh_scheduler.records import RequestRecords
-from pdmesh_scheduler.spans import SchedulerSpans
+from pdmesh_scheduler.scheduler_metrics import SchedulerMetrics
+from pdmesh_scheduler.peer_streams import Leases, Peers
+from pdmesh_scheduler.request_records import RequestRecords
+from pdmesh_scheduler.scheduler_spans import SchedulerSpans
 from pdmesh_scheduler.tenants import TenantUsage
-from pdmesh_scheduler.workers import WorkerStreams
+from pdmesh_scheduler.worker_streams import WorkerStreams
 from pdmesh_testing.core import regrouped
 from pdmesh_testing.decisions import RememberingCore
 from pdmesh_testing.examples import slow_beyond

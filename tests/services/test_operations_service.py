@@ -52,9 +52,9 @@ from pdmesh.wire.messages import (
     StartRolling,
     WaitOperation,
 )
-from pdmesh_scheduler.admin import Admin, is_local
+from pdmesh_scheduler.admin_service import Admin, is_local
 from pdmesh_scheduler.desired_file import read_desired
-from pdmesh_scheduler.operators import Operators
+from pdmesh_scheduler.operator_tokens import Operators
 from pdmesh_testing.core import a_report
 from pdmesh_testing.modelled import modelled_profile
 from pdmesh_testing.running_scheduler import CONFIG as DEFAULTS

@@ -169,8 +169,8 @@ async def test_what_is_asked_of_a_scheduler_that_is_being_started_again_is_done_
     async def sleep(_seconds: float) -> None:
         anyio.from_thread.run_sync(away.set)
 
-    monkeypatch.setattr("pdmesh.cli.operations.anyio.sleep", sleep)
-    monkeypatch.setattr("pdmesh.cli.operations.AWAY_PAUSE_S", 0.0)
+    monkeypatch.setattr("pdmesh.cli.operation_requests.anyio.sleep", sleep)
+    monkeypatch.setattr("pdmesh.cli.operation_requests.AWAY_PAUSE_S", 0.0)
     results: list[Typed] = []
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, port=port, operations_file=path, orphan_grace_s=4.0))
 
@@ -227,7 +227,7 @@ async def test_a_restart_whose_answer_was_lost_is_not_done_again() -> None:
 
 
 async def test_nobody_is_asked_again_who_has_said_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdmesh.cli.operations.FIRST_LIMIT_S", 60.0)
+    monkeypatch.setattr("pdmesh.cli.operation_requests.FIRST_LIMIT_S", 60.0)
     async with running_scheduler(replace(CONFIG, security=SecurityConfig(mesh_token="ours"))) as mesh:
         with anyio.fail_after(20):
             refused = await typed(mesh, "drain", "p1", PDMESH_SECURITY_MESH_TOKEN="theirs")

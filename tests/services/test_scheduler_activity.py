@@ -21,7 +21,7 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, StepBar
 from pdmesh_scheduler.activity import MAX_REQUESTS, MAX_STEPS, ActivityFeed
 from pdmesh_scheduler.observing import Handled
-from pdmesh_scheduler.peers import Peers
+from pdmesh_scheduler.peer_streams import Peers
 from pdmesh_testing.modelled import modelled_profile
 from pdmesh_testing.scripted_mesh import READY
 

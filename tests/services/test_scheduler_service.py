@@ -52,7 +52,7 @@ from pdmesh.model import (
 )
 from pdmesh.plans import ChunkDone
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.policy.profile import Subject
+from pdmesh.policy.latency_profile import Subject
 from pdmesh.profiles import save_profile
 from pdmesh.wire.endpoint import open_channel
 from pdmesh.wire.link import GRPC_OPTIONS
@@ -82,7 +82,8 @@ from pdmesh.wire.messages import (
     WorkerDown,
     pack_token_ids,
 )
-from pdmesh_scheduler import gateways, peers
+from pdmesh_scheduler import gateway_streams as gateways
+from pdmesh_scheduler import peer_streams as peers
 from pdmesh_scheduler.main import serve
 from pdmesh_testing.modelled import modelled_profile
 from pdmesh_testing.profiles import profile_file

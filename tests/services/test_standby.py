@@ -35,8 +35,8 @@ from pdmesh.wire.messages import (
     WorkerDown,
 )
 from pdmesh.wire.scheduler_channel import SchedulerChannel, open_scheduler_channel, scheduler_addresses
+from pdmesh_gateway.gateway_session import GatewaySession, Outlook
 from pdmesh_gateway.main import token_host_of
-from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
 from pdmesh_scheduler.main import serve
 from pdmesh_scheduler.standby.file_store import FileStore
 from pdmesh_scheduler.standby.keeper import LeaseLost
@@ -331,7 +331,7 @@ def test_addresses(setting: str, addresses: tuple[str, ...]) -> None:
 
 
 def welcome(term: int) -> WelcomeWorker:
-    return WelcomeWorker(lease_s=1, heartbeat_s=1, term=term)
+    return WelcomeWorker(heartbeat_s=1, term=term)
 
 
 async def test_an_earlier_leader_is_refused() -> None:

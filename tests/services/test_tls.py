@@ -33,8 +33,8 @@ from pdmesh.wire import endpoint
 from pdmesh.wire.endpoint import MeshChannel, open_channel, serving
 from pdmesh.wire.link import FrameLink, open_link, serve_link
 from pdmesh.wire.messages import CommandMessage, EventMessage, WorkerDown, WorkerUp
+from pdmesh.wire.rejected_peers import HANDSHAKE_S, MAX_REMEMBERED, StrangerKind, Strangers
 from pdmesh.wire.roles import RoleRule, ServiceRole
-from pdmesh.wire.strangers import HANDSHAKE_S, MAX_REMEMBERED, StrangerKind, Strangers
 from pdmesh_gateway.http.server import serve_http
 from pdmesh_testing.certificates import make_expired
 from pdmesh_testing.checkpoints import write_checkpoint

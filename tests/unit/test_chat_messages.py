@@ -12,12 +12,12 @@ import pytest
 from pdmesh.errors import RequestRejected
 from pdmesh.grammars import schema_problem
 from pdmesh_gateway.grpc_chat import conversation_of
-from pdmesh_gateway.http.chat import conversation_of as chat_conversation_of
-from pdmesh_gateway.http.chat import template_messages
+from pdmesh_gateway.http.chat_endpoint import conversation_of as chat_conversation_of
+from pdmesh_gateway.http.chat_endpoint import template_messages
 from pdmesh_gateway.http.chat_tools import chat_tools
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
-from pdmesh_gateway.protocol.chat import ChatMessage, ChatRequest
-from pdmesh_gateway.protocol.tokens import TokenizeRequest
+from pdmesh_gateway.protocol.chat_protocol import ChatMessage, ChatRequest
+from pdmesh_gateway.protocol.tokens_protocol import TokenizeRequest
 from pdmesh_gateway.schemas import arguments_schema, obeyed
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ import pytest
 
 from pdmesh.cli.logs import MAX_LINE_BYTES, print_logs
 from pdmesh.cli.options import Output
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.state_folder import StateFolder
 from pdmesh.errors import PdmeshError
 
 LIMIT_S = 60.0

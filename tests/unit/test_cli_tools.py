@@ -24,15 +24,6 @@ import pytest
 
 from pdmesh.apikeys import SCOPES, ApiKey, entry_of, hash_key
 from pdmesh.cli import doctor
-from pdmesh.cli.admin import (
-    compute_lines,
-    group_line,
-    host_lines,
-    instances_table,
-    processes_table,
-    speed_line,
-    target,
-)
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.doctor import (
     Severity,
@@ -49,7 +40,16 @@ from pdmesh.cli.http import Target
 from pdmesh.cli.process_id import process_id
 from pdmesh.cli.request_view import requests_table
 from pdmesh.cli.run import _serves
-from pdmesh.cli.state import MeshRecord, ServiceRecord, StateFolder, running_meshes
+from pdmesh.cli.state_folder import MeshRecord, ServiceRecord, StateFolder, running_meshes
+from pdmesh.cli.status import (
+    compute_lines,
+    group_line,
+    host_lines,
+    instances_table,
+    processes_table,
+    speed_line,
+    target,
+)
 from pdmesh.cli.tables import Column, Table
 from pdmesh.cli.up import down
 from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig, WorkerConfig
@@ -397,7 +397,7 @@ def test_a_mesh_that_starts_is_stopped_before_it_has_a_record(tmp_path: Path) ->
     """It downloads a model, and the command that started it in the background is gone."""
     state = StateFolder("default", tmp_path / "default")
     assert not down(state, now=False, drain_s=None)
-    hold = "import sys, time; from pathlib import Path; from pdmesh.cli.state import StateFolder\n"
+    hold = "import sys, time; from pathlib import Path; from pdmesh.cli.state_folder import StateFolder\n"
     hold += "with StateFolder('default', Path(sys.argv[1])).lock(): print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold, str(state.folder)], stdout=subprocess.PIPE) as supervisor:
         assert supervisor.stdout is not None

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdmesh.engine import loading, runner
+from pdmesh.engine import model_loading as loading
+from pdmesh.engine import runner
 from pdmesh.engine.base import SequenceSlice, SliceResult
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.cuda import layer_graphs
-from pdmesh.engine.cuda.forward import DeviceForward, paced
+from pdmesh.engine.cuda.cuda_forward import DeviceForward, paced
 from pdmesh.engine.cuda.graphs import MAX_BATCH_SIZE, graph_batch_size
 from pdmesh.engine.cuda.staging import Turns
 from pdmesh.engine.runner import TorchEngine

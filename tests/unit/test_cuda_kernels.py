@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="needs Triton")
 
-from pdmesh.engine.cuda.kernels import TritonKernels, write_pages_kernel
-from pdmesh.engine.cuda.linear import row_linear
+from pdmesh.engine.cuda.cuda_kernels import TritonKernels, write_pages_kernel
+from pdmesh.engine.cuda.cuda_linear import row_linear
 from pdmesh.engine.cuda.page_tables import lengths_of, write_pages
 from pdmesh.engine.kernels import Elementwise, Rotation, TorchKernels
 from pdmesh.engine.model_config import NormConfig
@@ -101,7 +101,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pdmesh.engine.cuda import kernels, linear
+from pdmesh.engine.cuda import cuda_kernels as kernels, cuda_linear as linear
 
 def compiled(kernel, types, **constants):
     signature = dict(zip(kernel.arg_names, types.split() + ["constexpr"] * len(constants), strict=True))

@@ -24,7 +24,7 @@ from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.schemas import arguments_schema
 from pdmesh_gateway.stop import StopFinder
 from pdmesh_gateway.tools.format import CallableTool
-from pdmesh_gateway.tools.harmony import ANALYSIS, Harmony
+from pdmesh_gateway.tools.harmony_calls import ANALYSIS, Harmony
 
 SCHEMA = arguments_schema({"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": "integer"}}})
 CALLS = Calls(tools=(CallableTool(name="look", schema=SCHEMA),), required=False, most=16)

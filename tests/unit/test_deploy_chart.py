@@ -27,7 +27,7 @@ from pdmesh.model import InstanceId, PoolMember, Role
 from pdmesh_kubernetes.actuator import KubernetesActuator
 from pdmesh_kubernetes.lease_store import KubernetesStore
 from pdmesh_scheduler.standby.leadership import LeaseRecord
-from pdmesh_scheduler.standby.store import StoreUnavailable
+from pdmesh_scheduler.standby.lease_store import StoreUnavailable
 from pdmesh_testing.checkpoints import write_checkpoint
 from pdmesh_testing.gguf_files import write_gguf
 from pdmesh_testing.kubernetes import NAMESPACE, FakeApiServer, FakeCluster, asking, rules_of

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pdmesh.engine.arithmetic import torch_kind
+from pdmesh.engine.arithmetic_class import torch_kind
 from pdmesh.engine.model_config import RopeConfig
 from pdmesh.engine.rope import RotaryEmbedding
 

@@ -18,7 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from pdmesh.demo.checkpoint import demo_checkpoint
+from pdmesh.demo.demo_checkpoint import demo_checkpoint
 from pdmesh.engine.files import load_model_config, load_model_info, resolve_model, served_name
 from pdmesh.engine.model_config import ModelConfig, QkNorm, RopeConfig
 from pdmesh.engine.runner import TorchEngine
@@ -244,7 +244,7 @@ def test_the_demo_model_can_be_served() -> None:
 
 
 def test_what_gateways_use_does_not_import_torch() -> None:
-    code = "import sys, pdmesh.demo.checkpoint, pdmesh.engine.files; sys.exit('torch' in sys.modules)"
+    code = "import sys, pdmesh.demo.demo_checkpoint, pdmesh.engine.files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from pdmesh.engine.base import EngineSequence
-from pdmesh.engine.cuda.sampler import draw
+from pdmesh.engine.cuda.cuda_sampler import draw
 from pdmesh.engine.drawing import DrawKernels, load_draw_kernels
 from pdmesh.engine.guide import Guide
 from pdmesh.engine.levels import processor_levels

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from pdmesh.engine.base import EngineSequence
-from pdmesh.engine.cuda.sampler import draw
+from pdmesh.engine.cuda.cuda_sampler import draw
 from pdmesh.engine.guide import Guide
 from pdmesh.engine.sampler import draw_settings, kept_tokens, noise_bits, noise_keys, sample, token_logprobs
 from pdmesh.grammars import Grammars
@@ -241,7 +241,7 @@ def test_a_device_is_not_waited_for(model: Path) -> None:
 @pytest.mark.parametrize("tile_elements", [1, 200, 1 << 23])
 def test_a_devices_draws_are_the_hosts(monkeypatch: pytest.MonkeyPatch, tile_elements: int) -> None:
     """Mixed batches, in tiles or at once; the logits stay as they are."""
-    monkeypatch.setattr("pdmesh.engine.cuda.sampler._TILE_ELEMENTS", tile_elements)
+    monkeypatch.setattr("pdmesh.engine.cuda.cuda_sampler._TILE_ELEMENTS", tile_elements)
     rng = random.Random(tile_elements)
     choices: dict[str, list[Any]] = {
         "temperature": [0.0, 0.3, 1.0, 2.5],

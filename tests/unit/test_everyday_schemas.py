@@ -30,14 +30,14 @@ from pdmesh.engine.guide import Guide
 from pdmesh.errors import RequestRejected
 from pdmesh.grammars import Grammars, schema_problem
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat
+from pdmesh_gateway.answer_grammars import GrammarChecker
 from pdmesh_gateway.gbnf import Converted, converted
-from pdmesh_gateway.grammars import GrammarChecker
-from pdmesh_gateway.http.responses.protocol import ResponsesRequest
-from pdmesh_gateway.http.responses.requests import fields_of
-from pdmesh_gateway.protocol.chat import ChatRequest
+from pdmesh_gateway.http.responses.responses_protocol import ResponsesRequest
+from pdmesh_gateway.http.responses.responses_requests import fields_of
+from pdmesh_gateway.protocol.chat_protocol import ChatRequest
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.schemas import Obeyed, obeyed
-from pdmesh_gateway.tools.choosing import Tool, ToolChoice, calls_of
+from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice, calls_of
 from pdmesh_testing.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.anyio
@@ -285,7 +285,7 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 
 class InProcess:
-    """A `pdmesh_gateway.grammars.GrammarJudge`."""
+    """A `pdmesh_gateway.answer_grammars.GrammarJudge`."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars

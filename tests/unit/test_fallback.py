@@ -15,7 +15,7 @@ from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
 from pdmesh.engine.architectures import architectures, undescribed_architectures
-from pdmesh.engine.fallback.attention import Attended
+from pdmesh.engine.fallback.fallback_attention import Attended
 from pdmesh.engine.fallback.transformer import _Step
 from pdmesh.engine.files import load_model_info
 from pdmesh.engine.runner import TorchEngine
@@ -254,7 +254,7 @@ def test_attention_that_our_cache_does_not_hold_is_refused(
 def _registered(class_name: str) -> Any:
     import transformers
 
-    from pdmesh.engine.fallback.attention import register
+    from pdmesh.engine.fallback.fallback_attention import register
 
     register()
     return getattr(transformers, class_name)

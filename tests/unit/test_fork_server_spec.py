@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh.cli import plan
 from pdmesh.cli.plan import WorkerSpecs, fork_server_spec
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.state_folder import StateFolder
 from pdmesh.config import MeshConfig, PoolConfig, SecurityConfig, WorkerConfig
 from pdmesh.model import PoolCounts
 

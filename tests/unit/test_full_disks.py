@@ -13,7 +13,7 @@ import anyio
 import pytest
 import structlog
 
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.state_folder import StateFolder
 from pdmesh.config import TelemetryConfig
 from pdmesh.core.config import CoreConfig
 from pdmesh.core.events import GatewayJoined
@@ -21,7 +21,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.eventlog import EventLogReader, EventLogWriter, Header
 from pdmesh.rotation import cut_off, set_aside
 from pdmesh.service import MAX_DESCRIPTORS, raise_descriptor_limit
-from pdmesh.telemetry.logs import UnfailingStream, configure_logging
+from pdmesh.telemetry.log_lines import UnfailingStream, configure_logging
 from pdmesh_testing.core import GATEWAY
 from pdmesh_testing.disks import full_beyond
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.http import body as bodies
 from pdmesh_gateway.http.body import INLINE_BYTES, decode_body, read_in_pieces
-from pdmesh_gateway.protocol.chat import ChatRequest
+from pdmesh_gateway.protocol.chat_protocol import ChatRequest
 from pdmesh_testing.examples import examples
 
 JSON = st.recursive(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdmesh_gateway.byte_level import ByteLevelDetokenizer, ByteLevelVocabulary
 from pdmesh_gateway.detokenizer import REPLACEMENT, Detokenizer, WindowDetokenizer
-from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_testing.examples import examples
 from pdmesh_testing.tokenizers import write_tokenizer
 

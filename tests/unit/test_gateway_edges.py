@@ -15,14 +15,14 @@ import pytest
 from pdmesh.engine.files import DefaultSampling, ModelInfo
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh_gateway.http.body import ClientGone, decode_body, may_hold_more_values, read_body
-from pdmesh_gateway.http.chat import template_messages
+from pdmesh_gateway.http.chat_endpoint import template_messages
 from pdmesh_gateway.http.unknown import header_value
 from pdmesh_gateway.limits import SMALL_BODY_BYTES, RequestLimiter
-from pdmesh_gateway.protocol.chat import ChatMessage, ChatRequest
-from pdmesh_gateway.protocol.completions import CompletionRequest
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
+from pdmesh_gateway.protocol.chat_protocol import ChatMessage, ChatRequest
+from pdmesh_gateway.protocol.completions_protocol import CompletionRequest
 from pdmesh_gateway.sampling import sampling_params, target_s
 from pdmesh_gateway.templates import MAX_NESTING, RequestTemplates, TemplateFailed, check_nesting, compile_template
-from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_testing.tokenizers import write_tokenizer
 
 pytestmark = pytest.mark.anyio

@@ -9,18 +9,18 @@ import msgspec
 import pytest
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.grammars import asked_for
+from pdmesh_gateway.answer_grammars import asked_for
 from pdmesh_gateway.http import unknown
 from pdmesh_gateway.http.body import INLINE_BYTES, decode_body
-from pdmesh_gateway.http.messages.protocol import CountTokensRequest, MessagesRequest
-from pdmesh_gateway.http.messages.requests import fields_of as fields_of_messages
-from pdmesh_gateway.http.responses.protocol import InputTokensRequest, ResponsesRequest
-from pdmesh_gateway.http.responses.requests import fields_of as fields_of_responses
+from pdmesh_gateway.http.messages.messages_protocol import CountTokensRequest, MessagesRequest
+from pdmesh_gateway.http.messages.messages_requests import fields_of as fields_of_messages
+from pdmesh_gateway.http.responses.responses_protocol import InputTokensRequest, ResponsesRequest
+from pdmesh_gateway.http.responses.responses_requests import fields_of as fields_of_responses
 from pdmesh_gateway.http.unknown import OTHERS
-from pdmesh_gateway.protocol.chat import ChatBatchRequest, ChatRequest
-from pdmesh_gateway.protocol.completions import CompletionRequest
-from pdmesh_gateway.protocol.embeddings import EmbeddingRequest
-from pdmesh_gateway.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from pdmesh_gateway.protocol.chat_protocol import ChatBatchRequest, ChatRequest
+from pdmesh_gateway.protocol.completions_protocol import CompletionRequest
+from pdmesh_gateway.protocol.embeddings_protocol import EmbeddingRequest
+from pdmesh_gateway.protocol.tokens_protocol import DetokenizeRequest, TokenizeRequest
 
 pytestmark = pytest.mark.anyio
 

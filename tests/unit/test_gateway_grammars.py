@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.grammars import Grammars, schema_problem
+from pdmesh_gateway.answer_grammars import MAX_PROPERTIES, GrammarChecker, asked_for
 from pdmesh_gateway.gbnf import Converted, converted
 from pdmesh_gateway.grammar_process import GrammarProcess
-from pdmesh_gateway.grammars import MAX_PROPERTIES, GrammarChecker, asked_for
 from pdmesh_gateway.http.unknown import known_fields
-from pdmesh_gateway.protocol.chat import ChatRequest
+from pdmesh_gateway.protocol.chat_protocol import ChatRequest
 from pdmesh_gateway.schemas import Obeyed, obeyed
 from pdmesh_testing.checkpoints import write_checkpoint
 
@@ -53,7 +53,7 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 
 class InProcess:
-    """A `pdmesh_gateway.grammars.GrammarJudge`."""
+    """A `pdmesh_gateway.answer_grammars.GrammarJudge`."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -244,7 +244,7 @@ async def test_one_that_takes_too_long_is_refused_meanwhile_and_tried_again(
     goes_on = anyio.Event()
     checker = GrammarChecker(InProcess(grammars))
     with monkeypatch.context() as patch:
-        patch.setattr("pdmesh_gateway.grammars.COMPILE_LIMIT_S", 0.01)
+        patch.setattr("pdmesh_gateway.answer_grammars.COMPILE_LIMIT_S", 0.01)
         patch.setattr(Grammars, "problem", lambda _self, _grammar: anyio.from_thread.run(goes_on.wait))
         try:
             with pytest.raises(RequestRejected, match="make it simpler"):
@@ -261,7 +261,7 @@ async def test_what_never_ends_or_ends_the_process_is_refused_and_the_next_is_ju
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled here, the first goes on for minutes; what takes all memory is judged no more, and ends the process."""
-    monkeypatch.setattr("pdmesh_gateway.grammars.COMPILE_LIMIT_S", 1.0)
+    monkeypatch.setattr("pdmesh_gateway.answer_grammars.COMPILE_LIMIT_S", 1.0)
     judge = GrammarProcess(directory, vocab_size=512, eos_token_ids=(258, 256))
     checker = GrammarChecker(judge)
     try:

@@ -14,11 +14,11 @@ from pdmesh.grammars import Grammars, schema_problem
 from pdmesh_gateway.answer_format import AnswerFormat, Calls, find_format
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.items import ChoiceItems, ItemKind, WholeAnswer, collect
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.schemas import arguments_schema, obeyed
-from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.tools.format import CallableTool
-from pdmesh_gateway.tools.harmony import ANALYSIS, Harmony
+from pdmesh_gateway.tools.harmony_calls import ANALYSIS, Harmony
 from pdmesh_testing.checkpoints import write_checkpoint
 
 

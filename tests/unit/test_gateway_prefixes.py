@@ -17,9 +17,9 @@ from pdmesh.model import GRANULE_TOKENS, GatewayId, InstanceId, PrefixHashes, Re
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import TokenOut, pack_token_ids
 from pdmesh_gateway.mailbox import Mailbox
-from pdmesh_gateway.prefixes import INLINE_BYTES, Prefixes, PromptPrefix
+from pdmesh_gateway.prompt_prefixes import INLINE_BYTES, Prefixes, PromptPrefix
+from pdmesh_gateway.request_transcript import Transcript
 from pdmesh_gateway.sampling import cache_salt
-from pdmesh_gateway.transcript import Transcript
 
 pytestmark = pytest.mark.anyio
 

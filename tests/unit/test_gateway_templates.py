@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from pdmesh.engine.gguf.tokenizer import write_tokenizer
+from pdmesh.engine.gguf.gguf_tokenizer import write_tokenizer
 from pdmesh_gateway.answer_format import find_format
-from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_testing.checkpoints import write_checkpoint
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -11,8 +11,8 @@ from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, RequestId, 
 from pdmesh.prefixes import PrefixHasher
 from pdmesh.wire.messages import PromptLogprobs, TokenLogprobs, TokenOut, TurnOver, pack_token_ids, unpack_token_ids
 from pdmesh_gateway.mailbox import Mailbox
-from pdmesh_gateway.prefixes import PromptPrefix
-from pdmesh_gateway.transcript import (
+from pdmesh_gateway.prompt_prefixes import PromptPrefix
+from pdmesh_gateway.request_transcript import (
     BREAK_GRACE_S,
     MAX_AHEAD,
     MAX_BLAME,

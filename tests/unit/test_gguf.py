@@ -15,13 +15,13 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from pdmesh.engine.files import load_model_info, resolve_model
-from pdmesh.engine.gguf.blocks import values_of
-from pdmesh.engine.gguf.reader import TYPES
-from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
+from pdmesh.engine.gguf.gguf_blocks import values_of
+from pdmesh.engine.gguf.gguf_reader import TYPES
+from pdmesh.engine.gguf.gguf_tokenizer import end_tokens, write_tokenizer
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError
 from pdmesh.model import SamplingParams
-from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_testing.architectures import assert_computes_as_transformers, references_of
 from pdmesh_testing.checkpoints import Family, write_checkpoint
 from pdmesh_testing.gguf_files import MODELS, GgufType, content_of, encoded, write_gguf

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from pdmesh.cli.up import resolved
 from pdmesh.config import MeshConfig
 from pdmesh.engine.files import load_model_info, resolve_model
-from pdmesh.engine.gguf.blocks import values_of
-from pdmesh.engine.gguf.reader import TYPES
+from pdmesh.engine.gguf.gguf_blocks import values_of
+from pdmesh.engine.gguf.gguf_reader import TYPES
 from pdmesh.engine.gguf.small_blocks import SMALL
 from pdmesh.engine.runner import TorchEngine
 from pdmesh.errors import ConfigError

@@ -23,8 +23,8 @@ from pdmesh.kv.receiver import FirstToken
 from pdmesh.kv.repair import FREE_PIECES
 from pdmesh.kv.sender import KvSender
 from pdmesh.model import Epoch, IndexRange, KvLayout, KvPart, RequestId
-from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES
+from pdmesh.transport.kv_transport import SendBuffer
 from pdmesh.transport.memory import MemoryFaults
 from pdmesh.transport.seal import MeshKey
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker

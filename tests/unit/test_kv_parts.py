@@ -21,7 +21,7 @@ from pdmesh.kv.parts import AttendPart
 from pdmesh.kv.piece import NO_PART, PieceHeader, PieceKind
 from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv
 from pdmesh.model import Epoch, IndexRange, RequestId
-from pdmesh.transport.base import KvTransport
+from pdmesh.transport.kv_transport import KvTransport
 from pdmesh_testing.kv import SMALL_LAYOUT, SMALL_TRANSFER, ByteStore, TransportMaker
 
 pytestmark = pytest.mark.anyio

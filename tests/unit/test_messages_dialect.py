@@ -14,18 +14,19 @@ from pydantic import TypeAdapter
 from pdmesh.errors import RequestRejected
 from pdmesh.model import SamplingParams
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.http.generation import Collected
-from pdmesh_gateway.http.messages.errors import error_body, status_of
-from pdmesh_gateway.http.messages.protocol import CountTokensRequest, MessagesRequest
-from pdmesh_gateway.http.messages.rendering import MessagesRendering
-from pdmesh_gateway.http.messages.requests import conversation_of, fields_of
+from pdmesh_gateway.dialects import MESSAGES
+from pdmesh_gateway.http.generation_endpoint import Collected
+from pdmesh_gateway.http.messages.anthropic_errors import error_body, status_of
+from pdmesh_gateway.http.messages.messages_protocol import CountTokensRequest, MessagesRequest
+from pdmesh_gateway.http.messages.messages_rendering import MessagesRendering
+from pdmesh_gateway.http.messages.messages_requests import conversation_of, fields_of
 from pdmesh_gateway.http.unknown import known_fields
 from pdmesh_gateway.items import AnswerEnded, ChoiceItems, ItemEvent, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_testing.examples import examples
 from pdmesh_testing.sse import named_events
 
-JOB = GenerationJob(request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
+JOB = GenerationJob(dialect=MESSAGES, request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 

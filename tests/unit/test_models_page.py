@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from pdmesh.engine.architectures import WITH_TEXT_PARTS, architectures, undescribed_architectures
-from pdmesh.engine.gguf.architectures import ARCHITECTURES
-from pdmesh.engine.gguf.reader import TYPES
+from pdmesh.engine.gguf.gguf_architectures import ARCHITECTURES
+from pdmesh.engine.gguf.gguf_reader import TYPES
 from pdmesh_testing.gguf_files import MODELS
 
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text()

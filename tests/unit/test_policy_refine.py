@@ -10,8 +10,8 @@ import pytest
 
 from pdmesh.model import KvLayout, MeasuredStep, Role
 from pdmesh.policy.latency import PROFILES, ChunkShape, LinearLatencyModel, StepShape
+from pdmesh.policy.latency_profile import self_measured
 from pdmesh.policy.packing import NOTHING, ChunkSizer
-from pdmesh.policy.profile import self_measured
 from pdmesh.policy.refine import Refinement
 from pdmesh_testing.modelled import modelled_profile
 

@@ -20,7 +20,7 @@ import pytest
 
 from pdmesh.cli.http import Target
 from pdmesh.cli.preflight import check_checkpoint, check_loopback, check_machine, check_thread_limit
-from pdmesh.cli.state import StateFolder, state_root
+from pdmesh.cli.state_folder import StateFolder, state_root
 from pdmesh.config import MeshConfig, SecurityConfig, TransferConfig
 from pdmesh.engine.architectures import parse_model_config
 from pdmesh.errors import ConfigError

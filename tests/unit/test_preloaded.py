@@ -14,7 +14,7 @@ import pytest
 
 from pdmesh.config import MeshConfig, WorkerConfig
 from pdmesh.engine import preloaded as preloaded_module
-from pdmesh.engine.loading import load_model
+from pdmesh.engine.model_loading import load_model
 from pdmesh.engine.preloaded import preload_model
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.worker.engines import build_engine, preload

@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh.errors import ConfigError
 from pdmesh.policy.latency import PROFILES, LinearLatencyModel
-from pdmesh.policy.profile import Subject
+from pdmesh.policy.latency_profile import Subject
 from pdmesh.profiles import load_profile, save_profile
 from pdmesh_testing.profiles import COEFFICIENTS, SUBJECT, profile_file
 

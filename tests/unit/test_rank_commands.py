@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.engine.base import EngineSequence, SequenceSlice
-from pdmesh.engine.ranks.commands import Command, Deltas, Replicas, Step, ToldElsewhere, frame
+from pdmesh.engine.ranks.rank_commands import Command, Deltas, Replicas, Step, ToldElsewhere, frame
 from pdmesh.errors import ProtocolError
 from pdmesh.model import num_blocks_for
 from pdmesh_testing.stepping import new_sequence

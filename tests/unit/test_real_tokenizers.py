@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 from tokenizers import pre_tokenizers
 
 from pdmesh.engine.gguf.directory import gguf_directory
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_gateway.templates import TemplateFailed, compile_template
-from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_testing.real_models import TOKENIZERS, real_model, real_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(600)]

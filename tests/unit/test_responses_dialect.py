@@ -15,14 +15,15 @@ from pdmesh.model import SamplingParams
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.answer_format import FORMATS, AnswerFormat, Calls
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.http.generation import Collected
-from pdmesh_gateway.http.responses.background import MAX_EVENT_BYTES, PIECE_BYTES, EventLog
-from pdmesh_gateway.http.responses.endpoint import _begun
-from pdmesh_gateway.http.responses.kept import KEPT_S, KeptResponse, KeptResponses
-from pdmesh_gateway.http.responses.logprobs import TextLogprobs
-from pdmesh_gateway.http.responses.protocol import ResponseObject, ResponsesRequest
-from pdmesh_gateway.http.responses.rendering import ResponsesRendering
-from pdmesh_gateway.http.responses.requests import (
+from pdmesh_gateway.dialects import RESPONSES
+from pdmesh_gateway.http.generation_endpoint import Collected
+from pdmesh_gateway.http.responses.background_responses import MAX_EVENT_BYTES, PIECE_BYTES, EventLog
+from pdmesh_gateway.http.responses.response_store import KEPT_S, KeptResponse, KeptResponses
+from pdmesh_gateway.http.responses.responses_endpoint import _begun
+from pdmesh_gateway.http.responses.responses_logprobs import TextLogprobs
+from pdmesh_gateway.http.responses.responses_protocol import ResponseObject, ResponsesRequest
+from pdmesh_gateway.http.responses.responses_rendering import ResponsesRendering
+from pdmesh_gateway.http.responses.responses_requests import (
     ItemObject,
     conversation_of,
     fields_of,
@@ -36,7 +37,7 @@ from pdmesh_gateway.tools.format import CallableTool
 from pdmesh_testing.examples import examples
 from pdmesh_testing.sse import named_events
 
-JOB = GenerationJob(request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
+JOB = GenerationJob(dialect=RESPONSES, request_id="0123.abcd", prompts=[[1, 2, 3]], params=SamplingParams(max_tokens=9))
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 Pieces = list[tuple[str, list[str]]]

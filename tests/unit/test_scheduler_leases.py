@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from pdmesh_lab.sim.agenda import Agenda
-from pdmesh_scheduler.peers import BROKEN_STREAM_GRACE_S, Leases
+from pdmesh_scheduler.peer_streams import BROKEN_STREAM_GRACE_S, Leases
 from pdmesh_testing.virtual_time import VirtualTimeLoop
 
 LEASE_S = 5.0

@@ -27,7 +27,7 @@ from pdmesh.model import Epoch, FinishReason, GatewayId, InstanceId, Request, Re
 from pdmesh.plans import ChunkDone, ChunkPlan, PrefillGroup, StepPlan
 from pdmesh.wire.messages import Generation, pack_token_ids
 from pdmesh_scheduler.observing import Handled
-from pdmesh_scheduler.records import RequestRecords
+from pdmesh_scheduler.request_records import RequestRecords
 from pdmesh_testing.worker import a_shard
 
 G = GatewayId("g")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.cli.admin import tenants_table
+from pdmesh.cli.status import tenants_table
 from pdmesh.core.events import RequestArrived, Tick
 from pdmesh.model import Role
 from pdmesh.wire.messages import MeshStatus, TenantStatus

@@ -48,13 +48,13 @@ from pdmesh.plans import ChunkDone
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
 from pdmesh.telemetry.exposition import watch_event_loop
-from pdmesh.telemetry.strangers import watch_strangers
-from pdmesh.wire.strangers import Strangers
-from pdmesh.worker.metrics import WorkerMetrics
-from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh.telemetry.rejected_peer_metric import watch_strangers
+from pdmesh.wire.rejected_peers import Strangers
+from pdmesh.worker.worker_metrics import WorkerMetrics
+from pdmesh_gateway.gateway_metrics import GatewayMetrics
 from pdmesh_gateway.transcripts import Transcripts
-from pdmesh_scheduler.metrics import SchedulerMetrics, leads_gauge
 from pdmesh_scheduler.observing import Handled
+from pdmesh_scheduler.scheduler_metrics import SchedulerMetrics, leads_gauge
 from pdmesh_scheduler.tenants import TenantUsage
 from pdmesh_testing.modelled import modelled_profile
 from pdmesh_testing.worker import a_shard

@@ -13,9 +13,9 @@ import pytest
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.address import WorkerAddress
 from pdmesh.transport.buffers import PieceBuffer, SendPool, allocate_buffers
-from pdmesh.transport.links import Links, Send
 from pdmesh.transport.peers import Peer
 from pdmesh.transport.prefix import PREFIX_BYTES
+from pdmesh.transport.send_links import Links, Send
 from pdmesh_lab.sim.agenda import Agenda
 from pdmesh_testing.virtual_time import VirtualTimeLoop
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdmesh.cli.plan import WorkerSpecs, with_brief_spinning
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.state_folder import StateFolder
 from pdmesh.config import MeshConfig, WorkerConfig
 from pdmesh.config_sources import load_config
 from pdmesh.errors import ConfigError

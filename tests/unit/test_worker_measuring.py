@@ -15,7 +15,7 @@ from pdmesh.engine.runner import TorchEngine
 from pdmesh.model import num_blocks_for
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.policy.profile import shape_of
+from pdmesh.policy.latency_profile import shape_of
 from pdmesh.worker import known_steps as known_steps_module
 from pdmesh.worker import measuring
 from pdmesh.worker.known_steps import KnownSteps, known_steps

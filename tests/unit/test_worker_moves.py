@@ -32,7 +32,7 @@ from pdmesh.kv.outgoing import PieceWriter
 from pdmesh.kv.piece import PieceHeader, PieceKind, unpack_header
 from pdmesh.kv.transcript import pack_transcript
 from pdmesh.model import Epoch, KvPart, RequestId, Role, SamplingParams, TransferId, num_blocks_for
-from pdmesh.transport.base import SendBuffer
+from pdmesh.transport.kv_transport import SendBuffer
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh.transport.seal import MeshKey
 from pdmesh.wire.messages import Generation, TurnOver

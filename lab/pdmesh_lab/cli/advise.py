@@ -14,9 +14,9 @@ import anyio
 import msgspec
 import typer
 
-from pdmesh.cli.admin import target
 from pdmesh.cli.options import Asked, Output
 from pdmesh.cli.progress import progress_bar
+from pdmesh.cli.state_folder import scheduler_of
 from pdmesh.cli.tables import Column, Table
 from pdmesh.core.events import InstanceJoined
 from pdmesh.decisions import Decision, MeshMembers, decode_decision
@@ -122,7 +122,7 @@ def read_log(path: Path) -> Recording:
 
 
 async def _latest(asked: Asked) -> list[LatestDecisions]:
-    _, address, security = target(asked.config, asked.state)
+    _, address, security = scheduler_of(asked.config, asked.state)
     pages: list[LatestDecisions] = []
     start: int | None = 0
     while start is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import typer
 
-from pdmesh.cli.operations import current_state, start
+from pdmesh.cli.operation_requests import current_state, start
 from pdmesh.cli.options import Asked, Output, new_operation_id
 from pdmesh.core.operator_events import OperationRequested
 from pdmesh.errors import ConfigError, InstanceUnavailable

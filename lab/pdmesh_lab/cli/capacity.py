@@ -17,7 +17,7 @@ from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.garbage import rare_collections
 from pdmesh.metrics import Slo
 from pdmesh.policy.latency import StepShape
-from pdmesh.policy.profile import Profile
+from pdmesh.policy.latency_profile import Profile
 from pdmesh_lab.cli.simulate import figures_table
 from pdmesh_lab.cli.study import BLOCK_SIZE, StudyOptions, described, make_study
 from pdmesh_lab.sim.capacity import ContextRoom, PoolSizes, smallest_pools, unattainable

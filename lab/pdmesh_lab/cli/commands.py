@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Exit, Option
 
-from pdmesh.cli.commands import Commands
+from pdmesh.cli.command_group import Commands
 from pdmesh.cli.operator_commands import DEFAULT_TIMEOUT_S, Timeout
 from pdmesh.cli.options import Asked, Decode, Mixed, Output, OutputFormat, Prefill, asks_scheduler
 from pdmesh.units import parse_seconds

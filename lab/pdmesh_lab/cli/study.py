@@ -13,7 +13,7 @@ from pdmesh.errors import ConfigError, PdmeshError
 from pdmesh.model import KvLayout
 from pdmesh.policy.bundles import make_bundle
 from pdmesh.policy.config import PolicyConfig
-from pdmesh.policy.profile import Profile
+from pdmesh.policy.latency_profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh_lab.sim.links import HostLink
 from pdmesh_lab.sim.mesh import MeshShape, host_name

@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Exit, Option
 
 from pdmesh import __version__
-from pdmesh.cli.commands import Commands
+from pdmesh.cli.command_group import Commands
 from pdmesh.cli.keys import app as keys_app
 from pdmesh.cli.operator_commands import app as operator_app
 from pdmesh.cli.operator_commands import ops_app, pool_app
@@ -42,7 +42,7 @@ from pdmesh.cli.options import (
     asks_scheduler,
     configured,
 )
-from pdmesh.cli.state import DEFAULT_NAME, state_folder
+from pdmesh.cli.state_folder import DEFAULT_NAME, state_folder
 from pdmesh.cli.tls import app as tls_app
 from pdmesh.errors import ConfigError
 from pdmesh.units import parse_seconds
@@ -208,7 +208,7 @@ def down(
 @asks_scheduler
 def status(asked: Asked) -> None:
     """Show the instances of a mesh and what they are doing."""
-    from pdmesh.cli.admin import show_status
+    from pdmesh.cli.status import show_status
 
     show_status(asked.config, asked.state, asked.output)
 
@@ -260,7 +260,7 @@ def requests_show(
     request_id: Annotated[str, Argument(metavar="ID", help="The request's id (`X-Request-Id` of its response).")],
 ) -> None:
     """Print a request's timeline: waiting, each chunk with its instance, the KV transfer, the tokens."""
-    from pdmesh.cli.admin import show_request
+    from pdmesh.cli.request_view import show_request
 
     show_request(asked.config, asked.state, request_id, asked.output)
 
@@ -272,7 +272,7 @@ def requests_list(
     limit: Annotated[int, Option("-n", "--limit", min=1, help="How many requests to list.")] = 20,
 ) -> None:
     """List the latest requests, newest first."""
-    from pdmesh.cli.admin import list_requests
+    from pdmesh.cli.request_view import list_requests
 
     list_requests(asked.config, asked.state, limit, asked.output)
 

@@ -24,7 +24,7 @@ from huggingface_hub import constants
 from pdmesh.build_info import core_build
 from pdmesh.cli.options import Output
 from pdmesh.cli.preflight import check_machine
-from pdmesh.cli.state import MeshRecord, running_meshes, state_root
+from pdmesh.cli.state_folder import MeshRecord, running_meshes, state_root
 from pdmesh.cli.tables import terminal_width, wrapped
 from pdmesh.config import MeshConfig, TransferConfig, WorkerConfig
 from pdmesh.engine.levels import choose_kernels, processor_levels

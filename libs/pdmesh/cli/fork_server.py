@@ -32,7 +32,7 @@ from pdmesh.config import MeshConfig
 from pdmesh.config_sources import load_config
 from pdmesh.errors import ConfigError
 from pdmesh.service import run_from_environment
-from pdmesh.telemetry.logs import configure_logging
+from pdmesh.telemetry.log_lines import configure_logging
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from pdmesh.engine.preloaded import PreloadedModel

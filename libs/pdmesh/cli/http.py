@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import anyio
 from anyio.abc import ByteStream
 
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.state_folder import StateFolder
 from pdmesh.config import MeshConfig, SecurityConfig
 from pdmesh.errors import PdmeshError
 from pdmesh.host import is_loopback

@@ -23,7 +23,7 @@ from pdmesh.apikeys import (
     parse_api_keys,
     parse_operators,
 )
-from pdmesh.cli.commands import Commands
+from pdmesh.cli.command_group import Commands
 from pdmesh.errors import ConfigError
 
 app = Commands("keys", "Create API keys and operator tokens.")

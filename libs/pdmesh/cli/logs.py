@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import typer
 
 from pdmesh.cli.options import Output
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.state_folder import StateFolder
 from pdmesh.errors import PdmeshError
 
 #: A longer line is cut.

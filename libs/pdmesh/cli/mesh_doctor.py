@@ -9,9 +9,8 @@ import anyio
 import msgspec
 import typer
 
-from pdmesh.cli.admin import target
 from pdmesh.cli.options import Output
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.state_folder import StateFolder, scheduler_of
 from pdmesh.cli.tables import terminal_width, wrapped
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ProtocolError
@@ -42,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_mesh_doctor(config: MeshConfig, state: StateFolder, output: Output) -> int:
     """Print what is wrong in a mesh; return 1 if anything is. Raises PdmeshError if it cannot be asked."""
-    _, address, security = target(config, state)
+    _, address, security = scheduler_of(config, state)
     answer = anyio.run(ask_scheduler, address, security, messages.CheckMesh())
     if not isinstance(answer, messages.MeshChecked):
         raise ProtocolError(f"the scheduler at {address} answered another question")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from typer import Argument, Exit, Option
 
-from pdmesh.cli.commands import Commands
+from pdmesh.cli.command_group import Commands
 from pdmesh.cli.options import Asked, asks_scheduler, new_operation_id
 from pdmesh.errors import ConfigError
 from pdmesh.units import parse_seconds
@@ -120,7 +120,7 @@ def restart(
         raise ConfigError("give the name of one process, or --rolling for all")
     if instance is not None:
         _operate(asked, "restart", instance, wait=wait, timeout_s=timeout, force=force)
-    from pdmesh.cli.operations import restart_all
+    from pdmesh.cli.operation_requests import restart_all
 
     raise Exit(restart_all(asked, timeout_s=timeout, start_timeout_s=start_timeout, force=force, wait=wait))
 
@@ -137,7 +137,7 @@ def pool_resize(
     wait: Wait = True,
 ) -> None:
     """Resize the pools: instances change roles, are started by `pdmesh up`, or are drained and stopped."""
-    from pdmesh.cli.operations import resize
+    from pdmesh.cli.operation_requests import resize
     from pdmesh.model import Role
 
     sizes = {Role.PREFILL: prefill, Role.DECODE: decode, Role.MIXED: mixed}
@@ -154,7 +154,7 @@ def ops_list(asked: Asked) -> None:
     Exit codes of commands that change a mesh: 0 done (or begun, with --no-wait), 1 failed, cancelled or undone, 2 wrong
     usage, 3 no `pdmesh up` here to start and stop processes, 4 refused. After 2, 3 and 4 nothing has changed.
     """
-    from pdmesh.cli.operations import list_operations
+    from pdmesh.cli.operation_requests import list_operations
 
     list_operations(asked)
 
@@ -163,7 +163,7 @@ def ops_list(asked: Asked) -> None:
 @asks_scheduler
 def ops_show(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) -> None:
     """Show the progress of an operation."""
-    from pdmesh.cli.operations import show_operation
+    from pdmesh.cli.operation_requests import show_operation
 
     show_operation(asked, operation)
 
@@ -172,7 +172,7 @@ def ops_show(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) ->
 @asks_scheduler
 def ops_cancel(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) -> None:
     """Cancel an operation and undo it: instances are used as before."""
-    from pdmesh.cli.operations import cancel_operation
+    from pdmesh.cli.operation_requests import cancel_operation
 
     raise Exit(cancel_operation(asked, operation))
 
@@ -180,7 +180,7 @@ def ops_cancel(asked: Asked, operation: Annotated[str, Argument(metavar="ID")]) 
 def _operate(asked: Asked, kind: str, instance: str, *, wait: bool = True, **more: Any) -> NoReturn:
     import msgspec
 
-    from pdmesh.cli.operations import start
+    from pdmesh.cli.operation_requests import start
     from pdmesh.core.operator_events import OperationRequested
 
     fields = {"operation_id": new_operation_id(), "kind": kind, "instance_id": instance, **more}

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec
 
 from typer import Option
 
-from pdmesh.cli.commands import parameters_of, with_first
-from pdmesh.cli.state import DEFAULT_NAME, StateFolder, state_folder
+from pdmesh.cli.command_group import parameters_of, with_first
+from pdmesh.cli.state_folder import DEFAULT_NAME, StateFolder, state_folder
 from pdmesh.errors import ConfigError
 
 if TYPE_CHECKING:  # ``--help`` needs no configuration

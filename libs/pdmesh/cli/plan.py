@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.cli.processes import ChildSpec, is_gateway
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.state_folder import StateFolder
 from pdmesh.config import InstanceDegrees, MeshConfig, WorkerConfig
 from pdmesh.config_sources import PREFIX, environment_of
 from pdmesh.engine.devices import may_have_device

@@ -7,9 +7,8 @@ import json
 import anyio
 import typer
 
-from pdmesh.cli.admin import target
 from pdmesh.cli.options import Output
-from pdmesh.cli.state import StateFolder
+from pdmesh.cli.state_folder import StateFolder, scheduler_of
 from pdmesh.cli.tables import Column, Table
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError, ProtocolError
@@ -56,7 +55,7 @@ def set_policy(config: MeshConfig, state: StateFolder, name: str, threshold: flo
 
 
 def _ask(config: MeshConfig, state: StateFolder, question: GetPolicies | SetPolicy | SetBatching) -> Policies:
-    _, address, security = target(config, state)
+    _, address, security = scheduler_of(config, state)
     answer = anyio.run(ask_scheduler, address, security, question)
     if not isinstance(answer, Policies):
         raise ProtocolError("the scheduler sent an unexpected answer")

@@ -21,9 +21,9 @@ from pdmesh.host import num_usable_cores
 from pdmesh.model import PoolCounts
 from pdmesh.policy.fit import fit
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.policy.profile import Subject
+from pdmesh.policy.latency_profile import Subject
 from pdmesh.profiles import FORMAT, ProfileFile, save_profile
-from pdmesh.telemetry.logs import configure_logging
+from pdmesh.telemetry.log_lines import configure_logging
 
 #: Fewer than the model has coefficients cannot be fitted.
 _LEAST_SHAPES = 10

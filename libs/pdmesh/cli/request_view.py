@@ -1,15 +1,52 @@
-"""How `pdmesh requests show` prints a request's life, or the choices that one HTTP request became."""
+"""`pdmesh requests show|list`: a request's life, the choices that one HTTP request became, and the latest requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
 
+import anyio
+import msgspec
 import typer
 
+from pdmesh.cli.options import Output
+from pdmesh.cli.state_folder import StateFolder, scheduler_of
 from pdmesh.cli.tables import Column, Table
+from pdmesh.config import MeshConfig
+from pdmesh.errors import ProtocolError
 from pdmesh.metrics import tpot_between_s
-from pdmesh.wire.messages import RequestList, RequestRecord
+from pdmesh.wire.admin import ask_scheduler
+from pdmesh.wire.messages import GetRequest, ListRequests, RequestList, RequestRecord
+
+
+def show_request(config: MeshConfig, state: StateFolder, request_id: str, output: Output) -> None:
+    """Print a request's record, or the choices of a request that became several.
+
+    Raises PdmeshError if the request is not remembered, or no mesh can be asked.
+    """
+    _, address, security = scheduler_of(config, state)
+    question = GetRequest(request_id=request_id.rstrip("…"))  # as a narrow terminal shows it
+    answer = anyio.run(ask_scheduler, address, security, question)
+    if not isinstance(answer, RequestRecord | RequestList):
+        raise ProtocolError("the scheduler sent an unexpected answer")
+    if output is Output.JSON:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    elif isinstance(answer, RequestRecord):
+        print_request(answer)
+    else:
+        print_choices(request_id, answer)
+
+
+def list_requests(config: MeshConfig, state: StateFolder, limit: int, output: Output) -> None:
+    """Print the requests that arrived last. Raises PdmeshError if no mesh can be asked."""
+    _, address, security = scheduler_of(config, state)
+    answer = anyio.run(ask_scheduler, address, security, ListRequests(limit=limit))
+    if not isinstance(answer, RequestList):
+        raise ProtocolError("the scheduler sent an unexpected answer")
+    if output is Output.JSON:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    else:
+        requests_table(answer.requests).show()
 
 
 def print_request(record: RequestRecord) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from pdmesh.cli.chat import ChatOptions, run_chat
 from pdmesh.cli.http import Target
-from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, StateFolder
+from pdmesh.cli.state_folder import DEFAULT_NAME, MeshRecord, StateFolder
 from pdmesh.config import MeshConfig
 from pdmesh.errors import ConfigError
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from pdmesh.cli.commands import Commands
+from pdmesh.cli.command_group import Commands
 from pdmesh.errors import ConfigError
 
 if TYPE_CHECKING:

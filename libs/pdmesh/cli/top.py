@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pdmesh.cli import tables
-from pdmesh.cli.admin import link_lines
 from pdmesh.cli.history_view import events_table, note_line
 from pdmesh.cli.http import Target, refusal
 from pdmesh.cli.options import Output
+from pdmesh.cli.status import link_lines
 from pdmesh.cli.tables import Column, terminal_width
 from pdmesh.errors import PdmeshError
 from pdmesh.wire.messages import InstanceNote, LinkStatus, MeshEvent

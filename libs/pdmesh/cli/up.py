@@ -37,7 +37,7 @@ from pdmesh.cli.plan import (
 from pdmesh.cli.preflight import check_access, check_checkpoint, check_machine, check_ranks, check_settings
 from pdmesh.cli.process_id import process_id, wait_for_end
 from pdmesh.cli.processes import ChildSpec
-from pdmesh.cli.state import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
+from pdmesh.cli.state_folder import DEFAULT_NAME, MeshRecord, ServiceRecord, StateFolder
 from pdmesh.cli.supervisor import END_S, MIN_DRAIN_S, MeshPlan, Supervisor
 from pdmesh.cli.supervisor_actuator import follow_scheduler
 from pdmesh.config import MeshConfig
@@ -47,7 +47,7 @@ from pdmesh.failures import describe_exit, sentence
 from pdmesh.host import num_usable_cores
 from pdmesh.model import InstanceId, PoolCounts, Role
 from pdmesh.rotation import cut_off
-from pdmesh.telemetry.logs import UnfailingStream
+from pdmesh.telemetry.log_lines import UnfailingStream
 from pdmesh.wire.admin import ask_scheduler
 from pdmesh.wire.endpoint import bind_socket
 from pdmesh.wire.messages import ExpectInstances, FollowPools, PoolsDesired
@@ -292,7 +292,7 @@ def resolved(config: MeshConfig, say: Callable[[str], None] | None = None) -> Me
     from pdmesh.engine.files import resolve_model, served_name, with_adapter
 
     if config.model is None:
-        from pdmesh.demo.checkpoint import DEMO_MODEL_NAME, demo_checkpoint
+        from pdmesh.demo.demo_checkpoint import DEMO_MODEL_NAME, demo_checkpoint
 
         name = DEMO_MODEL_NAME
         directory = demo_checkpoint()
@@ -322,7 +322,7 @@ def check_profile(config: MeshConfig) -> None:
     if config.scheduler.profile is None or config.worker.engine != "torch":
         return
     from pdmesh.engine.files import load_model_config
-    from pdmesh.policy.profile import Subject
+    from pdmesh.policy.latency_profile import Subject
     from pdmesh.profiles import load_profile
 
     profile = load_profile(config.scheduler.profile)

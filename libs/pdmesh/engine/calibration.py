@@ -17,8 +17,8 @@ from pdmesh.engine.base import EngineSequence, SequenceSlice
 from pdmesh.engine.compute import Compute
 from pdmesh.engine.forward import DirectForward, step_spans
 from pdmesh.engine.kernels import Kernels, Rotation
-from pdmesh.engine.model import Transformer
 from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.transformer_model import Transformer
 from pdmesh.model import RequestId, SamplingParams, num_blocks_for
 
 #: Largest magnitude that counts as fitting: float16 ends at 65,504, and other prompts may reach higher.

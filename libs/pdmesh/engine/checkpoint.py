@@ -20,7 +20,7 @@ from pdmesh.engine.lora import adapted
 from pdmesh.engine.model_config import ExpertsConfig, LayerConfig, ModelConfig, QkNorm
 from pdmesh.engine.packed import joined_linear, packed_linear
 from pdmesh.engine.ranks.group import RankGroup
-from pdmesh.engine.ranks.linear import GatheredHeads, GatheredLinear, GatheredVocabulary
+from pdmesh.engine.ranks.rank_linear import GatheredHeads, GatheredLinear, GatheredVocabulary
 from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.rope import rotation_order
 from pdmesh.engine.tensors import RandomTensors, Tensors, UnreadTensors, open_tensors

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdmesh.engine.arithmetic import class_name, torch_kind
+from pdmesh.engine.arithmetic_class import class_name, torch_kind
 from pdmesh.engine.attention import AttentionBackend, PartialBackend, TorchAttention
 from pdmesh.engine.compute import Compute, Loaded
 from pdmesh.engine.forward import DirectForward
@@ -78,7 +78,7 @@ def choose_attention(
 def choose_compute(loaded: Loaded, device: torch.device, *, native: bool) -> Compute:
     """The fastest that there is for this model here; without ``native`` the reference, plain torch."""
     if device.type == "cuda":
-        from pdmesh.engine.cuda.compute import cuda_compute  # only where there is a device
+        from pdmesh.engine.cuda.cuda_compute import cuda_compute  # only where there is a device
 
         return cuda_compute(loaded, device, native=native)
     config, layout = loaded.rank_config, loaded.rank_layout

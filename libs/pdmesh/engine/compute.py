@@ -12,9 +12,9 @@ from pdmesh.engine.checkpoint import ModelWeights
 from pdmesh.engine.forward import Forward
 from pdmesh.engine.kernels import Kernels
 from pdmesh.engine.levels import KernelChoice
-from pdmesh.engine.model import Transformer
 from pdmesh.engine.model_config import ModelConfig
 from pdmesh.engine.ranks.share import WHOLE, RankShare
+from pdmesh.engine.transformer_model import Transformer
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvLayout
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pdmesh.engine.attention import AttentionBackend, AttentionOutput, AttentionPlan, QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
-from pdmesh.engine.model import Places, StepInputs
 from pdmesh.engine.sampler import sample
+from pdmesh.engine.transformer_model import Places, StepInputs
 from pdmesh.kv.frames import FrameMap
 from pdmesh.model import KvLayout, num_blocks_for
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pdmesh.engine.files import weight_files
-from pdmesh.engine.gguf.reader import read_header
+from pdmesh.engine.gguf.gguf_reader import read_header
 from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError
 

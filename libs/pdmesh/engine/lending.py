@@ -12,7 +12,7 @@ from torch import Tensor
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
 from pdmesh.engine.forward import Decoder
-from pdmesh.engine.model import StepInputs
+from pdmesh.engine.transformer_model import StepInputs
 
 
 class Cores(Protocol):

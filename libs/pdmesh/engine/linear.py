@@ -239,7 +239,7 @@ def _own_linear(
 ) -> Vocabulary | None:
     """Return a layer computed by a kernel of our own, if there is one."""
     if weight.is_cuda and has_triton():
-        from pdmesh.engine.cuda.linear import row_linear  # only where there is a device
+        from pdmesh.engine.cuda.cuda_linear import row_linear  # only where there is a device
 
         return row_linear(weight, bias)
     return None if library is None else tile_linear(weight, bias, memory, library)

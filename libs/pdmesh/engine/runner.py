@@ -32,14 +32,14 @@ from pdmesh.engine.identity import unchanged_weights
 from pdmesh.engine.json_bounds import JsonBounds
 from pdmesh.engine.kv_cache import TorchKvStore
 from pdmesh.engine.lending import Cores, LentDecoder
-from pdmesh.engine.loading import ComputeOptions, LoadedModel, decided_dtype, load_model, plan_model
 from pdmesh.engine.model_config import ModelConfig
+from pdmesh.engine.model_loading import ComputeOptions, LoadedModel, decided_dtype, load_model, plan_model
 from pdmesh.engine.part_attention import PartAttention, part_attention
-from pdmesh.engine.ranks.commands import Ready
-from pdmesh.engine.ranks.elsewhere import AskedRows
 from pdmesh.engine.ranks.group import RankGroup
 from pdmesh.engine.ranks.leading import Followers, LeadingForward
 from pdmesh.engine.ranks.pipeline import Pipeline, Stages
+from pdmesh.engine.ranks.rank_commands import Ready
+from pdmesh.engine.ranks.rank_elsewhere import AskedRows
 from pdmesh.engine.ranks.share import WHOLE, RankShare
 from pdmesh.engine.sampler import token_logprobs
 from pdmesh.errors import ConfigError

@@ -15,7 +15,7 @@ from torch import Tensor
 from pdmesh.engine import bitsandbytes
 from pdmesh.engine.files import weight_files
 from pdmesh.engine.fused_experts import FusedExpertTensors
-from pdmesh.engine.gguf.tensors import GgufTensors
+from pdmesh.engine.gguf.gguf_tensors import GgufTensors
 from pdmesh.engine.grouped import CODE_BITS, GroupedWeight, grouped, of_float8
 from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, TensorNames
 from pdmesh.engine.quantized import Layout, LayoutError, Shape, Stored, Weight, layout_of

@@ -16,7 +16,7 @@ from pdmesh.kv.outcome import LandedTransfer
 from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.receiver import KvReceiver
 from pdmesh.model import Epoch, IndexRange, RequestId
-from pdmesh.transport.base import ReceivedPiece
+from pdmesh.transport.kv_transport import ReceivedPiece
 
 
 class KvArrivals:

@@ -20,7 +20,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
 from pdmesh.threads import CallThreads
-from pdmesh.transport.base import KvTransport, ReceivedPiece
+from pdmesh.transport.kv_transport import KvTransport, ReceivedPiece
 from pdmesh.transport.seal import MeshKey
 
 log = structlog.get_logger()

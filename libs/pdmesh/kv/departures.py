@@ -12,7 +12,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind, request_key
 from pdmesh.kv.sender import KvPush, KvSender
 from pdmesh.kv.transfer import GrantedTransfer, KvDestination
 from pdmesh.model import Epoch, IndexRange, RequestId
-from pdmesh.transport.base import ReceivedPiece
+from pdmesh.transport.kv_transport import ReceivedPiece
 
 
 class KvDepartures:

@@ -16,7 +16,7 @@ from pdmesh.kv.outcome import FailedExchange
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.model import Epoch, RequestId
-from pdmesh.transport.base import ReceivedPiece
+from pdmesh.transport.kv_transport import ReceivedPiece
 
 log = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from pdmesh.kv.context import KvContext
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import CacheOwner, ReadNote
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.transport.base import ReceivedPiece
+from pdmesh.transport.kv_transport import ReceivedPiece
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from pdmesh.kv.ledger import PageLedger, PageState
 from pdmesh.kv.pages import Blocks
 from pdmesh.kv.peer_reads import note_bytes
 from pdmesh.kv.piece import PieceHeader, PieceKind
-from pdmesh.transport.base import ReceivedPiece
+from pdmesh.transport.kv_transport import ReceivedPiece
 
 
 class Inlet(Protocol):

@@ -63,7 +63,7 @@ from pdmesh.kv.probes import KvProbes
 from pdmesh.kv.store import KvStore
 from pdmesh.model import Epoch, RequestId
 from pdmesh.threads import CallThreads
-from pdmesh.transport.base import KvTransport
+from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.seal import MeshKey
 
 

@@ -14,8 +14,8 @@ from pdmesh.kv.piece import PieceHeader, pack_header
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvPart
 from pdmesh.threads import CallThreads
-from pdmesh.transport.base import KvTransport, SendBuffer
 from pdmesh.transport.buffers import MAX_PIECES
+from pdmesh.transport.kv_transport import KvTransport, SendBuffer
 from pdmesh.transport.seal import MeshKey
 
 #: Blocks to send, and what the headers of their pieces say.

@@ -30,7 +30,7 @@ from pdmesh.kv.spread import JoinedPieces, PartHolder, SpreadKv, pack_question, 
 from pdmesh.model import Epoch, RequestId
 from pdmesh.threads import CallThreads
 from pdmesh.transport.address import unpack_address
-from pdmesh.transport.base import KvTransport, ReceivedPiece
+from pdmesh.transport.kv_transport import KvTransport, ReceivedPiece
 
 #: What an engine makes of a question, given a range's number and blocks (`pdmesh.engine.base.Engine.attend_part`);
 #: ValueError: it is none.

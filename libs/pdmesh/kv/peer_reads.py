@@ -41,7 +41,7 @@ from pdmesh.kv.piece import PieceHeader, PieceKind
 from pdmesh.kv.sharing import PeerCache, SharedCache
 from pdmesh.kv.store import KvStore
 from pdmesh.model import IndexRange, KvLayout
-from pdmesh.transport.base import KvTransport, SendBuffer
+from pdmesh.transport.kv_transport import KvTransport, SendBuffer
 from pdmesh.transport.reading import FORBIDDEN, read_memory
 
 #: Transfers of one instance whose KV peers may read at once; that of further ones travels as bytes.

@@ -24,9 +24,9 @@ import structlog
 
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.address import WorkerAddress
-from pdmesh.transport.links import Links, Send
 from pdmesh.transport.peers import KnownPeers, Peer
 from pdmesh.transport.prefix import HEAD_BYTES
+from pdmesh.transport.send_links import Links, Send
 
 log = structlog.get_logger()
 
@@ -56,7 +56,7 @@ class Verdict(IntEnum):
 
 
 class LocalLink:
-    """`pdmesh.transport.links.Link` to a process of this host and user."""
+    """`pdmesh.transport.send_links.Link` to a process of this host and user."""
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ import anyio.lowlevel
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
-from pdmesh.transport.base import MEMORY, SendBuffer
 from pdmesh.transport.buffers import HEADER_BYTES, MESSAGE_BYTES, PieceBuffer, SendPool, allocate_buffers
+from pdmesh.transport.kv_transport import MEMORY, SendBuffer
 
 #: Chooses pieces by their header.
 Chooser = Callable[[bytes], bool]
@@ -61,7 +61,7 @@ class MemoryFabric:
 
 
 class MemoryPiece:
-    """A received piece; see `pdmesh.transport.base.ReceivedPiece`."""
+    """A received piece; see `pdmesh.transport.kv_transport.ReceivedPiece`."""
 
     __slots__ = ("_slot", "_transport", "header", "payload")
 
@@ -81,7 +81,7 @@ class MemoryPiece:
 
 
 class MemoryTransport:
-    """`pdmesh.transport.base.KvTransport` within one process."""
+    """`pdmesh.transport.kv_transport.KvTransport` within one process."""
 
     def __init__(self, config: TransferConfig, fabric: MemoryFabric) -> None:
         self._config = config

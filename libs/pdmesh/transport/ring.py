@@ -75,7 +75,7 @@ class _Reading:
 
 
 class Piece:
-    """A received piece; see `pdmesh.transport.base.ReceivedPiece`."""
+    """A received piece; see `pdmesh.transport.kv_transport.ReceivedPiece`."""
 
     __slots__ = ("_reading", "_ring", "_slot", "header", "payload")
 

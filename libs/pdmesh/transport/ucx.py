@@ -35,14 +35,14 @@ import structlog
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
 from pdmesh.transport.address import WorkerAddress, host_id, pack_address
-from pdmesh.transport.base import MEMORY, SendBuffer
 from pdmesh.transport.buffers import MAX_PIECES, MESSAGE_BYTES, PieceBuffer, SendPool, allocate_buffers
-from pdmesh.transport.links import Link, Links
+from pdmesh.transport.kv_transport import MEMORY, SendBuffer
 from pdmesh.transport.local import LocalLink, LocalPort, answers_here
 from pdmesh.transport.peers import KnownPeers, Peer
 from pdmesh.transport.prefix import HEAD_BYTES, PREFIX_BYTES
 from pdmesh.transport.reading import allow_readers
 from pdmesh.transport.ring import MAX_POSTED, Piece, ReceiveRing
+from pdmesh.transport.send_links import Link, Links
 from pdmesh.transport.ucx_api import names_shared_memory, open_ucx, ucx_devices, ucx_tls
 from pdmesh.transport.ucx_links import UcxLinks
 
@@ -57,7 +57,7 @@ LINGER_S = 100e-6
 
 
 class UcxTransport:
-    """`pdmesh.transport.base.KvTransport` over UCX."""
+    """`pdmesh.transport.kv_transport.KvTransport` over UCX."""
 
     def __init__(self, config: TransferConfig) -> None:
         self._config = config

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pdmesh.errors import KvTransferError
-from pdmesh.transport.links import Links, Send
 from pdmesh.transport.peers import Peer
+from pdmesh.transport.send_links import Links, Send
 from pdmesh.transport.ucx_api import RENDEZVOUS_BYTES, UcxApi
 
 
 class UcxLink:
-    """`pdmesh.transport.links.Link` over a UCX endpoint."""
+    """`pdmesh.transport.send_links.Link` over a UCX endpoint."""
 
     def __init__(self, peer: Peer, endpoint: Any, links: UcxLinks, no_progress_s: float) -> None:
         self.peer = peer

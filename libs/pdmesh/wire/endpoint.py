@@ -19,7 +19,7 @@ from pdmesh.errors import ConfigError
 from pdmesh.host import is_loopback
 from pdmesh.wire.certificates import CertificateFiles, channel_credentials, server_credentials
 from pdmesh.wire.link import GRPC_OPTIONS
-from pdmesh.wire.strangers import StrangerKind, Strangers
+from pdmesh.wire.rejected_peers import StrangerKind, Strangers
 
 
 def check_bind(host: str, security: SecurityConfig, *, what: str, has_key: bool) -> None:

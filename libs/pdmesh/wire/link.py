@@ -22,8 +22,8 @@ import msgspec
 
 from pdmesh.errors import InstanceUnavailable, OutboxFull, ProtocolError, leaves
 from pdmesh.late_logger import late_logger
+from pdmesh.wire.rejected_peers import StrangerKind
 from pdmesh.wire.roles import RoleRule
-from pdmesh.wire.strangers import StrangerKind
 
 SendT = TypeVar("SendT")
 RecvT = TypeVar("RecvT")

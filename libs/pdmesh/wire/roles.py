@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pdmesh.wire.strangers import Strangers
+from pdmesh.wire.rejected_peers import Strangers
 
 PREFIX = "spiffe://pdmesh/"
 

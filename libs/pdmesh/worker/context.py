@@ -13,10 +13,10 @@ from pdmesh.worker.addresses import Addresses
 from pdmesh.worker.block_tables import BlockTables
 from pdmesh.worker.compiling import GrammarCompiler
 from pdmesh.worker.endings import Endings
-from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.replies import ToGateways
 from pdmesh.worker.sequences import Sequences
 from pdmesh.worker.windows import Windows
+from pdmesh.worker.worker_metrics import WorkerMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, numpy a third of one
     from importlib.metadata import EntryPoint
 
     from pdmesh.engine.base import Engine
-    from pdmesh.engine.loading import LoadedModel
+    from pdmesh.engine.model_loading import LoadedModel
     from pdmesh.engine.preloaded import PreloadedModel
     from pdmesh.engine.ranks.group import RankGroup
     from pdmesh.engine.ranks.leading import Followers
@@ -97,7 +97,7 @@ def build_engine(
     if config.model is None:
         raise ConfigError("no model is set: set model (PDMESH_MODEL) to a directory or a hub id")
 
-    from pdmesh.engine.loading import load_model  # torch takes seconds to import
+    from pdmesh.engine.model_loading import load_model  # torch takes seconds to import
     from pdmesh.engine.runner import TorchEngine
 
     directory = resolve_model(config.model)
@@ -132,7 +132,7 @@ def preload(config: MeshConfig) -> PreloadedModel | None:
     """
     import torch
 
-    from pdmesh.engine.loading import ComputeOptions
+    from pdmesh.engine.model_loading import ComputeOptions
     from pdmesh.engine.preloaded import preload_model
 
     torch.set_num_threads(1)
@@ -180,7 +180,7 @@ def with_decided_dtype(config: MeshConfig, num_threads: int) -> MeshConfig:
         return config
     import torch
 
-    from pdmesh.engine.loading import ComputeOptions, decided_dtype
+    from pdmesh.engine.model_loading import ComputeOptions, decided_dtype
 
     torch.set_num_threads(num_threads)
     options = ComputeOptions(device=torch.device("cpu"), **_compute_options(worker))
@@ -195,7 +195,7 @@ def load_rank(config: MeshConfig, num_threads: int, group: RankGroup) -> tuple[L
     """
     import torch
 
-    from pdmesh.engine.loading import ComputeOptions, load_model
+    from pdmesh.engine.model_loading import ComputeOptions, load_model
 
     torch.set_num_threads(num_threads)
     options = ComputeOptions(device=torch.device("cpu"), **_compute_options(config.worker))

@@ -78,7 +78,6 @@ from pdmesh.worker.groups import PrefillGroups
 from pdmesh.worker.growth import RoomGrowth
 from pdmesh.worker.intake import Intake
 from pdmesh.worker.lost_ranges import LostRanges
-from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.moves import MovingDecodes
 from pdmesh.worker.plans import Plans
 from pdmesh.worker.replies import ToGateways, TokenSink
@@ -87,6 +86,7 @@ from pdmesh.worker.sequences import Drawn, LocalRequest, Sequences, Stage
 from pdmesh.worker.spans import FREED
 from pdmesh.worker.spread import SpreadContexts
 from pdmesh.worker.windows import Windows
+from pdmesh.worker.worker_metrics import WorkerMetrics
 
 log = structlog.get_logger()
 

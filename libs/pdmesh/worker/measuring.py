@@ -10,7 +10,7 @@ from math import inf
 from pdmesh.engine.base import Engine, EngineSequence, SequenceSlice
 from pdmesh.model import MeasuredStep, RequestId, SamplingParams, num_blocks_for
 from pdmesh.policy.latency import ChunkShape, StepShape
-from pdmesh.policy.profile import shape_of
+from pdmesh.policy.latency_profile import shape_of
 from pdmesh.worker.known_steps import KnownSteps
 
 #: What an instance times when it starts, the most telling first: a chunk, the constant, attention, decodes, both.

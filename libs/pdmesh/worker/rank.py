@@ -19,19 +19,19 @@ from torch import Tensor
 from pdmesh.config_sources import load_config
 from pdmesh.engine.compute import Compute
 from pdmesh.engine.forward import DirectForward
-from pdmesh.engine.loading import LoadedModel
+from pdmesh.engine.model_loading import LoadedModel
 from pdmesh.engine.ranks.channel import StageChannel
-from pdmesh.engine.ranks.commands import Failed, OpenCache, Ready, frame, read_command
-from pdmesh.engine.ranks.elsewhere import AskedRows
 from pdmesh.engine.ranks.following import Follower
 from pdmesh.engine.ranks.group import SharedMemoryGroup
-from pdmesh.engine.ranks.memory import map_memory
 from pdmesh.engine.ranks.places import exchange_bytes, group_memory, inlet_memory, outlet_memory
-from pdmesh.engine.ranks.staged import StageFollower
+from pdmesh.engine.ranks.rank_commands import Failed, OpenCache, Ready, frame, read_command
+from pdmesh.engine.ranks.rank_elsewhere import AskedRows
+from pdmesh.engine.ranks.rank_memory import map_memory
+from pdmesh.engine.ranks.staged_ranks import StageFollower
 from pdmesh.errors import ConfigError, leaves
 from pdmesh.failures import sentences
 from pdmesh.garbage import rare_collections
-from pdmesh.telemetry.logs import configure_logging
+from pdmesh.telemetry.log_lines import configure_logging
 from pdmesh.worker.engines import load_rank
 from pdmesh.worker.rank_start import RankStart
 from pdmesh.worker.ranks import BEAT_S

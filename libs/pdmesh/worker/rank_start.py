@@ -79,8 +79,8 @@ class _Starting:
     """Starts the ranks of an instance, each with its ends of what it has in common with others."""
 
     def __init__(self, config: MeshConfig, degrees: InstanceDegrees, num_threads: int) -> None:
-        from pdmesh.engine.ranks.memory import create_memory, map_memory
         from pdmesh.engine.ranks.places import exchange_bytes
+        from pdmesh.engine.ranks.rank_memory import create_memory, map_memory
 
         self._config = config
         self._degrees = degrees

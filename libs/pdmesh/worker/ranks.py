@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import anyio
 import structlog
 
-from pdmesh.engine.ranks.commands import (
+from pdmesh.engine.ranks.rank_commands import (
     Command,
     Failed,
     OpenCache,
@@ -95,7 +95,7 @@ class RankProcesses:
             os.ftruncate(self._cache_fd, num_bytes)
         except OSError as error:
             raise ConfigError(f"ranks cannot share {num_bytes} bytes of KV cache: {error.strerror}") from error
-        from pdmesh.engine.ranks.memory import map_memory
+        from pdmesh.engine.ranks.rank_memory import map_memory
 
         self.tell(OpenCache(num_blocks))
         return map_memory(self._cache_fd, num_bytes)

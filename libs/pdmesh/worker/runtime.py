@@ -31,7 +31,7 @@ from pdmesh.prefixes import PrefixHasher
 from pdmesh.service import ServiceContext
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
 from pdmesh.transport.address import host_label
-from pdmesh.transport.base import KvTransport
+from pdmesh.transport.kv_transport import KvTransport
 from pdmesh.transport.reading import why_unreadable
 from pdmesh.transport.ucx_api import names_shared_memory, ucx_devices, ucx_tls
 from pdmesh.wire.endpoint import check_kv_devices
@@ -51,7 +51,6 @@ from pdmesh.worker.engines import (
 from pdmesh.worker.instance import Instance
 from pdmesh.worker.known_steps import known_steps
 from pdmesh.worker.measuring import measure_at_start
-from pdmesh.worker.metrics import WorkerMetrics
 from pdmesh.worker.peer_checks import PeerChecks
 from pdmesh.worker.rank_start import start_ranks
 from pdmesh.worker.ranks import RankProcesses
@@ -59,6 +58,7 @@ from pdmesh.worker.scheduler_link import WorkerSession
 from pdmesh.worker.steps import run_steps
 from pdmesh.worker.threads import EngineThread, fair_num_threads
 from pdmesh.worker.token_links import open_token_links
+from pdmesh.worker.worker_metrics import WorkerMetrics
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from pdmesh.engine.preloaded import PreloadedModel

@@ -14,15 +14,15 @@ from typing import Any
 
 from pdmesh.errors import ConfigError
 from pdmesh_gateway.items import ItemParser, ItemWriter, PlainText
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
 from pdmesh_gateway.reasoning import THINK, ReasoningMarkers, ReasoningStart, markers_of
-from pdmesh_gateway.tokenizer import ModelTokenizer
+from pdmesh_gateway.tools.answer_reader import Reader, Script, ScriptParser
 from pdmesh_gateway.tools.format import MAX_CALLS, CallableTool, ToolFormat, regex
-from pdmesh_gateway.tools.harmony import ANALYSIS, CHANNEL, FINAL, MESSAGE, Harmony
-from pdmesh_gateway.tools.hermes import Hermes
-from pdmesh_gateway.tools.llama import Llama
-from pdmesh_gateway.tools.mistral import Mistral
-from pdmesh_gateway.tools.qwen_coder import QwenCoder
-from pdmesh_gateway.tools.reader import Reader, Script, ScriptParser
+from pdmesh_gateway.tools.harmony_calls import ANALYSIS, CHANNEL, FINAL, MESSAGE, Harmony
+from pdmesh_gateway.tools.hermes_calls import Hermes
+from pdmesh_gateway.tools.llama_calls import Llama
+from pdmesh_gateway.tools.mistral_calls import Mistral
+from pdmesh_gateway.tools.qwen_coder_calls import QwenCoder
 
 _FORMATS: tuple[ToolFormat, ...] = (Hermes(), Llama(), Mistral(by_name=True), Mistral(by_name=False), QwenCoder())
 FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in _FORMATS}

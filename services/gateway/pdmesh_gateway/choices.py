@@ -8,8 +8,8 @@ from pdmesh.errors import RequestRejected
 from pdmesh.model import FinishReason
 from pdmesh.wire.messages import TokenLogprobs, TokenOut
 from pdmesh_gateway.detokenizer import Detokenizer
+from pdmesh_gateway.request_transcript import Transcript
 from pdmesh_gateway.stop import Stops
-from pdmesh_gateway.transcript import Transcript
 
 
 @dataclass(slots=True, kw_only=True)

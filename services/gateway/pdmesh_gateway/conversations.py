@@ -13,15 +13,15 @@ from typing import Any
 import anyio.to_thread
 
 from pdmesh_gateway.answer_format import AnswerFormat, Calls
-from pdmesh_gateway.grammars import AnswerConstraint, asked_for
+from pdmesh_gateway.answer_grammars import AnswerConstraint, asked_for
 from pdmesh_gateway.items import ChoiceItems, ItemParser, ItemWriter
 from pdmesh_gateway.jobs import GenerationJob
-from pdmesh_gateway.protocol.sampling import SamplingFields
+from pdmesh_gateway.protocol.sampling_fields import SamplingFields
 from pdmesh_gateway.reasoning import ReasoningStart
 from pdmesh_gateway.sampling import Truncation, invalid
 from pdmesh_gateway.serving import Serving
-from pdmesh_gateway.tools.choosing import Tool, ToolChoice, calls_of, check_tools, with_any_arguments
 from pdmesh_gateway.tools.format import ToolFormat
+from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice, calls_of, check_tools, with_any_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,16 +19,16 @@ from pdmesh.telemetry.tracing import NoSpan, Span, Tracing
 from pdmesh.wire.messages import OtherChoice, Submit, pack_token_ids
 from pdmesh_gateway.call_stops import CallStops
 from pdmesh_gateway.choices import Choice
+from pdmesh_gateway.gateway_metrics import GatewayMetrics
+from pdmesh_gateway.gateway_session import GatewaySession, Outlook
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.mailbox import Mailbox
-from pdmesh_gateway.metrics import GatewayMetrics
-from pdmesh_gateway.prefixes import Prefixes, PromptPrefix
-from pdmesh_gateway.scheduler_link import GatewaySession, Outlook
-from pdmesh_gateway.spans import REQUEST, request_attributes, response_attributes
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
+from pdmesh_gateway.prompt_prefixes import Prefixes, PromptPrefix
+from pdmesh_gateway.request_spans import REQUEST, request_attributes, response_attributes
+from pdmesh_gateway.request_transcript import FIRST_EPOCH, Transcript
 from pdmesh_gateway.stop import StopFinder, Stops
 from pdmesh_gateway.text_stream import TextStream
-from pdmesh_gateway.tokenizer import ModelTokenizer
-from pdmesh_gateway.transcript import FIRST_EPOCH, Transcript
 from pdmesh_gateway.transcripts import Transcripts
 
 log = structlog.get_logger()
@@ -203,7 +203,7 @@ class Generator:
         attributes = request_attributes(
             request_id=job.request_id,
             label=job.label,
-            operation=job.operation,
+            operation=job.dialect.operation,
             model=self._model,
             params=job.params,
             num_choices=job.num_choices,
@@ -243,7 +243,7 @@ class Generator:
             duration_s=round(time.time() - job.received_at, 6),
         )
 
-    # What the scheduler says (`pdmesh_gateway.scheduler_link.Waiting`).
+    # What the scheduler says (`pdmesh_gateway.gateway_session.Waiting`).
 
     def waiting(self) -> tuple[tuple[RequestId, Epoch], ...]:
         return self._transcripts.waiting()

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from pdmesh_gateway.conversation_turns import arguments_of
 from pdmesh_gateway.conversations import Conversation
 from pdmesh_gateway.items import (
     AnswerEnded,
@@ -18,11 +19,10 @@ from pdmesh_gateway.items import (
     TextAdded,
 )
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
-from pdmesh_gateway.protocol.sampling import StructuredOutputs
+from pdmesh_gateway.protocol.sampling_fields import StructuredOutputs
 from pdmesh_gateway.sampling import invalid
 from pdmesh_gateway.templates import check_nesting, nested_too_deep
-from pdmesh_gateway.tools.choosing import Tool, ToolChoice
-from pdmesh_gateway.turns import arguments_of
+from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
 
 _MODES: dict[int, Literal["none", "auto", "required"]] = {
     pb.ToolChoice.AUTO: "auto",

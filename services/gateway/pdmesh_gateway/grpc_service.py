@@ -21,21 +21,22 @@ from pdmesh.wire.link import GRPC_OPTIONS
 from pdmesh_gateway.auth import Client
 from pdmesh_gateway.choices import Delta
 from pdmesh_gateway.conversations import Prepared, prepare
-from pdmesh_gateway.embeddings import EMBEDS, check_inputs, embeddings
-from pdmesh_gateway.failures import UNFORESEEN, failure_of
+from pdmesh_gateway.dialects import GRPC, GRPC_EMBEDDINGS
+from pdmesh_gateway.embedding_vectors import EMBEDS, check_inputs, embeddings
 from pdmesh_gateway.grpc_chat import add_events, conversation_of, structured_outputs_of
 from pdmesh_gateway.grpc_guard import MAX_PROBES, Guard
 from pdmesh_gateway.items import AnswerEnded
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.proto import pdmesh_pb2 as pb
 from pdmesh_gateway.proto import pdmesh_pb2_grpc as pb_grpc
-from pdmesh_gateway.protocol.sampling import SamplingFields
+from pdmesh_gateway.protocol.sampling_fields import SamplingFields
+from pdmesh_gateway.request_failures import UNFORESEEN, failure_of
 from pdmesh_gateway.sampling import fit_max_tokens, number, sampling_params, stop_strings, target_s
 from pdmesh_gateway.serving import Serving, check_label, check_traceparent
 from pdmesh_gateway.text_stream import TextStream
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-GENERATE, EMBED = f"/{SERVICE}/Generate", f"/{SERVICE}/Embed"
+(GENERATE,), (EMBED,) = GRPC.paths, GRPC_EMBEDDINGS.paths
 
 #: A message holds one prompt and its options: nobody, with or without a key, sends more than the model could read.
 BYTES_PER_TOKEN = 16
@@ -161,7 +162,7 @@ class _Inference(pb_grpc.InferenceServicer):
                 priority=request.priority,
                 traceparent=check_traceparent(traceparent),
                 deadline_s=serving.config.request_timeout_s,
-                operation="embeddings",
+                dialect=GRPC_EMBEDDINGS,
                 received_at=received_at,
             )
             async for vector in embeddings(serving, client, job, dimensions):
@@ -245,6 +246,7 @@ class _Inference(pb_grpc.InferenceServicer):
             slo=slo,
             traceparent=check_traceparent(traceparent),
             deadline_s=serving.config.request_timeout_s,
+            dialect=GRPC,
             received_at=received_at,
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.metrics import NO_SLO, Slo
 from pdmesh.model import SamplingParams
+from pdmesh_gateway.dialects import Dialect
 from pdmesh_gateway.items import ItemParser, ItemWriter
 
 
@@ -32,7 +33,7 @@ class GenerationJob:
     cache_salt: str = ""  # only prompts with the same one share KV
     traceparent: str | None = None
     deadline_s: float = 3600.0
-    operation: str = "text_completion"
+    dialect: Dialect
     label: str = ""  # what its client calls it
     received_at: float = field(default_factory=time.time)  # Unix time, seconds
 

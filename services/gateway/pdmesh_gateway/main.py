@@ -18,30 +18,30 @@ from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.model import GatewayId
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import watch_event_loop
-from pdmesh.telemetry.strangers import watch_strangers
+from pdmesh.telemetry.rejected_peer_metric import watch_strangers
 from pdmesh.wire.dialing import is_wildcard, own_host_towards
 from pdmesh.wire.endpoint import bind_socket, check_bind
-from pdmesh.wire.strangers import Strangers
-from pdmesh_gateway.activity import ActivityHub
+from pdmesh.wire.rejected_peers import Strangers
 from pdmesh_gateway.answer_format import find_format
+from pdmesh_gateway.answer_grammars import GrammarChecker
 from pdmesh_gateway.auth import ApiKeys
+from pdmesh_gateway.gateway_metrics import GatewayMetrics
+from pdmesh_gateway.gateway_session import GatewaySession
 from pdmesh_gateway.generate import Generator
 from pdmesh_gateway.grammar_process import GrammarProcess
-from pdmesh_gateway.grammars import GrammarChecker
 from pdmesh_gateway.grpc_service import serve_grpc
-from pdmesh_gateway.http.app import build_app
 from pdmesh_gateway.http.origins import Origins
+from pdmesh_gateway.http.routes import build_app
 from pdmesh_gateway.http.server import open_listener, serve_http
 from pdmesh_gateway.limits import RequestLimiter
-from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
+from pdmesh_gateway.page_activity import ActivityHub
 from pdmesh_gateway.pooling import load_pooling
-from pdmesh_gateway.prefixes import Prefixes
+from pdmesh_gateway.prompt_prefixes import Prefixes
 from pdmesh_gateway.reject_cache import RejectCache
-from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.serving import Serving
 from pdmesh_gateway.templates import RequestTemplates
 from pdmesh_gateway.token_server import serve_tokens
-from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.transcripts import Transcripts
 
 log = structlog.get_logger()

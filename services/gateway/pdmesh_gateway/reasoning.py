@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdmesh_gateway.tools.reader import SPACE, Reader, Script
+from pdmesh_gateway.tools.answer_reader import SPACE, Reader, Script
 
 
 class ReasoningStart(StrEnum):

@@ -11,7 +11,7 @@ from typing import Any
 from pdmesh.engine.files import ModelInfo
 from pdmesh.errors import RequestRejected
 from pdmesh.model import SamplingParams
-from pdmesh_gateway.protocol.sampling import SamplingFields
+from pdmesh_gateway.protocol.sampling_fields import SamplingFields
 
 #: Stop strings of one request: each costs a search per token.
 MAX_STOPS = 64

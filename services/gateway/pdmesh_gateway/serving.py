@@ -14,22 +14,22 @@ from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.engine.files import ModelInfo
 from pdmesh.errors import RequestRejected
 from pdmesh.wire.link import MAX_FRAME_BYTES
-from pdmesh_gateway.activity import ActivityHub
 from pdmesh_gateway.answer_format import AnswerFormat
+from pdmesh_gateway.answer_grammars import GrammarChecker
 from pdmesh_gateway.auth import ApiKeys, Client
+from pdmesh_gateway.gateway_metrics import GatewayMetrics
+from pdmesh_gateway.gateway_session import GatewaySession
 from pdmesh_gateway.generate import Generator
-from pdmesh_gateway.grammars import GrammarChecker
 from pdmesh_gateway.http.origins import Origins
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.limits import RequestLimiter
-from pdmesh_gateway.metrics import GatewayMetrics
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
+from pdmesh_gateway.page_activity import ActivityHub
 from pdmesh_gateway.pooling import Pooling
-from pdmesh_gateway.protocol.sampling import SamplingFields, StreamOptions
+from pdmesh_gateway.protocol.sampling_fields import SamplingFields, StreamOptions
 from pdmesh_gateway.reject_cache import RejectCache
 from pdmesh_gateway.sampling import Truncation, bad_token_sequences, invalid, too_long
-from pdmesh_gateway.scheduler_link import GatewaySession
 from pdmesh_gateway.text_stream import TextStream
-from pdmesh_gateway.tokenizer import ModelTokenizer
 
 MAX_LABEL_CHARS = 128
 _LABEL = re.compile(rf"[A-Za-z0-9._:@/+=-]{{1,{MAX_LABEL_CHARS}}}")

@@ -10,11 +10,11 @@ from typing import Protocol
 from pdmesh.telemetry.tracing import Span
 from pdmesh.wire.messages import TokenLogprobs
 from pdmesh_gateway.choices import Choice, Delta
+from pdmesh_gateway.gateway_metrics import GatewayMetrics
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_gateway.mailbox import Mailbox
-from pdmesh_gateway.metrics import GatewayMetrics
-from pdmesh_gateway.spans import FIRST_TOKEN
-from pdmesh_gateway.transcript import Transcript
+from pdmesh_gateway.request_spans import FIRST_TOKEN
+from pdmesh_gateway.request_transcript import Transcript
 
 
 class Requests(Protocol):

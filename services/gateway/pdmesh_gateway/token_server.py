@@ -23,9 +23,9 @@ from pdmesh.wire.messages import (
     TokensUp,
     TurnOver,
 )
+from pdmesh.wire.rejected_peers import Strangers
 from pdmesh.wire.roles import RoleRule, ServiceRole
 from pdmesh.wire.session import Silence, converse, registration
-from pdmesh.wire.strangers import Strangers
 from pdmesh_gateway.transcripts import Transcripts
 
 log = structlog.get_logger()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pdmesh.errors import RequestRejected
 from pdmesh.model import Epoch, InstanceId, RequestId
 from pdmesh.wire.messages import PromptLogprobs, TokenMessage, TokenOut, TurnOver
-from pdmesh_gateway.transcript import Transcript
+from pdmesh_gateway.request_transcript import Transcript
 
 
 class Transcripts:

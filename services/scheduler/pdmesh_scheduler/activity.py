@@ -25,7 +25,7 @@ from pdmesh.core.scheduler import SchedulerCore
 from pdmesh.model import GatewayId, InstanceId, OwnDecodeSteps, RequestId
 from pdmesh.wire.messages import Activity, ActivityMark, GatewayDown, KvMove, MeshStatus, RequestActivity, StepBar
 from pdmesh_scheduler.observing import Handled
-from pdmesh_scheduler.peers import Peers
+from pdmesh_scheduler.peer_streams import Peers
 
 #: Between two frames, seconds: smooth enough to look at.
 FRAME_S = 0.2

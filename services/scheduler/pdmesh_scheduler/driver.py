@@ -57,7 +57,7 @@ from pdmesh_scheduler.history import MeshHistory
 from pdmesh_scheduler.longest_context import LongestContext
 from pdmesh_scheduler.mesh_status import mesh_status
 from pdmesh_scheduler.observing import Handled, Observer
-from pdmesh_scheduler.peers import Peers
+from pdmesh_scheduler.peer_streams import Peers
 from pdmesh_scheduler.prompts import Prompts
 
 log = structlog.get_logger()

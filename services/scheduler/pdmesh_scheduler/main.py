@@ -23,37 +23,37 @@ from pdmesh.garbage import rare_collections
 from pdmesh.host import is_loopback
 from pdmesh.model import GatewayId, InstanceId
 from pdmesh.policy.bundles import make_bundle
-from pdmesh.policy.profile import Profile
+from pdmesh.policy.latency_profile import Profile
 from pdmesh.profiles import load_profile
 from pdmesh.service import ServiceContext, run_service
 from pdmesh.telemetry.exposition import serve_metrics, watch_event_loop
-from pdmesh.telemetry.strangers import watch_strangers
+from pdmesh.telemetry.rejected_peer_metric import watch_strangers
 from pdmesh.wire.admin import ADMIN_METHOD
 from pdmesh.wire.dialing import is_refused
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import serve_link
 from pdmesh.wire.messages import GatewayDown, GatewayUp, WorkerDown, WorkerUp
+from pdmesh.wire.rejected_peers import Strangers
 from pdmesh.wire.roles import RoleRule, ServiceRole
-from pdmesh.wire.strangers import Strangers
 from pdmesh_scheduler.activity import ActivityFeed
-from pdmesh_scheduler.actuators import ActuatorLinks
-from pdmesh_scheduler.admin import Admin
+from pdmesh_scheduler.actuator_streams import ActuatorLinks
+from pdmesh_scheduler.admin_service import Admin
 from pdmesh_scheduler.desired_file import DesiredFile, DesiredKeeper, decode_desired, read_desired
 from pdmesh_scheduler.driver import Driver
-from pdmesh_scheduler.gateways import GatewayStreams
+from pdmesh_scheduler.gateway_streams import GatewayStreams
 from pdmesh_scheduler.history import MeshHistory
 from pdmesh_scheduler.latest_decisions import DecisionKeeper
 from pdmesh_scheduler.mesh_check import MeshCheck
-from pdmesh_scheduler.metrics import SchedulerMetrics
-from pdmesh_scheduler.operations import OperationStatuses
-from pdmesh_scheduler.operators import Operators
-from pdmesh_scheduler.peers import Leases, Peers
-from pdmesh_scheduler.records import RequestRecords
-from pdmesh_scheduler.spans import SchedulerSpans
+from pdmesh_scheduler.operation_progress import OperationStatuses
+from pdmesh_scheduler.operator_tokens import Operators
+from pdmesh_scheduler.peer_streams import Leases, Peers
+from pdmesh_scheduler.request_records import RequestRecords
+from pdmesh_scheduler.scheduler_metrics import SchedulerMetrics
+from pdmesh_scheduler.scheduler_spans import SchedulerSpans
 from pdmesh_scheduler.standby.mandate import ALONE, Mandate
 from pdmesh_scheduler.startup_grace import REGISTER_S, StartupGrace
 from pdmesh_scheduler.tenants import TenantUsage
-from pdmesh_scheduler.workers import RETURN_GRACE_S, WorkerStreams
+from pdmesh_scheduler.worker_streams import RETURN_GRACE_S, WorkerStreams
 
 SERVICE = "pdmesh.v1.Scheduler"
 

@@ -15,7 +15,7 @@ from pdmesh.config import SecurityConfig
 from pdmesh.model import GatewayId, InstanceId, InstanceProfile
 from pdmesh.wire.certificates import expires_at
 from pdmesh.wire.messages import AdminError, CheckPeers, InstanceChecked, MeshChecked, PeersChecked, WorkerDown
-from pdmesh_scheduler.peers import Peers
+from pdmesh_scheduler.peer_streams import Peers
 
 #: For the instances to answer: longer than they try each other, shorter than who asks waits.
 LIMIT_S = 4.0

@@ -10,6 +10,7 @@ import anyio
 
 from pdmesh.errors import RequestRejected
 from pdmesh.model import SamplingParams
+from pdmesh_gateway.dialects import COMPLETIONS
 from pdmesh_gateway.jobs import GenerationJob
 from pdmesh_testing.dst.plan import Ask
 from pdmesh_testing.dst.services import Gateway
@@ -48,6 +49,7 @@ class SimulatedClient:
                 connection.deadline = anyio.current_time() + self.ask.hangs_up_s
             try:
                 job = GenerationJob(
+                    dialect=COMPLETIONS,
                     request_id=gateway.generator.new_request_id(),
                     label=self.ask.label,
                     prompts=[list(self.ask.prompt)],

@@ -10,8 +10,8 @@ import anyio
 
 from pdmesh.config import TransferConfig
 from pdmesh.errors import KvTransferError
-from pdmesh.transport.base import SendBuffer
 from pdmesh.transport.buffers import HEADER_BYTES, PieceBuffer
+from pdmesh.transport.kv_transport import SendBuffer
 from pdmesh.transport.memory import MemoryFabric, MemoryFaults, MemoryTransport
 from pdmesh_testing.dst.process import running_process
 

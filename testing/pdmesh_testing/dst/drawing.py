@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TypeVar
 
+from pdmesh.config import SchedulerConfig
 from pdmesh.model import Role
 from pdmesh_testing.dst.clients import expectation
 from pdmesh_testing.dst.engine import STEP_S
@@ -51,8 +52,8 @@ SHARE_OF_PLANS = 0.35
 #: Of a conversation that is gone on with, prompt and answer.
 _MAX_TURN_TOKENS = 450
 
-#: An absence of which everybody has heard: longer than leases.
-LONG_S = 6.0
+#: An absence that ends the lease of an instance.
+LONG_S = SchedulerConfig().lease_s + 1.0
 WEIGHTS = {
     FaultKind.KILL: 4,
     FaultKind.TERMINATE: 2,

@@ -19,14 +19,14 @@ from pdmesh.policy.config import PolicyConfig
 from pdmesh.policy.latency import LinearLatencyModel
 from pdmesh.service import ServiceContext
 from pdmesh.telemetry.tracing import NoTracing
-from pdmesh.wire.strangers import Strangers
-from pdmesh_gateway.activity import ActivityHub
+from pdmesh.wire.rejected_peers import Strangers
+from pdmesh_gateway.gateway_metrics import GatewayMetrics
+from pdmesh_gateway.gateway_session import GatewaySession
 from pdmesh_gateway.generate import Generator
-from pdmesh_gateway.metrics import GatewayMetrics
-from pdmesh_gateway.prefixes import Prefixes
-from pdmesh_gateway.scheduler_link import GatewaySession
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
+from pdmesh_gateway.page_activity import ActivityHub
+from pdmesh_gateway.prompt_prefixes import Prefixes
 from pdmesh_gateway.token_server import serve_tokens
-from pdmesh_gateway.tokenizer import ModelTokenizer
 from pdmesh_gateway.transcripts import Transcripts
 from pdmesh_testing.dst.data_plane import DataPlane, SimulatedTransport
 from pdmesh_testing.dst.engine import STEP_S, TOKEN_S, SimulatedEngine, SimulatedThread

@@ -9,7 +9,7 @@ from pdmesh.core.instances.occupied import OccupiedInstance
 from pdmesh.core.requests.request import RequestState
 from pdmesh.model import InstanceId, InstanceProfile
 from pdmesh.plans import StepPlan
-from pdmesh.policy.profile import device_class_of
+from pdmesh.policy.latency_profile import device_class_of
 from pdmesh.policy.switching import SwitchTimes
 from pdmesh.policy.views import InstanceView
 

@@ -10,7 +10,7 @@ from pdmesh.core.instances.instance import InstanceState
 from pdmesh.model import InstanceProfile, OwnDecodeSteps
 from pdmesh.plans import StepPlan
 from pdmesh.policy.latency import ChunkShape, LinearLatencyModel, StepShape
-from pdmesh.policy.profile import device_class_of, self_measured
+from pdmesh.policy.latency_profile import device_class_of, self_measured
 from pdmesh.policy.refine import Refinement
 
 #: A step that borrowed more cores on average, relative to the instance's own ones, says nothing about the own ones.

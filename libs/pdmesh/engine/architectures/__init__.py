@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields
 from pdmesh.engine.model_config import ModelConfig, Quantization, QuantizedFormat, TensorNames, UndescribedModel
 from pdmesh.engine.quantization import quantization_of
@@ -47,7 +47,7 @@ _RENAMES = (("language_model.", ""), ("model.language_model.", "model."))
 @cache
 def architectures() -> Mapping[str, Architecture]:
     """All that are described, by transformers' class name."""
-    others = ("base", "undescribed")
+    others = ("description", "undescribed")
     modules = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in others)
     found: list[Architecture] = [importlib.import_module(f"{__name__}.{name}").ARCHITECTURE for name in modules]
     return {architecture.class_name: architecture for architecture in found}

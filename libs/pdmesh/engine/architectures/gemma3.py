@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.architectures.gemma import gemma
 from pdmesh.engine.architectures.gemma2 import NAMES
 from pdmesh.engine.config_fields import Fields, layered_ropes, listed_windows, windowed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.architectures.glm import glm
 from pdmesh.engine.config_fields import Fields
 from pdmesh.engine.model_config import ModelConfig, TensorNames

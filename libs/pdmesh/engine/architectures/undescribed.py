@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from pdmesh.engine.architectures.base import Architecture
+from pdmesh.engine.architectures.description import Architecture
 from pdmesh.engine.config_fields import Fields, dtype_of, experts_of
 from pdmesh.engine.model_config import DecoderShape, LayerConfig, RopeType, UndescribedModel
 from pdmesh.errors import ConfigError

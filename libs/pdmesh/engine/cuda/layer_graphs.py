@@ -23,7 +23,7 @@ from pdmesh.engine.cuda.graphs import Recorder
 from pdmesh.engine.cuda.staging import Staging
 from pdmesh.engine.forward import StepArrays
 from pdmesh.engine.kernels import Rotation
-from pdmesh.engine.model import StepInputs, Transformer
+from pdmesh.engine.transformer_model import StepInputs, Transformer
 
 #: Tokens of the steps that are recorded. More keep the device busy for longer than their launches take the host.
 SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024)

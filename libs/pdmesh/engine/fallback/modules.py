@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pdmesh.engine.architectures import text_fields
-from pdmesh.engine.fallback.attention import IMPLEMENTATION, Attended, passing, register
+from pdmesh.engine.fallback.fallback_attention import IMPLEMENTATION, Attended, passing, register
 from pdmesh.engine.files import weight_files
 from pdmesh.engine.json_files import read_json_object
 from pdmesh.engine.model_config import UndescribedModel

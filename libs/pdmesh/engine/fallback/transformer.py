@@ -11,11 +11,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pdmesh.engine.attention import AttentionPlan
 from pdmesh.engine.base import LayerHook
-from pdmesh.engine.fallback.attention import Attended, passing
+from pdmesh.engine.fallback.fallback_attention import Attended, passing
 from pdmesh.engine.kernels import store_heads
 from pdmesh.engine.linear import PlainLinear
-from pdmesh.engine.model import StepInputs, wipe_rests
 from pdmesh.engine.model_config import UndescribedModel
+from pdmesh.engine.transformer_model import StepInputs, wipe_rests
 
 
 class ModuleTransformer:

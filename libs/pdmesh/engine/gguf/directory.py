@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdmesh.engine.gguf.architectures import ARCHITECTURES, ExpertFields, GgufModel
-from pdmesh.engine.gguf.reader import TYPES, GgufHeader, part_paths, read_parts
-from pdmesh.engine.gguf.tokenizer import end_tokens, write_tokenizer
+from pdmesh.engine.gguf.gguf_architectures import ARCHITECTURES, ExpertFields, GgufModel
+from pdmesh.engine.gguf.gguf_reader import TYPES, GgufHeader, part_paths, read_parts
+from pdmesh.engine.gguf.gguf_tokenizer import end_tokens, write_tokenizer
 from pdmesh.engine.json_files import read_json_object
 from pdmesh.errors import ConfigError
 

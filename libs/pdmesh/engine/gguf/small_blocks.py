@@ -214,7 +214,7 @@ def _iq1_m(data: Tensor) -> GroupedWeight:
     return _iq1(data[:, :32].int() | ((high & 7) << 8), high >> 3, scales, 16)
 
 
-#: Blocks (n, bytes) of bytes as a weight of n outputs, by the numbers of `pdmesh.engine.gguf.reader.TYPES`.
+#: Blocks (n, bytes) of bytes as a weight of n outputs, by the numbers of `pdmesh.engine.gguf.gguf_reader.TYPES`.
 SMALL: Mapping[int, Callable[[Tensor], GroupedWeight]] = {
     10: _q2_k,
     11: _q3_k,

@@ -11,7 +11,7 @@ import socket
 import torch
 from torch import Tensor
 
-from pdmesh.engine.ranks.commands import read_exactly
+from pdmesh.engine.ranks.rank_commands import read_exactly
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 
 _TILE_BYTES = 16 << 20

@@ -10,7 +10,8 @@ import structlog
 import torch
 
 from pdmesh.engine.forward import Forward, StepOutput, step_spans
-from pdmesh.engine.ranks.commands import (
+from pdmesh.engine.ranks.group import RankGroup
+from pdmesh.engine.ranks.rank_commands import (
     Abandon,
     Answers,
     Command,
@@ -23,8 +24,7 @@ from pdmesh.engine.ranks.commands import (
     StageStep,
     Step,
 )
-from pdmesh.engine.ranks.elsewhere import AskedRows, asked_by_ranks
-from pdmesh.engine.ranks.group import RankGroup
+from pdmesh.engine.ranks.rank_elsewhere import AskedRows, asked_by_ranks
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 from pdmesh.kv.elsewhere import KvElsewhereLost
 

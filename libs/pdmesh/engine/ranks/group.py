@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdmesh.engine.ranks.commands import read_exactly
+from pdmesh.engine.ranks.rank_commands import read_exactly
 from pdmesh.engine.ranks.share import RankShare
 from pdmesh.errors import InstanceUnavailable, ProtocolError
 

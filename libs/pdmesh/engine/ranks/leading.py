@@ -11,9 +11,9 @@ from torch import Tensor
 from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice
 from pdmesh.engine.forward import Forward, Rows, StepOutput
-from pdmesh.engine.ranks.commands import Abandon, Command, Deltas, EndStep, Go, Ready, Score
-from pdmesh.engine.ranks.elsewhere import AskedRows, asked_by_ranks
 from pdmesh.engine.ranks.group import RankGroup
+from pdmesh.engine.ranks.rank_commands import Abandon, Command, Deltas, EndStep, Go, Ready, Score
+from pdmesh.engine.ranks.rank_elsewhere import AskedRows, asked_by_ranks
 
 
 class Followers(Protocol):

@@ -20,7 +20,7 @@ from pdmesh.engine.attention import QuerySpan
 from pdmesh.engine.base import EngineSequence, LayerHook, SequenceSlice, StepFlight
 from pdmesh.engine.forward import Rows, StepOutput, drawn_rows
 from pdmesh.engine.ranks.channel import StageChannel
-from pdmesh.engine.ranks.commands import (
+from pdmesh.engine.ranks.rank_commands import (
     Abandon,
     Answers,
     Awaiting,
@@ -39,7 +39,7 @@ from pdmesh.engine.ranks.commands import (
     StageStep,
     Written,
 )
-from pdmesh.engine.ranks.elsewhere import AskedRows
+from pdmesh.engine.ranks.rank_elsewhere import AskedRows
 from pdmesh.engine.sampler import sample
 from pdmesh.errors import InstanceUnavailable
 from pdmesh.kv.elsewhere import KvElsewhere, KvElsewhereLost, PartQuestion

@@ -17,7 +17,7 @@ method                         client sends           server sends
 carries it as metadata (`pdmesh.wire.endpoint`).
 """
 
-from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsDesired
+from pdmesh.wire.messages.actuator_messages import MAX_WAIT_S, FollowPools, PoolsDesired
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
 from pdmesh.wire.messages.gateways import (
     GatewayDown,
@@ -60,7 +60,7 @@ from pdmesh.wire.messages.operators import (
     StartRolling,
     WaitOperation,
 )
-from pdmesh.wire.messages.state import (
+from pdmesh.wire.messages.status_messages import (
     Activity,
     ActivityMark,
     BatchingStatus,

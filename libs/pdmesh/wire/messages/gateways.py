@@ -15,7 +15,7 @@ from pdmesh.model import (
 )
 from pdmesh.wire.messages.envelope import PROTOCOL_VERSION, CommandMessage, EventMessage, Message, StandingBy
 from pdmesh.wire.messages.generation import Generation
-from pdmesh.wire.messages.state import Activity, MeshStatus
+from pdmesh.wire.messages.status_messages import Activity, MeshStatus
 
 
 class RegisterGateway(Message, frozen=True, kw_only=True):

@@ -18,9 +18,9 @@ from pdmesh.model import (
     Role,
 )
 from pdmesh.ranges import Range
-from pdmesh.wire.messages.actuators import MAX_WAIT_S, FollowPools, PoolsDesired
+from pdmesh.wire.messages.actuator_messages import MAX_WAIT_S, FollowPools, PoolsDesired
 from pdmesh.wire.messages.envelope import Message, StandingBy
-from pdmesh.wire.messages.state import MeshStatus
+from pdmesh.wire.messages.status_messages import MeshStatus
 from pdmesh.wire.messages.workers import PeersChecked
 
 

@@ -53,9 +53,8 @@ WorkerUp = RegisterWorker | EventMessage | Goodbye | PeersChecked
 
 
 class WelcomeWorker(Message, frozen=True, kw_only=True):
-    """The registration is accepted. Without a heartbeat for ``lease_s`` the instance is given up."""
+    """The registration is accepted."""
 
-    lease_s: float
     heartbeat_s: float
     term: int = 0  # of the leader, among several schedulers; higher than those of all before
     silent_beats: int | None = None  # after so many heartbeats without an answer the leader is given up

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdmesh_gateway.choices import Delta
-from pdmesh_gateway.http.generation import Collected, ItemRendering
+from pdmesh_gateway.http.generation_endpoint import Collected, ItemRendering
 from pdmesh_gateway.http.logprobs import chat_logprobs, prompt_logprobs
 from pdmesh_gateway.http.sse import ChunkWriter, content_body, delta_body, usage_of
 from pdmesh_gateway.items import (
@@ -23,7 +23,8 @@ from pdmesh_gateway.items import (
     WholeAnswer,
 )
 from pdmesh_gateway.jobs import GenerationJob
-from pdmesh_gateway.protocol.chat import (
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
+from pdmesh_gateway.protocol.chat_protocol import (
     ChatChoice,
     ChatDelta,
     ChatFields,
@@ -37,7 +38,6 @@ from pdmesh_gateway.protocol.chat import (
 from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
 from pdmesh_gateway.protocol.usage import Usage
 from pdmesh_gateway.text_stream import TextStream
-from pdmesh_gateway.tokenizer import ModelTokenizer
 
 
 class ChatRendering(ItemRendering):

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from pdmesh_gateway.protocol.chat import FunctionDefinition
+from pdmesh_gateway.protocol.chat_protocol import FunctionDefinition
 from pdmesh_gateway.sampling import invalid
-from pdmesh_gateway.tools.choosing import Tool, ToolChoice
+from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
 
 
 def chat_tools(given: list[dict[str, Any]] | None) -> tuple[tuple[Tool, ...], list[str]]:

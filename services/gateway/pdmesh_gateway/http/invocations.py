@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.computing import ComputingEndpoint
-from pdmesh_gateway.http.exchange import Exchange
-from pdmesh_gateway.http.intake import read_body
+from pdmesh_gateway.http.computing_endpoint import ComputingEndpoint
+from pdmesh_gateway.http.http_exchange import Exchange
+from pdmesh_gateway.http.request_intake import read_body
 from pdmesh_gateway.serving import Serving
 
 _NULL = msgspec.Raw(b"null")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdmesh.wire.messages import TokenLogprobs
-from pdmesh_gateway.protocol.chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
-from pdmesh_gateway.protocol.completions import CompletionLogprobs
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
+from pdmesh_gateway.protocol.chat_protocol import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
+from pdmesh_gateway.protocol.completions_protocol import CompletionLogprobs
 from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprob, PromptLogprobList
-from pdmesh_gateway.tokenizer import ModelTokenizer
 
 #: JSON has no -inf; vLLM's stand-in.
 MIN_LOGPROB = -9999.0

@@ -8,8 +8,13 @@ from typing import Any
 
 import msgspec
 
-from pdmesh_gateway.http.messages.protocol import CountTokensRequest, MessagesRequest, MessagesResponse, TokenCount
-from pdmesh_gateway.http.responses.protocol import (
+from pdmesh_gateway.http.messages.messages_protocol import (
+    CountTokensRequest,
+    MessagesRequest,
+    MessagesResponse,
+    TokenCount,
+)
+from pdmesh_gateway.http.responses.responses_protocol import (
     InputItemList,
     InputTokenCount,
     InputTokensRequest,
@@ -17,12 +22,21 @@ from pdmesh_gateway.http.responses.protocol import (
     ResponsesRequest,
 )
 from pdmesh_gateway.http.unknown import HEADER, OTHERS
-from pdmesh_gateway.protocol.chat import ChatBatchRequest, ChatRequest, ChatResponse
-from pdmesh_gateway.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest, CompletionResponse
-from pdmesh_gateway.protocol.embeddings import EmbeddingRequest, EmbeddingResponse
-from pdmesh_gateway.protocol.errors import ErrorResponse
-from pdmesh_gateway.protocol.models import ModelCard, ModelList
-from pdmesh_gateway.protocol.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from pdmesh_gateway.protocol.chat_protocol import ChatBatchRequest, ChatRequest, ChatResponse
+from pdmesh_gateway.protocol.completions_protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    CompletionRequest,
+    CompletionResponse,
+)
+from pdmesh_gateway.protocol.embeddings_protocol import EmbeddingRequest, EmbeddingResponse
+from pdmesh_gateway.protocol.models_protocol import ModelCard, ModelList
+from pdmesh_gateway.protocol.openai_error_body import ErrorResponse
+from pdmesh_gateway.protocol.tokens_protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 
 #: path → (method, summary, request, response)
 _OPERATIONS: dict[str, tuple[str, str, type[msgspec.Struct] | None, type[msgspec.Struct] | None]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 from pdmesh.errors import RequestRejected
-from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.http_exchange import Exchange
 
 #: Nothing from elsewhere, no frame around it, no guessing of types.
 _HEADERS = [

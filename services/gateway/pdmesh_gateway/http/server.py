@@ -18,8 +18,8 @@ from pdmesh.config import GatewayConfig, SecurityConfig
 from pdmesh.errors import ConfigError, RequestRejected
 from pdmesh.wire.certificates import keep_renewed
 from pdmesh.wire.endpoint import bind_socket, cannot_listen
-from pdmesh_gateway.http.errors import error_json
 from pdmesh_gateway.http.half_closed import HalfClosedClient
+from pdmesh_gateway.http.openai_errors import error_json
 
 #: Longer than the idle time of usual load balancers (60 s), so that they close first.
 KEEP_ALIVE_S = 65

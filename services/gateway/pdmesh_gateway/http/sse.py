@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdmesh_gateway.protocol.chat import ChatDelta
-from pdmesh_gateway.protocol.sampling import StreamOptions
+from pdmesh_gateway.protocol.chat_protocol import ChatDelta
+from pdmesh_gateway.protocol.sampling_fields import StreamOptions
 from pdmesh_gateway.protocol.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 
 DONE = b"data: [DONE]\n\n"

@@ -10,7 +10,7 @@ import msgspec
 from pdmesh.errors import InstanceUnavailable, PdmeshError, RequestRejected
 from pdmesh.wire.admin import QuestionRefused, ask_scheduler
 from pdmesh.wire.messages import GetRequest, RequestList, RequestRecord
-from pdmesh_gateway.http.exchange import Exchange
+from pdmesh_gateway.http.http_exchange import Exchange
 from pdmesh_gateway.http.page_files import PageFiles
 from pdmesh_gateway.serving import Serving
 

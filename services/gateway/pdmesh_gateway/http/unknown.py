@@ -19,7 +19,7 @@ import msgspec
 
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.http.messages import protocol as messages
-from pdmesh_gateway.http.messages.protocol import (
+from pdmesh_gateway.http.messages.messages_protocol import (
     CountTokensRequest,
     MessagesRequest,
     OutputFormat,
@@ -27,18 +27,18 @@ from pdmesh_gateway.http.messages.protocol import (
     ToolDefinition,
 )
 from pdmesh_gateway.http.responses import protocol as responses
-from pdmesh_gateway.http.responses.protocol import (
+from pdmesh_gateway.http.responses.responses_protocol import (
     FunctionTool,
     InputTokensRequest,
     Reasoning,
     ResponsesRequest,
     TextFormat,
 )
-from pdmesh_gateway.protocol.chat import ChatBatchRequest, ChatMessage, ChatRequest, FunctionDefinition
-from pdmesh_gateway.protocol.completions import CompletionRequest
-from pdmesh_gateway.protocol.embeddings import EmbeddingRequest
-from pdmesh_gateway.protocol.sampling import ResponseFormat, StructuredOutputs
-from pdmesh_gateway.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from pdmesh_gateway.protocol.chat_protocol import ChatBatchRequest, ChatMessage, ChatRequest, FunctionDefinition
+from pdmesh_gateway.protocol.completions_protocol import CompletionRequest
+from pdmesh_gateway.protocol.embeddings_protocol import EmbeddingRequest
+from pdmesh_gateway.protocol.sampling_fields import ResponseFormat, StructuredOutputs
+from pdmesh_gateway.protocol.tokens_protocol import DetokenizeRequest, TokenizeRequest
 
 StructType = type[msgspec.Struct]
 

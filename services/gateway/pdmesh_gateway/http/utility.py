@@ -11,13 +11,18 @@ import msgspec
 from pdmesh.build_info import core_build
 from pdmesh.errors import RequestRejected
 from pdmesh_gateway.conversations import prompt_of
-from pdmesh_gateway.http.chat import conversation_of
-from pdmesh_gateway.http.exchange import Exchange
-from pdmesh_gateway.http.intake import decode_request, read_body
-from pdmesh_gateway.http.messages.protocol import AnthropicModel, AnthropicModelList
+from pdmesh_gateway.http.chat_endpoint import conversation_of
+from pdmesh_gateway.http.http_exchange import Exchange
+from pdmesh_gateway.http.messages.messages_protocol import AnthropicModel, AnthropicModelList
 from pdmesh_gateway.http.openapi import openapi_document
-from pdmesh_gateway.protocol.models import ModelCard, ModelList
-from pdmesh_gateway.protocol.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from pdmesh_gateway.http.request_intake import decode_request, read_body
+from pdmesh_gateway.protocol.models_protocol import ModelCard, ModelList
+from pdmesh_gateway.protocol.tokens_protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from pdmesh_gateway.sampling import too_long
 from pdmesh_gateway.serving import Serving, check_token_ids
 

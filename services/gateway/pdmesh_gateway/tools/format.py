@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pdmesh_gateway.tools.reader import Reader, Script
+from pdmesh_gateway.tools.answer_reader import Reader, Script
 
 #: Calls of one answer.
 MAX_CALLS = 16

@@ -14,7 +14,7 @@ from pdmesh.config import StandbyConfig
 from pdmesh.errors import ConfigError
 from pdmesh_scheduler.standby.etcd_client import EtcdClient, refusal_of
 from pdmesh_scheduler.standby.leadership import LeaseRecord
-from pdmesh_scheduler.standby.store import StoredRecord, StoreUnavailable, decode_record, encode_record
+from pdmesh_scheduler.standby.lease_store import StoredRecord, StoreUnavailable, decode_record, encode_record
 
 
 class EtcdStore:

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from pdmesh_scheduler.standby.leadership import LeaseRecord
-from pdmesh_scheduler.standby.store import (
+from pdmesh_scheduler.standby.lease_store import (
     MAX_RECORD_BYTES,
     StoredRecord,
     StoreUnavailable,

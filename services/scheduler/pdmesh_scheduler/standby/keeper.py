@@ -12,7 +12,7 @@ import structlog
 
 from pdmesh.errors import ServiceSuperseded
 from pdmesh_scheduler.standby.leadership import Candidate, LeaseWrite
-from pdmesh_scheduler.standby.store import LeaseStore, StoreUnavailable
+from pdmesh_scheduler.standby.lease_store import LeaseStore, StoreUnavailable
 
 log = structlog.get_logger()
 

@@ -24,15 +24,15 @@ from pdmesh.wire.dialing import is_wildcard
 from pdmesh.wire.endpoint import serving
 from pdmesh.wire.link import FrameLink, serve_link
 from pdmesh.wire.messages import GatewayUp, RegisterGateway, StandingBy, WorkerUp
-from pdmesh.wire.strangers import Strangers
-from pdmesh_scheduler.metrics import leads_gauge
-from pdmesh_scheduler.operators import Operators
+from pdmesh.wire.rejected_peers import Strangers
+from pdmesh_scheduler.operator_tokens import Operators
+from pdmesh_scheduler.scheduler_metrics import leads_gauge
 from pdmesh_scheduler.standby.etcd_store import open_etcd
 from pdmesh_scheduler.standby.file_store import FileStore
 from pdmesh_scheduler.standby.keeper import LeaseKeeper, LeaseLost
 from pdmesh_scheduler.standby.leadership import Candidate
+from pdmesh_scheduler.standby.lease_store import LeaseStore
 from pdmesh_scheduler.standby.mandate import Judge, Mandate
-from pdmesh_scheduler.standby.store import LeaseStore
 
 log = structlog.get_logger()
 

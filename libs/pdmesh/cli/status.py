@@ -1,0 +1,258 @@
+"""`pdmesh status`: the instances of a mesh, their KV, links and pools, and the events of the last minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import typer
+
+from pdmesh.cli.history_view import events_table, note_lines
+from pdmesh.cli.options import Output
+from pdmesh.cli.state_folder import MeshRecord, StateFolder, scheduler_of
+from pdmesh.cli.tables import Column, Table, duration
+from pdmesh.config import MeshConfig, SecurityConfig
+from pdmesh.errors import ProtocolError
+from pdmesh.model import GRANULE_TOKENS, short_weights
+from pdmesh.wire import messages
+from pdmesh.wire.admin import ask_scheduler
+
+#: How far back speeds are measured, and over how many requests at most.
+SPEED_S = 60.0
+MAX_SPEED_REQUESTS = 200
+
+#: Events shown; JSON has all that are remembered.
+MAX_EVENTS = 8
+
+
+def show_status(config: MeshConfig, state: StateFolder, output: Output) -> None:
+    """Print the state of a mesh. Raises PdmeshError if none can be asked."""
+    record, address, security = scheduler_of(config, state)
+    answer, latest = anyio.run(_ask_status, address, security)
+    if not isinstance(answer, messages.MeshStatus) or not isinstance(latest, messages.RequestList):
+        raise ProtocolError("the scheduler sent an unexpected answer")
+    if output is Output.JSON:
+        local = None if record is None else _public(record)
+        typer.echo(msgspec.json.format(msgspec.json.encode({"mesh": local, "state": answer})).decode())
+        return
+    if record is not None:
+        typer.echo(_where(record))
+    verdict = typer.style("ready", fg="green") if answer.ready else typer.style("not ready", fg="red")
+    rest = "" if answer.ready else f": {answer.reason}"
+    batching = f"  batching {answer.batching}" if answer.batching else ""
+    typer.echo(
+        f"{verdict}{rest}  waiting {answer.num_waiting}  running {answer.num_running}  policy {answer.bundle}{batching}"
+    )
+    if (speed := speed_line(latest.requests, answer.at or time.time())) is not None:
+        typer.echo(speed)
+    instances_table(answer).show()
+    for line in note_lines(answer):
+        typer.secho(line, fg="yellow")
+    if record is not None:
+        typer.echo()
+        processes_table(record).show()
+    for line in _lines(answer):
+        typer.echo(line)
+    if len({row.arithmetic for row in answer.instances}) > 1:
+        from pdmesh.core.instances.arithmetic import several_classes
+
+        classes = several_classes({row.instance_id: row.arithmetic for row in messages.in_order(answer.instances)})
+        typer.secho(classes, fg="yellow")
+    if (weights := weights_line(answer)) is not None:
+        typer.secho(weights, fg="yellow" if len(answer.revisions) > 1 else None)
+    if answer.tenants:
+        typer.echo()
+        tenants_table(answer).show()
+    if answer.events:
+        typer.echo()
+        events_table(answer.events, answer.at, MAX_EVENTS).show()
+
+
+async def _ask_status(address: str, security: SecurityConfig) -> tuple[messages.AdminResponse, messages.AdminResponse]:
+    answer = await ask_scheduler(address, security, messages.GetStatus())
+    return answer, await ask_scheduler(address, security, messages.ListRequests(limit=MAX_SPEED_REQUESTS))
+
+
+def _lines(answer: messages.MeshStatus) -> Iterator[str]:
+    for row in messages.in_order(answer.instances):
+        yield f"{row.instance_id}  {batching_line(row.batching)}"
+    yield from kv_lines(answer.instances)
+    yield from compute_lines(answer.instances)
+    yield from ranks_lines(answer.instances)
+    yield from host_lines(answer.instances)
+    yield from link_lines(answer.links)
+    if answer.num_fetched_tokens:
+        yield f"kept KV fetched by instances from others: {answer.num_fetched_tokens:,} tokens"
+    yield from map(group_line, answer.groups)
+
+
+def speed_line(latest: Sequence[messages.RequestRecord], now: float) -> str | None:
+    """Say how fast requests of the last minute were answered; None if there were none. ``now`` is Unix time."""
+    recent = [each for each in latest if each.arrived_at > now - SPEED_S]
+    firsts = sorted(each.first_token_s for each in recent if each.first_token_s is not None)
+    if not firsts:
+        return None
+    num_tokens = sum(each.num_output_tokens or 0 for each in recent)
+    span_s = max(now - min(each.arrived_at for each in recent), 1.0)
+    p50, p99 = (1e3 * firsts[min(len(firsts) - 1, int(share * len(firsts)))] for share in (0.5, 0.99))
+    return (
+        f"last {min(span_s, SPEED_S):.0f} s: {len(recent)} requests, TTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms, "
+        f"{num_tokens / span_s:.1f} tokens/s"
+    )
+
+
+def weights_line(answer: messages.MeshStatus) -> str | None:
+    """Say which weights are loaded; of several identities, on how many instances, and how many requests each takes."""
+    if len(answer.revisions) > 1:
+        from pdmesh.core.instances.revisions import several_revisions
+
+        shares = {each.weights: (len(each.instance_ids), each.share) for each in answer.revisions}
+        return several_revisions(answer.instances[0].model if answer.instances else "", shares)
+    return next(
+        (f"weights {short_weights(each.weights)} on all instances" for each in answer.revisions if each.weights), None
+    )
+
+
+def _where(record: MeshRecord) -> str:
+    """Return the mesh's name and addresses, in two lines that fit 80 columns."""
+    up_s = time.time() - record.started_at
+    grpc_address = next((s.facts["grpc_address"] for s in record.services if "grpc_address" in s.facts), "")
+    name = typer.style(record.name, bold=True)
+    return f"mesh {name}  model {record.model}  up {duration(up_s)}\nhttp {record.http_address}  grpc {grpc_address}"
+
+
+def _public(record: MeshRecord) -> dict[str, Any]:
+    shown = msgspec.to_builtins(record)
+    del shown["mesh_token"]
+    return dict(shown)
+
+
+def instances_table(answer: messages.MeshStatus) -> Table:
+    """Return a table of at most 80 columns."""
+    texts = [Column("instance", min_width=12), *map(Column, ("role", "state", "device"))]
+    numbers = [Column(title, right=True) for title in ("pid", "prefills", "decodes", "queued", "kv free", "kept")]
+    table = Table([*texts, *numbers])
+    for row in messages.in_order(answer.instances):
+        table.add(
+            row.instance_id,
+            row.role,
+            row.state,
+            row.device,
+            str(row.pid),
+            str(row.num_prefilling),
+            str(row.num_decoding),
+            str(row.num_queued_tokens),
+            f"{row.num_free_blocks}/{row.num_blocks}",
+            str(row.num_kept_blocks),
+        )
+    for gone in messages.in_order(answer.gone):
+        table.add(gone.instance_id, gone.role, gone.state, gone.device, f"({gone.pid})", *5 * [""])
+    return table
+
+
+def processes_table(record: MeshRecord) -> Table:
+    """Return a table of the processes that `pdmesh up` keeps running on this machine."""
+    numbers = [Column(title, right=True) for title in ("pid", "age", "restarts", "memory")]
+    table = Table([Column("process"), *numbers])
+    for service in record.services:
+        process = service.process
+        age, memory = duration(process.age_s()), f"{process.memory_bytes() / 1e6:.0f} MB"
+        table.add(service.name, str(process.pid), age, str(service.num_restarts), memory)
+    return table
+
+
+def batching_line(batching: messages.BatchingStatus | None) -> str:
+    """Return a line that says how an instance batches, and what is known of the other mode."""
+    if batching is None:
+        return "batching no choice"
+    phase = f", {batching.phase} phase" if batching.phase else ""
+    parts = [f"batching {batching.mode}{phase}"]
+    if batching.idle_share:
+        parts.append(f"θ {batching.idle_share:.3g}  N {batching.num_seats}")
+    if batching.gain is not None:
+        parts.append(f"eb over mb {batching.gain:+.1%}")
+    if batching.reason:
+        parts.append(f"not eb: {batching.reason}")
+    return "  ".join(parts)
+
+
+def compute_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
+    """Return a line for each way in which instances compute, with their names if they differ."""
+    ways: dict[str, list[str]] = {}
+    for row in messages.in_order(instances):
+        if row.compute is not None:
+            ways.setdefault(str(row.compute), []).append(row.instance_id)
+    return [f"compute  {way}" + (f": {', '.join(ids)}" if len(ways) > 1 else "") for way, ids in ways.items()]
+
+
+def ranks_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
+    """Return a line for each instance that several processes, or stages, compute."""
+    return [
+        f"ranks  {row.instance_id}: {_ranks(row)}"
+        for row in messages.in_order(instances)
+        if row.rank_pids or row.num_stages > 1
+    ]
+
+
+def _ranks(row: messages.InstanceStatus) -> str:
+    if not row.rank_pids:
+        return f"{row.num_stages} stages in one process"
+    pids = f"(pids {', '.join(map(str, row.rank_pids))})"
+    if row.num_stages == 1:
+        return f"{len(row.rank_pids)} {pids}"
+    return f"{len(row.rank_pids) - 1} in {row.num_stages} stages {pids}"  # the leader computes nothing
+
+
+def host_lines(instances: Sequence[messages.InstanceStatus]) -> list[str]:
+    """Return a line for each host with its instances, if there are several: only inside one is KV copied directly."""
+    hosts: dict[str, list[str]] = {}
+    for row in messages.in_order(instances):
+        hosts.setdefault(row.host, []).append(row.instance_id)
+    return [f"host {host or 'unknown'}: {', '.join(ids)}" for host, ids in hosts.items()] if len(hosts) > 1 else []
+
+
+def link_lines(links: Sequence[messages.LinkStatus]) -> list[str]:
+    """Return a line for each link between hosts that KV took in the last minute."""
+    return [
+        f"link {link.source} → {link.destination}: {rate(link.bytes_per_s)} ({link.num_transfers} transfers)"
+        for link in links
+    ]
+
+
+def rate(bytes_per_s: float) -> str:
+    """Format a rate for people."""
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+def group_line(group: messages.GroupStatus) -> str:
+    """Return a line with the instances that compute a prompt together, and how far they have come."""
+    leader, *helpers = group.member_ids
+    done = f"{group.num_planned_tokens} of {group.num_prompt_tokens} tokens"
+    return f"{leader} + {' + '.join(helpers)}  compute {group.request_id} in turn: {done}"
+
+
+def tenants_table(answer: messages.MeshStatus) -> Table:
+    numbers = ("share", "waiting", "running", "used in the last minute")
+    table = Table([Column("key", min_width=12), *(Column(title, right=True) for title in numbers)])
+    for row in answer.tenants:
+        table.add(
+            row.tenant or "(none)",
+            str(row.share or ""),
+            str(row.num_waiting),
+            str(row.num_running),
+            f"{row.recent_share:.0%}",
+        )
+    return table
+
+
+def kv_lines(instances: Sequence[messages.InstanceStatus]) -> Iterator[str]:
+    """Yield a line for each instance with KV that is quarantined or offloaded."""
+    for row in messages.in_order(instances):
+        num_offloaded = row.num_offloaded_granules * GRANULE_TOKENS
+        parts = [f"{row.num_quarantined_blocks} blocks quarantined"] if row.num_quarantined_blocks else []
+        parts += [f"{num_offloaded} tokens offloaded"] if num_offloaded else []
+        if parts:
+            yield f"kv  {row.instance_id}: {', '.join(parts)}"

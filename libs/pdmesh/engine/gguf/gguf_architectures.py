@@ -1,0 +1,285 @@
+"""GGUF's architectures: what transformers calls each, and what its ``config.json`` would say. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdmesh.engine.gguf.gguf_reader import F32, GgufHeader
+from pdmesh.errors import ConfigError
+
+_MAX_VECTOR = 1 << 16  # values of what is listed: more than half of any head
+_MAX_LISTED_LAYERS = 1024  # nothing is listed for more layers than any model has
+#: Biases of a layer, by the projections of `pdmesh.engine.model_config.Quantization.biases`.
+_BIASES = {
+    "qkv": ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"),
+    "output": ("attn_output.bias",),
+    "mlp": ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """What a file says of its model."""
+
+    name: str  # of its architecture
+    header: GgufHeader
+    where: str
+
+    def of(self, key: str) -> Any:
+        """A field of the architecture; None where there is none."""
+        return self.header.metadata.get(f"{self.name}.{key}")
+
+    @property
+    def head_dim(self) -> Any:
+        hidden_size, num_heads = self.of("embedding_length"), self.of("attention.head_count")
+        if self.of("attention.key_length") or not _are_positive(hidden_size, num_heads):
+            return self.of("attention.key_length")
+        return hidden_size // num_heads
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Return how many of the last layers guess further tokens: they are not computed."""
+        number = self.of("nextn_predict_layers")
+        return number if _are_positive(number, self.of("block_count")) and number < self.of("block_count") else 0
+
+    @property
+    def num_layers(self) -> Any:
+        number = self.of("block_count")
+        return number - self.num_draft_layers if _are_positive(number) else number
+
+    def biases(self) -> list[str]:
+        """Return which projections of layers have biases: architectures that never had any are published with some."""
+        names = {
+            name.split(".", 2)[2] for name in self.header.tensors if name.startswith("blk.") and name.count(".") > 2
+        }
+        return [place for place, tensors in _BIASES.items() if not names.isdisjoint(tensors)]
+
+    def vector(self, name: str) -> list[float] | None:
+        """Values of a tensor; None where there is none."""
+        stored = self.header.tensors.get(name)
+        if stored is None:
+            return None
+        if stored.type_number != F32 or len(stored.shape) != 1 or stored.shape[0] > _MAX_VECTOR:
+            raise ConfigError(f"{self.where}: {name!r} is no vector in fp32 of at most {_MAX_VECTOR} values")
+        import numpy as np
+
+        values: list[float] = np.fromfile(
+            stored.file, dtype="<f4", count=stored.shape[0], offset=stored.offset
+        ).tolist()
+        return values
+
+    def rope(self) -> dict[str, Any]:
+        """How heads are rotated. Llama 3.1's scaling lies in a tensor of divisors of frequencies, Phi's in two."""
+        kind, context = self.of("rope.scaling.type") or "none", self.of("context_length")
+        original = self.of("rope.scaling.original_context_length") or context
+        base = {"rope_theta": self.of("rope.freq_base") or 10_000.0}
+        if kind in ("linear", "yarn"):
+            if factors := [name for name in self.header.tensors if name.startswith("rope_f")]:
+                raise ConfigError(f"{self.where}: RoPE scaling {kind!r} together with {factors[0]!r} is not served")
+            yarn = {
+                "attention_factor": self.of("rope.scaling.yarn_attn_factor"),
+                "beta_fast": self.of("rope.scaling.yarn_beta_fast"),
+                "beta_slow": self.of("rope.scaling.yarn_beta_slow"),
+            }
+            return {
+                **base,
+                "rope_type": kind,
+                "factor": self.of("rope.scaling.factor"),
+                "original_max_position_embeddings": original,
+                **({name: value for name, value in yarn.items() if value is not None} if kind == "yarn" else {}),
+            }
+        if kind not in ("none", "longrope"):
+            raise ConfigError(
+                f"{self.where}: RoPE scaling {str(kind)[:64]!r} is not served from GGUF; give the safetensors directory"
+            )
+        long, short = self.vector("rope_factors_long.weight"), self.vector("rope_factors_short.weight")
+        if long is not None and short is not None:
+            factor = self.of("rope.scaling.attn_factor")
+            return {
+                **base,
+                "rope_type": "longrope",
+                "short_factor": short,
+                "long_factor": long,
+                "original_max_position_embeddings": original,
+                **({} if factor is None else {"attention_factor": factor}),
+            }
+        if kind == "longrope":
+            raise ConfigError(f"{self.where} holds no 'rope_factors_long.weight' and '…short.weight' of its longrope")
+        divisors = self.vector("rope_freqs.weight")
+        if divisors is None:
+            return {**base, "rope_type": "default"}
+        return {
+            **base,
+            "rope_type": "longrope",  # of which this is a case: the same divisors for every length
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": context,
+        }
+
+    def windows(self, *, period: int, default: int | None = None) -> dict[str, Any]:
+        """Which layers have a window: listed in the file, or all but every last one of ``period``."""
+        window = self.of("attention.sliding_window") or default
+        pattern, num_layers = self.of("attention.sliding_window_pattern"), self.num_layers
+        if not window or not _are_positive(num_layers) or num_layers > _MAX_LISTED_LAYERS:
+            return {"sliding_window": None}
+        if not isinstance(pattern, list):
+            period = pattern if _are_positive(pattern) else period
+            pattern = [number % period < period - 1 for number in range(num_layers)]
+        kinds = ["sliding_attention" if has_window else "full_attention" for has_window in pattern[:num_layers]]
+        return {"sliding_window": window, "layer_types": kinds}
+
+    def partial_rotation(self) -> dict[str, Any]:
+        """The part of a head that is rotated."""
+        rotated = self.of("rope.dimension_count")
+        return {"partial_rotary_factor": rotated / self.head_dim} if _are_positive(rotated, self.head_dim) else {}
+
+
+def _are_positive(*values: object) -> bool:
+    return all(isinstance(value, int) and value > 0 for value in values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFields:
+    """How a model with experts is told of in ``config.json``."""
+
+    class_name: str
+    number: str = "num_experts"  # its name there
+    normalizes: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufArchitecture:
+    """One of GGUF's architectures; names are of tensors in a layer, without their end."""
+
+    class_name: str = ""  # transformers'; none where it always has experts
+    interleaves_rotation: bool = False  # rows were put in an order in which neighbours are rotated
+    rotates_partly: bool = False
+    more: Callable[[GgufModel], dict[str, Any]] = lambda _: {}  # what is said beyond a Llama's fields
+    experts: ExpertFields | None = None
+    names: Mapping[str, str] = field(default_factory=dict[str, str])  # the file's, where they are not a Llama's
+
+
+_NORMS_AROUND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GATE_UP = {"mlp.gate_up_proj": "ffn_up"}
+
+
+def _gemma2(model: GgufModel) -> dict[str, Any]:
+    return {
+        **model.windows(period=2, default=4096),
+        "attn_logit_softcapping": model.of("attn_logit_softcapping") or 50.0,
+        "final_logit_softcapping": model.of("final_logit_softcapping") or 30.0,
+        "query_pre_attn_scalar": _query_scalar(model, num_layers_27b=46),
+    }
+
+
+def _gemma3(model: GgufModel) -> dict[str, Any]:
+    return {
+        **model.windows(period=6),
+        "final_logit_softcapping": model.of("final_logit_softcapping"),
+        "query_pre_attn_scalar": _query_scalar(model, num_layers_27b=62),
+        **_ropes(model, of_windows=model.of("rope.freq_base_swa") or 10_000.0),
+    }
+
+
+def _query_scalar(model: GgufModel, *, num_layers_27b: int) -> Any:
+    """What scores are divided by the root of, which no file says: of the 27B it is another one."""
+    hidden_size, num_heads = model.of("embedding_length"), model.of("attention.head_count")
+    if model.of("block_count") == num_layers_27b and _are_positive(hidden_size, num_heads):
+        return hidden_size // num_heads
+    return model.head_dim
+
+
+def _ropes(model: GgufModel, *, of_windows: float) -> dict[str, Any]:
+    """Layers with a window rotate by a base of their own, without scaling."""
+    local = {"rope_type": "default", "rope_theta": of_windows}
+    return {"rope_parameters": {"full_attention": model.rope(), "sliding_attention": local}}
+
+
+def _olmo2(model: GgufModel) -> dict[str, Any]:
+    if not model.of("attention.sliding_window"):
+        return {}
+    rope = _ropes(model, of_windows=model.of("rope.freq_base") or 10_000.0)
+    return {"architectures": ["Olmo3ForCausalLM"], **model.windows(period=4), **rope}
+
+
+def _phi3(model: GgufModel) -> dict[str, Any]:
+    return {"sliding_window": model.of("attention.sliding_window") or None}
+
+
+def _granite(model: GgufModel) -> dict[str, Any]:
+    scale, head_dim = model.of("attention.scale"), model.head_dim
+    return {
+        "attention_multiplier": scale or (head_dim**-0.5 if _are_positive(head_dim) else None),
+        "embedding_multiplier": model.of("embedding_scale") or 1.0,
+        "residual_multiplier": model.of("residual_scale") or 1.0,
+        "logits_scaling": model.of("logit_scale") or 1.0,
+    }
+
+
+def _starcoder2(model: GgufModel) -> dict[str, Any]:
+    epsilon = model.of("attention.layer_norm_epsilon")
+    return {"norm_epsilon": epsilon, "sliding_window": None}
+
+
+def _gpt_oss(model: GgufModel) -> dict[str, Any]:
+    rope = model.rope()
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # as transformers has it; no field says so
+    return {**model.windows(period=2), "rope_parameters": rope}
+
+
+#: By GGUF's name.
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture(
+        class_name="LlamaForCausalLM",
+        interleaves_rotation=True,
+        experts=ExpertFields(class_name="MixtralForCausalLM", number="num_local_experts"),
+    ),
+    "qwen2": GgufArchitecture(class_name="Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture(class_name="Qwen3ForCausalLM"),
+    "qwen3moe": GgufArchitecture(experts=ExpertFields(class_name="Qwen3MoeForCausalLM")),
+    # Text models of vision models: a token of text has one position.
+    "qwen2vl": GgufArchitecture(class_name="Qwen2ForCausalLM"),
+    "qwen3vl": GgufArchitecture(class_name="Qwen3ForCausalLM"),
+    "qwen3vlmoe": GgufArchitecture(experts=ExpertFields(class_name="Qwen3MoeForCausalLM")),
+    "gpt-oss": GgufArchitecture(
+        more=_gpt_oss,
+        experts=ExpertFields(class_name="GptOssForCausalLM", number="num_local_experts"),
+        names={"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+    ),
+    "olmoe": GgufArchitecture(experts=ExpertFields(class_name="OlmoeForCausalLM", normalizes=False)),
+    "gemma": GgufArchitecture(class_name="GemmaForCausalLM"),
+    "gemma2": GgufArchitecture(class_name="Gemma2ForCausalLM", more=_gemma2, names=_NORMS_AROUND),
+    "gemma3": GgufArchitecture(class_name="Gemma3ForCausalLM", more=_gemma3, names=_NORMS_AROUND),
+    "phi3": GgufArchitecture(
+        class_name="Phi3ForCausalLM",
+        rotates_partly=True,
+        more=_phi3,
+        names={"self_attn.qkv_proj": "attn_qkv", **_GATE_UP},
+    ),
+    "olmo2": GgufArchitecture(class_name="Olmo2ForCausalLM", more=_olmo2, names=_NORMS_AROUND),
+    "granite": GgufArchitecture(class_name="GraniteForCausalLM", interleaves_rotation=True, more=_granite),
+    "glm4": GgufArchitecture(
+        class_name="Glm4ForCausalLM",
+        interleaves_rotation=True,
+        rotates_partly=True,
+        names={
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+            **_GATE_UP,
+        },
+    ),
+    "smollm3": GgufArchitecture(class_name="SmolLM3ForCausalLM", interleaves_rotation=True),
+    "starcoder2": GgufArchitecture(
+        class_name="Starcoder2ForCausalLM",
+        more=_starcoder2,
+        names={"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    ),
+}

@@ -1,0 +1,240 @@
+"""What a rank of an instance of several stages does: the layers of its stage, of one step after the other.
+
+A step comes from the leader, and what the layers before left of it from the stage before. While a stage waits for the
+leader's word on a step, the next ones may have been sent: they are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import structlog
+import torch
+from torch import Tensor
+
+from pdmesh.engine.attention import QuerySpan
+from pdmesh.engine.base import LayerHook, SequenceSlice
+from pdmesh.engine.forward import DirectForward, HiddenOutput, StepOutput, step_spans
+from pdmesh.engine.ranks.channel import StageChannel
+from pdmesh.engine.ranks.group import RankGroup
+from pdmesh.engine.ranks.rank_commands import (
+    Abandon,
+    Answers,
+    Awaiting,
+    Begun,
+    Command,
+    Embed,
+    EndStep,
+    Go,
+    Left,
+    Matrix,
+    Question,
+    Replicas,
+    Report,
+    Score,
+    StageStep,
+    Written,
+)
+from pdmesh.engine.ranks.rank_elsewhere import AskedRows, ElsewhereOfStage
+from pdmesh.engine.transformer_model import Carried, Transformer
+from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.kv.elsewhere import KvElsewhereLost, PartQuestion
+
+log = structlog.get_logger()
+
+
+class _Abandoned(Exception):
+    """The leader computes no more of the step."""
+
+
+class StageFollower:
+    """Computes its part of a stage. ``receive`` waits for the next command; None: the leader is gone.
+
+    ``inlet`` is where the layers before a stage come from, None for the first; ``outlet`` where its own go: to the next
+    stage, or from the last one's first rank to the leader, None for its others. The first rank of a stage reports.
+    """
+
+    def __init__(
+        self,
+        forward: DirectForward,
+        group: RankGroup,
+        receive: Callable[[], Command | None],
+        report: Callable[[Report], object],
+        inlet: StageChannel | None,
+        outlet: StageChannel | None,
+        asked: AskedRows,
+        *,
+        hidden_size: int,
+    ) -> None:
+        assert isinstance(forward.decoder, Transformer), "what transformers' modules compute has one stage"
+        self._asked = asked
+        self._forward = forward
+        self._transformer = forward.decoder
+        self._group = group
+        self._share = group.share
+        self._receive_next = receive
+        self._report = report
+        self._inlet = inlet
+        self._outlet = outlet
+        self._hidden_size = hidden_size
+        self._replicas = Replicas()
+        self._next: deque[StageStep] = deque()
+        self._waited_s = 0.0  # of the step, for the leader
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Follow until the leader, or another rank, is gone."""
+        try:
+            while True:
+                self._compute(self._next.popleft() if self._next else self._next_step())
+        except InstanceUnavailable as error:
+            log.info("the rank ends", reason=str(error))
+
+    def _next_step(self) -> StageStep:
+        command = self._receive()
+        if not isinstance(command, StageStep):
+            raise _unexpected(command)
+        return command
+
+    def _receive(self) -> Command:
+        command = self._receive_next()
+        if command is None:
+            raise InstanceUnavailable("the leader is gone")
+        return command
+
+    def _word(self) -> Command:
+        """Wait for the leader's word on the step that is being computed."""
+        while isinstance(command := self._receive(), StageStep):
+            self._next.append(command)
+        return command
+
+    def _tell(self, report: Report) -> None:
+        if self._share.rank != 0:
+            return
+        try:
+            self._report(report)
+        except OSError as error:
+            raise InstanceUnavailable("the leader is gone") from error
+
+    def _compute(self, command: StageStep) -> None:
+        batch = self._replicas.batch(command.step)
+        num_rows = sum(part.num_tokens for part in batch)
+        before = None if self._inlet is None else self._carried(self._inlet, num_rows)
+        if self._inlet is not None and before is None:
+            self._pass_on(None)
+            self._tell(Left(command.number, 0.0))
+            return
+        if self._inlet is None:
+            self._tell(Begun(command.number))
+        began_s, self._waited_s = time.perf_counter(), 0.0
+        carried: Carried | None = None
+        with suppress(_Abandoned, KvElsewhereLost):
+            carried = self._through(command.number, batch, before, self._hook(command))
+        busy_s = time.perf_counter() - began_s - self._waited_s
+        if not self._share.is_last or carried is None:
+            self._pass_on(carried)
+            self._tell(Left(command.number, busy_s))
+            return
+        hidden, delta = carried
+        self._score(command, HiddenOutput(self._transformer, hidden if delta is None else hidden + delta), busy_s)
+
+    def _through(
+        self, number: int, batch: Sequence[SequenceSlice], before: Carried | None, on_layer: LayerHook | None
+    ) -> Carried:
+        """Compute the layers here, given what the layer before them left; None: the step's tokens enter here."""
+        forward, transformer = self._forward, self._transformer
+        spans = [self._asked_by_stage(number, place, span) for place, span in enumerate(step_spans(batch))]
+        inputs, plan = forward.inputs(batch), forward.attention.plan(spans)
+        if before is None:
+            before = Carried(transformer.embed_tokens(inputs), None)
+        return transformer.through(before, inputs, forward.caches, plan, on_layer)
+
+    def _asked_by_stage(self, number: int, place: int, span: QuerySpan) -> QuerySpan:
+        """Return a span of a step as the leader is asked about what is elsewhere of it."""
+        if span.elsewhere is None:
+            return span
+
+        def ask(question: PartQuestion) -> None:
+            layer = self._transformer.first_layer + question.layer
+            self._tell(Question(number, place, question._replace(layer=layer)))
+
+        def answer() -> bytes | None:
+            self._tell(Awaiting(number, place))
+            match self._word():
+                case Answers(rows):
+                    return rows
+                case Abandon():
+                    return None
+                case other:
+                    raise _unexpected(other)
+
+        elsewhere = ElsewhereOfStage(span.elsewhere, self._group, self._asked, ask=ask, answer=answer)
+        return replace(span, elsewhere=elsewhere)
+
+    def _carried(self, inlet: StageChannel, num_rows: int) -> Carried | None:
+        dtype = self._transformer.hidden_dtype
+        hidden = inlet.receive(num_rows, self._hidden_size, dtype)
+        delta = None if hidden is None else inlet.receive(num_rows, self._hidden_size, dtype)
+        return None if hidden is None else Carried(hidden, delta)
+
+    def _pass_on(self, carried: Carried | None) -> None:
+        if self._share.is_last or self._outlet is None:
+            return
+        if carried is None:
+            self._outlet.send_nothing()
+            return
+        hidden, delta = carried
+        assert delta is not None, "a stage has a layer"
+        self._outlet.send(hidden)
+        self._outlet.send(delta)
+
+    def _hook(self, command: StageStep) -> LayerHook | None:
+        if not command.step.hooked:
+            return None
+
+        def layer_done(layer: int) -> None:
+            if self._share.num_ranks > 1:
+                self._group.meet()
+            self._tell(Written(command.number, layer))
+            if not command.waits:
+                return
+            began_s = time.perf_counter()
+            word = self._word()
+            self._waited_s += time.perf_counter() - began_s
+            if isinstance(word, Abandon):
+                raise _Abandoned
+            if not isinstance(word, Go):
+                raise _unexpected(word)
+
+        return layer_done
+
+    def _score(self, command: StageStep, output: StepOutput, busy_s: float) -> None:
+        """Give what is wanted of a step that has passed the model's last layer."""
+        began_s = time.perf_counter()
+        scores = output.logits(command.scored) if command.scored else None
+        self._tell(Left(command.number, busy_s + time.perf_counter() - began_s))
+        if scores is not None:
+            self._give(command.number, scores)
+        while command.stays:
+            match self._word():
+                case Score(rows):
+                    self._give(command.number, output.logits(rows))
+                case Embed(rows):
+                    self._give(command.number, output.embeddings(rows))
+                case EndStep():
+                    return
+                case other:
+                    raise _unexpected(other)
+
+    def _give(self, number: int, matrix: Tensor) -> None:
+        if self._outlet is not None:
+            self._tell(Matrix(number, *matrix.shape))
+            self._outlet.send(matrix)
+
+
+def _unexpected(command: Command) -> ProtocolError:
+    return ProtocolError(f"the leader sends {type(command).__name__}, which does not follow what came before")

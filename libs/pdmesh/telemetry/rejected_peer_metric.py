@@ -1,0 +1,27 @@
+"""The metric of peers that were refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdmesh.wire.rejected_peers import Strangers
+
+
+class _Refused(Collector):
+    def __init__(self, strangers: Strangers) -> None:
+        self._strangers = strangers
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily("pdmesh:refused_peers", "Peers that were refused, by reason.", labels=["reason"])
+        for reason, count in self._strangers.refused.items():
+            family.add_metric([reason], count)
+        yield family
+
+
+def watch_strangers(registry: CollectorRegistry, strangers: Strangers) -> None:
+    """Register the counter of refused peers, which is read when Prometheus asks."""
+    registry.register(_Refused(strangers))

@@ -1,0 +1,44 @@
+"""The dialects of the API that clients speak: a name for metrics, paths, and the shape of errors.
+
+An endpoint names its dialect, which then travels with the HTTP exchange (`Exchange.dialect`) and with what is to be
+generated (`GenerationJob.dialect`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh_gateway.http.messages.anthropic_errors import ANTHROPIC_ERRORS
+from pdmesh_gateway.http.openai_errors import OPENAI_ERRORS, ErrorShape
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One way to ask for the same things."""
+
+    name: str
+    operation: str  # OpenTelemetry's `gen_ai.operation.name`
+    paths: tuple[str, ...]  # HTTP paths, with all below them; or methods of gRPC
+    errors: ErrorShape = OPENAI_ERRORS
+
+
+CHAT = Dialect("chat", "chat", ("/v1/chat/completions",))
+COMPLETIONS = Dialect("completions", "text_completion", ("/v1/completions",))
+EMBEDDINGS = Dialect("embeddings", "embeddings", ("/v1/embeddings",))
+MESSAGES = Dialect("messages", "chat", ("/v1/messages",), ANTHROPIC_ERRORS)
+RESPONSES = Dialect("responses", "chat", ("/v1/responses",))
+GRPC = Dialect("grpc", "text_completion", ("/pdmesh.api.v1.Inference/Generate",))
+GRPC_EMBEDDINGS = Dialect("grpc_embeddings", "embeddings", ("/pdmesh.api.v1.Inference/Embed",))
+
+DIALECTS = (CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES, GRPC, GRPC_EMBEDDINGS)
+
+#: The dialect of probes, of the page, and of paths that no dialect has.
+NO_DIALECT = Dialect("none", "", ())
+
+
+def dialect_of(path: str) -> Dialect:
+    """Return the dialect that has ``path`` or a path above it; `NO_DIALECT` if there is none."""
+    for dialect in DIALECTS:
+        if any(path == own or path.startswith(own + "/") for own in dialect.paths):
+            return dialect
+    return NO_DIALECT

@@ -1,0 +1,233 @@
+"""``POST /v1/chat/completions``, and several conversations at once under ``/batch``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import anyio.to_thread
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.conversation_turns import arguments_of
+from pdmesh_gateway.conversations import Conversation
+from pdmesh_gateway.dialects import CHAT
+from pdmesh_gateway.http.chat_rendering import ChatRendering
+from pdmesh_gateway.http.chat_tools import chat_tool_choice, chat_tools
+from pdmesh_gateway.http.generation_endpoint import GenerationEndpoint, Rendering
+from pdmesh_gateway.http.http_exchange import Exchange
+from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.message_parts import REASONING, reasoning_of, skip_warnings, text_of
+from pdmesh_gateway.protocol.chat_protocol import (
+    ChatBatchRequest,
+    ChatFields,
+    ChatMessage,
+    ChatRequest,
+)
+from pdmesh_gateway.protocol.tokens_protocol import TokenizeRequest
+from pdmesh_gateway.sampling import MAX_LOGPROBS, check_stream_options, invalid, num_choices, number, truncation_of
+from pdmesh_gateway.serving import Serving
+from pdmesh_gateway.templates import check_nesting, nested_too_deep
+
+#: Longer conversations are prepared on a thread.
+INLINE_MESSAGES = 256
+
+#: More than any context.
+MAX_THINKING_TOKENS = 1 << 24
+
+#: A budget of reasoning that is none.
+UNLIMITED = -1
+
+ChatT = TypeVar("ChatT", bound=ChatFields)
+
+
+class _ChatsEndpoint(GenerationEndpoint[ChatT]):
+    """Conversations rendered by the model's template, and what follows each."""
+
+    dialect = CHAT
+
+    @abstractmethod
+    def conversations_of(self, request: ChatT) -> Sequence[Sequence[ChatMessage]]:
+        """The messages of each conversation. Raises RequestRejected."""
+
+    async def prepare(self, request: ChatT, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
+        serving = self._serving
+        serving.check_model(request.model)
+        check_stream_options(request)
+        serving.with_defaults(request)
+        n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
+        number("max_tokens", request.max_tokens, low=1)
+        number("max_completion_tokens", request.max_completion_tokens, low=1)
+        number("thinking_token_budget", request.thinking_token_budget, low=UNLIMITED, high=MAX_THINKING_TOKENS)
+        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        given = self.conversations_of(request)
+        serving.check_load(num_prompts=len(given), n=n)
+        conversations = [await conversation_of(request, messages, serving) for messages in given]
+        job, answers = await self.conversation_job(
+            conversations, request, exchange, max_tokens=asked, logprobs=_num_top_logprobs(request), n=n
+        )
+        rendering = ChatRendering(
+            request,
+            serving.tokenizer,
+            answers,
+            model=request.model or serving.model,
+            job=job,
+            is_named=conversations[0].tool_choice.is_named,
+            echoed=[_echoed(conversation) if request.echo else "" for conversation in conversations],
+        )
+        return job, rendering
+
+
+class ChatEndpoint(_ChatsEndpoint[ChatRequest]):
+    """``POST /v1/chat/completions``: one conversation."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving, ChatRequest)
+
+    def conversations_of(self, request: ChatRequest) -> Sequence[Sequence[ChatMessage]]:
+        return [request.messages]
+
+
+class ChatBatchEndpoint(_ChatsEndpoint[ChatBatchRequest]):
+    """``POST /v1/chat/completions/batch``: several conversations, and a choice of each, as vLLM has it."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving, ChatBatchRequest)
+
+    def conversations_of(self, request: ChatBatchRequest) -> Sequence[Sequence[ChatMessage]]:
+        if not request.messages:
+            raise invalid("messages", "`messages` must be one or more lists of messages.")
+        number("n", request.n, low=1, high=1)
+        single = {
+            "stream": request.stream,
+            "tools": request.tools,
+            "prompt_logprobs": request.prompt_logprobs is not None,
+            "kv_transfer_params": request.kv_transfer_params,
+        }
+        for name, value in single.items():
+            if value:
+                raise invalid(name, f"`{name}` is not available for several conversations at once.")
+        return request.messages
+
+
+async def conversation_of(
+    request: ChatFields | TokenizeRequest, messages: Sequence[ChatMessage], serving: Serving
+) -> Conversation:
+    """Return a chat's messages as a conversation under the fields of its request. Raises RequestRejected."""
+    variables = dict(request.chat_template_kwargs or {})
+    skipped: set[str] = set()
+    conversation = Conversation(
+        messages=await template_messages(messages, most=serving.config.max_messages, skipped=skipped),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        add_special_tokens=bool(request.add_special_tokens),
+        template=request.chat_template,
+    )
+    tools, warnings = chat_tools(request.tools)
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+    if isinstance(request, TokenizeRequest):
+        return replace(conversation, tools=tools, variables=variables)
+    return replace(
+        conversation,
+        tools=tools,
+        tool_choice=chat_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        include_reasoning=request.include_reasoning is not False,
+        max_reasoning_tokens=None if request.thinking_token_budget == UNLIMITED else request.thinking_token_budget,
+        variables=variables,
+        truncation=truncation_of(request.truncate_prompt_tokens, request.truncation_side),
+        token_ids=_token_ids_of(request.kv_transfer_params),
+        warnings=(*warnings, *skip_warnings(skipped, "parts")),
+    )
+
+
+def _token_ids_of(kv_transfer_params: Mapping[str, Any] | None) -> list[int] | None:
+    """The prompt's ids, where a router sends those that another server made of it. Raises RequestRejected."""
+    given = (kv_transfer_params or {}).get("prompt_token_ids")
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(type(each) is int for each in given):
+        raise invalid("kv_transfer_params", "`kv_transfer_params.prompt_token_ids` must be a list of token ids.")
+    return given
+
+
+def _echoed(conversation: Conversation) -> str:
+    """What of the answer is given with a conversation: its last message, if that is the assistant's."""
+    last = conversation.messages[-1]
+    return str(last["content"]) if last.get("role") == "assistant" else ""
+
+
+def _num_top_logprobs(request: ChatFields) -> int | None:
+    number("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise RequestRejected("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
+        return None
+    return request.top_logprobs or 0
+
+
+async def template_messages(messages: Sequence[ChatMessage], *, most: int, skipped: set[str]) -> list[dict[str, Any]]:
+    """Return messages as templates know them: text content, and tool arguments as objects.
+
+    Kinds of parts that are skipped are added to ``skipped``. Raises RequestRejected.
+    """
+    if not messages:
+        raise RequestRejected("`messages` must not be empty.", param="messages", code="invalid_value")
+    if len(messages) > most:
+        raise RequestRejected(
+            f"`messages` has {len(messages)} messages; {most} are allowed.", param="messages", code="invalid_value"
+        )
+
+    def convert() -> list[dict[str, Any]]:
+        try:
+            built = [_template_message(message, f"messages[{i}]", skipped) for i, message in enumerate(messages)]
+        except RecursionError:
+            raise nested_too_deep("messages") from None
+        check_nesting(built, "messages")
+        return built
+
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if len(messages) + num_parts <= INLINE_MESSAGES:
+        return convert()
+    return await anyio.to_thread.run_sync(convert)
+
+
+def _template_message(message: ChatMessage, where: str, skipped: set[str]) -> dict[str, Any]:
+    result: dict[str, Any] = msgspec.to_builtins(message)
+    is_answer = message.role == "assistant"
+    content, reasoning = result.get("content") or "", result.pop("reasoning", None)
+    if is_answer and isinstance(content, list):
+        thoughts = [reasoning_of(part) for part in content if part["type"] in REASONING]
+        reasoning = "\n".join(filter(None, thoughts)) or reasoning
+        content = [part for part in content if part["type"] not in REASONING]
+    text = text_of(content, f"{where}.content", param="messages", skipped=skipped if is_answer else None)
+    refusal, called = result.pop("refusal", None), result.pop("function_call", None)
+    result["content"] = text or (refusal if is_answer else None) or ""
+    if reasoning is not None:
+        result.setdefault("reasoning_content", reasoning)
+    if message.role == "function":  # the result of such a call
+        result.update(role="tool", tool_call_id=message.tool_call_id or message.name)
+    calls = result.pop("tool_calls", None) or []
+    if is_answer and called is not None:
+        calls = [*calls, {"id": called.get("name"), "function": called}]
+    if calls:
+        result["tool_calls"] = [_template_call(call) for call in calls]
+    return result
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of a function, or of a custom tool, whose input is text."""
+    if isinstance(custom := call.get("custom"), dict):
+        function: Any = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+    else:
+        function = call.get("function")
+    if isinstance(function, dict):
+        function = {**function, "arguments": arguments_of(function.get("arguments"))}
+    return {**{key: value for key, value in call.items() if key != "custom"}, "type": "function", "function": function}

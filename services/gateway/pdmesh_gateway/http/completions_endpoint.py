@@ -1,0 +1,264 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from pdmesh.wire.messages import TokenLogprobs
+from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.dialects import COMPLETIONS
+from pdmesh_gateway.http.generation_endpoint import Collected, GenerationEndpoint, Rendering
+from pdmesh_gateway.http.http_exchange import Exchange
+from pdmesh_gateway.http.logprobs import completion_logprobs, prompt_logprobs
+from pdmesh_gateway.http.prompt_inputs import prompt_ids, prompts_of
+from pdmesh_gateway.http.sse import ChunkWriter, text_body, usage_of
+from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.model_tokenizer import ModelTokenizer
+from pdmesh_gateway.protocol.completions_protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from pdmesh_gateway.protocol.prompt_logprobs import PromptLogprobList
+from pdmesh_gateway.protocol.usage import Usage
+from pdmesh_gateway.sampling import (
+    check_stream_options,
+    fit_max_tokens,
+    num_choices,
+    number,
+    sampling_params,
+    truncation_of,
+)
+from pdmesh_gateway.serving import Serving
+from pdmesh_gateway.text_stream import TextStream
+
+
+class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
+    """``POST /v1/completions``: one or several prompts, as text or token ids, and what follows each."""
+
+    dialect = COMPLETIONS
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving, CompletionRequest)
+
+    async def prepare(self, request: CompletionRequest, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
+        serving = self._serving
+        serving.check_model(request.model)
+        check_stream_options(request)
+        serving.with_defaults(request)
+        n = num_choices(request, best_of=request.best_of, max_n=serving.config.max_n)
+        asked = None if request.asked_tokens is msgspec.UNSET else request.asked_tokens
+        name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        number(name, asked, low=0 if request.echo else 1)
+        prompts = await self._prompts(request, n)
+        # With echo, max_tokens 0 asks for the prompt alone; its log-probabilities come with a first token all the same.
+        prompt_only = asked == 0
+        default = serving.config.default_max_tokens
+        if default is None and request.asked_tokens is msgspec.UNSET:
+            default = DEFAULT_COMPLETION_TOKENS
+        max_tokens = fit_max_tokens(
+            1 if prompt_only else asked,
+            num_prompt_tokens=max(map(len, prompts)),
+            max_model_len=serving.max_model_len,
+            default=default,
+            what="prompt",
+        )
+        grammar, warnings = await serving.grammars.grammar(request)
+        exchange.warn(*warnings)
+        params = sampling_params(
+            request,
+            serving.info,
+            max_tokens=max_tokens,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.logprobs if request.echo else None,
+            grammar=grammar,
+            bad_token_sequences=await serving.bad_token_sequences(request.bad_words),
+        )
+        serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
+        job = self.job(request, exchange, prompts=prompts, params=params, n=n)
+        echoed = await self._echoed(request, prompts) if request.echo else []
+        rendering = _CompletionRendering(
+            request, serving.tokenizer, model=request.model or serving.model, job=job, echoed=echoed
+        )
+        return job, rendering
+
+    async def _prompts(self, request: CompletionRequest, n: int) -> list[Sequence[int]]:
+        """Token ids of every prompt, of each of which ``n`` choices are asked for. Raises RequestRejected."""
+        given = prompts_of(request.prompt, what="prompt")
+        self._serving.check_load(num_prompts=len(given), n=n)
+        truncation = truncation_of(request.truncate_prompt_tokens, request.truncation_side)
+        return [
+            await prompt_ids(
+                self._serving,
+                one,
+                what="prompt",
+                add_special_tokens=request.add_special_tokens is not False,
+                truncation=truncation,
+            )
+            for one in given
+        ]
+
+    async def _echoed(self, request: CompletionRequest, prompts: Sequence[Sequence[int]]) -> list[_Echo]:
+        tokenizer = self._serving.tokenizer
+        skip = request.skip_special_tokens is not False
+        echoed: list[_Echo] = []
+        for prompt in prompts:
+            text = await tokenizer.decode(prompt, skip_special_tokens=skip)
+            offsets = [] if request.logprobs is None else await tokenizer.offsets(prompt, skip_special_tokens=skip)
+            echoed.append(_Echo(text, offsets))
+        return echoed
+
+
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """A prompt as text."""
+
+    text: str
+    text_offsets: list[int]  # of its tokens, where log-probabilities are asked for
+
+
+class _CompletionRendering(Rendering):
+    def __init__(
+        self,
+        request: CompletionRequest,
+        tokenizer: ModelTokenizer,
+        *,
+        model: str,
+        job: GenerationJob,
+        echoed: Sequence[_Echo],
+    ) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._id = f"cmpl-{job.request_id}"
+        self._created = int(time.time())
+        self._model = model
+        self._echoed = echoed  # by prompt; empty without echo
+        self._prompt_only = request.asked_tokens == 0
+        listed = request.logprob_token_ids
+        self._num_top = len(listed) + 1 if listed else request.logprobs or 0  # of those listed, and of the drawn one
+        self._writer = ChunkWriter(
+            kind="text_completion",
+            response_id=self._id,
+            created=self._created,
+            model=model,
+            options=request.stream_options,
+        )
+        self._begun = [False] * job.num_choices
+        #: Chunks have text and nothing else.
+        self._is_plain = not (echoed or request.logprobs is not None or request.return_token_ids or self._prompt_only)
+        self._is_plain = self._is_plain and not self._writer.continuous_usage
+
+    def chunk(self, delta: Delta, generation: TextStream) -> bytes:
+        index = delta.index
+        if self._is_plain and delta.finish_reason is None:
+            return self._writer.text(index, delta.text)
+        job = generation.job
+        prompt = job.prompts[index // job.n]
+        is_first = not self._begun[index]
+        self._begun[index] = True
+        delta = self._own(delta, job)
+        new_token_ids = delta.token_ids
+        if is_first and self._echoed:
+            delta = self._with_echo(delta, generation)
+        usage: Usage | None = None
+        if self._writer.continuous_usage:
+            num_output_tokens = 0 if self._prompt_only else generation.num_tokens_of(index)
+            num_cached_tokens = generation.num_cached_tokens_of(index)
+            usage = usage_of(len(prompt), num_output_tokens, num_cached_tokens=num_cached_tokens)
+        return self._writer.delta(
+            index,
+            text_body(delta.text),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            logprobs=self._logprobs(delta),
+            token_ids=new_token_ids if self._request.return_token_ids else None,
+            prompt_token_ids=list(prompt) if self._request.return_token_ids and is_first else None,
+            usage=usage,
+        )
+
+    def tail(self, generation: TextStream) -> bytes:
+        return self._writer.tail(self._usage(generation))
+
+    def response(self, choices: Sequence[Collected], generation: TextStream) -> msgspec.Struct:
+        return CompletionResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(index, choice, generation) for index, choice in enumerate(choices)],
+            usage=self._usage(generation),
+        )
+
+    def _usage(self, generation: TextStream) -> Usage:
+        return usage_of(
+            generation.job.num_prompt_tokens,
+            0 if self._prompt_only else generation.num_output_tokens,
+            num_cached_tokens=generation.num_cached_tokens,
+        )
+
+    def _choice(self, index: int, choice: Collected, generation: TextStream) -> CompletionChoice:
+        own = self._own(choice.delta(index), generation.job)
+        whole = self._with_echo(own, generation) if self._echoed else own
+        with_ids = bool(self._request.return_token_ids)
+        return CompletionChoice(
+            index=index,
+            text=whole.text,
+            logprobs=self._logprobs(whole),
+            finish_reason=own.finish_reason,
+            stop_reason=own.stop_reason,
+            token_ids=own.token_ids if with_ids else None,
+            prompt_logprobs=self._prompt_logprobs(index, generation),
+            prompt_token_ids=list(generation.job.prompts[index // generation.job.n]) if with_ids else None,
+        )
+
+    def _prompt_logprobs(self, index: int, generation: TextStream) -> PromptLogprobList | None:
+        if self._request.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(
+            self._tokenizer,
+            generation.job.prompts[index // generation.job.n],
+            generation.prompt_logprobs(index),
+            as_ids=bool(self._request.return_tokens_as_token_ids),
+        )
+
+    def _own(self, delta: Delta, job: GenerationJob) -> Delta:
+        """Place a delta behind the echoed prompt, and drop the token if only the prompt was asked for."""
+        if self._prompt_only:
+            return Delta(index=delta.index, finish_reason="length")
+        if not self._echoed:
+            return delta
+        num_echoed = len(self._echoed[delta.index // job.n].text)
+        return replace(delta, text_offsets=[num_echoed + offset for offset in delta.text_offsets])
+
+    def _with_echo(self, delta: Delta, generation: TextStream) -> Delta:
+        """The prompt in front."""
+        job = generation.job
+        i = delta.index // job.n
+        echo = self._echoed[i]
+        logprobs: list[TokenLogprobs | None] = []
+        if self._request.logprobs is not None:
+            logprobs = generation.prompt_logprobs(delta.index) + delta.logprobs
+        return replace(
+            delta,
+            text=echo.text + delta.text,
+            token_ids=[*job.prompts[i], *delta.token_ids],
+            text_offsets=echo.text_offsets + delta.text_offsets,
+            logprobs=logprobs,
+        )
+
+    def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
+        if self._request.logprobs is None:
+            return None
+        return completion_logprobs(
+            self._tokenizer,
+            delta.token_ids,
+            delta.logprobs,
+            num_top=self._num_top,
+            text_offsets=delta.text_offsets,
+            as_ids=bool(self._request.return_tokens_as_token_ids),
+        )

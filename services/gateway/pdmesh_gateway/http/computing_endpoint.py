@@ -1,0 +1,161 @@
+"""What endpoints that let the mesh compute have in common: from a body to a request, and from that to jobs."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Generic, TypeVar
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh.metrics import Slo
+from pdmesh.model import RejectReason, SamplingParams
+from pdmesh_gateway.dialects import Dialect
+from pdmesh_gateway.http.body import INLINE_BYTES
+from pdmesh_gateway.http.http_exchange import Exchange
+from pdmesh_gateway.http.request_intake import decode_request, read_body
+from pdmesh_gateway.items import ItemParser, ItemWriter
+from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.protocol.sampling_fields import SamplingFields
+from pdmesh_gateway.reject_cache import RequestKind
+from pdmesh_gateway.sampling import cache_salt, stop_strings, target_s
+from pdmesh_gateway.serving import Serving, check_label, check_traceparent
+
+RequestT = TypeVar("RequestT")
+
+
+class _RequestHints(msgspec.Struct):
+    """What of a body the reject cache goes by; all else is passed over."""
+
+    n: int | None = None
+    priority: int | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+    input: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def has_several_prompts(self) -> bool:
+        """Whether it is a list of texts, or of lists of token ids, and not of one. Raises MsgspecError."""
+        return _are_several(bytes(self.prompt)) or _are_several(bytes(self.input))
+
+
+def _are_several(prompts: bytes) -> bool:
+    if prompts[:1] != b"[" or prompts[1:].lstrip()[:1] not in (b'"', b"["):
+        return False
+    return len(_decode_list(prompts)) > 1
+
+
+_decode_hints = msgspec.json.Decoder(_RequestHints).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class ComputingEndpoint(ABC, Generic[RequestT]):
+    """``POST`` of a body that asks the mesh to compute something."""
+
+    dialect: ClassVar[Dialect]
+
+    def __init__(self, serving: Serving, request_type: type[RequestT]) -> None:
+        self._serving = serving
+        self._decoder = msgspec.json.Decoder(request_type)
+
+    @abstractmethod
+    async def answer(self, request: RequestT, exchange: Exchange) -> None:
+        """Check a request and answer it. Raises RequestRejected."""
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await self.take(exchange, await read_body(exchange, self._serving))
+
+    async def take(self, exchange: Exchange, body: bytes) -> None:
+        """Answer the request in a body. Raises RequestRejected and ClientGone."""
+        admission = self._serving.admission
+        reject_cache = self._serving.reject_cache
+        try:
+            if not reject_cache.is_open and (kind := self._kind(exchange, body)) is not None:
+                reject_cache.check(kind)
+            with admission.hold(num_bytes=len(body)):
+                await exchange.run_until_gone(lambda: self._serve(exchange, body))
+        except RequestRejected as error:
+            if error.reject_ttl_s > 0 and (kind := self._kind(exchange, body)) is not None:
+                reject_cache.refused(kind, error)
+            if error.code == RejectReason.OVERLOADED:
+                self._serving.metrics.refused(time.time() - exchange.received_at)
+            if error.code in (RejectReason.OVERLOADED, RejectReason.QUEUE_TIMEOUT):
+                self._serving.metrics.rejected(RejectReason(error.code))
+            raise
+
+    def _kind(self, exchange: Exchange, body: bytes) -> RequestKind | None:
+        """Return what the reject cache takes a request for; None if it lets the request pass in any case."""
+        if len(body) > INLINE_BYTES:
+            return None
+        try:
+            hints = _decode_hints(body)
+            slo_ttft_s = _target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", hints.slo_ttft_ms)
+            slo_tpot_s = _target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", hints.slo_tpot_ms)
+            if hints.n not in (None, 1) or hints.has_several_prompts:
+                return None  # the last of them wait for the first, which end with them
+        except (RequestRejected, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None  # it will be told what is wrong with it
+        return RequestKind(
+            self.dialect.operation,
+            exchange.known_client.name,
+            hints.priority or 0,
+            slo_ttft_s,
+            slo_tpot_s,
+            len(body).bit_length(),
+        )
+
+    async def _serve(self, exchange: Exchange, body: bytes) -> None:
+        serving = self._serving
+        await self.answer(await decode_request(exchange, serving, self._decoder, body), exchange)
+
+    def job(
+        self,
+        request: SamplingFields,
+        exchange: Exchange,
+        *,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        n: int,
+        shown_ids: frozenset[int] = frozenset(),
+        call_parser: Callable[[ItemWriter], ItemParser] | None = None,
+    ) -> GenerationJob:
+        serving = self._serving
+        if request.request_id is not None and not exchange.label:
+            exchange.label = check_label(request.request_id, param="request_id")
+        slo = Slo(
+            ttft_s=_target_s(exchange, "x-slo-ttft-ms", "slo_ttft_ms", request.slo_ttft_ms),
+            tpot_s=_target_s(exchange, "x-slo-tpot-ms", "slo_tpot_ms", request.slo_tpot_ms),
+        )
+        client = exchange.known_client
+        client.check_service_level(request.priority or 0, slo)
+        return GenerationJob(
+            tenant=client.name,
+            share=client.share,
+            cache_salt=cache_salt(request.cache_salt),
+            request_id=exchange.request_id,
+            label=exchange.label,
+            prompts=prompts,
+            params=params,
+            n=n,
+            stop=stop_strings(request),
+            include_stop=bool(request.include_stop_str_in_output),
+            call_parser=call_parser,
+            skip_special_tokens=request.skip_special_tokens is not False,
+            shown_ids=shown_ids,
+            priority=request.priority or 0,
+            slo=slo,
+            traceparent=check_traceparent(exchange.header("traceparent")),
+            deadline_s=serving.config.request_timeout_s,
+            dialect=self.dialect,
+            received_at=exchange.received_at,
+        )
+
+
+def _target_s(exchange: Exchange, header: str, name: str, field: float | None) -> float | None:
+    """A target from its header, else from its field in the body. Raises RequestRejected if either is none."""
+    own_s = target_s(name, field)
+    given = exchange.header(header)
+    return own_s if given is None else target_s(header, given)

@@ -1,0 +1,87 @@
+"""``POST /v1/embeddings``: texts to vectors, by prefill alone."""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import TYPE_CHECKING
+
+import anyio.lowlevel
+import msgspec
+
+from pdmesh_gateway.dialects import EMBEDDINGS
+from pdmesh_gateway.embedding_vectors import EMBEDS, check_inputs, embeddings
+from pdmesh_gateway.http.computing_endpoint import ComputingEndpoint
+from pdmesh_gateway.http.http_exchange import Exchange
+from pdmesh_gateway.http.prompt_inputs import prompt_ids, prompts_of
+from pdmesh_gateway.protocol.embeddings_protocol import (
+    EmbeddingObject,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    EmbeddingUsage,
+)
+from pdmesh_gateway.protocol.sampling_fields import SamplingFields
+from pdmesh_gateway.sampling import invalid, truncation_of
+from pdmesh_gateway.serving import Serving
+
+if TYPE_CHECKING:  # a gateway without embeddings needs no numpy
+    import numpy as np
+    import numpy.typing as npt
+
+
+class EmbeddingsEndpoint(ComputingEndpoint[EmbeddingRequest]):
+    """``POST /v1/embeddings``."""
+
+    dialect = EMBEDDINGS
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving, EmbeddingRequest)
+
+    async def answer(self, request: EmbeddingRequest, exchange: Exchange) -> None:
+        serving = self._serving
+        serving.check_model(request.model)
+        serving.pooling.check(request.dimensions)
+        if request.encoding_format not in (None, "float", "base64"):
+            raise invalid("encoding_format", "`encoding_format` must be float or base64.")
+        given = prompts_of(request.input, what="input")
+        check_inputs(len(given), what="input")
+        truncation = truncation_of(request.truncate_prompt_tokens, request.truncation_side)
+        prompts = [
+            await prompt_ids(
+                serving,
+                one,
+                what="input",
+                add_special_tokens=request.add_special_tokens is not False,
+                truncation=truncation,
+            )
+            for one in given
+        ]
+        encode = _base64 if request.encoding_format == "base64" else _floats
+        fields = SamplingFields(
+            priority=request.priority,
+            request_id=request.request_id,
+            cache_salt=request.cache_salt,
+            slo_ttft_ms=request.slo_ttft_ms,
+        )
+        job = self.job(fields, exchange, prompts=prompts, params=EMBEDS, n=1)
+        data: list[EmbeddingObject] = []
+        async for vector in embeddings(serving, exchange.known_client, job, request.dimensions):
+            data.append(EmbeddingObject(index=len(data), embedding=msgspec.Raw(encode(vector))))
+            await anyio.lowlevel.checkpoint()  # many large ones must not hold up other clients
+        await exchange.respond_json(
+            EmbeddingResponse(
+                id=f"embd-{exchange.request_id}",
+                created=int(time.time()),
+                model=request.model or serving.model,
+                data=data,
+                usage=EmbeddingUsage(prompt_tokens=job.num_prompt_tokens, total_tokens=job.num_prompt_tokens),
+            )
+        )
+
+
+def _base64(vector: npt.NDArray[np.float32]) -> bytes:
+    return b'"' + base64.b64encode(vector.astype("<f4").tobytes()) + b'"'
+
+
+def _floats(vector: npt.NDArray[np.float32]) -> bytes:
+    return msgspec.json.encode(vector.tolist())

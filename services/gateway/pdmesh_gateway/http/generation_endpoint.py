@@ -1,0 +1,215 @@
+"""What endpoints that generate have in common: from a body to a job, and from a generation to a response or a stream.
+
+A dialect is a `GenerationEndpoint`, which reads its requests, and a `Rendering`. One whose answers are items renders
+these (`ItemRendering`), and prepares its jobs with `GenerationEndpoint.conversation_job`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh.wire.messages import TokenLogprobs
+from pdmesh_gateway.choices import Delta
+from pdmesh_gateway.conversations import Conversation, prepare
+from pdmesh_gateway.http.computing_endpoint import ComputingEndpoint
+from pdmesh_gateway.http.http_exchange import Exchange
+from pdmesh_gateway.http.openai_errors import error_event
+from pdmesh_gateway.http.sse import KEEP_ALIVE
+from pdmesh_gateway.items import ChoiceItems, ItemEvent, WholeAnswer, collect
+from pdmesh_gateway.jobs import GenerationJob
+from pdmesh_gateway.protocol.sampling_fields import SamplingFields
+from pdmesh_gateway.sampling import fit_max_tokens, invalid, sampling_params
+from pdmesh_gateway.text_stream import TextStream
+
+
+class _Streamable(Protocol):
+    @property
+    def stream(self) -> bool | None: ...
+
+
+StreamableT = TypeVar("StreamableT", bound=_Streamable)
+
+
+@dataclass(slots=True)
+class Collected:
+    """One choice of a response that is not streamed."""
+
+    texts: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    text_offsets: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.text_offsets += delta.text_offsets
+        self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def delta(self, index: int) -> Delta:
+        """Return all of it as one delta."""
+        return Delta(
+            index=index,
+            text=self.text,
+            token_ids=self.token_ids,
+            text_offsets=self.text_offsets,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class Rendering(ABC):
+    """How one request's deltas look in its dialect of the API."""
+
+    #: Sent when nothing else was for a while.
+    keep_alive: bytes = KEEP_ALIVE
+
+    def head(self, generation: TextStream) -> bytes:
+        """Events that come before all others."""
+        return b""
+
+    @abstractmethod
+    def chunk(self, delta: Delta, generation: TextStream) -> bytes:
+        """Events for a choice's news; none if there is nothing to tell."""
+
+    @abstractmethod
+    def tail(self, generation: TextStream) -> bytes:
+        """Events that come after the last choice has ended."""
+
+    def failure(self, error: RequestRejected) -> bytes:
+        """The last events of a stream that cannot go on."""
+        return error_event(error)
+
+    @abstractmethod
+    def response(self, choices: Sequence[Collected], generation: TextStream) -> msgspec.Struct:
+        """The whole response."""
+
+
+class ItemRendering(Rendering):
+    """How one request's items look in its dialect of the API."""
+
+    def __init__(self, answers: Sequence[ChoiceItems]) -> None:
+        self._answers = answers
+
+    @abstractmethod
+    def events(self, events: Sequence[ItemEvent], delta: Delta, generation: TextStream) -> bytes:
+        """Server-sent events for a choice's news: ``events`` are what came of ``delta``'s text, maybe none."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens of all choices so far that were reasoning."""
+        return sum(answer.num_reasoning_tokens for answer in self._answers)
+
+    def chunk(self, delta: Delta, generation: TextStream) -> bytes:
+        return self.events(self._answers[delta.index].advance(delta), delta, generation)
+
+    def answers(self, choices: Sequence[Collected]) -> list[WholeAnswer]:
+        """The items of each choice of a response that is not streamed."""
+        return [
+            collect(answer.advance(choice.delta(index)))
+            for index, (answer, choice) in enumerate(zip(self._answers, choices, strict=True))
+        ]
+
+
+class GenerationEndpoint(ComputingEndpoint[StreamableT]):
+    """``POST`` of a body that asks for a generation."""
+
+    @abstractmethod
+    async def prepare(self, request: StreamableT, exchange: Exchange) -> tuple[GenerationJob, Rendering]:
+        """Check a request and turn it into a job. Raises RequestRejected."""
+
+    async def answer(self, request: StreamableT, exchange: Exchange) -> None:
+        job, rendering = await self.prepare(request, exchange)
+        async with self._serving.generation(exchange.known_client, job) as generation:
+            if request.stream:
+                idle_s = self._serving.config.sse_keep_alive_s or math.inf
+                await _stream(exchange, generation, rendering, idle_s=idle_s)
+            else:
+                await _respond(exchange, generation, rendering)
+
+    async def conversation_job(
+        self,
+        conversations: Sequence[Conversation],
+        fields: SamplingFields,
+        exchange: Exchange,
+        *,
+        max_tokens: int | None,
+        clamps: bool = False,
+        logprobs: int | None = None,
+        n: int = 1,
+    ) -> tuple[GenerationJob, list[ChoiceItems]]:
+        """Return the job of conversations, and what makes items of each of its choices. Raises RequestRejected.
+
+        ``n`` is the number of choices of each. ``clamps``: an answer may be shorter than ``max_tokens`` where the
+        context has no room for more.
+        """
+        serving = self._serving
+        prepared = [await prepare(serving, conversation, fields) for conversation in conversations]
+        if len({each.grammar for each in prepared}) > 1:
+            raise invalid("messages", "Some of these conversations begin an answer within reasoning: send them apart.")
+        prompts = [each.prompt for each in prepared]
+        fitting = fit_max_tokens(
+            None if clamps else max_tokens,
+            num_prompt_tokens=max(map(len, prompts)),
+            max_model_len=serving.max_model_len,
+            default=max_tokens if clamps else serving.config.default_max_tokens,
+            what="messages",
+        )
+        params = sampling_params(
+            fields,
+            serving.info,
+            max_tokens=fitting,
+            logprobs=logprobs,
+            grammar=prepared[0].grammar,
+            bad_token_sequences=await serving.bad_token_sequences(fields.bad_words),
+        )
+        serving.check_load(num_prompts=len(prompts), n=n, num_tokens=sum(map(len, prompts)))
+        shown_ids = frozenset[int]().union(*(each.shown_ids for each in prepared))
+        job = self.job(
+            fields,
+            exchange,
+            prompts=prompts,
+            params=params,
+            n=n,
+            shown_ids=shown_ids,
+            call_parser=prepared[0].call_parser,  # several conversations have no tools
+        )
+        exchange.warn(*dict.fromkeys(warning for each in prepared for warning in each.warnings))
+        return job, [prepared[index // n].answer(job, index) for index in range(job.num_choices)]
+
+
+async def _stream(exchange: Exchange, generation: TextStream, rendering: Rendering, *, idle_s: float) -> None:
+    # The response begins with its first token, or the first keep-alive: until then an error has a status of its own.
+    async for batch in generation.deltas(idle_s=idle_s):
+        head = b""
+        if not exchange.started:
+            await exchange.start_events(rendering.failure)
+            head = rendering.head(generation)
+        events = head + b"".join([rendering.chunk(delta, generation) for delta in batch])
+        if events or not batch:
+            await exchange.send_events(events or rendering.keep_alive)
+    await exchange.send_events(rendering.tail(generation), more=False)
+
+
+async def _respond(exchange: Exchange, generation: TextStream, rendering: Rendering) -> None:
+    choices = [Collected() for _ in range(generation.job.num_choices)]
+    async for batch in generation.deltas():
+        for delta in batch:
+            choices[delta.index].add(delta)
+    await exchange.respond_json(rendering.response(choices, generation))

@@ -1,0 +1,171 @@
+"""One HTTP request and its response, as thin over ASGI as streaming wants it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.auth import Client, header_text
+from pdmesh_gateway.dialects import NO_DIALECT, Dialect
+from pdmesh_gateway.http.body import ClientGone, read_body
+from pdmesh_gateway.http.openai_errors import error_event, error_headers
+from pdmesh_gateway.limits import RequestLimiter
+
+JSON = b"application/json"
+
+#: Proxies must not collect events.
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+#: Headers with warnings of one answer.
+MAX_WARNINGS = 16
+
+#: Line breaks would end a header.
+_PRINTABLE = bytes(byte if 0x20 <= byte != 0x7F else 0x3F for byte in range(256))
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What an endpoint sees of its request, and how it answers."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    request_id: str  # ours
+    headers: dict[bytes, bytes]
+    dialect: Dialect = NO_DIALECT
+    label: str = ""  # the client's own id, echoed
+    client: Client | None = None  # who showed a key, where one is asked for
+    started: bool = False  # the response's head was sent
+    ended: bool = False  # and all of it
+    _failure: Callable[[RequestRejected], bytes] | None = None  # of events, once these have begun
+    status: int = 0
+    received_at: float = field(default_factory=time.time)  # Unix time, seconds
+    extra_headers: list[tuple[bytes, bytes]] = field(default_factory=list[tuple[bytes, bytes]])
+
+    def header(self, name: str) -> str | None:
+        value = self.headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    def text(self, name: str) -> str | None:
+        """Return a header that may hold other characters than ASCII."""
+        value = self.headers.get(name.encode())
+        return None if value is None else header_text(value)
+
+    @property
+    def known_client(self) -> Client:
+        """The client of a request whose key was checked."""
+        assert self.client is not None
+        return self.client
+
+    @property
+    def content_length(self) -> int | None:
+        value = self.headers.get(b"content-length", b"")
+        return int(value) if value.isdigit() else None
+
+    def warn(self, *warnings: str) -> None:
+        """Say in a header each what of the request could not be done. Proxies refuse answers with too many headers."""
+        if len(warnings) > MAX_WARNINGS:
+            warnings = (*warnings[:MAX_WARNINGS], f"{len(warnings) - MAX_WARNINGS} more")
+        self.extra_headers += [
+            (b"x-pdmesh-warning", warning.encode("latin-1", "replace").translate(_PRINTABLE)) for warning in warnings
+        ]
+
+    async def body(self, admission: RequestLimiter, *, max_bytes: int, timeout_s: float) -> bytes:
+        """The whole body, counted as it comes. Raises RequestRejected and ClientGone."""
+        with admission.upload() as upload:
+            return await read_body(
+                self.receive,
+                upload,
+                content_length=self.content_length,
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                content_encoding=self.header("content-encoding"),
+            )
+
+    async def respond(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: bytes = JSON,
+        headers: list[tuple[bytes, bytes]] | None = None,
+    ) -> None:
+        """A whole response."""
+        await self._start(
+            status,
+            [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *(headers or [])],
+        )
+        self.ended = True
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def respond_json(self, value: Any, *, status: int = 200) -> None:
+        await self.respond(msgspec.json.encode(value), status=status)
+
+    async def respond_error(self, error: RequestRejected) -> None:
+        """An error as a response or, if a stream has begun, as its last event.
+
+        Of another response that has begun nothing more is sent, so that the server closes the connection.
+        """
+        if self.started:
+            if self._failure is not None and not self.ended:
+                await self.send_events(self._failure(error), more=False)
+            return
+        headers = error_headers(error)
+        if error.status in (408, 413):  # the rest of the body is not read
+            headers.append((b"connection", b"close"))
+        body = self.dialect.errors.body(error, self.label or self.request_id)
+        await self.respond(body, status=self.dialect.errors.status(error), headers=headers)
+
+    async def start_events(self, failure: Callable[[RequestRejected], bytes] = error_event) -> None:
+        """Begin a stream of server-sent events; ``failure`` makes the last ones, should it fail."""
+        self._failure = failure
+        await self._start(200, _SSE_HEADERS)
+
+    async def send_events(self, data: bytes, *, more: bool = True) -> None:
+        self.ended = not more
+        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def run_until_gone(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work``, but stop at once when the client closes its connection. Call after the body was read.
+
+        Raises what ``work`` raises, or ClientGone.
+        """
+        failure: Exception | None = ClientGone()
+
+        async def watch() -> None:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            try:
+                await work()
+                failure = None
+            except Exception as error:
+                failure = error
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        self.status = status
+        all_headers = [
+            *headers,
+            *self.extra_headers,
+            *((name, (self.label or self.request_id).encode("latin-1")) for name in self.dialect.errors.id_headers),
+        ]
+        await self.send({"type": "http.response.start", "status": status, "headers": all_headers})

@@ -1,0 +1,148 @@
+"""From Anthropic's requests to a conversation, and to how its answer is drawn."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from pdmesh_gateway.conversation_turns import TurnBuilder, arguments_of
+from pdmesh_gateway.conversations import Conversation
+from pdmesh_gateway.http.messages.messages_protocol import (
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    ToolChoiceField,
+    ToolDefinition,
+)
+from pdmesh_gateway.message_parts import skip_warnings, text_of
+from pdmesh_gateway.protocol.sampling_fields import ResponseFormat, SamplingFields
+from pdmesh_gateway.sampling import invalid
+from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
+
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def conversation_of(request: CountTokensRequest) -> Conversation:
+    """What a request says, whose last message may be the beginning of the answer. Raises RequestRejected."""
+    turns = TurnBuilder()
+    skipped: set[str] = set()
+    if request.system:
+        turns.text("system", text_of(msgspec.to_builtins(request.system), "system", param="system"))
+    for i, message in enumerate(request.messages):
+        _add_message(turns, message, f"messages.{i}", skipped)
+    is_begun = turns.ends_with_answer
+    if is_begun and turns.ends_with_call:
+        raise invalid("messages", "`messages` ends with a tool_use block: its tool_result must follow.")
+    choice = request.tool_choice
+    return Conversation(
+        messages=turns.messages(),
+        tools=tuple(
+            Tool(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=bool(tool.strict),
+            )
+            for tool in request.tools or []
+            if not is_foreign(tool)
+        ),
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        add_generation_prompt=not is_begun,
+        continue_final_message=is_begun,
+        variables={} if request.thinking is None else {"enable_thinking": request.thinking.type != "disabled"},
+        warnings=skip_warnings(skipped, "blocks"),
+    )
+
+
+def fields_of(request: MessagesRequest) -> SamplingFields:
+    """How an answer is drawn. Raises RequestRejected."""
+    stops = [stop for stop in request.stop_sequences or [] if stop.strip()]
+    if len(stops) < len(request.stop_sequences or []):
+        raise invalid("stop_sequences", "`stop_sequences` must not contain blank strings.")
+    return SamplingFields(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=stops,
+        response_format=_response_format(request),
+        seed=request.seed,
+        priority=request.priority,
+        slo_ttft_ms=request.slo_ttft_ms,
+        slo_tpot_ms=request.slo_tpot_ms,
+    )
+
+
+def is_foreign(tool: ToolDefinition) -> bool:
+    """Whether a tool runs at Anthropic's, or is none that can be called by its schema: such are skipped."""
+    return tool.type not in (None, "custom")
+
+
+def _add_message(turns: TurnBuilder, message: InputMessage, where: str, skipped: set[str]) -> None:
+    if message.role not in _ROLES:
+        raise invalid("messages", f"`{where}.role` must be user or assistant, got {message.role[:40]!r}.")
+    if isinstance(message.content, str):
+        turns.text(message.role, message.content)
+        return
+    for block in message.content:
+        match block.type:
+            case "thinking" if message.role == "assistant":
+                turns.reasoning(block.thinking or "")
+            case "redacted_thinking":
+                pass
+            case "tool_use" if message.role == "assistant":
+                if not block.id or not block.name:
+                    raise invalid("messages", f"`{where}` has a tool_use block without `id` or `name`.")
+                turns.call(block.id, block.name, arguments_of(block.input))
+            case "tool_result" if message.role == "user":
+                if not block.tool_use_id:
+                    raise invalid("messages", f"`{where}` has a tool_result block without `tool_use_id`.")
+                turns.result(block.tool_use_id, text_of(block.content or "", where, param="messages"))
+            case _:
+                text = text_of(
+                    [msgspec.structs.asdict(block)],
+                    where,
+                    param="messages",
+                    skipped=skipped if message.role == "assistant" else None,
+                )
+                if text or block.type == "text":
+                    turns.text(message.role, text)
+
+
+def _tool_choice(choice: ToolChoiceField | None) -> ToolChoice:
+    if choice is None or choice.type == "auto":
+        return ToolChoice()
+    if choice.type == "any":
+        return ToolChoice(mode="required")
+    if choice.type == "none":
+        return ToolChoice(mode="none")
+    if choice.type == "tool" and choice.name:
+        return ToolChoice(mode="required", allowed=(choice.name,), is_named=True)
+    raise invalid("tool_choice", f"`tool_choice` is {choice.type[:40]!r}: use auto, any, none, or tool with a `name`.")
+
+
+def _response_format(request: CountTokensRequest) -> ResponseFormat | None:
+    wanted, format_type = request.output_format, _OutputFormat
+    if request.output_config is not None and request.output_config.format is not None:
+        wanted, format_type = request.output_config.format, _ConfiguredFormat
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema":
+        name = format_type.FIELD
+        raise invalid(name, f"`{name}.type` is {wanted.type[:40]!r}: use json_schema.")
+    return format_type(type="json_schema", schema=wanted.schema)
+
+
+class _OutputFormat(ResponseFormat, kw_only=True):
+    """``output_format`` in the words of ``response_format``."""
+
+    FIELD: ClassVar[str] = "output_format"
+    SCHEMA: ClassVar[str] = "output_format.schema"
+
+
+class _ConfiguredFormat(_OutputFormat, kw_only=True):
+    """``output_config.format`` in the words of ``response_format``."""
+
+    FIELD: ClassVar[str] = "output_config.format"
+    SCHEMA: ClassVar[str] = "output_config.format.schema"

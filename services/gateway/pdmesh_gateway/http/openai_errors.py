@@ -1,0 +1,54 @@
+"""Errors in OpenAI's shape, and what makes up a shape of errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.http.encodings import ACCEPTED
+from pdmesh_gateway.protocol.openai_error_body import ErrorBody, ErrorResponse
+
+
+def error_json(error: RequestRejected) -> bytes:
+    """The body of an error response, and the data of an error event."""
+    body = ErrorBody(message=error.message, type=error.type, param=error.param, code=error.code)
+    return msgspec.json.encode(ErrorResponse(body))
+
+
+def error_event(error: RequestRejected) -> bytes:
+    """The last event of a stream that failed; there is no ``[DONE]`` then."""
+    return b"data: " + error_json(error) + b"\n\n"
+
+
+def error_headers(error: RequestRejected) -> list[tuple[bytes, bytes]]:
+    """Return the headers of an error: ``Retry-After`` in whole seconds, at least 1, how to authenticate with a 401, and
+    the encodings that are read.
+    """
+    headers: list[tuple[bytes, bytes]] = []
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
+    if error.code == "unsupported_content_encoding":
+        headers.append((b"accept-encoding", ACCEPTED))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """How clients of an API want to hear of errors, and by which headers they know a response."""
+
+    status: Callable[[RequestRejected], int]
+    body: Callable[[RequestRejected, str], bytes]  # of an error and the request's id
+    id_headers: tuple[bytes, ...]
+
+
+OPENAI_ERRORS = ErrorShape(
+    status=lambda error: error.status,
+    body=lambda error, _request_id: error_json(error),
+    id_headers=(b"x-request-id",),
+)

@@ -1,0 +1,49 @@
+"""From an HTTP request's body to the struct of its endpoint."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from typing import TypeVar
+
+import msgspec
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.http.body import decode_body
+from pdmesh_gateway.http.http_exchange import Exchange
+from pdmesh_gateway.http.unknown import HEADER, header_value
+from pdmesh_gateway.serving import Serving
+
+T = TypeVar("T")
+
+_JSON = re.compile(r"\s*application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE | re.ASCII)
+
+
+async def read_body(exchange: Exchange, serving: Serving) -> bytes:
+    """The body, within the gateway's limits. Raises RequestRejected and ClientGone.
+
+    One that says it is something else than JSON is refused: so are the forms that any page may send from a browser.
+    """
+    content_type = exchange.header("content-type")
+    if content_type is not None and not _JSON.fullmatch(content_type):
+        raise RequestRejected(
+            f"Content type {content_type[:60]!r} is not supported: send JSON with `Content-Type: application/json`.",
+            status=415,
+            code="unsupported_media_type",
+        )
+    config = serving.config
+    body = await exchange.body(serving.admission, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    if (encoding := json.detect_encoding(body[:4])) not in ("utf-8", "utf-8-sig"):
+        raise RequestRejected(f"The request body is {encoding.upper()}: send JSON in UTF-8.", code="invalid_json")
+    return body.removeprefix(codecs.BOM_UTF8)
+
+
+async def decode_request(exchange: Exchange, serving: Serving, decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The body as its struct; what of it was passed over is counted, and named in a header. Raises RequestRejected."""
+    config = serving.config
+    request, ignored = await decode_body(decoder, body, max_values=config.max_body_values, strict=config.strict_fields)
+    if ignored:
+        serving.metrics.ignored(len(ignored))
+        exchange.extra_headers.append((HEADER, header_value(ignored)))
+    return request

@@ -1,0 +1,194 @@
+"""From requests of items to a conversation, and to how its answer is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pdmesh.errors import RequestRejected
+from pdmesh_gateway.conversation_turns import TurnBuilder, arguments_of
+from pdmesh_gateway.conversations import Conversation
+from pdmesh_gateway.http.responses.responses_protocol import InputTokensRequest, ResponsesRequest, TextFormat
+from pdmesh_gateway.message_parts import skip_warnings, text_of
+from pdmesh_gateway.protocol.sampling_fields import JsonSchema, ResponseFormat, SamplingFields
+from pdmesh_gateway.sampling import MAX_LOGPROBS, invalid, number
+from pdmesh_gateway.tools.tool_choice import Tool, ToolChoice
+
+ItemObject = Mapping[str, Any]
+
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def items_of(given: str | Sequence[ItemObject] | None) -> list[ItemObject]:
+    """``input`` as items: a text is what the user says."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    return list(given)
+
+
+def conversation_of(
+    request: InputTokensRequest, items: Sequence[ItemObject], item_of: Callable[[str], ItemObject | None]
+) -> Conversation:
+    """What ``items`` say, in the order of time, under the request's instructions. Raises RequestRejected.
+
+    ``item_of`` finds an item that is only named.
+    """
+    turns = TurnBuilder()
+    skipped: set[str] = set()
+    if request.instructions:
+        turns.text("system", request.instructions)
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        if kind_of(item) == "item_reference":
+            named = item_of(str(item.get("id")))
+            if named is None:
+                raise _not_found(str(item.get("id")))
+            item = named
+        _add_item(turns, item, where, skipped)
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning.effort)
+        if request.reasoning.effort == "none":
+            variables.setdefault("enable_thinking", False)
+    return Conversation(
+        messages=turns.messages(),
+        tools=tuple(_tool(tool) for tool in request.tools or [] if tool.get("type") == "function"),
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        variables=variables,
+        warnings=skip_warnings(skipped, "parts"),
+    )
+
+
+def num_top_logprobs_of(request: ResponsesRequest) -> int | None:
+    """Of how many of the likeliest tokens log-probabilities are told, beside the drawn one's; None if of none.
+
+    Raises RequestRejected.
+    """
+    number("top_logprobs", request.top_logprobs, low=0, high=MAX_LOGPROBS)
+    if request.top_logprobs or "message.output_text.logprobs" in (request.include or []):
+        return request.top_logprobs or 0
+    return None
+
+
+def fields_of(request: ResponsesRequest) -> SamplingFields:
+    """How an answer is drawn. Raises RequestRejected."""
+    return SamplingFields(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+        stop=request.stop,
+        response_format=_response_format(None if request.text is None else request.text.format),
+        priority=request.priority,
+        request_id=request.request_id,
+        slo_ttft_ms=request.slo_ttft_ms,
+        slo_tpot_ms=request.slo_tpot_ms,
+    )
+
+
+def kind_of(item: ItemObject) -> str:
+    """An item's type; messages may come without."""
+    return str(item.get("type") or "message")
+
+
+#: Kinds of items that say something here. Others are what tools of OpenAI's left behind: they are skipped.
+KNOWN_ITEMS = frozenset(
+    {
+        *("message", "reasoning", "function_call", "function_call_output", "item_reference"),
+        *("custom_tool_call", "custom_tool_call_output"),
+    }
+)
+
+
+def _add_item(turns: TurnBuilder, item: ItemObject, where: str, skipped: set[str]) -> None:
+    match kind_of(item):
+        case "message":
+            role = str(item.get("role"))
+            if role not in _ROLES:
+                raise invalid("input", f"`{where}.role` must be one of {', '.join(_ROLES)}.")
+            told = skipped if role == "assistant" else None
+            turns.text(role, text_of(item.get("content"), f"{where}.content", param="input", skipped=told))
+        case "reasoning":
+            given = item.get("content") or item.get("summary") or ""
+            if text := text_of(given, where, param="input", skipped=skipped):
+                turns.reasoning(text)
+        case "function_call":
+            call_id, name = (_string(item, key, where) for key in ("call_id", "name"))
+            turns.call(call_id, name, arguments_of(item.get("arguments")))
+        case "custom_tool_call":
+            call_id, name, given = (_string(item, key, where) for key in ("call_id", "name", "input"))
+            turns.call(call_id, name, {"input": given})
+        case "function_call_output" | "custom_tool_call_output":
+            text = text_of(item.get("output"), f"{where}.output", param="input")
+            turns.result(_string(item, "call_id", where), text)
+        case _:
+            pass
+
+
+def _string(item: ItemObject, key: str, where: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise invalid("input", f"`{where}.{key}` must be a string.")
+    return value
+
+
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    name, description, parameters = tool.get("name"), tool.get("description"), tool.get("parameters")
+    if not isinstance(name, str):
+        raise invalid("tools", "`tools` has a function without a `name`.")
+    return Tool(
+        name=name,
+        description=description if isinstance(description, str) else None,
+        parameters=parameters if isinstance(parameters, dict) else None,
+        strict=tool.get("strict") is True,
+    )
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice:
+    match choice:
+        case None | "auto":
+            return ToolChoice()
+        case "none":
+            return ToolChoice(mode="none")
+        case "required":
+            return ToolChoice(mode="required")
+        case {"type": "function", "name": str(name)}:
+            return ToolChoice(mode="required", allowed=(name,), is_named=True)
+        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
+            names = [tool.get("name") for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+            return ToolChoice(
+                mode="required" if mode == "required" else "auto",
+                allowed=tuple(name for name in names if isinstance(name, str)),
+            )
+        case _:
+            raise invalid(
+                "tool_choice", "`tool_choice` must be auto, none, required, a function by name, or allowed_tools."
+            )
+
+
+def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    return _TextFormat(type=wanted.type, json_schema=JsonSchema(schema=wanted.schema, strict=wanted.strict))
+
+
+class _TextFormat(ResponseFormat, kw_only=True):
+    """``text.format`` in the words of ``response_format``."""
+
+    FIELD: ClassVar[str] = "text.format"
+    SCHEMA: ClassVar[str] = "text.format.schema"
+
+
+def _not_found(item_id: str) -> RequestRejected:
+    return RequestRejected(
+        f"Item with id '{item_id[:100]}' not found: items are kept for an hour, where responses are stored "
+        "(gateway.kept_responses_bytes). Send the item itself.",
+        status=404,
+        param="input",
+        code="item_not_found",
+    )

@@ -1,0 +1,216 @@
+"""Gateways' streams: the requests they bring, and what happens to these when a gateway is lost."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import anyio
+import msgspec
+import structlog
+
+from pdmesh.config import SchedulerConfig
+from pdmesh.core.commands import Reject
+from pdmesh.core.events import GatewayJoined, GatewayLost, RequestArrived
+from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.model import GRANULE_TOKENS, MAX_WEIGHTS_CHARS, GatewayId, RejectReason, Request, is_request_of
+from pdmesh.prefixes import HASH_BYTES
+from pdmesh.ranges import out_of_range
+from pdmesh.wire.link import FrameLink
+from pdmesh.wire.messages import (
+    CommandMessage,
+    EventMessage,
+    GatewayDown,
+    GatewayHeartbeat,
+    GatewayUp,
+    Generation,
+    MetricFamily,
+    NextActivity,
+    RegisterGateway,
+    Submit,
+    WelcomeGateway,
+)
+from pdmesh.wire.session import converse, registration
+from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.mesh_check import MeshCheck
+from pdmesh_scheduler.peer_streams import Connection, Leases, Peers
+from pdmesh_scheduler.standby.keeper import LeaseRequest
+from pdmesh_scheduler.standby.mandate import ALONE, Mandate
+
+log = structlog.get_logger()
+
+#: Heartbeats in the silence after which a gateway is taken to be cut off.
+QUIET_BEATS = 2
+
+#: Far below what can be kept, far above where dividing by a target overflows.
+MIN_TARGET_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStreams:
+    """Serves gateways. One whose stream breaks has the rest of its lease to come back; its requests go on meanwhile."""
+
+    driver: Driver
+    peers: Peers[GatewayId, GatewayDown]
+    leases: Leases[GatewayId]
+    config: SchedulerConfig
+    stopping: anyio.Event
+    clock: Callable[[], float]
+    is_refused: Callable[[str], Awaitable[bool]]  # whether nobody listens at an address
+    check: MeshCheck
+    mandate: Mandate = ALONE
+    metrics: Callable[[], tuple[MetricFamily, ...]] = tuple  # that gateways serve, too
+    scheduler_id: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    async def serve(self, link: FrameLink[GatewayDown, GatewayUp], peer: str) -> None:
+        """Serve one stream, from its registration to its end."""
+        frames = link.frames()
+        registered, rest = await registration(frames, RegisterGateway)
+        gateway_id = registered.gateway_id
+        waiting = tuple(key for key in registered.waiting if is_request_of(gateway_id, key[0]))
+        if len(waiting) < len(registered.waiting):
+            log.error("a gateway claims requests of another gateway", gateway_id=gateway_id)
+
+        async def read() -> None:
+            await self._take(gateway_id, rest)
+            async for messages in frames:
+                self.leases.renew(gateway_id)
+                await self._take(gateway_id, messages)
+
+        with anyio.CancelScope() as scope:
+            connection: Connection[GatewayId, GatewayDown] = Connection(gateway_id, link, scope, address=peer)
+            self.peers.add(connection)
+            self.leases.renew(gateway_id)
+            self.check.token_addresses[gateway_id] = registered.token_address
+            log.info("gateway joined", gateway_id=gateway_id, num_waiting=len(waiting), peer=peer)
+            try:
+                beat_s = self.mandate.beat_s(self.config.heartbeat_s)
+                welcome = WelcomeGateway(
+                    scheduler_id=self.scheduler_id,
+                    heartbeat_s=beat_s,
+                    term=self.mandate.term,
+                    silent_beats=self.mandate.silent_beats(beat_s),
+                )
+                link.post(welcome)
+                unbegun = registered.unbegun if registered.scheduler_id == self.scheduler_id else ()
+                self.driver.post(GatewayJoined(gateway_id, waiting, unbegun))
+                await converse(link, read, self.stopping)
+            finally:
+                if self.peers.remove(connection):
+                    log.warning("gateway's stream ended", gateway_id=gateway_id)
+                    await self._look_whether_it_lives(gateway_id, registered.token_address)
+        if scope.cancelled_caught:
+            raise InstanceUnavailable("the lease ran out, or another stream of this gateway took over")
+
+    async def _look_whether_it_lives(self, gateway_id: GatewayId, token_address: str) -> None:
+        """Give a gateway up soon that its stream has left, if nobody listens at its token port."""
+        if not token_address or self.stopping.is_set():
+            return
+        with anyio.CancelScope(shield=True):  # the handler of a stream that broke is being cancelled
+            if await self.is_refused(token_address) and self.peers.get(gateway_id) is None:
+                self.leases.stream_broke(gateway_id)
+
+    async def why_keep_lead(self, request: LeaseRequest) -> str:
+        """Return why the lead should not go to a scheduler that a gateway reaches alone; empty if it should."""
+        gateway_id = GatewayId(request.gateway_id)
+        quiet_s = QUIET_BEATS * self.mandate.beat_s(self.config.heartbeat_s)
+        await anyio.sleep(max(0.0, quiet_s - self.leases.silent_s(gateway_id)))
+        if self.leases.silent_s(gateway_id) < quiet_s:
+            return "this scheduler hears the gateway"
+        if heard := sorted(other for other in self.peers if self.leases.silent_s(other) < quiet_s):
+            return f"this scheduler hears other gateways: {', '.join(heard)}"
+        return await self.check.why_unreached(request.address)
+
+    def expired(self, gateway_id: GatewayId) -> None:
+        log.error("gateway lost: its lease ran out", gateway_id=gateway_id)
+        self.check.token_addresses.pop(gateway_id, None)
+        self.peers.end(gateway_id)
+        self.driver.post(GatewayLost(gateway_id))
+
+    async def _take(self, gateway_id: GatewayId, messages: list[GatewayUp]) -> None:
+        for message in messages:
+            match message:
+                case RegisterGateway():
+                    raise ProtocolError("RegisterGateway twice")
+                case GatewayHeartbeat():
+                    state = msgspec.structs.replace(self.driver.state(), metrics=self.metrics())
+                    self.peers.post(gateway_id, state)
+                case Submit():
+                    why = _impossible(message, gateway_id)
+                    for index, generation in enumerate(message.generations()):
+                        if why is None:
+                            request = _request(message, generation, self.clock(), index)
+                            await self.driver.submit(RequestArrived(request, message.unheard_id), generation)
+                        else:
+                            self._refuse(gateway_id, generation, why)
+                case NextActivity():
+                    self.driver.activity.asked(gateway_id)
+                case EventMessage():
+                    event = message.gateway_event
+                    if event.gateway_id != gateway_id:
+                        raise ProtocolError(f"{gateway_id} speaks for {event.gateway_id}")
+                    await self.driver.submit(event)
+
+    def _refuse(self, gateway_id: GatewayId, generation: Generation, why: str) -> None:
+        """One request alone: the others of its gateway have done nothing wrong."""
+        log.error("a gateway sent an invalid request", gateway_id=gateway_id, request_id=generation.request_id, why=why)
+        rejected = Reject(
+            gateway_id=gateway_id,
+            request_id=generation.request_id,
+            epoch=generation.epoch,
+            reason=RejectReason.INVALID,
+            message=f"The scheduler rejected the request: it {why}.",
+            retry_after_s=None,
+        )
+        self.peers.post(gateway_id, CommandMessage.of(rejected))
+
+
+def _impossible(submit: Submit, gateway_id: GatewayId) -> str | None:
+    """What is wrong with a request that no gateway may send."""
+    generation = submit.generation
+    if generation.gateway_id != gateway_id:
+        return f"names gateway {generation.gateway_id!r}"
+    request_ids = [generation.request_id, *(other.request_id for other in submit.others)]
+    if not all(is_request_of(gateway_id, request_id) for request_id in request_ids):
+        return "has the id of another gateway's request"
+    if len(generation.token_ids) % 4 or not 1 <= generation.num_prompt_tokens <= generation.num_tokens:
+        return f"has {len(generation.token_ids)} bytes of tokens for {generation.num_prompt_tokens} prompt tokens"
+    if len(generation.prefix_root) not in (0, HASH_BYTES):
+        return f"has a root of {len(generation.prefix_root)} bytes for the hashes of its granules"
+    if len(generation.prefix) != (generation.num_tokens // GRANULE_TOKENS if generation.prefix_root else 0):
+        return f"has {len(generation.prefix)} hashes of granules of {generation.num_tokens} tokens"
+    if max(len(generation.weights), len(generation.prefix_weights)) > MAX_WEIGHTS_CHARS:
+        return "names weights by more than an identity"
+    if generation.epoch < 0:
+        return f"is in epoch {generation.epoch}"
+    if not 0 <= submit.age_s < math.inf:
+        return f"is {submit.age_s} s old"
+    for slo_s in (submit.slo_ttft_s, submit.slo_tpot_s):
+        if slo_s is not None and not MIN_TARGET_S <= slo_s < math.inf:
+            return f"has a target of {slo_s} s"
+    problem = out_of_range(_request(submit, generation, 0.0, 0))
+    return None if problem is None else f"breaks a limit: {problem}"
+
+
+def _request(submit: Submit, generation: Generation, now_s: float, index: int) -> Request:
+    """What the core is told of one choice, the ``index``-th of its prompt."""
+    return Request(
+        request_id=generation.request_id,
+        epoch=generation.epoch,
+        gateway_id=generation.gateway_id,
+        num_prompt_tokens=generation.num_tokens,
+        max_tokens=generation.max_tokens_left,
+        arrival_s=now_s - submit.age_s,
+        priority=submit.priority,
+        slo_ttft_s=submit.slo_ttft_s,
+        slo_tpot_s=submit.slo_tpot_s,
+        tenant=submit.tenant,
+        share=submit.share,
+        num_tokens_before=submit.num_tokens_before + index * generation.num_tokens,
+        arithmetic=generation.arithmetic,
+        weights=generation.weights,
+        prefix=generation.prefix,
+        prefix_weights=generation.prefix_weights,
+    )

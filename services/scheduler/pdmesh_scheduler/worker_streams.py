@@ -1,0 +1,238 @@
+"""Workers' streams: their registration, their reports, and when a worker is given up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+
+from pdmesh.config import SchedulerConfig
+from pdmesh.core.events import InstanceJoined, InstanceLost, InstanceSuspected, InstanceUnreachable, LoadReported
+from pdmesh.core.instances.arithmetic import why_not_joins
+from pdmesh.errors import InstanceUnavailable, ProtocolError
+from pdmesh.model import InstanceId, InstanceProfile
+from pdmesh.policy.latency_profile import Profile, Subject
+from pdmesh.ranges import out_of_range
+from pdmesh.wire.link import FrameLink
+from pdmesh.wire.messages import (
+    EventMessage,
+    Goodbye,
+    PeersChecked,
+    RegisterWorker,
+    SchedulerHeartbeat,
+    WelcomeWorker,
+    WorkerDown,
+    WorkerUp,
+)
+from pdmesh.wire.session import converse, registration
+from pdmesh_scheduler.driver import Driver
+from pdmesh_scheduler.mesh_check import MeshCheck
+from pdmesh_scheduler.peer_streams import Connection, Leases, Peers
+from pdmesh_scheduler.standby.mandate import ALONE, MIN_BEATS, Mandate
+
+log = structlog.get_logger()
+
+#: How often an instance speaks, at least, in the time after which it is suspected: it may be late with some.
+BEATS_BEFORE_SUSPICION = 3
+
+#: How long new requests may wait for an instance that was given up while its stream was whole. A process that dies
+#: breaks its stream: this one hangs, is stopped or is cut off, and may go on. But not all of them do.
+RETURN_GRACE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStreams:
+    """Serves workers.
+
+    A worker whose stream breaks has the rest of its lease to come back, and gets no work meanwhile. Nor does one that
+    has been silent for longer than a live worker would be.
+    """
+
+    driver: Driver
+    peers: Peers[InstanceId, WorkerDown]
+    leases: Leases[InstanceId]
+    silences: Leases[InstanceId]  # after which an instance is suspected
+    absences: Leases[InstanceId]  # of those given up for silence: how long they are waited for
+    config: SchedulerConfig
+    stopping: anyio.Event
+    check: MeshCheck
+    profile: Profile | None = None  # what steps are predicted by, if the operator named it
+    mandate: Mandate = ALONE
+    _suspected: set[InstanceId] = field(default_factory=set[InstanceId])
+    _loads: dict[InstanceId, LoadReported] = field(default_factory=dict[InstanceId, LoadReported])
+    _answered_s: dict[InstanceId, float] = field(default_factory=dict[InstanceId, float])
+
+    async def watch(self) -> None:
+        """Suspect workers that are silent, and give up those whose leases run out, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.leases.run, self._expired)
+            tasks.start_soon(self.silences.run, self._silent)
+            tasks.start_soon(self.absences.run, self._stays_away)
+
+    async def serve(self, link: FrameLink[WorkerDown, WorkerUp], peer: str) -> None:
+        """Serve one stream, from its registration to its end."""
+        frames = link.frames()
+        registered, rest = await registration(frames, RegisterWorker)
+        _check(registered)
+        instance_id = registered.profile.instance_id
+        self._check_only(registered.profile, peer)
+        self._check_profile(registered.profile)
+
+        with anyio.CancelScope() as scope:
+            connection: Connection[InstanceId, WorkerDown] = Connection(
+                instance_id, link, scope, address=peer, is_open=False
+            )
+
+            async def read() -> None:
+                done = await self._report(connection, rest)
+                while not done and (messages := await anext(frames, None)) is not None:
+                    self._heard(instance_id)
+                    self._answer(connection)
+                    done = await self._report(connection, messages)
+
+            self.check.profiles[instance_id] = registered.profile
+            self.peers.add(connection)
+            self._loads.pop(instance_id, None)
+            self.absences.drop(instance_id)
+            self._suspected.discard(instance_id)  # the core forgets it with all else, when the instance joins
+            self._heard(instance_id)
+            log.info("instance joined", instance_id=instance_id, role=registered.profile.role, peer=peer)
+            try:
+                beat_s = self.mandate.beat_s(
+                    min(self.config.heartbeat_s, self.config.suspect_s / BEATS_BEFORE_SUSPICION)
+                )
+                link.post(
+                    WelcomeWorker(
+                        heartbeat_s=beat_s,
+                        term=self.mandate.term,
+                        silent_beats=self.mandate.silent_beats(beat_s),
+                    )
+                )
+                joined = InstanceJoined(
+                    registered.profile,
+                    registered.residents,
+                    registered.stopping,
+                    registered.kept,
+                    registered.offloaded,
+                    registered.dropped,
+                )
+                self.driver.post(joined, first=connection.open)
+                await converse(link, read, self.stopping)
+            finally:
+                if self.peers.remove(connection):
+                    log.warning("instance's stream broke", instance_id=instance_id)
+                    self.leases.stream_broke(instance_id)
+                    self._forget_silence(instance_id)
+                    if not self.stopping.is_set():
+                        self.driver.post(InstanceSuspected(instance_id))  # what it has begun of prompts is lost, too
+                    self.driver.post(InstanceUnreachable(instance_id))
+        if scope.cancelled_caught:
+            raise InstanceUnavailable("the lease ran out, or another stream of this instance took over")
+
+    def _check_only(self, instance: InstanceProfile, peer: str) -> None:
+        """Refuse another process of an instance that is there: each would end the other's stream for ever.
+
+        One that is silent may have lost its host, and somebody else takes its place. Raises ProtocolError.
+        """
+        instance_id = instance.instance_id
+        there = self.peers.get(instance_id)
+        if there is None or instance_id in self._suspected or self.check.profiles[instance_id].is_process_of(instance):
+            return
+        log.error("instance refused: another has its id", instance_id=instance_id, peer=peer, other=there.address)
+        raise ProtocolError(
+            f"an instance named {instance_id} already runs at {there.address}: give each instance an id of its own "
+            "(worker.instance_id), or stop that one"
+        )
+
+    def _check_profile(self, instance: InstanceProfile) -> None:
+        """Refuse an instance that the operator's profile says nothing of, or of an arithmetic class that may not be.
+
+        Raises ProtocolError.
+        """
+        problem = None if self.profile is None else self.profile.mismatch(Subject.of(instance))
+        problem = problem or why_not_joins(instance, self.check.profiles.values())
+        if problem is not None:
+            log.error("instance refused", instance_id=instance.instance_id, reason=problem)
+            raise ProtocolError(problem)
+
+    def _heard(self, instance_id: InstanceId) -> None:
+        self.leases.renew(instance_id)
+        self.silences.renew(instance_id)
+        if instance_id in self._suspected:
+            self._suspected.discard(instance_id)
+            log.info("instance reports again", instance_id=instance_id)
+            self.driver.post(InstanceSuspected(instance_id, suspected=False))
+
+    def _answer(self, connection: Connection[InstanceId, WorkerDown]) -> None:
+        """Say now and then that this scheduler lives: a worker that does not hear it gives up on it."""
+        now_s = anyio.current_time()
+        said_s = self._answered_s.get(connection.peer_id, -math.inf)
+        if now_s - said_s > self.mandate.silence_s / (2 * MIN_BEATS):
+            self._answered_s[connection.peer_id] = now_s
+            self.peers.post(connection.peer_id, SchedulerHeartbeat())
+
+    def _silent(self, instance_id: InstanceId) -> None:
+        log.warning("instance is silent; nothing new is placed on it until it reports again", instance_id=instance_id)
+        self._suspected.add(instance_id)
+        self.driver.post(InstanceSuspected(instance_id))
+
+    def _forget_silence(self, instance_id: InstanceId) -> None:
+        """Forget the silence of an instance that has no stream."""
+        self.silences.drop(instance_id)
+        self._suspected.discard(instance_id)
+
+    def _expired(self, instance_id: InstanceId) -> None:
+        log.error("instance lost: its lease ran out", instance_id=instance_id)
+        self._forget_silence(instance_id)
+        self.check.profiles.pop(instance_id, None)
+        if self.peers.end(instance_id):
+            self.absences.renew(instance_id)
+            self.driver.wait_for(instance_id)
+        self.driver.post(InstanceLost(instance_id))
+
+    def _stays_away(self, instance_id: InstanceId) -> None:
+        log.error("instance did not come back in time", instance_id=instance_id)
+        self.driver.wait_no_longer_for(instance_id)
+
+    async def _report(self, connection: Connection[InstanceId, WorkerDown], messages: list[WorkerUp]) -> bool:
+        """Pass reports on; whether the last one was a goodbye."""
+        instance_id = connection.peer_id
+        for message in messages:
+            match message:
+                case RegisterWorker():
+                    raise ProtocolError("RegisterWorker twice")
+                case PeersChecked():
+                    self.check.answered(instance_id, message)
+                case Goodbye():
+                    log.info("instance left", instance_id=instance_id)
+                    self.peers.remove(connection)
+                    self.leases.drop(instance_id)
+                    self._forget_silence(instance_id)
+                    self.check.profiles.pop(instance_id, None)
+                    self.driver.post(InstanceLost(instance_id))
+                    return True
+                case EventMessage():
+                    event = message.event
+                    if event.instance_id != instance_id:
+                        raise ProtocolError(f"{instance_id} speaks for {event.instance_id}")
+                    if isinstance(event, LoadReported):
+                        if event == self._loads.get(instance_id):
+                            continue  # a heartbeat, and nothing that the core has not heard
+                        self._loads[instance_id] = event
+                    await self.driver.submit(event)
+        return False
+
+
+def _check(registration: RegisterWorker) -> None:
+    """Refuse what the core could not work with. Raises ProtocolError."""
+    profile = registration.profile
+    for value in (profile, *registration.residents):
+        if (problem := out_of_range(value)) is not None:
+            raise ProtocolError(f"the instance's registration: {problem}")
+    if not profile.instance_id:
+        raise ProtocolError("the instance's id is empty")
+    held = [resident.num_blocks for resident in registration.residents]
+    if sum(held) > profile.num_blocks:
+        raise ProtocolError(f"residents hold {sum(held)} of {profile.num_blocks} blocks")
